@@ -1,0 +1,171 @@
+"""Ragged causal attention over paged K and V."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from weft.kernels import cpu
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    max_q_len: int,
+    max_kv_len: int,
+) -> torch.Tensor:
+    """Attention of each request's new rows over its pages, decode and prefill mixed freely.
+
+    Row j of a request with q_len rows attends to positions 0 .. kv_len - q_len + j. K and V of
+    this step must be in the pool already. Nothing beyond kv_len is read, neither of the table
+    nor of the last page.
+
+    Args:
+        q: [T, Hq, D], contiguous.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous, dtype of `q`; Hkv divides Hq.
+        layer: Layer of the pool to read.
+        page_table: [R, max_pages] int32, contiguous along a row.
+        cu_q_lens: [R + 1] int32; request r has the rows cu_q_lens[r] : cu_q_lens[r + 1].
+        kv_lens: [R] int32, new rows included.
+        scale: Factor on the scores.
+        max_q_len: Largest number of rows of a request.
+        max_kv_len: Largest kv_len.
+
+    Returns:
+        [T, Hq * D], dtype of `q`; softmax in float32.
+
+    Raises:
+        ValueError: An argument does not fit.
+        IndexError: `layer`, a length or a page points outside.
+    """
+    native = cpu.native_cpu_for(q)
+    is_native = native is not None and fits_native(native, q.shape[1], pool)
+    if not (is_native or q.is_cuda):
+        return paged_attention_reference(
+            q, pool, layer, page_table, cu_q_lens, kv_lens, scale, max_q_len, max_kv_len
+        )
+    if not 0 <= layer < pool.shape[2]:
+        raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
+    check_attention(q.shape, q.dtype, pool, page_table, cu_q_lens, kv_lens)
+    if not q.is_contiguous():
+        raise ValueError("q must be contiguous")
+    if native is None:
+        from weft.kernels.gpu import attention as gpu
+
+        return gpu.paged_attention(
+            q, pool, layer, page_table, cu_q_lens, kv_lens, scale, max_q_len, max_kv_len
+        )
+    described = cpu.describe_pool(pool)
+    tokens, heads, dim = q.shape
+    requests, max_pages = page_table.shape
+    out = torch.empty((tokens, heads * dim), dtype=q.dtype)
+    status = native.paged_attention(
+        ctypes.byref(described),
+        layer,
+        q.data_ptr(),
+        out.data_ptr(),
+        page_table.data_ptr(),
+        cu_q_lens.data_ptr(),
+        kv_lens.data_ptr(),
+        requests,
+        max_pages,
+        page_table.stride(0),
+        heads,
+        tokens,
+        scale,
+    )
+    if status:
+        cpu.check_status(status, "paged_attention")
+    return out
+
+
+def gains_by_exact_lengths(
+    heads: int, dim: int, tokens: int, requests: int, max_q_len: int, max_kv_len: int
+) -> bool:
+    """Whether a GPU's attention over such a step is faster if the lengths are known when it is
+    launched, which they are not in a captured graph: cuDNN takes long cold prompts.
+
+    Args:
+        heads: Hq.
+        dim: D.
+        tokens: T.
+        requests: R.
+        max_q_len: Largest number of rows of a request.
+        max_kv_len: Largest kv_len.
+    """
+    from weft.kernels.gpu.dense_attention import is_long_and_cold
+
+    return is_long_and_cold(heads, dim, tokens, requests, max_q_len, max_kv_len)
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    max_q_len: int,
+    max_kv_len: int,
+) -> torch.Tensor:
+    """`paged_attention` in eager torch: gathers each request's pages, any device."""
+    page_size = pool.shape[-2]
+    out = torch.empty_like(q)
+    starts = cu_q_lens.tolist()
+    for request, kv_len in enumerate(kv_lens.tolist()):
+        first, end = starts[request], starts[request + 1]
+        if first == end:
+            continue
+        pages = page_table[request, : -(-kv_len // page_size)].long()
+        # [pages, Hkv, 2, P, D] -> [2, Hkv, kv_len, D]
+        kv = pool[pages, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
+        rows = torch.arange(kv_len - (end - first), kv_len, device=q.device)
+        mask = torch.arange(kv_len, device=q.device) <= rows.unsqueeze(1)
+        out[first:end] = F.scaled_dot_product_attention(
+            q[first:end].transpose(0, 1).unsqueeze(0),
+            kv[0].unsqueeze(0),
+            kv[1].unsqueeze(0),
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+    return out.flatten(1)
+
+
+def check_attention(
+    q_shape: Sequence[int],
+    dtype: torch.dtype,
+    pool: torch.Tensor,
+    page_table: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+) -> None:
+    """Raises ValueError unless shapes and dtypes are as `paged_attention` says."""
+    _, heads, dim = q_shape
+    if dim != pool.shape[-1] or heads % pool.shape[1] or pool.dtype != dtype:
+        raise ValueError(
+            f"q {tuple(q_shape)} {dtype} does not fit a pool {tuple(pool.shape)} {pool.dtype}"
+        )
+    requests = page_table.shape[0]
+    if page_table.dtype != torch.int32 or page_table.stride(1) != 1:
+        raise ValueError("page_table must be [R, max_pages] int32, contiguous along a row")
+    for name, tensor, shape in (
+        ("cu_q_lens", cu_q_lens, (requests + 1,)),
+        ("kv_lens", kv_lens, (requests,)),
+    ):
+        if tensor.shape != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {tuple(shape)} int32")
+
+
+def fits_native(native: cpu.NativeCpu, heads: int, pool: torch.Tensor) -> bool:
+    """Whether the native operation handles these shapes."""
+    dim, group = pool.shape[-1], heads // pool.shape[1]
+    return dim % 8 == 0 and dim <= native.max_dim and group <= native.max_group

@@ -1,0 +1,199 @@
+"""Compiles one C file on first use and loads it with ctypes.
+
+Only the standard library is imported here, so that parts which must stay free of torch can use
+native code too. The result of a build is kept in a cache folder under a name that is a hash of
+everything the machine code depends on; several processes may build at the same time.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BASE_FLAGS = ("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-fPIC")
+"""Always passed. `-std=c11` makes gcc keep a*b+c as two roundings; pass `-ffp-contract=fast` in
+`flags` to allow fused multiply-adds."""
+
+COMPILE_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """A loaded library, or the reason why there is none."""
+
+    library: ctypes.CDLL | None
+    """The loaded library; calls through it release the GIL. None if it could not be had."""
+    path: Path | None
+    """The file it was loaded from."""
+    reason: str | None
+    """What failed, in one line fit for a log; None on success."""
+
+
+class _BuildError(Exception):
+    """Why a library could not be built."""
+
+
+def cache_folder() -> Path:
+    """Folder for files made on this machine.
+
+    `$WEFT_CACHE_DIR`, else `$XDG_CACHE_HOME/weft`, else `~/.cache/weft`.
+
+    Raises:
+        RuntimeError: None of them is set and the user has no home folder.
+    """
+    if explicit := os.environ.get("WEFT_CACHE_DIR"):
+        return Path(explicit)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "weft"
+    return Path.home() / ".cache" / "weft"
+
+
+def loaded_openmp_library() -> Path | None:
+    """The OpenMP runtime that this process has loaded already (after `import torch`: torch's own).
+
+    A second OpenMP runtime in one process would start a second set of threads that fights the
+    first one for the cores. None where nothing is loaded, or where the system does not tell.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    mapped = {Path(fields[5]) for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    found = sorted(p for p in mapped if p.name.startswith(("libgomp", "libiomp5", "libomp")))
+    beside_torch = [p for p in found if any(p.parent.glob("libtorch_cpu.*"))]
+    return next(iter(beside_torch + found), None)
+
+
+def load_native(
+    source: Path,
+    *,
+    openmp_library: Path | None = None,
+    flags: Sequence[str] = (),
+    compiler: str = "cc",
+    folder: Path | None = None,
+) -> NativeLibrary:
+    """Compiles `source` unless that was done before, and loads the result.
+
+    Args:
+        source: A C11 file that includes system headers only (others are not part of the hash).
+        openmp_library: Shared OpenMP runtime to compile for and to bind to; without it OpenMP
+            pragmas are ignored. Pass the one the process uses (`loaded_openmp_library`).
+        flags: Compiler flags in addition to `BASE_FLAGS`.
+        compiler: Name or path of the C compiler.
+        folder: Where to keep the result; default `cache_folder() / "native"`.
+
+    Returns:
+        The library, or the reason why it could not be built or loaded. Never raises for a
+        missing compiler, a failing compilation or an unwritable folder.
+    """
+    try:
+        folder = folder or cache_folder() / "native"
+        compiler_path = shutil.which(compiler)
+        if compiler_path is None:
+            raise _BuildError(f"no C compiler: '{compiler}' is not on PATH")
+        all_flags = [*BASE_FLAGS, *flags]
+        code = source.read_bytes()
+        key = _build_key(code, all_flags, compiler_path, openmp_library)
+        target = folder / f"{key}.so"
+        if openmp_library is not None:
+            # Loaded first and by its own path, so that the name in our library resolves to it.
+            ctypes.CDLL(str(openmp_library), mode=ctypes.RTLD_GLOBAL)
+        library = _load_existing(target)
+        if library is None:
+            _compile(source, target, all_flags, compiler_path, openmp_library)
+            library = ctypes.CDLL(str(target))
+        return NativeLibrary(library, target, None)
+    except (_BuildError, OSError, RuntimeError) as error:
+        return NativeLibrary(None, None, f"{source.name}: {error}")
+
+
+def _load_existing(target: Path) -> ctypes.CDLL | None:
+    """Loads a cached library; None if it is not there or is damaged (it is then built again)."""
+    if not target.exists():
+        return None
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError:
+        return None
+
+
+def _build_key(
+    code: bytes, flags: Sequence[str], compiler_path: str, openmp_library: Path | None
+) -> str:
+    """Hash over everything that the machine code depends on."""
+    version = _run([compiler_path, "--version"]).splitlines()
+    parts: Iterable[str] = (
+        "\0".join(flags),
+        version[0] if version else "",
+        platform.system(),
+        platform.machine(),
+        _cpu_features(),
+        str(openmp_library or ""),
+    )
+    digest = hashlib.blake2b(code, digest_size=16)
+    for part in parts:
+        digest.update(hashlib.blake2b(part.encode(), digest_size=16).digest())
+    return digest.hexdigest()
+
+
+def _cpu_features() -> str:
+    """What `-march=native` depends on; machines of different CPUs may share a cache folder."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    features: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in wanted:
+            features.setdefault(name.strip(), " ".join(sorted(value.split())))
+    return repr(sorted(features.items()))
+
+
+def _compile(
+    source: Path,
+    target: Path,
+    flags: Sequence[str],
+    compiler_path: str,
+    openmp_library: Path | None,
+) -> None:
+    """Builds `target` so that other processes see either nothing or the whole file."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Same file system as the target, so that the last step is a rename.
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as work:
+        compiled, linked = Path(work) / "code.o", Path(work) / "code.so"
+        openmp_flags = [] if openmp_library is None else ["-fopenmp"]
+        compile_command = [*flags, *openmp_flags, "-c", str(source), "-o", str(compiled)]
+        _run([compiler_path, *compile_command])
+        # -fopenmp is left out here: it would bind to the compiler's own runtime.
+        link_command = ["-shared", str(compiled), "-o", str(linked)]
+        if openmp_library is not None:
+            link_command += [str(openmp_library), f"-Wl,-rpath,{openmp_library.parent}"]
+        _run([compiler_path, *link_command, "-lm"])
+        os.replace(linked, target)
+
+
+def _run(command: Sequence[str]) -> str:
+    """Output of a command; raises with the first lines of what it complained about."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _BuildError(f"{command[0]} ran past {COMPILE_TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        complaint = " | ".join(done.stderr.strip().splitlines()[:5])
+        raise _BuildError(f"{command[0]} failed with status {done.returncode}: {complaint}")
+    return done.stdout

@@ -1,0 +1,247 @@
+"""The native CPU operations: builds csrc/cpu.c on first use and declares its functions."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from pathlib import Path
+
+import torch
+from weft.kernels.build import load_native, loaded_openmp_library
+
+SOURCE = Path(__file__).parent / "csrc" / "cpu.c"
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""What the native operations compute with."""
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of csrc/linear.h."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out_features", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("is_bf16", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
+    )
+
+
+class Pool(ctypes.Structure):
+    """`Pool` of csrc/rows.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("pages", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("layers", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+
+class Attention(ctypes.Structure):
+    """`Attention` of csrc/attention.h."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("page_table", ctypes.c_void_p),
+        ("cu_q_lens", ctypes.c_void_p),
+        ("kv_lens", ctypes.c_void_p),
+        ("requests", ctypes.c_int64),
+        ("max_pages", ctypes.c_int64),
+        ("table_stride", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Layer(ctypes.Structure):
+    """`Layer` of csrc/layer.h."""
+
+    _fields_ = (
+        ("qkv", ctypes.c_void_p),
+        ("o", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("input_norm", ctypes.c_void_p),
+        ("post_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Batch(ctypes.Structure):
+    """`Batch` of csrc/layer.h."""
+
+    _fields_ = (
+        ("attention", Attention),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("max_positions", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("scratch", ctypes.c_void_p),
+    )
+
+
+class Experts(ctypes.Structure):
+    """`Experts` of csrc/moe.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("w13", "w2")),
+        *((name, ctypes.c_int64) for name in ("experts", "top_k", "rows")),
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "residual", "out")),
+        *((name, ctypes.c_void_p) for name in ("begins", "units", "place")),
+        *((name, ctypes.c_void_p) for name in ("gathered", "inner", "products")),
+    )
+
+
+class NativeCpu:
+    """The functions of csrc/cpu.c. Pointers are passed as integers (`Tensor.data_ptr()`).
+
+    Callers check shapes and dtypes: the functions do not.
+    """
+
+    __slots__ = (
+        "check_batch",
+        "decoder_layers",
+        "layer_scratch_width",
+        "linear",
+        "max_dim",
+        "max_group",
+        "moe",
+        "native_bf16",
+        "pack",
+        "packed_columns",
+        "packed_words",
+        "paged_attention",
+        "rms_norm",
+        "rope_and_cache",
+        "silu_and_mul",
+    )
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, long, integer, real = (
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int,
+            ctypes.c_float,
+        )
+        norm = (integer, pointer, pointer, pointer, pointer, long, long, real)
+        rope = (
+            *(pointer, long, pointer, pointer, pointer, pointer, long),
+            *(pointer, pointer, real, long, long, pointer),
+        )
+        attention = (pointer, long, *[pointer] * 5, *[long] * 5, real)
+        declare = functools.partial(_declare, library)
+        self.pack = declare("weft_pack", None, *[pointer] * 5)
+        self.packed_words = declare("weft_packed_words", long, pointer)
+        self.packed_columns = declare("weft_packed_columns", long, pointer)
+        self.linear = declare(
+            "weft_linear", None, pointer, pointer, long, pointer, pointer, integer
+        )
+        self.moe = declare("weft_moe", integer, pointer)
+        self.rms_norm = declare("weft_rms_norm", None, *norm)
+        self.silu_and_mul = declare(
+            "weft_silu_and_mul", None, integer, pointer, pointer, long, long
+        )
+        self.rope_and_cache = declare("weft_rope_and_cache", integer, *rope)
+        self.paged_attention = declare("weft_paged_attention", integer, *attention)
+        self.layer_scratch_width = declare("weft_layer_scratch_width", long, pointer, pointer, long)
+        self.check_batch = declare("weft_check_batch", integer, pointer, pointer)
+        self.decoder_layers = declare(
+            "weft_decoder_layers", integer, pointer, long, long, pointer, pointer, pointer
+        )
+        self.native_bf16 = bool(declare("weft_native_bf16", integer)())
+        """Whether bfloat16 products run in hardware (AVX512-BF16)."""
+        self.max_dim = int(declare("weft_max_dim", integer)())
+        """Largest head_dim of attention."""
+        self.max_group = int(declare("weft_max_group", integer)())
+        """Largest number of query heads a KV head."""
+
+
+def _declare(
+    library: ctypes.CDLL, name: str, result: type | None, *arguments: type
+) -> ctypes._NamedFuncPointer:
+    function = library[name]
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+@functools.cache
+def _load() -> tuple[NativeCpu | None, str | None]:
+    headers = sorted(SOURCE.parent.glob("*.h"))
+    content = hashlib.blake2b(b"\0".join(h.read_bytes() for h in headers), digest_size=8)
+    built = load_native(
+        SOURCE,
+        openmp_library=loaded_openmp_library(),
+        # The definition makes the cached build depend on the headers too.
+        flags=("-ffp-contract=fast", f"-DWEFT_HEADERS=0x{content.hexdigest()}"),
+    )
+    if built.library is None:
+        return None, built.reason
+    return NativeCpu(built.library), None
+
+
+def native_cpu() -> NativeCpu | None:
+    """The native operations; None where they cannot be built. The first call may compile."""
+    return _load()[0]
+
+
+def native_cpu_missing() -> str | None:
+    """Why there are no native operations, in one line for the start-up log; None if there are."""
+    return _load()[1]
+
+
+def native_cpu_for(x: torch.Tensor) -> NativeCpu | None:
+    """The native operations if they can compute with `x`, by its device and dtype."""
+    return _load()[0] if x.is_cpu and x.dtype in DTYPES else None
+
+
+_STATUS = (
+    "",
+    "out of memory",
+    "cu_q_lens, kv_lens and the page table do not fit together",
+    "a page table names a page that the pool does not have",
+    "a position lies beyond the rotation table",
+    "a slot lies beyond the pool",
+)
+"""Texts of `Status` in csrc/rows.h."""
+
+
+def check_status(status: int, operation: str) -> None:
+    """Raises what a native operation's status says.
+
+    Raises:
+        MemoryError: It ran out of memory.
+        IndexError: An index in its arguments points outside; nothing was read or written.
+    """
+    if status == 1:
+        raise MemoryError(f"{operation}: {_STATUS[status]}")
+    if status:
+        raise IndexError(f"{operation}: {_STATUS[status]}")
+
+
+def describe_pool(pool: torch.Tensor) -> Pool:
+    """A KV pool [num_pages, kv_heads, layers, 2, page_size, dim] for the native operations.
+
+    Valid as long as `pool` lives.
+
+    Raises:
+        ValueError: It is not such a tensor.
+    """
+    if pool.dim() != 6 or pool.shape[3] != 2 or not pool.is_contiguous():
+        raise ValueError(
+            "a KV pool is a contiguous [pages, kv_heads, layers, 2, page_size, dim], got "
+            f"{tuple(pool.shape)}"
+        )
+    pages, kv_heads, layers, _, page_size, dim = pool.shape
+    return Pool(
+        pool.data_ptr(), pages, kv_heads, layers, page_size, dim, pool.dtype == torch.bfloat16
+    )

@@ -1,0 +1,378 @@
+/* Ragged causal attention over pages: online softmax (Milakov and Gimelshein 2018) over blocks of
+ * positions, both products by the tile kernel, query heads of one KV head together.
+ */
+#ifndef WEFT_ATTENTION_H
+#define WEFT_ATTENTION_H
+
+#include "attention_plan.h"
+#include "team.h"
+#include "tile.h"
+
+#define MAX_DIM 256
+#define KV_BLOCK 64 /* positions between two updates of the running maximum; divides SEGMENT */
+#define DIM_PANELS (MAX_DIM / PANEL)
+#define LOWEST (-1e30f) /* a maximum over nothing: finite, so that differences stay numbers */
+
+/* 32-bit words a row of q, K or V. */
+static long words_of_dim(const Pool *pool) { return pool->is_bf16 ? pool->dim / 2 : pool->dim; }
+
+/* Floats a row of accumulators. */
+static long padded_dim(const Pool *pool) { return (pool->dim + PANEL - 1) / PANEL * PANEL; }
+
+/* A thread's buffers. */
+typedef struct {
+  ALIGNED uint32_t q[MAX_ROWS * MAX_DIM];
+  ALIGNED uint32_t keys[2 * MAX_DIM * PANEL]; /* [panel of positions][word of dim][32] */
+  ALIGNED uint32_t values[DIM_PANELS * KV_BLOCK * PANEL]; /* [panel of dim][word of position][32] */
+  ALIGNED float scores[MAX_ROWS * KV_BLOCK];
+  ALIGNED bf16 weights[MAX_ROWS * KV_BLOCK];
+  ALIGNED float sum[MAX_ROWS * MAX_DIM]; /* accumulators of the current segment */
+  ALIGNED float total[MAX_ROWS * MAX_DIM]; /* and of those before it */
+  float sum_max[MAX_ROWS], sum_weight[MAX_ROWS];
+  float total_max[MAX_ROWS], total_weight[MAX_ROWS];
+} Scratch;
+
+/* K and V of some positions. */
+typedef struct {
+  int count;
+  int num_spans;
+  const char *rows[KV_BLOCK]; /* K of each position; V lies `value_offset` behind it */
+  Span spans[2 * KV_BLOCK]; /* all of it, as few pieces as possible */
+} Block;
+
+static long value_offset(const Pool *pool) {
+  return pool->page_size * pool->dim * (pool->is_bf16 ? 2 : 4);
+}
+
+/* The positions from `begin` on, at most KV_BLOCK and before `end`. */
+static void find_block(const Pool *pool, const Task *t, long begin, long end, Block *block) {
+  const long bytes = pool->dim * (pool->is_bf16 ? 2 : 4), to_value = value_offset(pool);
+  block->count = begin < end ? at_most(end - begin, KV_BLOCK) : 0;
+  block->num_spans = 0;
+  long page = begin / pool->page_size, offset = begin % pool->page_size;
+  for (int i = 0; i < block->count; page++, offset = 0) {
+    const char *row = (const char *)pool->data + bytes / pool->dim *
+                      pool_index(pool, t->layer, t->pages[page], t->kv_head, 0, offset);
+    int n = at_most(pool->page_size - offset, block->count - i);
+    for (int k = 0; k < n; k++) block->rows[i++] = row + k * bytes;
+    if (n == pool->page_size) {
+      block->spans[block->num_spans++] = (Span){row, row + 2 * to_value};
+    } else {
+      block->spans[block->num_spans++] = (Span){row, row + n * bytes};
+      block->spans[block->num_spans++] = (Span){row + to_value, row + to_value + n * bytes};
+    }
+  }
+}
+
+#if VL == 16
+/* out[w][0..15] = word w of 16 rows, for `words` <= 16 words. */
+INLINE void transpose_words(const char *const *rows, long words, uint32_t *out) {
+  __m512i x[16], y[16];
+  __mmask16 mask = (__mmask16)((1u << words) - 1);
+  for (int i = 0; i < 16; i++) x[i] = _mm512_maskz_loadu_epi32(mask, rows[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+      x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+    }
+  /* x[4 i + j]: words j, j + 4, j + 8, j + 12 of rows 4 i .. 4 i + 3, one a 128-bit lane */
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88);
+    __m512i low2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
+    __m512i high = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
+    __m512i high2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+    y[j] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    y[j + 8] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+    y[j + 4] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    y[j + 12] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+  }
+  for (long w = 0; w < words; w++) _mm512_store_si512(out + w * PANEL, y[w]);
+}
+#else
+INLINE void transpose_words(const char *const *rows, long words, uint32_t *out) {
+  for (long w = 0; w < words; w++)
+    for (int i = 0; i < 16; i++) out[w * PANEL + i] = load_word(rows[i] + 4 * w);
+}
+#endif
+
+/* K of positions first .. first + 15 of a block (`count` of the block exist) as panel columns. */
+static void pack_keys(const Pool *pool, const char *const *block, int first, int count,
+                      uint32_t *keys) {
+  static const char zeros[MAX_DIM * 4];
+  long words = words_of_dim(pool);
+  const char *rows[16];
+  for (int i = 0; i < 16; i++) rows[i] = first + i < count ? block[first + i] : zeros;
+  uint32_t *out = keys + (first / PANEL) * words * PANEL + first % PANEL;
+  for (long w = 0; w < words; w += 16) {
+    transpose_words(rows, at_most(words - w, 16), out + w * PANEL);
+    for (int i = 0; i < 16; i++) rows[i] += 64;
+  }
+}
+
+#if defined(__AVX512BW__)
+/* out[0..31] = pairs of the first n <= 32 elements of two rows. */
+INLINE void interleave(const bf16 *row, const bf16 *second, long n, uint32_t *out) {
+  const __m512i order = _mm512_set_epi16(
+      47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35,
+      3, 34, 2, 33, 1, 32, 0);
+  __mmask32 mask = n < 32 ? (1u << n) - 1 : 0xffffffffu;
+  __m512i a = _mm512_maskz_loadu_epi16(mask, row), b = _mm512_maskz_loadu_epi16(mask, second);
+  _mm512_store_si512(out, _mm512_permutex2var_epi16(a, order, b));
+  __m512i upper = _mm512_add_epi16(order, _mm512_set1_epi16(16));
+  _mm512_store_si512(out + 16, _mm512_permutex2var_epi16(a, upper, b));
+}
+#else
+INLINE void interleave(const bf16 *row, const bf16 *second, long n, uint32_t *out) {
+  for (long d = 0; d < n; d++) out[d] = row[d] | (uint32_t)second[d] << 16;
+}
+#endif
+
+/* V of positions first .. first + 15 of a block as panel rows; a missing second half of a pair of
+ * bfloat16 is 0. */
+INLINE void pack_values(const int is_bf16, const Pool *pool, const char *const *block, int first,
+                        int count, uint32_t *values) {
+  static const bf16 zeros[MAX_DIM];
+  const long dim = pool->dim, to_value = value_offset(pool);
+  const int per_step = is_bf16 ? 2 : 1;
+  const long steps = KV_BLOCK / per_step;
+  for (int i = first; i < first + 16 && i < count; i += per_step) {
+    const char *row = block[i] + to_value;
+    const bf16 *second = i + 1 < count ? (const bf16 *)(block[i + 1] + to_value) : zeros;
+    uint32_t *out = values + (i / per_step) * PANEL;
+    for (long d = 0; d < dim; d += PANEL, out += steps * PANEL) {
+      int n = at_most(dim - d, PANEL);
+      if (is_bf16)
+        interleave((const bf16 *)row + d, second + d, n, out);
+      else
+        memcpy(out, row + 4 * d, (size_t)n * 4);
+    }
+  }
+}
+
+/* Turns scores of one row into weights; updates its maximum, sum and accumulator. Maxima and
+ * weights are powers of two: `scale` has the factor log2(e) in it. */
+INLINE void weigh_row(const int is_bf16, float scale, long width, int row, int visible, int count,
+                      Scratch *scratch) {
+  float *scores = scratch->scores + row * KV_BLOCK;
+  vf score[KV_BLOCK / VL] = {{0}};
+  vf highest = vf_splat(LOWEST);
+#pragma GCC unroll 4
+  for (int i = 0; i < KV_BLOCK / VL; i++) {
+    if (i * VL >= visible) break;
+    score[i] = *(vf *)(scores + i * VL);
+    if (i * VL + VL > visible) {
+      vf seen = score[i];
+      for (int lane = visible - i * VL; lane < VL; lane++) seen[lane] = -INFINITY;
+      score[i] = seen;
+    }
+    highest = vf_max(score[i], highest);
+  }
+  float before = scratch->sum_max[row], now = vf_highest(highest) * scale;
+  if (now < before) now = before;
+  vf total = {0};
+#pragma GCC unroll 4
+  for (int i = 0; i < KV_BLOCK / VL; i++) {
+    if (i * VL >= count) break;
+    vf weight = {0};
+    if (i * VL < visible) weight = vf_exp2_nonpositive(is_bf16, score[i] * scale - now);
+    total += weight;
+    if (is_bf16)
+      vf_store_bf16(scratch->weights + row * KV_BLOCK + i * VL, weight);
+    else
+      *(vf *)(scores + i * VL) = weight;
+  }
+  scratch->sum_max[row] = now;
+  if (now != before) {
+    float shrink = vf_exp2_nonpositive(0, vf_splat(before - now))[0];
+    scratch->sum_weight[row] *= shrink;
+    for (long d = 0; d < width; d += VL) *(vf *)(scratch->sum + row * width + d) *= shrink;
+  }
+  scratch->sum_weight[row] += vf_sum(total);
+}
+
+/* Positions of a block that a row may see. */
+INLINE int visible_to(const Task *t, int row, long begin, int count) {
+  long last = t->first_position + row / t->group + 1 - begin;
+  return last < 0 ? 0 : at_most(last, count);
+}
+
+/* Adds a block of positions from `begin` on to the segment; asks for the block that comes next. */
+INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool, const Task *t,
+                         long begin, const Block *block, const Block *next, Scratch *scratch) {
+  const long words = words_of_dim(pool), row_bytes = 4 * words, width = padded_dim(pool);
+  const int count = block->count;
+  for (int first = 0; first < count; first += 16) {
+    pack_keys(pool, block->rows, first, count, scratch->keys);
+    pack_values(is_bf16, pool, block->rows, first, count, scratch->values);
+  }
+  int first_row = 0;
+  while (first_row < t->rows && visible_to(t, first_row, begin, count) == 0) first_row++;
+  const long steps = is_bf16 ? KV_BLOCK / 2 : KV_BLOCK;
+  const long used_steps = is_bf16 ? (count + 1) / 2 : count;
+  const long weight_bytes = is_bf16 ? 2 : 4;
+  const float scale = a->scale * 1.44269504088896341f; /* log2(e) */
+  const char *weights = is_bf16 ? (const char *)scratch->weights : (const char *)scratch->scores;
+  Prefetch ahead = {0};
+  if (next->num_spans > 0)
+    ahead = (Prefetch){next->spans[0], next->spans + 1, next->num_spans - 1};
+  for (int row = first_row; row < t->rows; row += TILE_ROWS) {
+    int rows = at_most(t->rows - row, TILE_ROWS);
+    const char *q = (const char *)scratch->q + row * row_bytes;
+    for (int c = 0; c < count; c += PANEL)
+      tile_set(is_bf16, rows, words, 0, q, row_bytes, scratch->keys + c * words,
+               scratch->scores + row * KV_BLOCK + c, KV_BLOCK, &ahead);
+    for (int r = row; r < row + rows; r++)
+      weigh_row(is_bf16, scale, width, r, visible_to(t, r, begin, count), count, scratch);
+    for (long d = 0; d < pool->dim; d += PANEL)
+      tile_add(is_bf16, rows, used_steps, weights + row * KV_BLOCK * weight_bytes,
+               KV_BLOCK * weight_bytes, scratch->values + d * steps,
+               scratch->sum + row * width + d, width, &ahead);
+  }
+}
+
+static void start_segment(const Pool *pool, const Task *t, Scratch *scratch) {
+  memset(scratch->sum, 0, (size_t)(t->rows * padded_dim(pool)) * sizeof(float));
+  for (int row = 0; row < t->rows; row++) {
+    scratch->sum_max[row] = LOWEST;
+    scratch->sum_weight[row] = 0;
+  }
+}
+
+/* One row: (total, its maximum and sum) becomes the whole of itself and a later segment. */
+INLINE void merge_row(float *total, float *total_max, float *total_weight, const float *sum,
+                      float sum_max, float sum_weight, long dim) {
+  float now = sum_max > *total_max ? sum_max : *total_max;
+  float old_scale = vf_exp2_nonpositive(0, vf_splat(*total_max - now))[0];
+  float new_scale = vf_exp2_nonpositive(0, vf_splat(sum_max - now))[0];
+  for (long d = 0; d < dim; d += VL) {
+    int n = at_most(dim - d, VL);
+    vf merged = load_some(total, 0, d, n) * old_scale + load_some(sum, 0, d, n) * new_scale;
+    store_some(total, 0, d, n, merged);
+  }
+  *total_weight = *total_weight * old_scale + sum_weight * new_scale;
+  *total_max = now;
+}
+
+INLINE void write_row(const Attention *a, const Pool *pool, const float *total, float weight,
+                      long token, long head) {
+  for (long d = 0; d < pool->dim; d += VL) {
+    int n = at_most(pool->dim - d, VL);
+    store_some(a->out, pool->is_bf16, (token * a->heads + head) * pool->dim + d, n,
+               load_some(total, 0, d, n) / weight);
+  }
+}
+
+static void gather_q(const Attention *a, const Pool *pool, const Job *job, Scratch *scratch) {
+  const Task *t = &job->task;
+  long bytes = t->group * 4 * words_of_dim(pool);
+  for (long i = 0; i < t->rows / t->group; i++)
+    memcpy((char *)scratch->q + i * bytes,
+           (const char *)a->q + ((job->first_token + i) * pool->kv_heads + t->kv_head) * bytes,
+           (size_t)bytes);
+}
+
+static void store_job(const Attention *a, const Pool *pool, const Job *job, Scratch *scratch) {
+  const Task *t = &job->task;
+  for (int row = 0; row < t->rows; row++) {
+    if (job->partial == NULL) {
+      long token = job->first_token + row / t->group;
+      write_row(a, pool, scratch->total + row * padded_dim(pool), scratch->total_weight[row], token,
+                t->kv_head * t->group + row % t->group);
+      continue;
+    }
+    float *partial = job->partial + row * (pool->dim + 2);
+    memcpy(partial, scratch->total + row * padded_dim(pool), (size_t)pool->dim * sizeof(float));
+    partial[pool->dim] = scratch->total_max[row];
+    partial[pool->dim + 1] = scratch->total_weight[row];
+  }
+}
+
+static void run_job(const Attention *a, const Pool *pool, const Job *job, const Job *next,
+                    Scratch *scratch) {
+  const Task *t = &job->task;
+  const long width = padded_dim(pool);
+  gather_q(a, pool, job, scratch);
+  Block blocks[2], *block = &blocks[0], *ahead = &blocks[1];
+  find_block(pool, t, job->begin, job->end, ahead);
+  for (long segment = job->begin; segment < job->end; segment += SEGMENT) {
+    long segment_end = segment + SEGMENT < job->end ? segment + SEGMENT : job->end;
+    start_segment(pool, t, scratch);
+    for (long begin = segment; begin < segment_end; begin += KV_BLOCK) {
+      Block *found = ahead;
+      ahead = block;
+      block = found;
+      if (begin + KV_BLOCK < job->end)
+        find_block(pool, t, begin + KV_BLOCK, job->end, ahead);
+      else if (next != NULL)
+        find_block(pool, &next->task, next->begin, next->end, ahead);
+      else
+        ahead->num_spans = 0;
+      if (pool->is_bf16)
+        attend_block(1, a, pool, t, begin, block, ahead, scratch);
+      else
+        attend_block(0, a, pool, t, begin, block, ahead, scratch);
+    }
+    for (int row = 0; row < t->rows; row++) {
+      float *total = scratch->total + row * width, *sum = scratch->sum + row * width;
+      if (segment == job->begin) {
+        memcpy(total, sum, (size_t)width * sizeof(float));
+        scratch->total_max[row] = scratch->sum_max[row];
+        scratch->total_weight[row] = scratch->sum_weight[row];
+      } else {
+        merge_row(total, &scratch->total_max[row], &scratch->total_weight[row], sum,
+                  scratch->sum_max[row], scratch->sum_weight[row], pool->dim);
+      }
+    }
+  }
+  store_job(a, pool, job, scratch);
+}
+
+/* Merges the segments of a split request's rows. */
+static void merge_segments(const Attention *a, const Pool *pool, const Plan *plan, long request,
+                           long kv_head) {
+  const Share *share = &plan->shares[request];
+  long group = group_of(a, pool), width = pool->dim + 2;
+  long rows = (a->cu_q_lens[request + 1] - a->cu_q_lens[request]) * group;
+  float *parts = plan->partials + (share->partials + kv_head * share->segments * rows) * width;
+  for (long row = 0; row < rows; row++) {
+    float *total = parts + row * width;
+    for (long s = 1; s < share->segments; s++) {
+      const float *sum = parts + (s * rows + row) * width;
+      merge_row(total, total + pool->dim, total + pool->dim + 1, sum, sum[pool->dim],
+                sum[pool->dim + 1], pool->dim);
+    }
+    write_row(a, pool, total, total[pool->dim + 1], a->cu_q_lens[request] + row / group,
+              kv_head * group + row % group);
+  }
+}
+
+/* One thread's part; every thread of the team calls it. */
+static void attention_share(const Attention *a, const Pool *pool, Plan *plan, long layer,
+                            Member *me) {
+  Scratch scratch;
+  long index = __atomic_fetch_add(&plan->next_task, 1, __ATOMIC_RELAXED);
+  Job job;
+  if (index < plan->tasks) job = find_job(a, pool, plan, layer, index);
+  while (index < plan->tasks) {
+    long next_index = __atomic_fetch_add(&plan->next_task, 1, __ATOMIC_RELAXED);
+    Job next;
+    if (next_index < plan->tasks) next = find_job(a, pool, plan, layer, next_index);
+    run_job(a, pool, &job, next_index < plan->tasks ? &next : NULL, &scratch);
+    index = next_index;
+    job = next;
+  }
+  if (!plan->any_split) return;
+  wait_for_all(me);
+  for (long i = me->thread; i < a->requests * pool->kv_heads; i += me->threads)
+    if (plan->shares[i / pool->kv_heads].split)
+      merge_segments(a, pool, plan, i / pool->kv_heads, i % pool->kv_heads);
+}
+
+#endif

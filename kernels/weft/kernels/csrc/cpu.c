@@ -1,0 +1,157 @@
+/* Weft's CPU operations. The functions are called by weft/kernels/cpu.py with checked arguments.
+ *
+ * All headers beside this file are part of the one translation unit. */
+#define _GNU_SOURCE
+#include <stddef.h>
+
+#include "attention.h"
+#include "layer.h"
+#include "linear.h"
+#include "moe.h"
+#include "rows.h"
+#include "team.h"
+
+/* Multiply-adds (or as long) below which a second thread costs more than it brings. */
+#define PARALLEL_WORK 20000
+
+/* 1: bfloat16 products in hardware; 0: emulated. */
+int weft_native_bf16(void) {
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+int weft_max_dim(void) { return MAX_DIM; }
+int weft_max_group(void) { return MAX_ROWS; }
+
+int64_t weft_packed_words(const Weight *w) { return panels_of(w) * words_of(w) * PANEL; }
+int64_t weft_packed_columns(const Weight *w) { return panels_of(w) * PANEL; }
+
+void weft_pack(const Weight *w, const void *plain, void *packed, const void *bias,
+               float *packed_bias) {
+#pragma omp parallel for schedule(static)
+  for (long p = 0; p < panels_of(w); p++) pack_panel(w, plain, packed, p);
+  if (bias != NULL) pack_bias(w, bias, packed_bias);
+}
+
+void weft_linear(const Weight *w, const void *x, int64_t rows, const void *residual, void *out,
+                 int out_bf16) {
+  Target target = {out, residual, out_bf16};
+  int parallel = rows * w->in_features * w->out_features > PARALLEL_WORK;
+  int threads = parallel ? team_limit() : 1;
+  Range ranges[MAX_THREADS];
+  divide_work(ranges, threads, linear_units(w, rows));
+#pragma omp parallel num_threads(threads) if (parallel)
+  linear_share(w, x, rows, target, ranges, threads, join_team(NULL).thread);
+}
+
+/* 0: an expert's number is out of range, and nothing was written. */
+int weft_moe(const Experts *experts) {
+  const Weight *w = experts->w13[0];
+  const int64_t pairs = experts->rows * experts->top_k;
+  if (!place_pairs(experts)) return 0;
+  int parallel = pairs * w->in_features * w->out_features > PARALLEL_WORK;
+  int threads = parallel ? team_limit() : 1;
+  Range first[MAX_THREADS], second[MAX_THREADS];
+  divide_work(first, threads, experts->units[experts->experts]);
+  divide_work(second, threads, experts->units[2 * experts->experts + 1]);
+  Barrier barrier = {0};
+#pragma omp parallel num_threads(threads) if (parallel)
+  {
+    Member me = join_team(&barrier);
+    moe_share(experts, first, second, &me);
+  }
+  return 1;
+}
+
+void weft_rms_norm(int is_bf16, void *out, const void *x, void *residual, const void *weight,
+                   int64_t rows, int64_t n, float eps) {
+#pragma omp parallel if (rows * n > PARALLEL_WORK)
+  {
+    Member me = join_team(NULL);
+    norm_share(is_bf16, out, x, residual, weight, rows, n, eps, &me);
+  }
+}
+
+void weft_silu_and_mul(int is_bf16, void *out, const void *x, int64_t rows, int64_t n) {
+#pragma omp parallel if (rows * n > PARALLEL_WORK / 2)
+  {
+    Member me = join_team(NULL);
+    silu_share(is_bf16, out, x, rows, n, &me);
+  }
+}
+
+/* A Status. */
+int weft_rope_and_cache(const Pool *pool, int64_t layer, const void *qkv, const int64_t *positions,
+                        const int64_t *slots, const float *cos_sin, int64_t max_positions,
+                        const void *q_norm, const void *k_norm, float eps, int64_t rows,
+                        int64_t heads, void *q_out) {
+  Rope rope = {.qkv = qkv, .positions = positions, .slots = slots, .cos_sin = cos_sin,
+               .q_norm = q_norm, .k_norm = k_norm, .q_out = q_out,
+               .max_positions = max_positions, .rows = rows, .heads = heads, .eps = eps};
+  Status status = check_rope(&rope, pool);
+  if (status != FINE) return status;
+#pragma omp parallel if (rows * heads * pool->dim > PARALLEL_WORK)
+  {
+    Member me = join_team(NULL);
+    rope_share(&rope, pool, layer, &me);
+  }
+  return FINE;
+}
+
+/* A Status. */
+int weft_paged_attention(const Pool *pool, int64_t layer, const void *q, void *out,
+                         const int32_t *page_table, const int32_t *cu_q_lens,
+                         const int32_t *kv_lens, int64_t requests, int64_t max_pages,
+                         int64_t table_stride, int64_t heads, int64_t tokens, float scale) {
+  Attention attention = {.q = q, .out = out, .page_table = page_table, .cu_q_lens = cu_q_lens,
+                         .kv_lens = kv_lens, .requests = requests, .max_pages = max_pages,
+                         .table_stride = table_stride, .heads = heads, .scale = scale};
+  Plan plan = {0};
+  Status status = check_attention(&attention, pool, tokens);
+  if (status == FINE) status = plan_attention(&attention, pool, &plan);
+  if (status == FINE) {
+    Barrier barrier = {0};
+#pragma omp parallel if (plan.tasks > 1)
+    {
+      Member me = join_team(&barrier);
+      attention_share(&attention, pool, &plan, layer, &me);
+    }
+  }
+  free_plan(&plan);
+  return status;
+}
+
+int64_t weft_layer_scratch_width(const Layer *layer, const Attention *attention, int64_t dim) {
+  return layer_scratch_width(layer, attention, dim);
+}
+
+/* A Status; for a batch that is used with `weft_decoder_layers` without further checks. */
+int weft_check_batch(const Batch *batch, const Pool *pool) {
+  Rope rope = {.positions = batch->positions, .slots = batch->slots, .rows = batch->rows,
+               .max_positions = batch->max_positions};
+  Status status = check_rope(&rope, pool);
+  return status == FINE ? check_attention(&batch->attention, pool, batch->rows) : status;
+}
+
+/* A Status. */
+int weft_decoder_layers(const Layer *const *layers, int64_t first, int64_t count,
+                        const Batch *batch, const Pool *pool, void *hidden) {
+  Plan plan;
+  Status status = plan_attention(&batch->attention, pool, &plan);
+  if (status == FINE && count > 0 && batch->rows > 0) {
+    Barrier barrier = {0};
+    Division divisions[2];
+    divisions[0].threads = divisions[1].threads = team_limit();
+    divide_layer(layers[0], batch->rows, &divisions[0]);
+#pragma omp parallel num_threads(divisions[0].threads)
+    {
+      Member me = join_team(&barrier);
+      layers_share(layers, first, count, batch, pool, hidden, &plan, divisions, &me);
+    }
+  }
+  free_plan(&plan);
+  return status;
+}

@@ -1,0 +1,143 @@
+/* Linear layers over packed weights: [panel of 32 columns][steps along K][32 words]. */
+#ifndef WEFT_LINEAR_H
+#define WEFT_LINEAR_H
+
+#include "team.h"
+#include "tile.h"
+
+#define GATE 16 /* columns of gate at the head of a gated panel; as many of up follow */
+#define PREFETCH_ROWS 8 /* from so many rows on the next panel is prefetched */
+#define GROUP_BLOCKS 8 /* tiles of a panel in one unit of work */
+
+/* As laid out by weft/kernels/cpu.py. */
+typedef struct {
+  const uint32_t *panels;
+  const float *bias; /* [panels * 32] in panel order, or null */
+  int64_t out_features;
+  int64_t in_features;
+  int32_t is_bf16;
+  int32_t gated; /* panels alternate 16 columns of gate and of up; the result is silu(gate) * up */
+} Weight;
+
+static long words_of(const Weight *w) {
+  return w->is_bf16 ? (w->in_features + 1) / 2 : w->in_features;
+}
+static long columns_of(const Weight *w) { return w->gated ? w->out_features / 2 : w->out_features; }
+static long panels_of(const Weight *w) {
+  long per_panel = w->gated ? GATE : PANEL;
+  return (columns_of(w) + per_panel - 1) / per_panel;
+}
+
+/* Column of the original weight that is column c of panel p; -1 for padding. */
+static long source_column(const Weight *w, long p, long c) {
+  long columns = columns_of(w);
+  if (!w->gated) return p * PANEL + c < columns ? p * PANEL + c : -1;
+  long column = p * GATE + c % GATE;
+  if (column >= columns) return -1;
+  return c < GATE ? column : columns + column;
+}
+
+/* Word s of a column's K elements; a missing second half of the last one is 0. */
+INLINE uint32_t column_word(const Weight *w, const char *column, long s) {
+  if (w->is_bf16 && 2 * s + 1 == w->in_features) {
+    bf16 last;
+    memcpy(&last, column + 4 * s, sizeof last);
+    return last;
+  }
+  return load_word(column + 4 * s);
+}
+
+static void pack_panel(const Weight *w, const char *plain, uint32_t *packed, long p) {
+  const long words = words_of(w), stride = w->in_features * (w->is_bf16 ? 2 : 4);
+  uint32_t *panel = packed + p * words * PANEL;
+  /* A few words of every column at a time: what is written then stays in the nearest cache. */
+  for (long from = 0; from < words; from += 16) {
+    long to = from + 16 < words ? from + 16 : words;
+    for (long c = 0; c < PANEL; c++) {
+      long column = source_column(w, p, c);
+      for (long s = from; s < to; s++)
+        panel[s * PANEL + c] = column < 0 ? 0 : column_word(w, plain + column * stride, s);
+    }
+  }
+}
+
+static void pack_bias(const Weight *w, const void *plain, float *packed) {
+  for (long p = 0; p < panels_of(w); p++)
+    for (long c = 0; c < PANEL; c++) {
+      long column = source_column(w, p, c);
+      float value = 0;
+      if (column >= 0)
+        value = w->is_bf16 ? bf16_to_float(((const bf16 *)plain)[column])
+                           : ((const float *)plain)[column];
+      packed[p * PANEL + c] = value;
+    }
+}
+
+/* Where results go. */
+typedef struct {
+  void *out; /* [rows, columns] */
+  const void *residual; /* [rows, columns] of the weight's type, or null; may be out */
+  int out_bf16;
+} Target;
+
+/* Bias, activation, residual and rounding of one tile. */
+static void finish_tile(const Weight *w, const Target *to, const float *tile, long panel,
+                        long first_row, int rows) {
+  long columns = columns_of(w), width = w->gated ? GATE : PANEL, begin = panel * width;
+  const float *bias = w->bias == NULL ? NULL : w->bias + panel * PANEL;
+  for (int r = 0; r < rows; r++) {
+    const float *row = tile + r * PANEL;
+    for (long c = 0; c < width && begin + c < columns; c += VL) {
+      int n = at_most(columns - begin - c, VL);
+      long offset = (first_row + r) * columns + begin + c;
+      vf value = *(const vf *)(row + c);
+      if (bias != NULL) value += *(const vf *)(bias + c);
+      if (w->gated) {
+        vf up = *(const vf *)(row + GATE + c);
+        if (bias != NULL) up += *(const vf *)(bias + GATE + c);
+        value = vf_silu(value) * up;
+      }
+      if (to->residual != NULL) value += load_some(to->residual, w->is_bf16, offset, n);
+      store_some(to->out, to->out_bf16, offset, n, value);
+    }
+  }
+}
+
+/* Rows are cut into blocks of a tile, and these into groups: a unit of work is a group of rows
+ * times a panel. A thread's units follow one another panel by panel, so that a panel is read from
+ * memory once. */
+static long blocks_of(long rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
+static long groups_of(long rows) { return (blocks_of(rows) + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
+static long linear_units(const Weight *w, long rows) { return panels_of(w) * groups_of(rows); }
+
+static void linear_unit(const Weight *w, const char *x, long m, const Target *to, long unit) {
+  long words = words_of(w), stride = w->in_features * (w->is_bf16 ? 2 : 4);
+  int odd = w->is_bf16 && (w->in_features & 1);
+  long blocks = blocks_of(m), groups = groups_of(m), p = unit / groups, group = unit % groups;
+  const uint32_t *panel = w->panels + p * words * PANEL;
+  /* Each block of rows asks for a part of the next panel. With few rows the memory is the limit,
+   * and its own prefetcher does better. */
+  int prefetch = group == 0 && m >= PREFETCH_ROWS && p + 1 < panels_of(w);
+  const char *next = (const char *)(panel + words * PANEL);
+  const long first_block = blocks * group / groups, last_block = blocks * (group + 1) / groups;
+  const long part = prefetch ? words * PANEL * 4 / (last_block - first_block) : 0;
+  ALIGNED float tile[TILE_ROWS * PANEL];
+  for (long block = first_block; block < last_block; block++, next += part) {
+    long first = m * block / blocks;
+    Prefetch ahead = {.now = {next, next + part}};
+    int rows = (int)(m * (block + 1) / blocks - first);
+    tile_set(w->is_bf16, rows, words - odd, odd, x + first * stride, stride, panel, tile, PANEL,
+             &ahead);
+    finish_tile(w, to, tile, p, first, rows);
+  }
+}
+
+/* This thread's share of x [m, k] * weight; `ranges` divide `linear_units` among `threads`. */
+static void linear_share(const Weight *w, const void *x, long m, Target to, Range *ranges,
+                         int threads, int thread) {
+  int at = 0;
+  for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;)
+    linear_unit(w, x, m, &to, unit);
+}
+
+#endif

@@ -1,0 +1,159 @@
+/* Operations on single rows: normalisation, activation, rotation with the write to the pages. */
+#ifndef WEFT_ROWS_H
+#define WEFT_ROWS_H
+
+#include "simd.h"
+#include "team.h"
+
+/* A thread's rows of n: first .. last - 1. */
+typedef struct {
+  long first, last;
+} Rows;
+
+static Rows rows_of(const Member *me, long n) {
+  return (Rows){n * me->thread / me->threads, n * (me->thread + 1) / me->threads};
+}
+
+/* 1 / sqrt(mean square + eps) of x[offset .. offset + n). */
+INLINE float inverse_rms(const int is_bf16, const void *x, long offset, long n, float eps) {
+  vf total = {0};
+  for (long i = 0; i < n; i += VL) {
+    vf value = load_some(x, is_bf16, offset + i, at_most(n - i, VL));
+    total += value * value;
+  }
+  return 1.0f / sqrtf(vf_sum(total) / (float)n + eps);
+}
+
+/* out = norm(x) * weight; with `residual`, residual += x first and its rounded value counts. */
+INLINE void norm_row(const int is_bf16, void *out, const void *x, void *residual,
+                     const void *weight, long row, long n, float eps) {
+  const void *source = x;
+  if (residual != NULL) {
+    for (long i = 0; i < n; i += VL) {
+      int some = at_most(n - i, VL);
+      vf sum = load_some(x, is_bf16, row * n + i, some) +
+               load_some(residual, is_bf16, row * n + i, some);
+      store_some(residual, is_bf16, row * n + i, some, sum);
+    }
+    source = residual;
+  }
+  float scale = inverse_rms(is_bf16, source, row * n, n, eps);
+  for (long i = 0; i < n; i += VL) {
+    int some = at_most(n - i, VL);
+    vf value = load_some(source, is_bf16, row * n + i, some) * scale;
+    store_some(out, is_bf16, row * n + i, some, value * load_some(weight, is_bf16, i, some));
+  }
+}
+
+static void norm_share(int is_bf16, void *out, const void *x, void *residual, const void *weight,
+                       long rows, long n, float eps, const Member *me) {
+  Rows mine = rows_of(me, rows);
+  for (long row = mine.first; row < mine.last; row++)
+    if (is_bf16)
+      norm_row(1, out, x, residual, weight, row, n, eps);
+    else
+      norm_row(0, out, x, residual, weight, row, n, eps);
+}
+
+/* out [rows, n] = silu(x[:, :n]) * x[:, n:] */
+static void silu_share(int is_bf16, void *out, const void *x, long rows, long n,
+                       const Member *me) {
+  Rows mine = rows_of(me, rows);
+  for (long row = mine.first; row < mine.last; row++)
+    for (long i = 0; i < n; i += VL) {
+      int some = at_most(n - i, VL);
+      vf gate = load_some(x, is_bf16, row * 2 * n + i, some);
+      vf up = load_some(x, is_bf16, row * 2 * n + n + i, some);
+      store_some(out, is_bf16, row * n + i, some, vf_silu(gate) * up);
+    }
+}
+
+/* The pages of one layer; as laid out by weft/kernels/cpu.py. */
+typedef struct {
+  void *data; /* [pages, kv_heads, layers, 2, page_size, dim] */
+  int64_t pages;
+  int64_t kv_heads;
+  int64_t layers;
+  int64_t page_size;
+  int64_t dim;
+  int32_t is_bf16;
+} Pool;
+
+/* Index of element 0 of K (part 0) or V (part 1) of one position. */
+INLINE long pool_index(const Pool *pool, long layer, long page, long head, long part,
+                       long offset) {
+  long place = ((page * pool->kv_heads + head) * pool->layers + layer) * 2 + part;
+  return (place * pool->page_size + offset) * pool->dim;
+}
+
+typedef enum { FINE, OUT_OF_MEMORY, BAD_LENGTHS, BAD_PAGE, BAD_POSITION, BAD_SLOT } Status;
+
+typedef struct {
+  const void *qkv; /* [rows, (heads + 2 * kv_heads) * dim] */
+  const int64_t *positions;
+  const int64_t *slots;
+  const float *cos_sin; /* [max_positions, dim] */
+  const void *q_norm, *k_norm; /* [dim] or null */
+  void *q_out; /* [rows, heads, dim] */
+  int64_t max_positions;
+  int64_t rows;
+  int64_t heads;
+  float eps;
+} Rope;
+
+/* Whether all that is read and written exists. */
+static Status check_rope(const Rope *rope, const Pool *pool) {
+  int bad_position = 0, bad_slot = 0;
+  for (long row = 0; row < rope->rows; row++) {
+    bad_position |= (uint64_t)rope->positions[row] >= (uint64_t)rope->max_positions;
+    bad_slot |= (uint64_t)rope->slots[row] >= (uint64_t)(pool->pages * pool->page_size);
+  }
+  return bad_position ? BAD_POSITION : bad_slot ? BAD_SLOT : FINE;
+}
+
+/* Normalises (norm not null) and rotates one head. */
+INLINE void rotate_head(const int is_bf16, const void *x, long from, void *out, long to,
+                        const float *cos_sin, const void *norm, float eps, long dim) {
+  long half = dim / 2;
+  float scale = norm == NULL ? 1.0f : inverse_rms(is_bf16, x, from, dim, eps);
+  for (long i = 0; i < half; i += VL) {
+    int n = at_most(half - i, VL);
+    vf low = load_some(x, is_bf16, from + i, n), high = load_some(x, is_bf16, from + half + i, n);
+    vf cosine = load_some(cos_sin, 0, i, n), sine = load_some(cos_sin, 0, half + i, n);
+    if (norm != NULL) {
+      low = low * scale * load_some(norm, is_bf16, i, n);
+      high = high * scale * load_some(norm, is_bf16, half + i, n);
+    }
+    store_some(out, is_bf16, to + i, n, low * cosine - high * sine);
+    store_some(out, is_bf16, to + half + i, n, high * cosine + low * sine);
+  }
+}
+
+INLINE void rope_row(const int is_bf16, const Rope *rope, const Pool *pool, long layer, long row) {
+  long dim = pool->dim, size = is_bf16 ? 2 : 4;
+  long heads = rope->heads, kv_heads = pool->kv_heads;
+  const float *cos_sin = rope->cos_sin + rope->positions[row] * dim;
+  long page = rope->slots[row] / pool->page_size, offset = rope->slots[row] % pool->page_size;
+  long from = row * (heads + 2 * kv_heads) * dim;
+  for (long h = 0; h < heads; h++)
+    rotate_head(is_bf16, rope->qkv, from + h * dim, rope->q_out, (row * heads + h) * dim, cos_sin,
+                rope->q_norm, rope->eps, dim);
+  for (long h = 0; h < kv_heads; h++) {
+    long k = from + (heads + h) * dim, v = k + kv_heads * dim;
+    rotate_head(is_bf16, rope->qkv, k, pool->data, pool_index(pool, layer, page, h, 0, offset),
+                cos_sin, rope->k_norm, rope->eps, dim);
+    memcpy((char *)pool->data + pool_index(pool, layer, page, h, 1, offset) * size,
+           (const char *)rope->qkv + v * size, (size_t)(dim * size));
+  }
+}
+
+static void rope_share(const Rope *rope, const Pool *pool, long layer, const Member *me) {
+  Rows mine = rows_of(me, rope->rows);
+  for (long row = mine.first; row < mine.last; row++)
+    if (pool->is_bf16)
+      rope_row(1, rope, pool, layer, row);
+    else
+      rope_row(0, rope, pool, layer, row);
+}
+
+#endif

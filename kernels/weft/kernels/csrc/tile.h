@@ -1,0 +1,172 @@
+/* The one matrix kernel: a few rows times a panel of 32 columns.
+ *
+ * Everything is counted in 32-bit words: a float, or two bfloat16 neighbours along K. A row of A
+ * is `steps` words; a panel of B is [steps][32 columns] words, so one step of one column is one
+ * multiply-add of floats or one dot product of two bfloat16 pairs. Each result is summed over K in
+ * the same order whatever the number of rows, so a row's result does not depend on which rows it
+ * is computed with.
+ */
+#ifndef WEFT_TILE_H
+#define WEFT_TILE_H
+
+#include <limits.h>
+
+#include "simd.h"
+
+#define PANEL 32 /* columns */
+#define CHUNK 32 /* steps of float32 summed by themselves: errors grow with the square root */
+#if VL == 16
+#define TILE_ROWS 12 /* 24 accumulators of 32 registers */
+#define TILE_VECTORS 2
+#elif VL == 8
+#define TILE_ROWS 4 /* 8 accumulators of 16 registers, the rest for unpacked bfloat16 */
+#define TILE_VECTORS 2
+#else
+#define TILE_ROWS 4
+#define TILE_VECTORS 2
+#endif
+
+/* sum += a * b, one word a lane. */
+INLINE vf multiply_add(int is_bf16, vf sum, vu a, vu b) {
+  if (!is_bf16) return sum + (vf)a * (vf)b;
+#if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  const uint32_t upper = 0xffff0000u;
+  sum = sum + (vf)(a << 16) * (vf)(b << 16);
+  return sum + (vf)(a & upper) * (vf)(b & upper);
+#endif
+}
+
+INLINE uint32_t load_word(const char *p) {
+  uint32_t word;
+  memcpy(&word, p, sizeof word);
+  return word;
+}
+
+/* Memory that will be read soon. A tile asks for two cache lines a step, between its arithmetic:
+ * asked for in one go, more lines than the core can have under way would stop it. */
+typedef struct {
+  const char *begin, *end;
+} Span;
+
+typedef struct {
+  Span now;
+  const Span *later; /* what follows `now` */
+  int num_later;
+} Prefetch;
+
+/* sum[rows] += a[rows] * some columns of a panel. */
+INLINE void tile_steps(const int is_bf16, const int rows, const int ask, long steps, const char *a,
+                       long a_stride, const uint32_t *b, const char *prefetch,
+                       vf sum[TILE_ROWS][TILE_VECTORS]) {
+  for (long s = 0; s < steps; s++, b += PANEL) {
+    if (ask) {
+      __builtin_prefetch(prefetch + 128 * s, 0, 2);
+      __builtin_prefetch(prefetch + 128 * s + 64, 0, 2);
+    }
+    vu column[TILE_VECTORS];
+#pragma GCC unroll 2
+    for (int v = 0; v < TILE_VECTORS; v++) column[v] = *(const vu *)(b + v * VL);
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+      vu word = (vu){0} + load_word(a + r * a_stride + 4 * s);
+#pragma GCC unroll 2
+      for (int v = 0; v < TILE_VECTORS; v++)
+        sum[r][v] = multiply_add(is_bf16, sum[r][v], word, column[v]);
+    }
+  }
+}
+
+/* c[rows][32] (+)= a[rows] * panel. `odd`: one more step made of a single bfloat16. */
+INLINE void tile_body(const int is_bf16, const int rows, const int accumulate, long steps, int odd,
+                      const char *a, long a_stride, const uint32_t *panel, float *c,
+                      long c_stride, Prefetch *ahead) {
+  const long chunk = is_bf16 ? LONG_MAX : CHUNK;
+  for (int first = 0; first < PANEL / VL; first += TILE_VECTORS) {
+    const uint32_t *b = panel + first * VL;
+    long done = 0;
+    do {
+      long count = steps - done < chunk ? steps - done : chunk;
+      vf sum[TILE_ROWS][TILE_VECTORS];
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < TILE_VECTORS; v++) sum[r][v] = (vf){0};
+      for (long step = done; step < done + count;) {
+        Span now = ahead->now;
+        long some = done + count - step, spanned = (now.end - now.begin + 127) / 128;
+        if (spanned > 0 && spanned < some) some = spanned;
+        const char *from = a + 4 * step;
+        const uint32_t *by = b + step * PANEL;
+        if (spanned > 0)
+          tile_steps(is_bf16, rows, 1, some, from, a_stride, by, now.begin, sum);
+        else
+          tile_steps(is_bf16, rows, 0, some, from, a_stride, by, NULL, sum);
+        step += some;
+        if (spanned > 0) ahead->now.begin += 128 * some;
+        if (some == spanned && ahead->num_later > 0) {
+          ahead->now = *ahead->later++;
+          ahead->num_later--;
+        }
+      }
+      if (odd) {
+        for (int r = 0; r < rows; r++) {
+          bf16 last;
+          memcpy(&last, a + r * a_stride + 4 * steps, sizeof last);
+          for (int v = 0; v < TILE_VECTORS; v++)
+            sum[r][v] = multiply_add(is_bf16, sum[r][v], (vu){0} + (uint32_t)last,
+                                     *(const vu *)(b + steps * PANEL + v * VL));
+        }
+      }
+      const int add = accumulate || done > 0;
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < TILE_VECTORS; v++) {
+          vf *target = (vf *)(c + r * c_stride + (first + v) * VL);
+          if (add) sum[r][v] += *target;
+          *target = sum[r][v];
+        }
+      done += count;
+    } while (done < steps);
+  }
+}
+
+#define TILE_CASE(N)                                                                            \
+  case N:                                                                                       \
+    tile_body(is_bf16, N, accumulate, steps, odd, a, a_stride, panel, c, c_stride, ahead);      \
+    break;
+
+INLINE void tile_of(const int is_bf16, const int accumulate, int rows, long steps, int odd,
+                    const char *a, long a_stride, const uint32_t *panel, float *c, long c_stride,
+                    Prefetch *ahead) {
+  switch (rows) {
+    TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4)
+#if TILE_ROWS == 12
+    TILE_CASE(5) TILE_CASE(6) TILE_CASE(7) TILE_CASE(8)
+    TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12)
+#endif
+  }
+}
+#undef TILE_CASE
+
+/* c = a * panel, for the linear layers. */
+static void tile_set(int is_bf16, int rows, long steps, int odd, const char *a, long a_stride,
+                     const uint32_t *panel, float *c, long c_stride, Prefetch *ahead) {
+  if (is_bf16)
+    tile_of(1, 0, rows, steps, odd, a, a_stride, panel, c, c_stride, ahead);
+  else
+    tile_of(0, 0, rows, steps, 0, a, a_stride, panel, c, c_stride, ahead);
+}
+
+/* c += a * panel, for attention. */
+static void tile_add(int is_bf16, int rows, long steps, const char *a, long a_stride,
+                     const uint32_t *panel, float *c, long c_stride, Prefetch *ahead) {
+  if (is_bf16)
+    tile_of(1, 1, rows, steps, 0, a, a_stride, panel, c, c_stride, ahead);
+  else
+    tile_of(0, 1, rows, steps, 0, a, a_stride, panel, c, c_stride, ahead);
+}
+
+#endif

@@ -1,0 +1,388 @@
+"""A stack of pre-norm decoder layers (Llama, Qwen2, Qwen3, Qwen3-MoE) as one operation.
+
+At small batches a single operation takes some tens of microseconds, about as long as the call and
+the start of a thread team around it: one call a step instead of seven a layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from weft.kernels import cpu
+from weft.kernels.attention import check_attention, fits_native, paged_attention
+from weft.kernels.linear import LinearWeight, gate_up_silu, linear
+from weft.kernels.moe import ExpertWeights, moe, route
+from weft.kernels.norm import rms_norm
+from weft.kernels.rope import check_rope, rope_and_cache
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlpWeight:
+    """Parameters of down(silu(gate(x)) * up(x))."""
+
+    gate_up: LinearWeight
+    """[2 * I, H], from `pack_gate_up`."""
+    down: LinearWeight
+    """[H, I]."""
+
+    @property
+    def in_features(self) -> int:
+        """H, 0 if the parts do not fit together."""
+        fits = self.gate_up.gated and 2 * self.down.in_features == self.gate_up.out_features
+        fits = fits and self.down.out_features == self.gate_up.in_features
+        return self.down.out_features if fits else 0
+
+    def shapes(self) -> tuple[object, ...]:
+        """What layers of one stack have in common."""
+        return tuple((w.out_features, w.in_features, w.dtype) for w in (self.gate_up, self.down))
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlpWeight:
+    """Parameters of a mixture of experts."""
+
+    router: LinearWeight
+    """[E, H]."""
+    experts: ExpertWeights
+    top_k: int
+    renormalise: bool
+    """The shares of a row's experts add up to 1."""
+
+    @property
+    def in_features(self) -> int:
+        """H, 0 if the parts do not fit together."""
+        fits = self.router.out_features == self.experts.num_experts
+        fits = fits and self.router.in_features == self.experts.hidden_size
+        return self.experts.hidden_size if fits else 0
+
+    def shapes(self) -> tuple[object, ...]:
+        """What layers of one stack have in common."""
+        experts = self.experts
+        sizes = (experts.num_experts, experts.inner_size, experts.hidden_size)
+        return (*sizes, self.top_k, experts.dtype, self.router.dtype)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """[T, H], [T, H] or None -> [T, H]."""
+        logits = linear(x, self.router, out_dtype=torch.float32)
+        routing = route(logits, self.top_k, renormalise=self.renormalise)
+        return moe(x, routing, self.experts, residual)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayerWeight:
+    """Parameters of one layer."""
+
+    input_norm: torch.Tensor
+    """[H]."""
+    qkv: LinearWeight
+    """[(Hq + 2 * Hkv) * D, H]."""
+    q_norm: torch.Tensor | None
+    """[D]: RMS norm of each head of q before the rotation (Qwen3)."""
+    k_norm: torch.Tensor | None
+    """[D]."""
+    o: LinearWeight
+    """[H, Hq * D]."""
+    post_norm: torch.Tensor
+    """[H]."""
+    mlp: GatedMlpWeight | SparseMlpWeight
+    eps: float
+    """Of all norms."""
+    native: cpu.Layer | None
+    """The same for the native operation; None if some part is not in native form."""
+
+    def shapes(self) -> tuple[object, ...]:
+        """What layers of one stack have in common."""
+        parts = ((part.out_features, part.in_features) for part in (self.qkv, self.o))
+        return (self.qkv.dtype, *parts, self.mlp.shapes())
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayers:
+    """Consecutive layers of the same shapes, from `stack_layers`."""
+
+    layers: tuple[DecoderLayerWeight, ...]
+    native: ctypes.Array[ctypes.c_void_p] | None
+    """Their addresses; None if some layer is not in native form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderStep:
+    """What all layers of one step share; the tensors are as in `rope_and_cache` and
+    `paged_attention`. Must not outlive a change of any of them."""
+
+    pool: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    cos_sin: torch.Tensor
+    page_table: torch.Tensor
+    cu_q_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    num_heads: int
+    scale: float
+    max_q_len: int
+    max_kv_len: int
+    native: tuple[cpu.Batch, cpu.Pool, torch.Tensor] | None
+    """The same for the native operation, and the buffer that layers compute in."""
+
+
+def pack_decoder_layer(
+    *,
+    input_norm: torch.Tensor,
+    qkv: LinearWeight,
+    o: LinearWeight,
+    post_norm: torch.Tensor,
+    mlp: GatedMlpWeight | SparseMlpWeight,
+    eps: float,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+) -> DecoderLayerWeight:
+    """Puts a layer's parameters together; see `DecoderLayerWeight`.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit together.
+    """
+    hidden, dtype = qkv.in_features, qkv.dtype
+    for name, norm, size in (
+        ("input_norm", input_norm, hidden),
+        ("post_norm", post_norm, hidden),
+        ("q_norm", q_norm, None if q_norm is None else q_norm.numel()),
+        ("k_norm", k_norm, None if q_norm is None else q_norm.numel()),
+    ):
+        if norm is not None and (norm.shape != (size,) or norm.dtype != dtype):
+            raise ValueError(f"{name} {tuple(norm.shape)} {norm.dtype} is not [{size}] {dtype}")
+    widths = (o.out_features, mlp.in_features)
+    if widths != (hidden, hidden):
+        raise ValueError(f"projections of a layer do not fit together: {widths}, hidden {hidden}")
+    parts = [qkv, o, *((mlp.gate_up, mlp.down) if isinstance(mlp, GatedMlpWeight) else ())]
+    dtypes = {part.dtype for part in parts}
+    if isinstance(mlp, SparseMlpWeight):
+        dtypes |= {mlp.router.dtype, mlp.experts.dtype}
+    if len(dtypes) > 1:
+        raise ValueError(f"projections of a layer differ in dtype: {dtypes}")
+    native = None
+    if isinstance(mlp, GatedMlpWeight) and all(part.native is not None for part in parts):
+        native = cpu.Layer(
+            *(part.address for part in parts),
+            input_norm.data_ptr(),
+            post_norm.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            eps,
+        )
+    return DecoderLayerWeight(
+        input_norm=input_norm,
+        qkv=qkv,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        o=o,
+        post_norm=post_norm,
+        mlp=mlp,
+        eps=eps,
+        native=native,
+    )
+
+
+def stack_layers(layers: Sequence[DecoderLayerWeight]) -> DecoderLayers:
+    """Puts layers together.
+
+    Raises:
+        ValueError: There are none, or they differ in shape or dtype.
+    """
+    if len({layer.shapes() for layer in layers}) != 1:
+        raise ValueError("a stack needs one or more layers of the same shapes and dtype")
+    native = None
+    if all(layer.native is not None for layer in layers):
+        addresses = [ctypes.addressof(x.native) for x in layers if x.native is not None]
+        native = (ctypes.c_void_p * len(layers))(*addresses)
+    return DecoderLayers(tuple(layers), native)
+
+
+def prepare_step(
+    layer: DecoderLayerWeight,
+    *,
+    pool: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos_sin: torch.Tensor,
+    page_table: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    max_q_len: int,
+    max_kv_len: int,
+) -> DecoderStep:
+    """Checks and describes a step once for all its layers.
+
+    Args:
+        layer: Any of the layers that will run; all must have the same shapes.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous.
+        positions: [T] int64, rows of `cos_sin`.
+        slots: [T] int64: page * page_size + offset of each token's K and V.
+        cos_sin: [max_positions, D] float32.
+        page_table: [R, max_pages] int32.
+        cu_q_lens: [R + 1] int32.
+        kv_lens: [R] int32.
+        num_heads: Hq.
+        scale: Factor on the attention scores.
+        max_q_len: Largest number of rows of a request.
+        max_kv_len: Largest kv_len.
+
+    Raises:
+        ValueError: An argument does not fit.
+        IndexError: A position, slot, length or page points outside.
+    """
+    rows, dim = positions.shape[0], pool.shape[-1]
+    native = cpu.native_cpu()
+    prepared = None
+    if layer.native is not None and native is not None and fits_native(native, num_heads, pool):
+        dtype, kv_heads = layer.qkv.dtype, pool.shape[1]
+        shape = (rows, (num_heads + 2 * kv_heads) * dim)
+        widths = (layer.qkv.out_features, layer.o.in_features)
+        if widths != (shape[1], num_heads * dim):
+            raise ValueError(
+                f"qkv and o {widths} do not fit {num_heads} heads of {tuple(pool.shape)}"
+            )
+        check_rope(shape, dtype, positions, cos_sin, pool, slots, (num_heads, kv_heads))
+        check_attention((rows, num_heads, dim), dtype, pool, page_table, cu_q_lens, kv_lens)
+        attention = cpu.Attention(
+            None,
+            None,
+            page_table.data_ptr(),
+            cu_q_lens.data_ptr(),
+            kv_lens.data_ptr(),
+            *page_table.shape,
+            page_table.stride(0),
+            num_heads,
+            scale,
+        )
+        width = native.layer_scratch_width(ctypes.byref(layer.native), ctypes.byref(attention), dim)
+        scratch = torch.empty(rows * width, dtype=dtype)
+        batch = cpu.Batch(
+            attention,
+            positions.data_ptr(),
+            slots.data_ptr(),
+            cos_sin.data_ptr(),
+            cos_sin.shape[0],
+            rows,
+            scratch.data_ptr(),
+        )
+        described = cpu.describe_pool(pool)
+        status = native.check_batch(ctypes.byref(batch), ctypes.byref(described))
+        if status:
+            cpu.check_status(status, "prepare_step")
+        prepared = (batch, described, scratch)
+    return DecoderStep(
+        pool=pool,
+        positions=positions,
+        slots=slots,
+        cos_sin=cos_sin,
+        page_table=page_table,
+        cu_q_lens=cu_q_lens,
+        kv_lens=kv_lens,
+        num_heads=num_heads,
+        scale=scale,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        native=prepared,
+    )
+
+
+def decoder_layers(
+    hidden: torch.Tensor, stack: DecoderLayers, step: DecoderStep, first: int = 0
+) -> torch.Tensor:
+    """For each layer: hidden += attention(norm(hidden)); hidden += mlp(norm(hidden)).
+
+    Stores K and V of every row in every layer.
+
+    Args:
+        hidden: [T, H], contiguous; becomes the result where the operation is native.
+        stack: The layers.
+        step: Of this step, from `prepare_step`.
+        first: Index in the pool of the stack's first layer.
+
+    Returns:
+        [T, H].
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    if hidden.is_cuda:
+        from weft.kernels.gpu import decoder_layers as gpu
+
+        return gpu.decoder_layers(hidden, stack.layers, step, first)
+    native = cpu.native_cpu()
+    count = len(stack.layers)
+    if step.native is None or stack.native is None or native is None:
+        for i, layer in enumerate(stack.layers):
+            hidden = decoder_layer_reference(hidden, layer, step, first + i)
+        return hidden
+    batch, pool, _ = step.native
+    qkv = stack.layers[0].qkv
+    if (
+        hidden.shape != (batch.rows, qkv.in_features)
+        or hidden.dtype != qkv.dtype
+        or not hidden.is_contiguous()
+        or not 0 <= first <= pool.layers - count
+    ):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} {hidden.dtype} contiguous={hidden.is_contiguous()} at "
+            f"layers {first} to {first + count - 1} does not fit the step ({batch.rows} rows, "
+            f"{pool.layers} layers)"
+        )
+    status = native.decoder_layers(
+        stack.native,
+        first,
+        count,
+        ctypes.byref(batch),
+        ctypes.byref(pool),
+        hidden.data_ptr(),
+    )
+    if status:
+        cpu.check_status(status, "decoder_layers")
+    return hidden
+
+
+def decoder_layer(
+    hidden: torch.Tensor, w: DecoderLayerWeight, step: DecoderStep, layer: int
+) -> torch.Tensor:
+    """`decoder_layers` for a single layer, whose index in the pool is `layer`."""
+    return decoder_layers(hidden, stack_layers([w]), step, layer)
+
+
+def decoder_layer_reference(
+    hidden: torch.Tensor, w: DecoderLayerWeight, step: DecoderStep, layer: int
+) -> torch.Tensor:
+    """One layer as its single operations."""
+    q = rope_and_cache(
+        linear(rms_norm(hidden, w.input_norm, w.eps), w.qkv),
+        step.positions,
+        step.cos_sin,
+        step.pool,
+        layer,
+        step.slots,
+        step.num_heads,
+        step.pool.shape[1],
+        w.q_norm,
+        w.k_norm,
+        w.eps,
+    )
+    mixed = paged_attention(
+        q,
+        step.pool,
+        layer,
+        step.page_table,
+        step.cu_q_lens,
+        step.kv_lens,
+        step.scale,
+        step.max_q_len,
+        step.max_kv_len,
+    )
+    hidden = linear(mixed, w.o, hidden)
+    normed = rms_norm(hidden, w.post_norm, w.eps)
+    if isinstance(w.mlp, SparseMlpWeight):
+        return w.mlp(normed, hidden)
+    return linear(gate_up_silu(normed, w.mlp.gate_up), w.mlp.down, hidden)

@@ -1,0 +1,170 @@
+"""Draws tokens where the logits are: the samplers of `weft.kernels.sampling`, on a device.
+
+What is drawn is defined in sampling_reference.py; changes to the logits (bias, penalties, masks),
+which the host makes on the row itself, are parts of the parameters here.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Field(IntEnum):
+    """Columns of `SlotTables.params`; real numbers are the bits of a float64."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P_GAP = 2
+    """ln(min_p); minus infinity = off."""
+    SEED = 3
+    TOP_K = 4
+    IS_MASKED = 5
+    BIAS_ROW = 6
+    """Of `SlotTables.biases`; -1 = none."""
+    COUNT_ROW = 7
+    """Of `SlotTables.counts`; -1 = none."""
+    REPETITION = 8
+    FREQUENCY = 9
+    PRESENCE = 10
+
+
+NUM_FIELDS = len(Field)
+
+
+def pack_slot(
+    *,
+    temperature: float,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    top_k: int,
+    is_masked: bool = False,
+    bias_row: int = -1,
+    count_row: int = -1,
+    repetition: float = 1.0,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+) -> Int64Array:
+    """One row of `SlotTables.params`.
+
+    Args:
+        temperature: Below `GREEDY_TEMPERATURE` greedy.
+        top_p: In (0, 1]; 1 = off.
+        min_p: In [0, 1]; 0 = off.
+        seed: Unsigned 64 bits.
+        top_k: 0 = off.
+        is_masked: Only tokens of the slot's mask may be drawn.
+        bias_row: Row of the biases; -1 = none.
+        count_row: Row of the counts, for the penalties; -1 = none.
+        repetition: Divides positive logits of tokens that occurred, multiplies others.
+        frequency: Subtracted for each occurrence in the output.
+        presence: Subtracted once for tokens of the output.
+    """
+    gap = math.log(min_p) if min_p > 0.0 else -math.inf
+    row = np.zeros(NUM_FIELDS, np.int64)
+    reals = row.view(np.float64)
+    reals[Field.TEMPERATURE], reals[Field.TOP_P], reals[Field.MIN_P_GAP] = temperature, top_p, gap
+    row[Field.SEED] = np.uint64(seed).astype(np.int64)
+    row[Field.TOP_K], row[Field.IS_MASKED] = top_k, is_masked
+    row[Field.BIAS_ROW], row[Field.COUNT_ROW] = bias_row, count_row
+    reals[Field.REPETITION], reals[Field.FREQUENCY] = repetition, frequency
+    reals[Field.PRESENCE] = presence
+    return row
+
+
+class SlotTables(NamedTuple):
+    """How each slot draws, on the device of the logits."""
+
+    params: torch.Tensor
+    """[max_slots, NUM_FIELDS] int64, rows of `pack_slot`."""
+    masks: torch.Tensor
+    """[max_slots, ceil(vocab_size / 32)] int32: bit i % 32 of word i / 32 allows token i."""
+    biases: torch.Tensor
+    """[num_rows, vocab_size] float32, added to the logits first; num_rows >= 1."""
+    counts: torch.Tensor
+    """[num_rows, vocab_size] int32: twice a token's occurrences in the output, plus 1 if the prompt
+    has it; num_rows >= 1. Drawing counts."""
+
+
+class TopLogits(NamedTuple):
+    """What log-probabilities are made of: log_softmax(row)[i] = row[i] - log_sum."""
+
+    log_sums: torch.Tensor
+    """[M] float64; NaN for rows that are not finite."""
+    drawn: torch.Tensor
+    """[M] float32: logit of the token drawn; undefined where there is none."""
+    ids: torch.Tensor
+    """[M, num_top] int64 of the largest logits, largest first, lower ids first among equals."""
+    logits: torch.Tensor
+    """[M, num_top] float32."""
+
+
+def draw_rows(
+    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tables: SlotTables
+) -> torch.Tensor:
+    """Draws one token a row and counts it; nothing waits for the device.
+
+    Args:
+        logits: [L, vocab_size] float32, rows contiguous; not changed.
+        slots: [L] int64, distinct: whose parameters a row uses.
+        positions: [L] int64, absolute position of the token to be drawn.
+        tables: Parameters by slot; `counts` is changed.
+
+    Returns:
+        [L] int64 on the device: token ids, ERROR_NOT_FINITE or ERROR_NO_CANDIDATE, as of
+        `weft.kernels.sampling.sample_rows`.
+
+    Raises:
+        ValueError: Shapes or dtypes are wrong.
+    """
+    from weft.kernels.gpu import sampling
+
+    vocab_size = _check_logits(logits)
+    for columns in (slots, positions):
+        if columns.dtype != torch.int64 or columns.shape != logits.shape[:1]:
+            raise ValueError(f"{len(logits)} rows, {columns.dtype} {tuple(columns.shape)}")
+    words = -(-vocab_size // 32)
+    if tables.params.shape[1:] != (NUM_FIELDS,) or tables.masks.shape[1:] != (words,):
+        raise ValueError(f"tables are {tuple(tables.params.shape)}, {tuple(tables.masks.shape)}")
+    for rows in (tables.biases, tables.counts):
+        if rows.shape[1:] != (vocab_size,) or len(rows) < 1:
+            raise ValueError(f"rows of tables are {tuple(rows.shape)}, vocabulary {vocab_size}")
+    return sampling.draw_rows(logits, slots, positions, tables)
+
+
+def top_logits(
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, num_top: int
+) -> TopLogits:
+    """What the log-probabilities of some rows are made of, without a copy of the rows.
+
+    Args:
+        logits: [L, vocab_size] float32, rows contiguous; not changed.
+        rows: [M] int64, which rows of `logits` and `tokens`.
+        tokens: [L] int64, the tokens drawn.
+        num_top: Most likely tokens wanted a row, at most the vocabulary.
+
+    Raises:
+        ValueError: Shapes or dtypes are wrong.
+    """
+    from weft.kernels.gpu import sampling_top
+
+    vocab_size = _check_logits(logits)
+    if not 0 <= num_top <= vocab_size:
+        raise ValueError(f"{num_top} most likely of {vocab_size} tokens")
+    return sampling_top.top_logits(logits, rows, tokens, num_top)
+
+
+def _check_logits(logits: torch.Tensor) -> int:
+    """Vocabulary of well-formed logits."""
+    is_contiguous = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] == 1)
+    if logits.dtype != torch.float32 or not is_contiguous:
+        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} {logits.stride()}")
+    return logits.shape[1]

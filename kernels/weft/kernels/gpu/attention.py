@@ -1,0 +1,57 @@
+"""Ragged causal attention over paged K and V on a GPU.
+
+Requests that bring one row are decoded: their context is split over programs. The others are
+extended: a program holds a tile of their rows. A step that mixes both is two launches, each of
+which leaves the other's requests out by their lengths, which only the device knows. Long prompts
+with nothing before them go to cuDNN where that is faster.
+"""
+
+from __future__ import annotations
+
+import torch
+from weft.kernels.gpu.decode_attention import decode_attention
+from weft.kernels.gpu.dense_attention import dense_attention, suits
+from weft.kernels.gpu.extend_attention import OwnKv, extend_attention
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    max_q_len: int,
+    max_kv_len: int,
+    own: OwnKv | None = None,
+) -> torch.Tensor:
+    """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments are checked.
+
+    Only bounds are needed of `max_q_len` and `max_kv_len`; they decide about the launches.
+    With `own`, what requests of several rows bring is not read from the pool.
+    """
+    tokens, heads, dim = q.shape
+    requests = page_table.shape[0]
+    if own is not None and suits(q, pool.shape[1], requests, max_q_len, max_kv_len):
+        return dense_attention(q, own.k, own.v, requests, scale)
+    out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    if max_q_len > 1:
+        extend_attention(out, q, pool, layer, page_table, cu_q_lens, kv_lens, scale, max_q_len, own)
+    if max_q_len == 1 or requests > 1:
+        decode_attention(
+            out,
+            q,
+            pool,
+            layer,
+            page_table,
+            cu_q_lens,
+            kv_lens,
+            scale,
+            max_kv_len,
+            # As many rows as requests, none with two: a request with no row leaves one behind.
+            is_uniform=max_q_len == 1 and tokens == requests,
+        )
+    return out

@@ -1,0 +1,297 @@
+"""Attention of requests that bring one row, over paged K and V on a GPU.
+
+A program holds all query heads of one KV head, so that K and V are read once, and walks one split
+of a request's context; the splits are merged in their order, so the result of a request depends
+on its length and on the number of splits alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+
+
+class LaunchShape(NamedTuple):
+    """How a program walks its split."""
+
+    tile: int
+    """Positions taken at once."""
+    warps: int
+
+
+MAX_SPLITS = 64
+_PROGRAMS_PER_SM = 4
+"""Programs wanted on each multiprocessor: enough loads under way to keep the memory busy."""
+_PAIRS_PER_SM = 2
+"""Where there are so many requests and heads, splitting costs more than it brings."""
+
+
+def decode_attention(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    max_kv_len: int,
+    *,
+    is_uniform: bool,
+) -> None:
+    """Writes the rows of `out` whose requests bring one row, and no others.
+
+    Args:
+        out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
+        q: [T, Hq, D].
+        pool: [num_pages, Hkv, layers, 2, page_size, D].
+        layer: Layer of the pool to read.
+        page_table: [R, max_pages] int32.
+        cu_q_lens: [R + 1] int32.
+        kv_lens: [R] int32.
+        scale: Factor on the scores.
+        max_kv_len: Bound of `kv_lens`.
+        is_uniform: Every request brings one row; `cu_q_lens` is not read.
+    """
+    requests = page_table.shape[0]
+    heads, dim = q.shape[1:]
+    kv_heads, page_size = pool.shape[1], pool.shape[4]
+    group = heads // kv_heads
+    is_float32 = q.dtype == torch.float32
+    tile, warps = launch_shape(q.dtype, dim)
+    splits = num_splits(requests * kv_heads, triton.cdiv(max_kv_len, tile), q.device)
+    programs = requests * kv_heads * splits
+    if splits == 1:
+        partial, sums = out, out
+    else:
+        parts = (requests, heads, splits)
+        partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
+    _decode_kernel[(kv_heads, requests, splits)](
+        partial,
+        sums,
+        q,
+        pool,
+        page_table,
+        cu_q_lens,
+        kv_lens,
+        scale * math.log2(math.e),
+        layer,
+        page_table.stride(0),
+        splits,
+        IS_UNIFORM=is_uniform,
+        IS_SPLIT=splits > 1,
+        IS_FLOAT32=is_float32,
+        KV_HEADS=kv_heads,
+        LAYERS=pool.shape[2],
+        GROUP=group,
+        # What tensor cores take at least.
+        BLOCK_GROUP=max(1 if is_float32 else 16, triton.next_power_of_2(group)),
+        DIM=dim,
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        PAGE_SIZE=page_size,
+        TILE=tile,
+        num_warps=warps,
+        num_stages=num_stages(programs, splits, q),
+        **launch_options(q.device),
+    )
+    if splits > 1:
+        _merge_kernel[(requests, heads)](
+            out,
+            partial,
+            sums,
+            cu_q_lens,
+            kv_lens,
+            scale * math.log2(math.e),
+            splits,
+            heads,
+            IS_UNIFORM=is_uniform,
+            BLOCK_SPLITS=triton.next_power_of_2(splits),
+            DIM=dim,
+            BLOCK_DIM=triton.next_power_of_2(dim),
+            TILE=tile,
+            num_warps=4,
+            **launch_options(q.device),
+        )
+
+
+def num_splits(pairs: int, tiles: int, device: torch.device) -> int:
+    """In how many parts each context is walked.
+
+    Args:
+        pairs: Requests times KV heads.
+        tiles: Of the longest context.
+        device: Whose multiprocessors are to be filled.
+    """
+    multiprocessors = num_multiprocessors(device)
+    if pairs >= _PAIRS_PER_SM * multiprocessors:
+        return 1
+    wanted = _PROGRAMS_PER_SM * multiprocessors
+    return max(1, min(wanted // pairs, tiles, MAX_SPLITS))
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 4 for other devices (Triton's interpreter)."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def launch_shape(dtype: torch.dtype, dim: int) -> LaunchShape:
+    """What suits a head of `dim` elements of `dtype`."""
+    if dtype == torch.float32:
+        return LaunchShape(tile=16, warps=8)
+    return LaunchShape(tile=32 if dim > 128 else 64, warps=4)
+
+
+def num_stages(programs: int, splits: int, q: torch.Tensor) -> int:
+    """Tiles whose loads are under way in a program: their memory is what bounds the programs."""
+    if q.dtype == torch.float32:
+        return 1
+    is_crowded = splits > 1 and programs >= _PAIRS_PER_SM * num_multiprocessors(q.device)
+    return 2 if is_crowded or q.shape[2] > 128 else 3
+
+
+@triton.jit(do_not_specialize=["layer", "splits"])
+def _decode_kernel(
+    partial: tl.tensor,
+    sums: tl.tensor,
+    q: tl.tensor,
+    pool: tl.tensor,
+    page_table: tl.tensor,
+    cu_q_lens: tl.tensor,
+    kv_lens: tl.tensor,
+    scale: float,
+    layer: int,
+    table_stride: int,
+    splits: int,
+    IS_DEPENDENT: tl.constexpr,
+    IS_UNIFORM: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_FLOAT32: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1)
+    split = tl.program_id(2)
+    row = request
+    if not IS_UNIFORM:
+        row = tl.load(cu_q_lens + request)
+        if tl.load(cu_q_lens + request + 1) - row != 1:
+            return
+    kv_len = tl.load(kv_lens + request)
+    length = tl.cdiv(tl.cdiv(kv_len, TILE), splits) * TILE
+    begin = split * length
+    end = tl.minimum(begin + length, kv_len)
+    if IS_SPLIT & (begin >= end):
+        return
+
+    member = tl.arange(0, BLOCK_GROUP)
+    column = tl.arange(0, BLOCK_DIM)
+    head = kv_head * GROUP + member
+    in_dim = column < DIM
+    mask = (member < GROUP)[:, None] & in_dim[None, :]
+    heads = KV_HEADS * GROUP
+    q_at = (row.to(tl.int64) * heads + head)[:, None] * DIM + column[None, :]
+    query = tl.load(q + q_at, mask=mask, other=0.0)
+
+    largest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_GROUP], tl.float32)
+    mixed = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
+    table = page_table + request.to(tl.int64) * table_stride
+    for start in range(begin, end, TILE):
+        position = start + tl.arange(0, TILE)
+        is_seen = position < end
+        page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
+        # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
+        matrix = ((page * KV_HEADS + kv_head) * LAYERS + layer) * 2
+        kv_row = matrix * PAGE_SIZE + position % PAGE_SIZE
+        kv_at = pool + kv_row[:, None] * DIM + column[None, :]
+        kv_mask = is_seen[:, None] & in_dim[None, :]
+        keys = tl.load(kv_at, mask=kv_mask, other=0.0)
+        if IS_FLOAT32:
+            # Summed as a tree: a product's chain over the head would lose too much of float32.
+            scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
+        else:
+            scores = tl.dot(query, tl.trans(keys))
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        values = tl.load(kv_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        # Scaled after the subtraction, which loses nothing among the scores that matter.
+        shrink = tl.exp2((largest - new_largest) * scale)
+        weights = tl.exp2((scores - new_largest[:, None]) * scale)
+        total = total * shrink + tl.sum(weights, axis=1)
+        mixed = mixed * shrink[:, None]
+        mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        largest = new_largest
+
+    if IS_SPLIT:
+        index = (request.to(tl.int64) * heads + head) * splits + split
+        tl.store(partial + index[:, None] * DIM + column[None, :], mixed, mask=mask)
+        tl.store(sums + 2 * index, largest, mask=member < GROUP)
+        tl.store(sums + 2 * index + 1, total, mask=member < GROUP)
+    else:
+        # No context at all: zeros.
+        mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(partial + q_at, mixed.to(partial.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    cu_q_lens: tl.tensor,
+    kv_lens: tl.tensor,
+    scale: float,
+    splits: int,
+    heads: int,
+    IS_DEPENDENT: tl.constexpr,
+    IS_UNIFORM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    row = request
+    if not IS_UNIFORM:
+        row = tl.load(cu_q_lens + request)
+        if tl.load(cu_q_lens + request + 1) - row != 1:
+            return
+    # The splits that had something to walk, as in _decode_kernel.
+    tiles = tl.cdiv(tl.load(kv_lens + request), TILE)
+    used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
+
+    split = tl.arange(0, BLOCK_SPLITS)
+    column = tl.arange(0, BLOCK_DIM)
+    index = (request.to(tl.int64) * heads + head) * splits + split
+    mask = (split < used)[:, None] & (column < DIM)[None, :]
+    part = tl.load(partial + index[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+    part_largest = tl.load(sums + 2 * index, mask=split < used, other=float("-inf"))
+    part_total = tl.load(sums + 2 * index + 1, mask=split < used, other=0.0)
+    difference = part_largest - tl.max(part_largest, axis=0)
+    weight = tl.where(split < used, tl.exp2(difference * scale), 0.0)
+    total = tl.sum(part_total * weight, axis=0)
+    mixed = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    at = (row.to(tl.int64) * heads + head) * DIM + column
+    tl.store(out + at, mixed.to(out.dtype.element_ty), mask=column < DIM)

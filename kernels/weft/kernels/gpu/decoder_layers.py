@@ -1,0 +1,106 @@
+"""A stack of decoder layers on a GPU: additions to the stream are fused with the norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from weft.kernels.attention import check_attention
+from weft.kernels.decoder_layer import GatedMlpWeight
+from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.extend_attention import OwnKv
+from weft.kernels.gpu.linear import gate_up_silu, linear
+from weft.kernels.gpu.moe import moe
+from weft.kernels.gpu.moe_route import route
+from weft.kernels.gpu.norm import add_rms_norm, rms_norm
+from weft.kernels.gpu.rope import rope_and_cache
+from weft.kernels.linear import LinearWeight
+from weft.kernels.rope import check_rope
+
+if TYPE_CHECKING:
+    from weft.kernels.decoder_layer import DecoderLayerWeight, DecoderStep, SparseMlpWeight
+
+
+def decoder_layers(
+    hidden: torch.Tensor, layers: Sequence[DecoderLayerWeight], step: DecoderStep, first: int
+) -> torch.Tensor:
+    """`weft.kernels.decoder_layer.decoder_layers` for CUDA tensors; `hidden` is the result."""
+    _check(hidden, layers, step, first)
+    normed = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
+    for index, w in enumerate(layers):
+        mixed = _attend(_linear(normed, w.qkv), w, step, first + index)
+        normed, _ = add_rms_norm(_linear(mixed, w.o), hidden, w.post_norm, w.eps)
+        out = _mlp(normed, w.mlp)
+        if index + 1 < len(layers):
+            following = layers[index + 1]
+            normed, _ = add_rms_norm(out, hidden, following.input_norm, following.eps)
+        else:
+            hidden.add_(out)
+    return hidden
+
+
+def _attend(
+    qkv: torch.Tensor, w: DecoderLayerWeight, step: DecoderStep, layer: int
+) -> torch.Tensor:
+    """Stores K and V, returns what each row's heads take from what it sees: [T, Hq * D]."""
+    rows, kv_heads, dim = qkv.shape[0], step.pool.shape[1], step.pool.shape[5]
+    own = None
+    if step.max_q_len > 1:
+        k = torch.empty((rows, kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
+        own = OwnKv(k, qkv.view(rows, -1, dim)[:, step.num_heads + kv_heads :])
+    q = rope_and_cache(
+        qkv,
+        step.positions,
+        step.cos_sin,
+        step.pool,
+        layer,
+        step.slots,
+        step.num_heads,
+        w.q_norm,
+        w.k_norm,
+        w.eps,
+        None if own is None else own.k,
+    )
+    return paged_attention(
+        q,
+        step.pool,
+        layer,
+        step.page_table,
+        step.cu_q_lens,
+        step.kv_lens,
+        step.scale,
+        step.max_q_len,
+        step.max_kv_len,
+        own,
+    )
+
+
+def _mlp(x: torch.Tensor, w: GatedMlpWeight | SparseMlpWeight) -> torch.Tensor:
+    if isinstance(w, GatedMlpWeight):
+        return _linear(gate_up_silu(x, w.gate_up.data, w.gate_up.bias), w.down)
+    assert w.experts.stacked is not None
+    logits = linear(x, w.router.data, None, None, torch.float32)
+    return moe(x, *route(logits, w.top_k, w.renormalise), *w.experts.stacked, None)
+
+
+def _linear(x: torch.Tensor, w: LinearWeight) -> torch.Tensor:
+    return linear(x, w.data, w.bias, None, None)
+
+
+def _check(
+    hidden: torch.Tensor, layers: Sequence[DecoderLayerWeight], step: DecoderStep, first: int
+) -> None:
+    """Once for all layers, which have the same shapes."""
+    rows, dtype, pool = hidden.shape[0], hidden.dtype, step.pool
+    qkv_shape = (rows, layers[0].qkv.out_features)
+    heads = (step.num_heads, pool.shape[1])
+    check_rope(qkv_shape, dtype, step.positions, step.cos_sin, pool, step.slots, heads)
+    q_shape = (rows, step.num_heads, pool.shape[5])
+    check_attention(q_shape, dtype, pool, step.page_table, step.cu_q_lens, step.kv_lens)
+    if not (hidden.is_contiguous() and pool.is_contiguous()):
+        raise ValueError("hidden states and pool must be contiguous")
+    if not 0 <= first <= pool.shape[2] - len(layers):
+        raise ValueError(
+            f"layers {first} to {first + len(layers) - 1} of a pool with {pool.shape[2]}"
+        )

@@ -1,0 +1,41 @@
+"""Programmatic dependent launch (compute capability 9.0): a kernel begins as the last one ends.
+
+Every kernel launched so calls `release_next` once it runs and `wait_for_last` before it touches
+anything but weights: what the kernels before it wrote is complete only after the wait, since the
+last one may itself have begun early.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def is_dependent(device: torch.device) -> bool:
+    """Whether kernels on this device are launched so."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Arguments of a launch: the kernel's own, and Triton's."""
+    if is_dependent(device):
+        return {"IS_DEPENDENT": True, "launch_pdl": True}
+    return {"IS_DEPENDENT": False}
+
+
+@triton.jit
+def wait_for_last(IS_DEPENDENT: tl.constexpr) -> None:
+    """Returns once all that was launched before is complete."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release_next(IS_DEPENDENT: tl.constexpr) -> None:
+    """Lets the next kernel begin as soon as all programs of this one run."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()

@@ -1,0 +1,283 @@
+"""Causal attention of requests that bring several rows, over paged K and V on a GPU.
+
+A program holds a tile of one request's rows under one head and walks what they see: the pages of
+the positions before the step, then the step's own K and V, up to the diagonal. Own K and V are read
+dense where the caller has them, so that a cold prompt reads no page, else from their pages too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+
+
+class OwnKv(NamedTuple):
+    """K and V of a step's own rows, as they were written to the pool."""
+
+    k: torch.Tensor
+    """[T, Hkv, D], rotated; heads contiguous, any stride between rows."""
+    v: torch.Tensor
+    """[T, Hkv, D], likewise."""
+
+
+class LaunchShape(NamedTuple):
+    """What a program holds and how it walks its context."""
+
+    rows: int
+    """Of one request, under one head; a multiple of `tile`."""
+    tile: int
+    """Positions taken at once."""
+    warps: int
+    stages: int
+    """Tiles whose loads are under way."""
+
+
+def extend_attention(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    max_q_len: int,
+    own: OwnKv | None,
+) -> None:
+    """Writes the rows of `out` whose requests bring two rows or more, and no others.
+
+    Args:
+        out: [T, Hq * D], dtype of `q`.
+        q: [T, Hq, D].
+        pool: [num_pages, Hkv, layers, 2, page_size, D].
+        layer: Layer of the pool to read.
+        page_table: [R, max_pages] int32.
+        cu_q_lens: [R + 1] int32.
+        kv_lens: [R] int32, new rows included.
+        scale: Factor on the scores.
+        max_q_len: Bound of the requests' rows.
+        own: The step's K and V; None: they are read from the pool.
+    """
+    tokens, heads, dim = q.shape
+    requests = page_table.shape[0]
+    kv_heads, page_size = pool.shape[1], pool.shape[4]
+    shape = launch_shape(q.dtype, dim, max_q_len)
+    # A bound: each request leaves at most one tile that is not full.
+    tiles = tokens // shape.rows + requests
+    _extend_kernel[(heads, tiles)](
+        out,
+        q,
+        pool,
+        own.k if own else None,
+        own.v if own else None,
+        page_table,
+        cu_q_lens,
+        kv_lens,
+        scale * math.log2(math.e),
+        layer,
+        page_table.stride(0),
+        own.k.stride(0) if own else 0,
+        own.v.stride(0) if own else 0,
+        requests,
+        KV_HEADS=kv_heads,
+        LAYERS=pool.shape[2],
+        GROUP=heads // kv_heads,
+        ROWS=shape.rows,
+        DIM=dim,
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        PAGE_SIZE=page_size,
+        TILE=shape.tile,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **launch_options(q.device),
+    )
+
+
+def launch_shape(dtype: torch.dtype, dim: int, rows: int) -> LaunchShape:
+    """What suits a head of `dim` elements of `dtype` and at most so many rows a request."""
+    if dtype == torch.float32:
+        return LaunchShape(rows=32, tile=32, warps=4, stages=1)
+    if dim > 128:
+        return LaunchShape(rows=64, tile=64, warps=4, stages=2)
+    if rows < 1024:
+        return LaunchShape(rows=64, tile=64, warps=4, stages=3)
+    return LaunchShape(rows=128, tile=128, warps=8, stages=3)
+
+
+@triton.jit(do_not_specialize=["requests", "layer"])
+def _extend_kernel(
+    out: tl.tensor,
+    q: tl.tensor,
+    pool: tl.tensor,
+    own_k: tl.tensor,
+    own_v: tl.tensor,
+    page_table: tl.tensor,
+    cu_q_lens: tl.tensor,
+    kv_lens: tl.tensor,
+    scale: float,
+    layer: int,
+    table_stride: int,
+    k_stride: int,
+    v_stride: int,
+    requests: int,
+    IS_DEPENDENT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    head = tl.program_id(0)
+    # Later tiles of a request see more of it: the longest work begins first.
+    index = tl.num_programs(1) - 1 - tl.program_id(1)
+    request = _request_of_tile(index, cu_q_lens, requests, ROWS)
+    first_row = tl.load(cu_q_lens + request)
+    q_len = tl.load(cu_q_lens + request + 1) - first_row
+    begin = (index - first_row // ROWS - request) * ROWS
+    if (q_len < 2) | (begin >= q_len):
+        return
+
+    kv_head = head // GROUP
+    row = begin + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_DIM)
+    mask = (row < q_len)[:, None] & (column < DIM)[None, :]
+    q_at = ((first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * DIM
+    q_at += column[None, :]
+    query = tl.load(q + q_at, mask=mask, other=0.0)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+
+    cached = tl.load(kv_lens + request) - q_len
+    last_seen = cached + row
+    table = page_table + request.to(tl.int64) * table_stride
+    # In pages: every row sees [0, common), no row sees anything from `end` on.
+    if own_k is None:
+        end = cached + tl.minimum(begin + ROWS, q_len)
+        common = (cached + begin + 1) // TILE * TILE
+    else:
+        end = cached
+        common = cached // TILE * TILE
+    for start in range(0, common, TILE):
+        position = start + tl.arange(0, TILE)
+        at = _page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, False)
+        k_at = pool + at[:, None] * DIM + column[None, :]
+        largest, total, mixed = _attend(
+            largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+            position, end, last_seen, scale, DIM, BLOCK_DIM, False,
+        )  # fmt: skip
+    for start in range(common, end, TILE):
+        position = start + tl.arange(0, TILE)
+        at = _page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
+        k_at = pool + at[:, None] * DIM + column[None, :]
+        largest, total, mixed = _attend(
+            largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+            position, end, last_seen, scale, DIM, BLOCK_DIM, True,
+        )  # fmt: skip
+    if own_k is not None:
+        k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
+        v_at = own_v + first_row.to(tl.int64) * v_stride + kv_head * DIM + column[None, :]
+        # Before the diagonal, then across it.
+        for start in range(0, begin, TILE):
+            position = start + tl.arange(0, TILE)
+            at = position.to(tl.int64)[:, None]
+            largest, total, mixed = _attend(
+                largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
+                position, q_len, row, scale, DIM, BLOCK_DIM, False,
+            )  # fmt: skip
+        for start in range(begin, tl.minimum(begin + ROWS, q_len), TILE):
+            position = start + tl.arange(0, TILE)
+            at = position.to(tl.int64)[:, None]
+            largest, total, mixed = _attend(
+                largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
+                position, q_len, row, scale, DIM, BLOCK_DIM, True,
+            )  # fmt: skip
+    mixed = mixed / total[:, None]
+    tl.store(out + q_at, mixed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _request_of_tile(
+    index: tl.tensor, cu_q_lens: tl.tensor, requests: int, ROWS: tl.constexpr
+) -> tl.tensor:
+    """Last request whose first tile, cu_q_lens[r] // ROWS + r, is not after `index`."""
+    low = 0
+    high = requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_after = tl.load(cu_q_lens + middle) // ROWS + middle > index
+        low = tl.where(is_after, low, middle)
+        high = tl.where(is_after, middle, high)
+    return low
+
+
+@triton.jit
+def _page_rows(
+    table: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    kv_head: tl.tensor,
+    layer: int,
+    KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+) -> tl.tensor:
+    """Rows of K in the pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM]."""
+    if IS_PARTIAL:
+        page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
+    else:
+        page = tl.load(table + position // PAGE_SIZE)
+    matrix = (page.to(tl.int64) * KV_HEADS + kv_head) * LAYERS + layer
+    return matrix * (2 * PAGE_SIZE) + position % PAGE_SIZE
+
+
+@triton.jit
+def _attend(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    query: tl.tensor,
+    k_at: tl.tensor,
+    v_at: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    last_seen: tl.tensor,
+    scale: float,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Adds a tile of positions to a running softmax; where partial, what each row sees of it."""
+    in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    if IS_PARTIAL:
+        keys = tl.load(k_at, mask=in_dim & (position < end)[:, None], other=0.0)
+        values = tl.load(v_at, mask=in_dim & (position < end)[:, None], other=0.0)
+    elif DIM == BLOCK_DIM:
+        keys = tl.load(k_at)
+        values = tl.load(v_at)
+    else:
+        keys = tl.load(k_at, mask=in_dim, other=0.0)
+        values = tl.load(v_at, mask=in_dim, other=0.0)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if IS_PARTIAL:
+        is_seen = (position[None, :] <= last_seen[:, None]) & (position < end)[None, :]
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    # Scaled after the subtraction, which loses nothing among the scores that matter.
+    shrink = tl.exp2((largest - new_largest) * scale)
+    weights = tl.exp2((scores - new_largest[:, None]) * scale)
+    total = total * shrink + tl.sum(weights, axis=1)
+    mixed = mixed * shrink[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_largest, total, mixed

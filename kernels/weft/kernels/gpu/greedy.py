@@ -1,0 +1,88 @@
+"""The most likely token of each row on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+
+_TILE = 4096
+
+
+def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
+    """`weft.kernels.greedy.greedy_rows` for CUDA tensors."""
+    rows, vocab_size = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows == 0:
+        return tokens
+    tiles = triton.cdiv(vocab_size, _TILE)
+    largest = torch.empty((rows, tiles), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, tiles), dtype=torch.int32, device=logits.device)
+    _largest_of_tile_kernel[(rows, tiles)](
+        largest,
+        ids,
+        logits,
+        logits.stride(0),
+        vocab_size,
+        TILE=_TILE,
+        num_warps=8,
+        **launch_options(logits.device),
+    )
+    _largest_of_row_kernel[(rows,)](
+        tokens,
+        largest,
+        ids,
+        tiles,
+        TILES=triton.next_power_of_2(tiles),
+        num_warps=1,
+        **launch_options(logits.device),
+    )
+    return tokens
+
+
+@triton.jit
+def _largest_of_tile_kernel(
+    largest: tl.tensor,
+    ids: tl.tensor,
+    logits: tl.tensor,
+    stride: int,
+    vocab_size: int,
+    IS_DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    column = tile * TILE + tl.arange(0, TILE)
+    mask = column < vocab_size
+    values = tl.load(logits + row * stride + column, mask=mask, other=float("-inf"))
+    # x - x is 0 for finite numbers alone.
+    num_bad = tl.sum((mask & (values - values != 0.0)).to(tl.int32), axis=0)
+    best = tl.max(values, axis=0)
+    token = tl.min(tl.where(values == best, column, vocab_size), axis=0)
+    at = row * tl.num_programs(1) + tile
+    tl.store(largest + at, best)
+    tl.store(ids + at, tl.where(num_bad > 0, -1, token))
+
+
+@triton.jit
+def _largest_of_row_kernel(
+    tokens: tl.tensor,
+    largest: tl.tensor,
+    ids: tl.tensor,
+    tiles: int,
+    IS_DEPENDENT: tl.constexpr,
+    TILES: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    token = tl.load(ids + row * tiles + tile, mask=tile < tiles, other=2147483647)
+    value = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
+    best = tl.max(value, axis=0)
+    first = tl.min(tl.where(value == best, token, 2147483647), axis=0)
+    is_bad = tl.min(token, axis=0) < 0
+    tl.store(tokens + row, tl.where(is_bad, -1, first).to(tl.int64))

@@ -1,0 +1,64 @@
+"""Linear layers on a GPU: a kernel of our own for few rows, cuBLAS for more."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from weft.kernels.gpu.activation import silu_and_mul
+from weft.kernels.gpu.small_linear import MAX_ROWS, MAX_SPREAD_ROWS, small_linear
+
+_SMALL_WEIGHT = 1 << 23
+"""Elements up to which cuBLAS is slower at 5 to 16 rows too (measured on an H200)."""
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """`weft.kernels.linear.linear` for CUDA tensors; `weight` is [N, K] as it was given.
+
+    A float32 result of a narrower input is never rounded to the narrow dtype on the way.
+    """
+    _check(x, weight, residual)
+    if _is_small(x, weight):
+        return small_linear(x, weight, bias, residual, out_dtype or x.dtype)
+    if out_dtype is not None and out_dtype != x.dtype:
+        out = torch.mm(x, weight.t(), out_dtype=out_dtype)
+        for term in (bias, residual):
+            if term is not None:
+                out += term
+        return out
+    if residual is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.addmm(residual, x, weight.t())
+    return F.linear(x, weight, bias).add_(residual)
+
+
+def gate_up_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`weft.kernels.linear.gate_up_silu` for CUDA tensors; `weight` is [2 * I, K]."""
+    _check(x, weight, None)
+    if _is_small(x, weight):
+        return small_linear(x, weight, bias, None, x.dtype, gated=True)
+    return silu_and_mul(F.linear(x, weight, bias))
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+    if x.shape[1:] != weight.shape[1:] or x.dtype != weight.dtype or not x.is_contiguous():
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit a weight "
+            f"{tuple(weight.shape)} {weight.dtype}"
+        )
+    if residual is not None and (
+        residual.shape != (x.shape[0], weight.shape[0]) or not residual.is_contiguous()
+    ):
+        raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")
+
+
+def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    rows = x.shape[0]
+    max_rows = MAX_ROWS if weight.numel() <= _SMALL_WEIGHT else MAX_SPREAD_ROWS
+    return 0 < rows <= max_rows and x.dtype.itemsize == 2 and weight.is_contiguous()

@@ -1,0 +1,271 @@
+"""The experts of a mixture on a GPU.
+
+Few rows: each program takes one pair of a row and an expert and a few columns, and streams its part
+of that expert's weight; nothing is sorted. More rows: pairs are sorted by expert and cut into
+blocks, and a program multiplies one block by one tile of its expert's weight. No pair is dropped,
+and a row's experts are summed in their order, so that results repeat.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.moe_sort import sort_pairs
+from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
+
+MAX_DIRECT_ROWS = 8
+"""Up to here hardly two rows share an expert: there is nothing to win by sorting."""
+
+
+def moe(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """`weft.kernels.moe.moe` for CUDA tensors.
+
+    Args:
+        x: [T, H], contiguous, T at least 1.
+        ids: [T, k] int32, each below E.
+        shares: [T, k] float32.
+        w13: [E, 2 * I, H], rows of gate first.
+        w2: [E, H, I].
+        residual: [T, H] or None.
+    """
+    if x.shape[0] <= MAX_DIRECT_ROWS:
+        return _direct(x, ids, shares, w13, w2, residual)
+    tiles = tiles_for(*ids.shape, *w2.shape)
+    return sorted_moe(x, ids, shares, w13, w2, residual, tiles)
+
+
+def _direct(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    (rows, hidden), width, (pairs, top_k) = x.shape, w2.shape[2], (ids.numel(), ids.shape[1])
+    inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    columns, options = 4, launch_options(x.device)
+    _direct_inner_kernel[(pairs, triton.cdiv(width, columns))](
+        inner, x, w13, ids, width, K=hidden, TOP_K=top_k, COLUMNS=columns,
+        TILE=min(1024, triton.next_power_of_2(hidden)), num_warps=4, **options,
+    )  # fmt: skip
+    _direct_out_kernel[(rows, triton.cdiv(hidden, columns))](
+        out, inner, w2, ids, shares, residual, hidden, K=width, TOP_K=top_k, COLUMNS=columns,
+        TILE=min(1024, triton.next_power_of_2(width)), num_warps=4, **options,
+    )  # fmt: skip
+    return out
+
+
+def sorted_moe(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    residual: torch.Tensor | None,
+    tiles: Tiles,
+) -> torch.Tensor:
+    """`moe` over pairs sorted by expert, cut as `tiles` says."""
+    (rows, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
+    pairs = ids.numel()
+    blocks = sort_pairs(ids, experts, tiles.rows)
+    inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    products = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    is_exact, options = x.dtype == torch.float32, launch_options(x.device)
+    for result, given, weight, columns, depth, tile, is_first in (
+        (inner, x, w13, width, hidden, tiles.up, True),
+        (products, inner, w2, hidden, width, tiles.down, False),
+    ):
+        # Programs that run together share a block's rows and an expert's weights in the cache.
+        _sorted_kernel[(triton.cdiv(columns, tile.columns), blocks.expert.shape[0])](
+            result, given, weight, shares, *blocks, columns, experts, K=depth,
+            TOP_K=top_k if is_first else 1, IS_GATED=is_first, ROWS=tiles.rows,
+            COLUMNS=tile.columns, TILE=min(tile.depth, triton.next_power_of_2(depth)),
+            IS_EXACT=is_exact, num_warps=tile.warps, num_stages=tile.stages, **options,
+        )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine_kernel[(rows, triton.cdiv(hidden, block))](
+        out, products, residual, hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **options,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _direct_inner_kernel(
+    inner: tl.tensor,
+    x: tl.tensor,
+    w13: tl.tensor,
+    ids: tl.tensor,
+    width: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """inner[pair] = silu(gate of x[row]) * up of x[row], a few columns of it."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    pair = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.arange(0, TILE)
+    expert = tl.load(ids + pair).to(tl.int64)
+    row = x + pair // TOP_K * K
+    # Columns that do not exist read those of the last: cheaper than a mask on each load.
+    gate_at = w13 + (expert * 2 * width + tl.minimum(column, width - 1)) * K
+    up_at = gate_at + tl.cast(width, tl.int64) * K
+    gate = tl.zeros([COLUMNS, TILE], tl.float32)
+    up = tl.zeros([COLUMNS, TILE], tl.float32)
+    for start in range(0, K, TILE):
+        at = start + part
+        values = tl.load(row + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
+        mask = (at < K)[None, :]
+        gate += values * tl.load(gate_at[:, None] + at[None, :], mask=mask, other=0.0)
+        up += values * tl.load(up_at[:, None] + at[None, :], mask=mask, other=0.0)
+    gate_sum, up_sum = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    product = gate_sum / (1.0 + tl.exp(-gate_sum)) * up_sum
+    tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _direct_out_kernel(
+    out: tl.tensor,
+    inner: tl.tensor,
+    w2: tl.tensor,
+    ids: tl.tensor,
+    shares: tl.tensor,
+    residual: tl.tensor,
+    hidden: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """out[row] = residual[row] + share * down of inner, over the row's experts."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    last = tl.minimum(column, hidden - 1)
+    part = tl.arange(0, TILE)
+    total = tl.zeros([COLUMNS, TILE], tl.float32)
+    for number in range(TOP_K):
+        pair = row * TOP_K + number
+        expert = tl.load(ids + pair).to(tl.int64)
+        share = tl.load(shares + pair)
+        begin = w2 + (expert * hidden + last) * K
+        for start in range(0, K, TILE):
+            at = start + part
+            values = tl.load(inner + pair * K + at, mask=at < K, other=0.0).to(tl.float32)
+            tile = tl.load(begin[:, None] + at[None, :], mask=(at < K)[None, :], other=0.0)
+            total += (values * share)[None, :] * tile
+    result = tl.sum(total, axis=1)
+    mask = column < hidden
+    if residual is not None:
+        result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + column, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sorted_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    shares: tl.tensor,
+    order: tl.tensor,
+    block_expert: tl.tensor,
+    block_begin: tl.tensor,
+    block_end: tl.tensor,
+    columns: int,
+    experts: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+) -> None:
+    """One block of pairs times one tile of columns; pair p reads row p // TOP_K of x.
+
+    Gated: silu(gate) * up; else the product times the pair's share.
+    """
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    block = tl.program_id(1)
+    expert = tl.load(block_expert + block).to(tl.int64)
+    if expert >= experts:
+        return
+    place = tl.load(block_begin + block) + tl.arange(0, ROWS)
+    is_pair = place < tl.load(block_end + block)
+    pair = tl.load(order + place, mask=is_pair, other=0).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_out = column < columns
+    part = tl.arange(0, TILE)
+    row_at = x + (pair // TOP_K * K)[:, None]
+    weight_rows = columns * 2 if IS_GATED else columns
+    begin = weight + ((expert * weight_rows + tl.minimum(column, columns - 1)) * K)[:, None]
+    up_at = begin + tl.cast(columns, tl.int64) * K
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, TILE):
+        at = (start + part)[None, :]
+        values = tl.load(row_at + at, mask=is_pair[:, None] & (at < K), other=0.0)
+        tile = tl.load(begin + at, mask=at < K, other=0.0)
+        product = _dot(values, tile, product, IS_EXACT)
+        if IS_GATED:
+            tile = tl.load(up_at + at, mask=at < K, other=0.0)
+            up = _dot(values, tile, up, IS_EXACT)
+    if IS_GATED:
+        product = product / (1.0 + tl.exp(-product)) * up
+    else:
+        product *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]
+    at = pair[:, None] * columns + column[None, :]
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=is_pair[:, None] & in_out[None, :])
+
+
+@triton.jit
+def _dot(values: tl.tensor, tile: tl.tensor, total: tl.tensor, IS_EXACT: tl.constexpr) -> tl.tensor:
+    if IS_EXACT:
+        total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
+    else:
+        total = tl.dot(values, tl.trans(tile), total)
+    return total
+
+
+@triton.jit
+def _combine_kernel(
+    out: tl.tensor,
+    products: tl.tensor,
+    residual: tl.tensor,
+    hidden: int,
+    IS_DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """out[row] = residual[row] + the products of its pairs, in their order."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in range(TOP_K):
+        at = (row * TOP_K + number) * hidden + column
+        total += tl.load(products + at, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        total += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,149 @@
+"""Pairs of a row and an expert, sorted by expert and cut into blocks, on a GPU in two launches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+
+_CHUNK = 128
+"""Pairs that one program looks at."""
+
+
+class Blocks(NamedTuple):
+    """Pairs sorted by expert, in blocks of one expert each."""
+
+    order: torch.Tensor
+    """[P] int32: pairs, expert by expert, ascending."""
+    expert: torch.Tensor
+    """[B] int32: of each block; the number of experts for blocks that are not needed."""
+    begin: torch.Tensor
+    """[B] int32: each block's first place in `order`."""
+    end: torch.Tensor
+    """[B] int32: where its expert's pairs end."""
+
+
+def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
+    """Sorts pairs by counting; the number of blocks is a bound, so that graphs can hold it.
+
+    Args:
+        ids: [T, k] int32 on a GPU, contiguous, each below `experts`; T at least 1.
+        experts: E.
+        block: Pairs of a block.
+    """
+    pairs = ids.numel()
+    bound = pairs // block + min(pairs, experts)
+    chunks, bins = triton.cdiv(pairs, _CHUNK), triton.next_power_of_2(experts + 1)
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    table = torch.empty((3, bound), dtype=torch.int32, device=ids.device)
+    counts = torch.empty((chunks, bins), dtype=torch.int32, device=ids.device)
+    options = launch_options(ids.device)
+    if chunks > 1:
+        _count_kernel[(chunks,)](
+            counts, ids, pairs, experts, CHUNK=_CHUNK, BINS=bins, num_warps=4, **options
+        )
+    _place_kernel[(chunks,)](
+        order,
+        table,
+        counts,
+        ids,
+        pairs,
+        bound,
+        experts,
+        block,
+        CHUNK=_CHUNK,
+        BINS=bins,
+        IS_ONE=chunks == 1,
+        num_warps=8,
+        **options,
+    )
+    return Blocks(order, *table)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(
+    counts: tl.tensor,
+    ids: tl.tensor,
+    pairs: int,
+    experts: int,
+    IS_DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
+    """counts[chunk, e] = pairs of the chunk that have expert e."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    chunk = tl.program_id(0)
+    chosen = _experts_of(ids, chunk, pairs, experts, CHUNK)
+    tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(chosen, BINS))
+
+
+@triton.jit(do_not_specialize=["pairs", "bound"])
+def _place_kernel(
+    order: tl.tensor,
+    table: tl.tensor,
+    counts: tl.tensor,
+    ids: tl.tensor,
+    pairs: int,
+    bound: int,
+    experts: int,
+    block: int,
+    IS_DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    IS_ONE: tl.constexpr,
+) -> None:
+    """Puts a chunk's pairs where they belong, and describes some of the blocks."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    chunk = tl.program_id(0)
+    chosen = _experts_of(ids, chunk, pairs, experts, CHUNK)
+    number = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    if IS_ONE:
+        total += tl.histogram(chosen, BINS)
+    else:
+        for start in range(0, tl.num_programs(0), 16):
+            row = start + tl.arange(0, 16)
+            at = row[:, None] * BINS + number[None, :]
+            part = tl.load(counts + at, mask=(row < tl.num_programs(0))[:, None], other=0)
+            total += tl.sum(part, axis=0)
+            before += tl.sum(tl.where((row < chunk)[:, None], part, 0), axis=0)
+    total = tl.where(number < experts, total, 0)
+    begin = tl.cumsum(total, axis=0) - total
+
+    place = tl.sum(
+        tl.where(chosen[:, None] == number[None, :], (begin + before)[None, :], 0), axis=1
+    )
+    part_at = tl.arange(0, CHUNK)
+    is_earlier = part_at[None, :] < part_at[:, None]
+    place += tl.sum((is_earlier & (chosen[:, None] == chosen[None, :])).to(tl.int32), axis=1)
+    pair = chunk * CHUNK + part_at
+    tl.store(order + place, pair, mask=pair < pairs)
+
+    blocks = (total + (block - 1)) // block
+    last_block = tl.cumsum(blocks, axis=0)
+    for start in range(chunk * CHUNK, bound, tl.num_programs(0) * CHUNK):
+        at = start + part_at
+        expert = tl.sum((last_block[None, :] <= at[:, None]).to(tl.int32), axis=1)
+        expert = tl.minimum(expert, experts)
+        is_its = number[None, :] == expert[:, None]
+        first = tl.sum(tl.where(is_its, (last_block - blocks)[None, :], 0), axis=1)
+        begin_of = tl.sum(tl.where(is_its, begin[None, :], 0), axis=1)
+        end_of = begin_of + tl.sum(tl.where(is_its, total[None, :], 0), axis=1)
+        tl.store(table + at, expert, mask=at < bound)
+        tl.store(table + bound + at, begin_of + (at - first) * block, mask=at < bound)
+        tl.store(table + 2 * bound + at, end_of, mask=at < bound)
+
+
+@triton.jit
+def _experts_of(
+    ids: tl.tensor, chunk: tl.tensor, pairs: int, experts: int, CHUNK: tl.constexpr
+) -> tl.tensor:
+    """Of a chunk's pairs; what is no pair has the number after the last."""
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    return tl.load(ids + pair, mask=pair < pairs, other=experts)

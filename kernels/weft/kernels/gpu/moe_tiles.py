@@ -1,0 +1,81 @@
+"""How the products of sorted experts are cut, from tables that bench/tune_moe.py measured."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+_TABLE = Path(__file__).with_name("moe_tiles.json")
+
+
+class Tile(NamedTuple):
+    """What one program multiplies a block of pairs by, and how it walks it."""
+
+    columns: int
+    depth: int
+    """Elements of the inner dimension taken at once."""
+    warps: int
+    stages: int
+    """Tiles whose loads are under way."""
+
+
+class Tiles(NamedTuple):
+    """Of both products of a mixture."""
+
+    rows: int
+    """Pairs of a block."""
+    up: Tile
+    """Gate and up projection; `columns` are those of each."""
+    down: Tile
+
+
+def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> Tiles:
+    """What was measured to be fastest, of the nearest row count; else what suits most shapes.
+
+    Args:
+        rows: T.
+        top_k: Experts of each row.
+        experts: E.
+        hidden: H.
+        width: I.
+    """
+    measured = _tables().get((top_k, experts, hidden, width))
+    if measured is None:
+        return default_tiles(rows * top_k, experts)
+    nearest = min(measured, key=lambda known: abs(_octave(known) - _octave(rows)))
+    return measured[nearest]
+
+
+def default_tiles(pairs: int, experts: int) -> Tiles:
+    """For as many pairs an expert as there are on average."""
+    rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(pairs, experts))))
+    tile = Tile(64, 128, 4, 4) if rows <= 32 else Tile(128, 64, 8 if rows == 128 else 4, 3)
+    return Tiles(rows, tile, tile)
+
+
+def as_json(tiles: Tiles) -> dict[str, Any]:
+    """An entry of the table."""
+    return {"rows": tiles.rows, "up": list(tiles.up), "down": list(tiles.down)}
+
+
+def _octave(rows: int) -> float:
+    return float(rows.bit_length()) + rows / (1 << rows.bit_length())
+
+
+@functools.cache
+def _tables() -> dict[tuple[int, int, int, int], dict[int, Tiles]]:
+    """By top_k, experts, hidden and width: tiles by row count."""
+    if not _TABLE.is_file():
+        return {}
+    tables = {}
+    for entry in json.loads(_TABLE.read_text())["shapes"]:
+        shape = (entry["top_k"], entry["experts"], entry["hidden"], entry["width"])
+        tables[shape] = {
+            int(rows): Tiles(tiles["rows"], Tile(*tiles["up"]), Tile(*tiles["down"]))
+            for rows, tiles in entry["tiles"].items()
+        }
+    return tables

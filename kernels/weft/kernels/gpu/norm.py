@@ -1,0 +1,84 @@
+"""RMS normalisation on a GPU: a row a program, read once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`weft.kernels.norm.rms_norm` for CUDA tensors."""
+    out = torch.empty_like(x)
+    _launch(out, x, None, weight, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.norm.add_rms_norm` for CUDA tensors."""
+    if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
+        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x")
+    out = torch.empty_like(x)
+    _launch(out, x, residual, weight, eps)
+    return out, residual
+
+
+def _launch(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> None:
+    rows, width = x.shape
+    if weight.shape != (width,) or weight.dtype != x.dtype or not x.is_contiguous():
+        raise ValueError(
+            f"weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} "
+            f"{x.dtype} contiguous={x.is_contiguous()}"
+        )
+    if rows == 0:
+        return
+    block = triton.next_power_of_2(width)
+    _rms_norm_kernel[(rows,)](
+        out,
+        x,
+        residual,
+        weight,
+        width,
+        eps,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+        **launch_options(x.device),
+    )
+
+
+@triton.jit
+def _rms_norm_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    width: int,
+    eps: float,
+    IS_DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    begin = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.load(x + begin + column, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        # The stream is kept in its own dtype, and the norm sees the rounded sum.
+        stream = tl.load(residual + begin + column, mask=mask, other=0.0).to(tl.float32)
+        total = (stream + row).to(residual.dtype.element_ty)
+        tl.store(residual + begin + column, total, mask=mask)
+        row = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, axis=0) / width + eps)
+    normed = row * scale * gain
+    tl.store(out + begin + column, normed.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,46 @@
+"""Whole pages to and from a dense buffer on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 4096
+"""Words a program copies."""
+
+
+def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
+    """`weft.kernels.page_ops.gather_pages` for CUDA tensors of int32 words."""
+    grid = (len(pages), triton.cdiv(rows.shape[1], _TILE))
+    _gather_kernel[grid](out, rows, pages, rows.shape[1], TILE=_TILE, num_warps=8)
+
+
+def scatter_rows(source: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
+    """`weft.kernels.page_ops.scatter_pages` for CUDA tensors of int32 words."""
+    grid = (len(pages), triton.cdiv(rows.shape[1], _TILE))
+    _scatter_kernel[grid](rows, source, pages, rows.shape[1], TILE=_TILE, num_warps=8)
+
+
+@triton.jit
+def _gather_kernel(
+    out: tl.tensor, rows: tl.tensor, pages: tl.tensor, num_words: int, TILE: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.load(pages + row)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < num_words
+    words = tl.load(rows + page * num_words + column, mask=mask)
+    tl.store(out + row * num_words + column, words, mask=mask)
+
+
+@triton.jit
+def _scatter_kernel(
+    rows: tl.tensor, source: tl.tensor, pages: tl.tensor, num_words: int, TILE: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.load(pages + row)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < num_words
+    words = tl.load(source + row * num_words + column, mask=mask)
+    tl.store(rows + page * num_words + column, words, mask=mask)

@@ -1,0 +1,135 @@
+"""Rotation, head norms and the write of K and V into their pages, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+
+_BLOCK_HEADS = 8
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    num_heads: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    k_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`weft.kernels.rope.rope_and_cache` for CUDA tensors, whose arguments are checked.
+
+    `k_out` [T, Hkv, D], if given, gets what is stored of K.
+    """
+    rows = qkv.shape[0]
+    _, num_kv_heads, layers, _, page_size, dim = pool.shape
+    q = torch.empty((rows, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    if rows == 0:
+        return q
+    heads = num_heads + 2 * num_kv_heads
+    _rope_and_cache_kernel[(rows, triton.cdiv(heads, _BLOCK_HEADS))](
+        q,
+        k_out,
+        qkv,
+        positions,
+        cos_sin,
+        pool,
+        slots,
+        q_norm,
+        k_norm,
+        layer,
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        LAYERS=layers,
+        PAGE_SIZE=page_size,
+        HALF=dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(dim // 2),
+        BLOCK_HEADS=_BLOCK_HEADS,
+        num_warps=4,
+        **launch_options(qkv.device),
+    )
+    return q
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rope_and_cache_kernel(
+    q_out: tl.tensor,
+    k_out: tl.tensor,
+    qkv: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    pool: tl.tensor,
+    slots: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    layer: int,
+    eps: float,
+    IS_DEPENDENT: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    column = tl.arange(0, BLOCK_HALF)
+    in_half = column < HALF
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_half[None, :]
+    is_q = head < NUM_HEADS
+    is_v = head >= NUM_HEADS + NUM_KV_HEADS
+
+    at = (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * (2 * HALF) + column[None, :]
+    low = tl.load(qkv + at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(qkv + at + HALF, mask=mask, other=0.0).to(tl.float32)
+
+    scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
+    normed_low = low
+    normed_high = high
+    if q_norm is not None:
+        gain = tl.load(q_norm + column, mask=in_half, other=0.0).to(tl.float32)
+        normed_low = tl.where(is_q[:, None], low * scale[:, None] * gain[None, :], normed_low)
+        gain = tl.load(q_norm + HALF + column, mask=in_half, other=0.0).to(tl.float32)
+        normed_high = tl.where(is_q[:, None], high * scale[:, None] * gain[None, :], normed_high)
+    if k_norm is not None:
+        gain = tl.load(k_norm + column, mask=in_half, other=0.0).to(tl.float32)
+        normed_low = tl.where(is_q[:, None], normed_low, low * scale[:, None] * gain[None, :])
+        gain = tl.load(k_norm + HALF + column, mask=in_half, other=0.0).to(tl.float32)
+        normed_high = tl.where(is_q[:, None], normed_high, high * scale[:, None] * gain[None, :])
+
+    turn_at = cos_sin + tl.load(positions + row) * (2 * HALF) + column
+    cos = tl.load(turn_at, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(turn_at + HALF, mask=in_half, other=0.0)[None, :]
+    # V passes through: neither norm nor rotation.
+    low = tl.where(is_v[:, None], low, normed_low * cos - normed_high * sin)
+    high = tl.where(is_v[:, None], high, normed_high * cos + normed_low * sin)
+    low = low.to(q_out.dtype.element_ty)
+    high = high.to(q_out.dtype.element_ty)
+
+    q_at = q_out + (row * NUM_HEADS + head)[:, None] * (2 * HALF) + column[None, :]
+    tl.store(q_at, low, mask=mask & is_q[:, None])
+    tl.store(q_at + HALF, high, mask=mask & is_q[:, None])
+
+    slot = tl.load(slots + row)
+    kv_head = head - NUM_HEADS - tl.where(is_v, NUM_KV_HEADS, 0)
+    matrix = ((slot // PAGE_SIZE * NUM_KV_HEADS + kv_head) * LAYERS + layer) * 2 + is_v.to(tl.int64)
+    kv_row = matrix * PAGE_SIZE + slot % PAGE_SIZE
+    kv_at = pool + kv_row[:, None] * (2 * HALF) + column[None, :]
+    tl.store(kv_at, low, mask=mask & (is_q[:, None] == 0))
+    tl.store(kv_at + HALF, high, mask=mask & (is_q[:, None] == 0))
+    if k_out is not None:
+        k_at = k_out + (row * NUM_KV_HEADS + kv_head)[:, None] * (2 * HALF) + column[None, :]
+        is_k = (is_q == 0) & (is_v == 0)
+        tl.store(k_at, low, mask=mask & is_k[:, None])
+        tl.store(k_at + HALF, high, mask=mask & is_k[:, None])

@@ -1,0 +1,39 @@
+"""The most likely token of each row."""
+
+from __future__ import annotations
+
+import torch
+from weft.kernels.sampling_reference import ERROR_NOT_FINITE
+
+
+def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Greedy tokens, left on the device of the logits.
+
+    Args:
+        logits: [L, vocab_size] float32, rows contiguous; not changed.
+
+    Returns:
+        [L] int64: the lowest of the most likely ids; ERROR_NOT_FINITE where a row holds NaN or an
+        infinity.
+
+    Raises:
+        ValueError: `logits` is not such a tensor.
+    """
+    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} {logits.stride()}")
+    if logits.is_cuda:
+        from weft.kernels.gpu import greedy as gpu
+
+        return gpu.greedy_rows(logits)
+    return greedy_rows_reference(logits)
+
+
+def greedy_rows_reference(logits: torch.Tensor) -> torch.Tensor:
+    """`greedy_rows` in eager torch, any device."""
+    if logits.shape[0] == 0:
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    is_largest = logits == logits.amax(dim=1, keepdim=True)
+    # Not argmax, which finds any of several equal ones.
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    tokens = torch.where(is_largest, ids, logits.shape[1]).amin(dim=1)
+    return tokens.masked_fill(~torch.isfinite(logits).all(dim=1), ERROR_NOT_FINITE)

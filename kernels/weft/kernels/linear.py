@@ -1,0 +1,240 @@
+"""Linear layers over weights that are packed once at load."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from weft.kernels import cpu
+from weft.kernels.activation import silu_and_mul_reference
+from weft.kernels.memory import WeightArena
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """Weights of one linear layer in the form that this machine multiplies fastest.
+
+    One of three forms: packed for the native operation (every row count), packed for oneDNN
+    (bfloat16 on a CPU without a C compiler), or plain (everything else).
+    """
+
+    out_features: int
+    """Rows of the original weight; for gate and up together twice the MLP's inner size."""
+    in_features: int
+    dtype: torch.dtype
+    gated: bool
+    """Whether it came from `pack_gate_up`."""
+    data: torch.Tensor
+    """The weight in whatever form; the one copy of it in memory."""
+    bias: torch.Tensor | None
+    """[out_features] of `dtype`, or float32 in panel order in the native form, or None."""
+    native: cpu.Weight | None = None
+    """Describes `data` and `bias` to the native operation."""
+    address: int = 0
+    """Of `native`."""
+    onednn: bool = False
+
+
+def pack_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, arena: WeightArena | None = None
+) -> LinearWeight:
+    """Packs a layer's weight; drop the original afterwards.
+
+    Args:
+        weight: [N, K] as in `torch.nn.Linear`.
+        bias: [N], dtype of `weight`, or None.
+        arena: Where the packed weight goes, or None for memory of its own.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit together.
+    """
+    return _pack(weight, bias, arena, gated=False)
+
+
+def pack_gate_up(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, arena: WeightArena | None = None
+) -> LinearWeight:
+    """Packs gate and up projection of a gated MLP for `gate_up_silu`.
+
+    Args:
+        weight: [2 * I, K], rows of gate first.
+        bias: [2 * I], dtype of `weight`, or None.
+        arena: Where the packed weight goes, or None for memory of its own.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit together.
+    """
+    if weight.shape[0] % 2:
+        raise ValueError(f"gate and up together need an even row count, got {weight.shape[0]}")
+    return _pack(weight, bias, arena, gated=True)
+
+
+def linear(
+    x: torch.Tensor,
+    w: LinearWeight,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x @ weight^T + bias + residual.
+
+    Args:
+        x: [M, K], contiguous, the weight's dtype; M may be 0.
+        w: From `pack_linear`.
+        residual: [M, N], contiguous, dtype of `x`; not changed.
+        out_dtype: dtype of the result: that of `x` (default) or float32 (for logits).
+
+    Returns:
+        [M, N]; accumulated in float32, rounded once. In the native form a row's result does not
+        depend on the other rows.
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    if w.native is not None:
+        return _linear_native(x, w, residual, out_dtype)
+    if w.onednn:
+        return _linear_onednn(x, w, residual, out_dtype)
+    if w.data.is_cuda:
+        from weft.kernels.gpu import linear as gpu
+
+        return gpu.linear(x, w.data, w.bias, residual, out_dtype)
+    return linear_reference(x, w.data, w.bias, residual, out_dtype)
+
+
+def gate_up_silu(x: torch.Tensor, w: LinearWeight) -> torch.Tensor:
+    """silu(x @ gate^T) * (x @ up^T), both projections and the activation in one operation.
+
+    Args:
+        x: [M, K], contiguous, the weight's dtype; M may be 0.
+        w: From `pack_gate_up`.
+
+    Returns:
+        [M, I], dtype of `x`.
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    if w.native is not None:
+        return _linear_native(x, w, None, None)
+    if w.data.is_cuda:
+        from weft.kernels.gpu import linear as gpu
+
+        return gpu.gate_up_silu(x, w.data, w.bias)
+    both = _linear_onednn(x, w) if w.onednn else linear_reference(x, w.data, w.bias)
+    return silu_and_mul_reference(both)
+
+
+def linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`linear` in eager torch over the original weight, any device."""
+    out = F.linear(x, weight, bias)
+    if residual is not None:
+        out = out + residual
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def _pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, arena: WeightArena | None, *, gated: bool
+) -> LinearWeight:
+    if weight.dim() != 2:
+        raise ValueError(f"a linear weight is [N, K], got {tuple(weight.shape)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
+            f"{tuple(weight.shape)} {weight.dtype}"
+        )
+    (n, k), dtype = weight.shape, weight.dtype
+    on_cpu = weight.device.type == "cpu"
+    if on_cpu and dtype in cpu.DTYPES and (native := cpu.native_cpu()) is not None:
+        return _pack_native(native, weight, bias, arena or WeightArena(0), gated=gated)
+    if on_cpu and dtype == torch.bfloat16 and onednn_has_bfloat16():
+        # 16 rows as the hint: serves every row count about equally well.
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+        return LinearWeight(n, k, dtype, gated, packed, bias, onednn=True)
+    return LinearWeight(n, k, dtype, gated, weight, bias)
+
+
+def _pack_native(
+    native: cpu.NativeCpu,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    arena: WeightArena,
+    *,
+    gated: bool,
+) -> LinearWeight:
+    n, k = weight.shape
+    weight = weight.contiguous()
+    shape = cpu.Weight(
+        out_features=n, in_features=k, is_bf16=weight.dtype == torch.bfloat16, gated=gated
+    )
+    address = ctypes.addressof(shape)
+    packed = arena.take(native.packed_words(address), torch.int32)
+    packed_bias = None
+    if bias is not None:
+        bias = bias.contiguous()
+        packed_bias = torch.empty(native.packed_columns(address), dtype=torch.float32)
+    native.pack(
+        address,
+        weight.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if packed_bias is None else packed_bias.data_ptr(),
+    )
+    shape.panels = packed.data_ptr()
+    shape.bias = None if packed_bias is None else packed_bias.data_ptr()
+    return LinearWeight(n, k, weight.dtype, gated, packed, packed_bias, shape, address)
+
+
+def _linear_native(
+    x: torch.Tensor,
+    w: LinearWeight,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    dtype = w.dtype
+    rows, width = x.shape
+    columns = w.out_features // 2 if w.gated else w.out_features
+    out = torch.empty((rows, columns), dtype=out_dtype or dtype)
+    if width != w.in_features or x.dtype != dtype or not x.is_contiguous():
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit a weight "
+            f"of {w.in_features} {dtype} columns"
+        )
+    residual_at = None
+    if residual is not None:
+        if residual.shape != out.shape or residual.dtype != dtype or not residual.is_contiguous():
+            raise ValueError(
+                f"residual {tuple(residual.shape)} {residual.dtype} is not a contiguous "
+                f"{tuple(out.shape)} {dtype}"
+            )
+        residual_at = residual.data_ptr()
+    native = cpu.native_cpu()
+    assert native is not None
+    native.linear(
+        w.address, x.data_ptr(), rows, residual_at, out.data_ptr(), out.dtype == torch.bfloat16
+    )
+    return out
+
+
+def _linear_onednn(
+    x: torch.Tensor,
+    w: LinearWeight,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, w.data, w.bias, "none", [], "")
+    if residual is not None:
+        out = out + residual
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def onednn_has_bfloat16() -> bool:
+    """Whether this torch and CPU multiply packed bfloat16 weights."""
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,216 @@
+"""Mixture of experts: a router picks some MLPs for each row, and their results are weighed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from weft.kernels import cpu
+from weft.kernels.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.memory import WeightArena
+
+
+class Routing(NamedTuple):
+    """Each row's experts, in ascending order, and their shares."""
+
+    ids: torch.Tensor
+    """[T, k] int32."""
+    weights: torch.Tensor
+    """[T, k] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The MLPs of all experts of a layer, in the form that this machine multiplies fastest."""
+
+    hidden_size: int
+    inner_size: int
+    dtype: torch.dtype
+    w13: tuple[LinearWeight, ...]
+    """Gate and up projection of each expert; none on a GPU."""
+    w2: tuple[LinearWeight, ...]
+    """Down projection of each expert; none on a GPU."""
+    stacked: tuple[torch.Tensor, torch.Tensor] | None
+    """On a GPU [E, 2 * I, H] and [E, H, I]."""
+    native: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None
+    """Addresses of `w13` and `w2` for the native operation; None if they are not in its form."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.w13) if self.stacked is None else self.stacked[0].shape[0]
+
+
+def pack_experts(
+    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    count: int,
+    arena: WeightArena | None = None,
+) -> ExpertWeights:
+    """Packs a layer's experts one by one; each may be dropped as soon as the next is asked for.
+
+    Args:
+        experts: For each expert [2 * I, H], rows of gate first, and [H, I].
+        count: How many there are.
+        arena: Where packed weights go, or None for memory of their own.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit together.
+    """
+    w13: list[LinearWeight] = []
+    w2: list[LinearWeight] = []
+    stacked: tuple[torch.Tensor, torch.Tensor] | None = None
+    shape: tuple[int, int] | None = None
+    dtype = torch.float32
+    num_packed = 0
+    for gate_up, down in experts:
+        shape = shape or (down.shape[0], down.shape[1])
+        dtype = down.dtype if num_packed == 0 else dtype
+        given = (tuple(gate_up.shape), tuple(down.shape), gate_up.dtype, down.dtype)
+        if given != ((2 * shape[1], shape[0]), shape, dtype, dtype):
+            raise ValueError(f"expert {num_packed}: {given} do not fit, or not the first's {shape}")
+        if gate_up.is_cuda:
+            stacked = stacked or (
+                gate_up.new_empty((count, *gate_up.shape)),
+                down.new_empty((count, *down.shape)),
+            )
+            stacked[0][num_packed].copy_(gate_up)
+            stacked[1][num_packed].copy_(down)
+        else:
+            w13.append(pack_gate_up(gate_up, arena=arena))
+            w2.append(pack_linear(down, arena=arena))
+        num_packed += 1
+    if num_packed != count or shape is None:
+        raise ValueError(f"{num_packed} experts, expected {count}")
+    native = None
+    if w13 and all(w.native is not None for w in (*w13, *w2)):
+        native = (_addresses(w13), _addresses(w2))
+    return ExpertWeights(*shape, dtype, tuple(w13), tuple(w2), stacked, native)
+
+
+def _addresses(weights: list[LinearWeight]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(weights))(*(w.address for w in weights))
+
+
+def route(logits: torch.Tensor, top_k: int, *, renormalise: bool) -> Routing:
+    """Softmax over all experts, of which each row keeps the `top_k` most likely.
+
+    Args:
+        logits: [T, E] float32.
+        top_k: 1 to E.
+        renormalise: The shares of a row's experts add up to 1.
+    """
+    if logits.is_cuda:
+        from weft.kernels.gpu import moe_route as gpu
+
+        return Routing(*gpu.route(logits, top_k, renormalise))
+    return route_reference(logits, top_k, renormalise=renormalise)
+
+
+def route_reference(logits: torch.Tensor, top_k: int, *, renormalise: bool) -> Routing:
+    """`route` in eager torch, any device."""
+    shares, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if renormalise:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    ids, order = ids.sort(dim=-1)
+    return Routing(ids.to(torch.int32), shares.gather(-1, order))
+
+
+def moe(
+    x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """residual + sum over a row's experts of share * down(silu(gate(x)) * up(x)).
+
+    No row is dropped, however many choose the same expert. A row's result does not depend on the
+    other rows on a CPU, and experts are summed in ascending order.
+
+    Args:
+        x: [T, H], contiguous, dtype of the weights; T may be 0.
+        routing: From `route`.
+        w: From `pack_experts`.
+        residual: [T, H], contiguous, dtype of `x`, or None; not changed.
+
+    Returns:
+        [T, H], dtype of `x`; between the two products rounded to the dtype, summed in float32.
+
+    Raises:
+        ValueError: An argument does not fit.
+        IndexError: An expert does not exist.
+    """
+    _check(x, routing, w, residual)
+    if x.shape[0] == 0:
+        return x.clone()
+    if w.stacked is not None:
+        from weft.kernels.gpu import moe as gpu
+
+        return gpu.moe(x, routing.ids, routing.weights, *w.stacked, residual)
+    if w.native is not None:
+        return _moe_native(x, routing, w, w.native, residual)
+    return moe_reference(x, routing, w, residual)
+
+
+def moe_reference(
+    x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`moe` as single operations, expert by expert."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in sorted(set(routing.ids.flatten().tolist())):
+        rows, places = torch.where(routing.ids == expert)
+        inner = gate_up_silu(x.index_select(0, rows), w.w13[expert])
+        product = linear(inner, w.w2[expert], out_dtype=torch.float32)
+        total.index_add_(0, rows, product * routing.weights[rows, places, None])
+    if residual is not None:
+        total += residual
+    return total.to(x.dtype)
+
+
+def _check(
+    x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None
+) -> None:
+    if x.dim() != 2 or x.shape[1] != w.hidden_size or x.dtype != w.dtype or not x.is_contiguous():
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit experts of "
+            f"{w.hidden_size} {w.dtype} columns"
+        )
+    ids, weights = routing
+    if ids.shape != weights.shape or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
+        raise ValueError(f"routing {tuple(ids.shape)}, {tuple(weights.shape)} of {len(x)} rows")
+    if ids.dtype != torch.int32 or weights.dtype != torch.float32:
+        raise ValueError(f"routing is {ids.dtype}, {weights.dtype}, not int32, float32")
+    if not (ids.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("routing must be contiguous")
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+    ):
+        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} does not fit x")
+
+
+def _moe_native(
+    x: torch.Tensor,
+    routing: Routing,
+    w: ExpertWeights,
+    addresses: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]],
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    native = cpu.native_cpu()
+    assert native is not None
+    (rows, top_k), experts = routing.ids.shape, w.num_experts
+    pairs = rows * top_k
+    out = torch.empty_like(x)
+    numbers = torch.empty(3 * (experts + 1) + pairs, dtype=torch.int64)
+    begins, units, place = torch.split(numbers, [experts + 1, 2 * (experts + 1), pairs])
+    gathered = torch.empty((pairs, w.hidden_size), dtype=x.dtype)
+    inner = torch.empty((pairs, w.inner_size), dtype=x.dtype)
+    products = torch.empty((pairs, w.hidden_size), dtype=torch.float32)
+    described = cpu.Experts(
+        *(ctypes.addressof(array) for array in addresses),
+        *(experts, top_k, rows),
+        *(t.data_ptr() for t in (x, routing.ids, routing.weights)),
+        None if residual is None else residual.data_ptr(),
+        *(t.data_ptr() for t in (out, begins, units, place, gathered, inner, products)),
+    )
+    if not native.moe(ctypes.byref(described)):
+        raise IndexError(f"moe: an expert is not below {experts}")
+    return out

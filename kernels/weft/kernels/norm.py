@@ -1,0 +1,104 @@
+"""RMS normalisation (Zhang and Sennrich 2019), plain and with the residual addition fused."""
+
+from __future__ import annotations
+
+import torch
+from weft.kernels import cpu
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalises each row to unit root mean square and scales it.
+
+    Args:
+        x: [T, H], contiguous; not changed.
+        weight: [H], dtype of `x`.
+        eps: Added to the mean square.
+
+    Returns:
+        [T, H], dtype of `x`; computed in float32, rounded once.
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    if x.is_cuda:
+        from weft.kernels.gpu import norm as gpu
+
+        return gpu.rms_norm(x, weight, eps)
+    native = cpu.native_cpu_for(x)
+    if native is None:
+        return rms_norm_reference(x, weight, eps)
+    out = torch.empty_like(x)
+    _norm_native(native, out, x, None, weight, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds `x` to the residual stream in place and normalises the sum.
+
+    Args:
+        x: [T, H], contiguous; not changed.
+        residual: [T, H], contiguous; becomes `residual + x`, rounded to its dtype.
+        weight: [H], dtype of `x`.
+        eps: Added to the mean square.
+
+    Returns:
+        The normalised rounded sum [T, H] and `residual` itself.
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    if x.is_cuda:
+        from weft.kernels.gpu import norm as gpu
+
+        return gpu.add_rms_norm(x, residual, weight, eps)
+    native = cpu.native_cpu_for(x)
+    if native is None:
+        return add_rms_norm_reference(x, residual, weight, eps)
+    if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
+        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x")
+    out = torch.empty_like(x)
+    _norm_native(native, out, x, residual, weight, eps)
+    return out, residual
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` in eager torch, any device."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` in eager torch, any device."""
+    residual.add_(x)
+    return rms_norm_reference(residual, weight, eps), residual
+
+
+def _norm_native(
+    native: cpu.NativeCpu,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> None:
+    rows, width = x.shape
+    if weight.shape != (width,) or weight.dtype != x.dtype or not x.is_contiguous():
+        raise ValueError(
+            f"weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} "
+            f"{x.dtype} contiguous={x.is_contiguous()}"
+        )
+    native.rms_norm(
+        x.dtype == torch.bfloat16,
+        out.data_ptr(),
+        x.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        rows,
+        width,
+        eps,
+    )

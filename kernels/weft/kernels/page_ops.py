@@ -1,0 +1,149 @@
+"""Whole pages of a KV pool.
+
+A pool is a tensor `[num_pages, ...]` of any dtype whose pages are contiguous. Page numbers come
+from the host, which owns them, and are checked there; on a CUDA device the work is enqueued on the
+current stream, and nothing waits for it.
+
+Gathering and scattering take page numbers that lie on the device already, and are for the host to
+have checked: looking at them here would wait for the device.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
+    """Copies pages inside a pool.
+
+    Args:
+        pool: `[num_pages, ...]`; changed.
+        sources: Page numbers; repetitions allowed.
+        destinations: As many, all different, none of them a source.
+
+    Raises:
+        ValueError: The numbers do not fit; nothing was copied.
+    """
+    if pool.dim() < 2 or not pool.is_contiguous():
+        raise ValueError(f"not a contiguous pool [num_pages, ...]: {tuple(pool.shape)}")
+    num_pages = pool.shape[0]
+    if not all(0 <= page < num_pages for page in (*sources, *destinations)):
+        raise ValueError(f"not all of {sources} and {destinations} are in a pool of {num_pages}")
+    if len(sources) != len(destinations):
+        raise ValueError(f"{len(sources)} sources for {len(destinations)} destinations")
+    if len(set(destinations)) != len(destinations):
+        raise ValueError("a destination is named twice")
+    if not set(sources).isdisjoint(destinations):
+        raise ValueError("a page is source and destination")
+    rows = pool.view(num_pages, math.prod(pool.shape[1:])).view(torch.uint8)
+    if pool.device.type == "cpu":
+        # A page is large: one copy a page runs at memory speed, indexing of bytes does not.
+        for source, destination in zip(sources, destinations, strict=True):
+            rows[destination] = rows[source]
+    elif sources:
+        index = page_index(destinations, pool.device)
+        rows.index_copy_(0, index, rows[page_index(sources, pool.device)])
+
+
+def gather_pages(pool: Tensor, pages: Tensor, out: Tensor) -> None:
+    """Copies pages of a pool to a dense buffer.
+
+    Args:
+        pool: `[num_pages, ...]`, contiguous; a page is a multiple of 4 bytes; not changed.
+        pages: int64 `[n]` on the pool's device: page numbers, in any order, repetitions allowed.
+            Each must be in the pool.
+        out: uint8 `[n or more, bytes of a page]` on the pool's device, contiguous; its first n
+            rows are written.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; nothing was copied.
+    """
+    rows = _words(pool, pages, out)
+    if pool.is_cuda and len(pages):
+        from weft.kernels.gpu import page_ops as gpu
+
+        gpu.gather_rows(rows, pages, out.view(torch.int32))
+    elif len(pages):
+        gather_pages_reference(pool, pages, out)
+
+
+def scatter_pages(source: Tensor, pages: Tensor, pool: Tensor) -> None:
+    """Copies the rows of a dense buffer to pages of a pool.
+
+    Args:
+        source: uint8 `[n or more, bytes of a page]` on the pool's device, contiguous; not changed.
+        pages: int64 `[n]` on the pool's device: where the first n rows go; all different. Each
+            must be in the pool.
+        pool: `[num_pages, ...]`, contiguous; a page is a multiple of 4 bytes; changed.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; nothing was copied.
+    """
+    rows = _words(pool, pages, source)
+    if pool.is_cuda and len(pages):
+        from weft.kernels.gpu import page_ops as gpu
+
+        gpu.scatter_rows(source.view(torch.int32), pages, rows)
+    elif len(pages):
+        scatter_pages_reference(source, pages, pool)
+
+
+def gather_pages_reference(pool: Tensor, pages: Tensor, out: Tensor) -> None:
+    """`gather_pages` in eager torch, any device; the CPU's form too."""
+    out[: len(pages)] = _bytes(pool)[pages]
+
+
+def scatter_pages_reference(source: Tensor, pages: Tensor, pool: Tensor) -> None:
+    """`scatter_pages` in eager torch, any device; the CPU's form too."""
+    _bytes(pool).index_copy_(0, pages, source[: len(pages)])
+
+
+def _words(pool: Tensor, pages: Tensor, buffer: Tensor) -> Tensor:
+    """The pool as int32 `[num_pages, words]`; checks it, the page numbers' tensor and a buffer."""
+    rows = page_words(pool, pages)
+    num_bytes = rows.shape[1] * rows.itemsize
+    if buffer.dtype != torch.uint8 or buffer.dim() != 2 or not buffer.is_contiguous():
+        raise ValueError(f"not a contiguous uint8 buffer: {buffer.dtype} {tuple(buffer.shape)}")
+    if buffer.shape[1] != num_bytes or buffer.shape[0] < len(pages):
+        raise ValueError(
+            f"a buffer {tuple(buffer.shape)} for {len(pages)} pages of {num_bytes} bytes"
+        )
+    if buffer.device != pool.device:
+        raise ValueError(f"the pool is on {pool.device}, the buffer on {buffer.device}")
+    return rows
+
+
+def page_words(pool: Tensor, pages: Tensor) -> Tensor:
+    """A pool as int32 `[num_pages, words of a page]`.
+
+    Raises:
+        ValueError: It is not a contiguous pool of pages of whole words, or `pages` are no page
+            numbers on its device.
+    """
+    if pool.dim() < 2 or not pool.is_contiguous():
+        raise ValueError(f"not a contiguous pool [num_pages, ...]: {tuple(pool.shape)}")
+    num_bytes = math.prod(pool.shape[1:]) * pool.itemsize
+    if num_bytes == 0 or num_bytes % 4:
+        raise ValueError(f"a page of {num_bytes} bytes is not a number of 4-byte words")
+    if pages.dtype != torch.int64 or pages.dim() != 1 or pages.device != pool.device:
+        raise ValueError(
+            f"pages are {pages.dtype} {tuple(pages.shape)} on {pages.device}, not int64 [n] on "
+            f"{pool.device}"
+        )
+    return pool.view(pool.shape[0], -1).view(torch.int32)
+
+
+def _bytes(pool: Tensor) -> Tensor:
+    return pool.view(pool.shape[0], -1).view(torch.uint8)
+
+
+def page_index(pages: Sequence[int], device: torch.device) -> Tensor:
+    """Page numbers on a device, to index a pool with; sent without waiting for it.
+
+    Returns:
+        `[len(pages)]` int64.
+    """
+    host = torch.tensor(pages, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

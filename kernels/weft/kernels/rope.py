@@ -1,0 +1,161 @@
+"""Rotary position embedding (Su et al. 2021) with the write of K and V into their pages."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from weft.kernels import cpu
+from weft.kernels.norm import rms_norm_reference
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Splits q, k and v, normalises and rotates q and k, stores k and v.
+
+    The rotation pairs element i with i + D/2 ("neox" halves, as Hugging Face's Llama).
+
+    Args:
+        qkv: [T, (Hq + 2 * Hkv) * D], contiguous; not changed.
+        positions: [T] int64, rows of `cos_sin`.
+        cos_sin: [max_positions, D] float32: cosines of the D/2 frequencies, then sines.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous, dtype of `qkv`; written.
+        layer: Layer of the pool to write.
+        slots: [T] int64: page * page_size + offset, all different.
+        num_heads: Hq.
+        num_kv_heads: Hkv.
+        q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None.
+        k_norm: [D], the same for k.
+        eps: Of these norms.
+
+    Returns:
+        Rotated q [T, Hq, D], dtype of `qkv`.
+
+    Raises:
+        ValueError: An argument does not fit.
+        IndexError: `layer`, a position or a slot points outside.
+    """
+    native = cpu.native_cpu_for(qkv)
+    dim = pool.shape[-1]
+    if (native is None and not qkv.is_cuda) or dim % 2:
+        return rope_and_cache_reference(
+            qkv,
+            positions,
+            cos_sin,
+            pool,
+            layer,
+            slots,
+            num_heads,
+            num_kv_heads,
+            q_norm,
+            k_norm,
+            eps,
+        )
+    rows = qkv.shape[0]
+    check_rope(qkv.shape, qkv.dtype, positions, cos_sin, pool, slots, (num_heads, num_kv_heads))
+    if not qkv.is_contiguous():
+        raise ValueError("qkv must be contiguous")
+    for norm in (q_norm, k_norm):
+        if norm is not None and (norm.shape != (dim,) or norm.dtype != qkv.dtype):
+            raise ValueError(f"a head norm's weight must be [{dim}] {qkv.dtype}")
+    if not 0 <= layer < pool.shape[2]:
+        raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
+    if native is None:
+        from weft.kernels.gpu import rope as gpu
+
+        return gpu.rope_and_cache(
+            qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps
+        )
+    described = cpu.describe_pool(pool)
+    q = torch.empty((rows, num_heads, dim), dtype=qkv.dtype)
+    status = native.rope_and_cache(
+        ctypes.byref(described),
+        layer,
+        qkv.data_ptr(),
+        positions.data_ptr(),
+        slots.data_ptr(),
+        cos_sin.data_ptr(),
+        cos_sin.shape[0],
+        None if q_norm is None else q_norm.data_ptr(),
+        None if k_norm is None else k_norm.data_ptr(),
+        eps,
+        rows,
+        num_heads,
+        q.data_ptr(),
+    )
+    if status:
+        cpu.check_status(status, "rope_and_cache")
+    return q
+
+
+def rope_and_cache_reference(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """`rope_and_cache` in eager torch, any device."""
+    dim, page_size = pool.shape[-1], pool.shape[-2]
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, dim)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None:
+        q = rms_norm_reference(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm_reference(k, k_norm, eps)
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    pages, offsets = slots // page_size, slots % page_size
+    pool[pages, :, layer, 0, offsets] = _rotate(k, cos, sin)
+    pool[pages, :, layer, 1, offsets] = v
+    return _rotate(q, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates [T, heads, D] by [T, 1, D/2] cosines and sines, in float32."""
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def check_rope(
+    qkv_shape: Sequence[int],
+    dtype: torch.dtype,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    heads: tuple[int, int],
+) -> None:
+    """Raises ValueError unless shapes and dtypes are as `rope_and_cache` says.
+
+    `heads` are those of q and of K.
+    """
+    rows, width = qkv_shape
+    dim = pool.shape[-1]
+    if width != (heads[0] + 2 * heads[1]) * dim or pool.shape[1] != heads[1] or pool.dtype != dtype:
+        raise ValueError(
+            f"qkv {tuple(qkv_shape)} {dtype} does not fit {heads[0]} + 2 * {heads[1]} heads and "
+            f"a pool {tuple(pool.shape)} {pool.dtype}"
+        )
+    if cos_sin.dtype != torch.float32 or cos_sin.shape[1] != dim or not cos_sin.is_contiguous():
+        raise ValueError(f"cos_sin must be contiguous [max_positions, {dim}] float32")
+    for name, index in (("positions", positions), ("slots", slots)):
+        if index.shape != (rows,) or index.dtype != torch.int64 or not index.is_contiguous():
+            raise ValueError(f"{name} must be contiguous [{rows}] int64")

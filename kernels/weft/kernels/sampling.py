@@ -1,0 +1,234 @@
+"""Draws a token for each row of logits; see sampling_reference.py for what exactly is drawn.
+
+The native path (csrc/sampling.c) and the numpy path draw the same tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.kernels.build import NativeLibrary, load_native, loaded_openmp_library
+from weft.kernels.sampling_reference import (
+    ERROR_NO_CANDIDATE,
+    ERROR_NOT_FINITE,
+    GREEDY_TEMPERATURE,
+    MASKED_LOGIT,
+    sample_rows_reference,
+    top_rows_reference,
+)
+
+__all__ = [
+    "ERROR_NOT_FINITE",
+    "ERROR_NO_CANDIDATE",
+    "GREEDY_TEMPERATURE",
+    "MASKED_LOGIT",
+    "SamplingColumns",
+    "native_sampling",
+    "sample_rows",
+    "top_rows",
+]
+
+SOURCE = Path(__file__).parent / "csrc" / "sampling.c"
+MIN_PARALLEL_LOGITS = 1 << 16
+"""Below this many logits a call waking other threads costs more than it brings."""
+
+
+@functools.cache
+def native_sampling() -> NativeLibrary:
+    """The native library, or why there is none."""
+    # The noise is defined without fused multiply-add.
+    flags = ("-ffp-contract=off", "-fopenmp-simd")
+    native = load_native(SOURCE, openmp_library=loaded_openmp_library(), flags=flags)
+    if native.library is not None:
+        _declare(native.library)
+    return native
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.weft_sample_rows.argtypes = [
+        *(pointer, integer, integer, integer),  # logits, stride, rows, vocabulary
+        *(pointer, pointer, pointer),  # slots, positions, columns
+        *(pointer, ctypes.c_int, pointer),  # scratch, threads, tokens
+    ]
+    library.weft_sample_rows.restype = None
+    library.weft_top_rows.argtypes = [
+        *(pointer, integer, integer, integer, integer),  # logits, stride, rows, vocabulary, top
+        *(pointer, ctypes.c_int, pointer, pointer),  # scratch, threads, log sums, ids
+    ]
+    library.weft_top_rows.restype = None
+    library.weft_sampling_scratch_floats.argtypes = [integer]
+    library.weft_sampling_scratch_floats.restype = integer
+    library.weft_philox.argtypes = [pointer, ctypes.c_uint64, pointer]
+    library.weft_philox.restype = None
+    library.weft_gumbel.argtypes = [ctypes.c_uint64, ctypes.c_uint64, pointer, integer, pointer]
+    library.weft_gumbel.restype = None
+
+
+class _ColumnPointers(ctypes.Structure):
+    """`Columns` of sampling.c."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("temperature", "top_p", "min_p", "seed", "top_k", "is_masked", "masks")
+        ),
+        ("mask_words", ctypes.c_int64),
+    )
+
+
+class SamplingColumns:
+    """How each slot draws: one numpy array a parameter, changed in place by the owner.
+
+    Serves one thread at a time (it carries the native path's memory).
+    """
+
+    temperature: npt.NDArray[np.float64]
+    """[max_slots]; below GREEDY_TEMPERATURE greedy."""
+    top_p: npt.NDArray[np.float64]
+    """[max_slots], in (0, 1]; 1 = off."""
+    min_p: npt.NDArray[np.float64]
+    """[max_slots], in [0, 1]; 0 = off."""
+    seed: npt.NDArray[np.uint64]
+    """[max_slots]."""
+    top_k: npt.NDArray[np.int64]
+    """[max_slots]; 0 = off."""
+    is_masked: npt.NDArray[np.bool_]
+    """[max_slots]: only tokens of the slot's mask may be drawn."""
+    masks: npt.NDArray[np.uint32]
+    """[max_slots, ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i. Bits from
+    vocab_size on have no meaning; rows of slots that are not masked neither."""
+
+    def __init__(self, vocab_size: int, max_slots: int, *, use_native: bool = True) -> None:
+        """All slots greedy.
+
+        Args:
+            vocab_size: Length of each row of logits.
+            max_slots: Slots are 0..max_slots - 1.
+            use_native: False: numpy even where the native library could be had.
+        """
+        if vocab_size < 1 or max_slots < 1:
+            raise ValueError(f"no vocabulary or no slots: {vocab_size}, {max_slots}")
+        self.vocab_size = vocab_size
+        self.max_slots = max_slots
+        self.temperature = np.zeros(max_slots, np.float64)
+        self.top_p = np.ones(max_slots, np.float64)
+        self.min_p = np.zeros(max_slots, np.float64)
+        self.seed = np.zeros(max_slots, np.uint64)
+        self.top_k = np.zeros(max_slots, np.int64)
+        self.is_masked = np.zeros(max_slots, np.bool_)
+        self.masks = np.zeros((max_slots, -(-vocab_size // 32)), np.uint32)
+        self.native = native_sampling().library if use_native else None
+        self.num_threads = torch.get_num_threads()
+        if self.native is not None:
+            floats = self.native.weft_sampling_scratch_floats(vocab_size)
+            self._scratch = np.zeros(floats * self.num_threads, np.float32)
+            self.scratch_pointer = self._scratch.ctypes.data
+            arrays: tuple[npt.NDArray[np.generic], ...] = (
+                *(self.temperature, self.top_p, self.min_p, self.seed, self.top_k),
+                *(self.is_masked, self.masks),
+            )
+            addresses = (array.ctypes.data for array in arrays)
+            self._pointers = _ColumnPointers(*addresses, self.masks.shape[1])
+            self.pointers_address = ctypes.addressof(self._pointers)
+
+    def threads_for(self, num_rows: int) -> int:
+        """Threads that a native call over so many rows uses."""
+        is_small = num_rows < 2 or num_rows * self.vocab_size < MIN_PARALLEL_LOGITS
+        return 1 if is_small else self.num_threads
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    slots: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    columns: SamplingColumns,
+) -> npt.NDArray[np.int64]:
+    """Draws one token a row.
+
+    Args:
+        logits: [L, vocab_size] float32 on the CPU, rows contiguous; not changed. Tokens at
+            MASKED_LOGIT are never drawn, nor those that a slot's mask forbids.
+        slots: [L], which slot's parameters a row uses.
+        positions: [L], absolute position of the token to be drawn.
+        columns: Parameters by slot.
+
+    Returns:
+        [L] token ids; ERROR_NOT_FINITE where a row holds NaN or an infinity (a forbidden token's
+        counts too), ERROR_NO_CANDIDATE where all of a row is masked.
+    """
+    num_rows = _check(logits, columns)
+    if len(slots) != num_rows or len(positions) != num_rows:
+        raise ValueError(f"{num_rows} rows, {len(slots)} slots, {len(positions)} positions")
+    if num_rows == 0:
+        return np.zeros(0, np.int64)
+    slots = np.ascontiguousarray(slots, np.int64)
+    positions = np.ascontiguousarray(positions, np.int64)
+    if slots.min() < 0 or slots.max() >= columns.max_slots:
+        raise ValueError(f"slots outside 0..{columns.max_slots - 1}: {slots}")
+    if columns.native is None:
+        return sample_rows_reference(logits.numpy(), slots, positions, columns)
+    tokens = np.empty(num_rows, np.int64)
+    columns.native.weft_sample_rows(
+        logits.data_ptr(),
+        logits.stride(0),
+        num_rows,
+        columns.vocab_size,
+        slots.ctypes.data,
+        positions.ctypes.data,
+        columns.pointers_address,
+        columns.scratch_pointer,
+        columns.threads_for(num_rows),
+        tokens.ctypes.data,
+    )
+    return tokens
+
+
+def top_rows(
+    logits: torch.Tensor, num_top: int, columns: SamplingColumns
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """What log-probabilities are made of: log_softmax(row)[i] = row[i] - log_sum.
+
+    Args:
+        logits: [L, vocab_size] float32 on the CPU, rows contiguous; not changed.
+        num_top: Most likely tokens wanted a row, at most the vocabulary.
+        columns: For the native path's memory.
+
+    Returns:
+        Log-sum-exp of each row [L] (NaN for rows that are not finite), and ids [L, num_top] of
+        the largest logits, largest first, lower ids first among equals (undefined for such rows).
+    """
+    num_rows = _check(logits, columns)
+    if not 0 <= num_top <= columns.vocab_size:
+        raise ValueError(f"{num_top} most likely of {columns.vocab_size} tokens")
+    if columns.native is None or num_rows == 0:
+        return top_rows_reference(logits.numpy(), num_top)
+    log_sums = np.empty(num_rows, np.float64)
+    top_ids = np.zeros((num_rows, num_top), np.int64)
+    columns.native.weft_top_rows(
+        logits.data_ptr(),
+        logits.stride(0),
+        num_rows,
+        columns.vocab_size,
+        num_top,
+        columns.scratch_pointer,
+        columns.threads_for(num_rows),
+        log_sums.ctypes.data,
+        top_ids.ctypes.data,
+    )
+    return log_sums, top_ids
+
+
+def _check(logits: torch.Tensor, columns: SamplingColumns) -> int:
+    """Number of rows, once the tensor is known to be what native code may read."""
+    if logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.dim() != 2:
+        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} on {logits.device}")
+    num_rows, width = logits.shape
+    if width != columns.vocab_size or (width > 1 and logits.stride(1) != 1):
+        raise ValueError(f"rows of {width} logits (vocabulary {columns.vocab_size}), or strided")
+    return num_rows
