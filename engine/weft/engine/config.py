@@ -1,0 +1,210 @@
+"""Engine settings: resolved values, checked together before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from weft.engine.errors import ConfigError
+from weft.engine.memory.eviction import EvictionName
+from weft.engine.scheduler.policies import PolicyName
+
+Role = Literal["decode", "prefill"]
+
+NEVER_SHIP_TOKENS = 1 << 40
+"""As `local_prefill_max_tokens`: every prompt is prefilled locally."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine's settings. Services build it from their own settings; libraries use it as is."""
+
+    model_dir: Path
+    model_name: str = "model"
+    role: Role = "decode"
+    worker_id: str = "worker-0"
+    """Stable over restarts."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16."""
+    device: str = "cpu"
+    page_size: int = 16
+    """Token positions a page."""
+    kv_memory_bytes: int | None = None
+    """Size of the KV pool; ignored when num_pages is given. None: 1 GiB on a CPU, on a GPU what is
+    left beside the weights, the largest step and the graphs."""
+    num_pages: int | None = None
+    max_context_tokens: int | None = None
+    """Upper bound on prompt + output; default is the model's."""
+    max_running_requests: int = 64
+    max_waiting_requests: int = 1024
+    max_queued_fill_tokens: int = 262_144
+    """A filler with more prompt tokens queued declines as busy."""
+    max_step_tokens: int = 512
+    """New tokens one step may bring; also the largest prefill chunk."""
+    prefill_chunk_tokens: int = 256
+    """Largest chunk of one prompt a step; a multiple of page_size."""
+    inter_token_target_s: float = 0.1
+    """What prompts may add to a step that others decode in: their chunks are cut to it."""
+    scheduling_policy: PolicyName = "fcfs"
+    """Who is admitted next (`weft.engine.scheduler.policies`)."""
+    ageing_s: float = 30.0
+    """Waiting that counts as one level of priority; after which a short prefix does not matter."""
+    preemption_threshold: int | None = 10
+    """With `priority`: a running request makes room for one that is so many levels more urgent."""
+    max_fill_fraction: float = 0.3
+    """Share of the pool that reservations of remote fills may hold."""
+    max_quarantine_fraction: float = 0.1
+    """Share of the pool that may be in quarantine for longer than a lease: beyond it the worker
+    is to end. 1: never."""
+    local_prefill_max_tokens: int | None = None
+    """None: cost rule. N: remainders of at most N tokens run locally, longer ones ship."""
+    has_store: bool = False
+    """A KV store is there: look prompts up in it, put computed pages into it."""
+    lease_s: float = 10.0
+    renew_interval_s: float = 3.0
+    fill_progress_timeout_s: float = 5.0
+    transport: Literal["auto", "nixl", "data"] = "auto"
+    staging_bytes: int | None = None
+    """Host memory that pages pass through on their way from and to a pool on a GPU. None: 2 GiB,
+    or as much as the pool."""
+    force_staging: bool = False
+    """Stage pages of a pool on a CPU too (tests)."""
+    page_digests: bool = True
+    """Pages that arrive are checked against digests of their sender. Off, damage on the way goes
+    unnoticed; a KV store needs it, and so does every peer that has it on."""
+    num_threads: int | None = None
+    """Compute threads; default: all cores."""
+    prefix_cache: bool = True
+    kv_eviction_policy: EvictionName = "lru"
+    """Which cached page is given up first (`weft.engine.memory.eviction`)."""
+    host_cache_bytes: int = 0
+    """Host memory for pages that the pool gives up; 0: none."""
+    disk_cache_dir: Path | None = None
+    """Folder for pages on disk, in a folder by the worker's id; None: none are kept there."""
+    disk_cache_bytes: int = 10 << 30
+    """Of pages on disk at most."""
+    write_through_threshold: int = 0
+    """Requests that find a page before it is copied to host memory, disk and KV store; 0: it is
+    copied when it is computed."""
+    load_back_threshold: int | None = None
+    """None: pages are loaded from tiers and the KV store if that is faster than computing them.
+    N: if they hold N tokens or more."""
+    poison_free_pages: bool = False
+    """Fill pages with NaN when they become free (tests)."""
+    deterministic: bool = False
+    """Same bits for a request alone, in any batch and however it is cut into steps; refused where
+    the machine's operations do not give that."""
+    constraint_compile_s: float = 10.0
+    """Processor time that compiling one constraint (schema, expression, grammar) may take."""
+    constraint_compile_bytes: int = 1 << 30
+    """Memory that compiling one constraint may take, in a process apart."""
+    constraint_cache_bytes: int = 256 << 20
+    """Of compiled constraints kept; one may take a quarter."""
+    early_compiler: bool = True
+    """Start the process that compiles constraints once some may come; else with the first."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Plan and start a step while the device still runs the one before; auto: on a GPU."""
+    cuda_graphs: bool = True
+    """Capture steps at start; on CUDA devices only."""
+    enable_faults: bool = False
+    """Faults can be injected, and published pages are audited (tests of the mesh)."""
+    dummy_weights: bool = False
+    """Random weights instead of the checkpoint's (benchmarks)."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            ("page_size", self.page_size, 1 <= self.page_size <= 256, "1..256"),
+            (
+                "max_running_requests",
+                self.max_running_requests,
+                self.max_running_requests >= 1,
+                ">= 1",
+            ),
+            (
+                "max_waiting_requests",
+                self.max_waiting_requests,
+                self.max_waiting_requests >= 1,
+                ">= 1",
+            ),
+            (
+                "prefill_chunk_tokens",
+                self.prefill_chunk_tokens,
+                self.prefill_chunk_tokens >= self.page_size
+                and self.prefill_chunk_tokens % self.page_size == 0,
+                f"a multiple of page_size ({self.page_size})",
+            ),
+            (
+                "max_step_tokens",
+                self.max_step_tokens,
+                self.max_step_tokens >= max(self.prefill_chunk_tokens, self.max_running_requests),
+                "at least prefill_chunk_tokens and max_running_requests",
+            ),
+            (
+                "max_fill_fraction",
+                self.max_fill_fraction,
+                0 < self.max_fill_fraction <= 1,
+                "(0, 1]",
+            ),
+            (
+                "max_quarantine_fraction",
+                self.max_quarantine_fraction,
+                0 <= self.max_quarantine_fraction <= 1,
+                "[0, 1]",
+            ),
+            (
+                "inter_token_target_s",
+                self.inter_token_target_s,
+                self.inter_token_target_s > 0,
+                "> 0",
+            ),
+            ("ageing_s", self.ageing_s, self.ageing_s > 0, "> 0"),
+            (
+                "preemption_threshold",
+                self.preemption_threshold,
+                self.preemption_threshold is None or self.preemption_threshold >= 1,
+                ">= 1, or none",
+            ),
+            (
+                "page_digests",
+                self.page_digests,
+                self.page_digests or not self.has_store,
+                "on beside a KV store, which takes no unchecked pages",
+            ),
+            ("host_cache_bytes", self.host_cache_bytes, self.host_cache_bytes >= 0, ">= 0"),
+            (
+                "write_through_threshold",
+                self.write_through_threshold,
+                self.write_through_threshold >= 0,
+                ">= 0",
+            ),
+            (
+                "load_back_threshold",
+                self.load_back_threshold,
+                self.load_back_threshold is None or self.load_back_threshold >= 0,
+                ">= 0, or none",
+            ),
+            ("lease_s", self.lease_s, self.lease_s > self.renew_interval_s, "> renew_interval_s"),
+            (
+                "staging_bytes",
+                self.staging_bytes,
+                self.staging_bytes is None or self.staging_bytes > 0,
+                "> 0",
+            ),
+        ]
+        for name, value, is_good, wanted in problems:
+            if not is_good:
+                raise ConfigError(f"{name} = {value}: must be {wanted}")
+
+    @property
+    def is_overlapped(self) -> bool:
+        """A step begins before the one before it is committed."""
+        is_cuda = self.device.partition(":")[0] == "cuda"
+        return self.overlap == "on" or (self.overlap == "auto" and is_cuda)
+
+    @property
+    def ships_pages(self) -> bool:
+        """Others may ask this engine for pages, or it others."""
+        never_fills = (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
+        is_alone = self.role == "decode" and self.transport == "data" and not self.has_store
+        return not (is_alone and never_fills)

@@ -1,0 +1,181 @@
+"""The constrained requests of an engine: their grammars, and where each sample is in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from weft.engine.config import EngineConfig
+from weft.engine.constraints.grammars import Grammars
+from weft.engine.constraints.wire import TOKENIZER_FILE, CompilerConfig
+from weft.engine.errors import InvalidRequest, WeftError
+from weft.engine.request import MAX_CONSTRAINT_BYTES, Constraint
+from weft.engine.scheduler.state import Request, RequestKey, State
+
+if TYPE_CHECKING:
+    import xgrammar
+    from weft.engine.constraints.masks import ConstraintState, Mask, MaskMaker
+
+
+class Constraints:
+    """Grammars and masks. Free requests cost nothing here; used by the engine's thread.
+
+    Args:
+        config: Of the engine.
+        vocab_size: Of the model.
+        eos_token_ids: Of the model: how a complete text ends.
+        wake: Called from another thread when `take_compiled` has something.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        wake: Callable[[], None],
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._model_dir = config.model_dir
+        compiler = CompilerConfig(
+            model_dir=str(config.model_dir),
+            vocab_size=vocab_size,
+            eos_token_ids=tuple(eos_token_ids),
+            timeout_s=config.constraint_compile_s,
+            max_memory_bytes=config.constraint_compile_bytes,
+            max_grammar_bytes=config.constraint_cache_bytes // 4,
+        )
+        self._compiled = Grammars(compiler, config.constraint_cache_bytes, wake)
+        self._waiting: dict[Constraint, list[RequestKey]] = {}
+        self._grammars: dict[RequestKey, xgrammar.CompiledGrammar] = {}
+        """Of requests that are not over."""
+        self._states: dict[tuple[RequestKey, int], ConstraintState] = {}
+        """By request and sample, from its first step here on."""
+        self._maker: MaskMaker | None = None
+        self._masked: list[Request] = []
+        """Of the step under way."""
+        self._may_start = config.early_compiler
+
+    def admit(self, request: Request) -> bool:
+        """Whether a new request may run now; if not, `take_compiled` will tell.
+
+        Raises:
+            InvalidRequest: Its constraint can never be used here.
+            Overloaded: Too many are being compiled.
+        """
+        constraint = request.params.constraint
+        if constraint is None:
+            return True
+        self._check(constraint)
+        grammar = self._compiled.find(constraint)
+        if grammar is not None:
+            self._grammars[request.key] = grammar
+            return True
+        self._compiled.order(constraint)
+        self._waiting.setdefault(constraint, []).append(request.key)
+        return False
+
+    def expect(self) -> None:
+        """Constrained requests may come: starts what compiles them, which takes seconds."""
+        if self._may_start and not self._lacks():
+            self._compiled.start()
+        self._may_start = False
+
+    def _check(self, constraint: Constraint) -> None:
+        message = self._lacks()
+        if constraint.num_bytes > MAX_CONSTRAINT_BYTES:
+            message = f"has {constraint.num_bytes:,} bytes, at most {MAX_CONSTRAINT_BYTES:,} fit"
+        if message:
+            raise InvalidRequest(message, stage="compile", param="constraint")
+
+    def _lacks(self) -> str:
+        """What the model lacks for constraints; empty when it has all."""
+        if not (self._model_dir / TOKENIZER_FILE).is_file():
+            return f"constrained output needs the model's {TOKENIZER_FILE}, which is not here"
+        if not self._eos_token_ids:
+            return "constrained output needs an end-of-sequence token, which this model lacks"
+        return ""
+
+    def take_compiled(self) -> list[tuple[RequestKey, WeftError | None]]:
+        """Requests whose grammar is there now, or cannot be had."""
+        ready: list[tuple[RequestKey, WeftError | None]] = []
+        for constraint, outcome in self._compiled.take():
+            for key in self._waiting.pop(constraint, ()):
+                if isinstance(outcome, WeftError):
+                    ready.append((key, outcome))
+                else:
+                    self._grammars[key] = outcome
+                    ready.append((key, None))
+        return ready
+
+    def end(self, request: Request, *, is_last: bool) -> None:
+        """A sample is over.
+
+        Args:
+            request: The sample.
+            is_last: So is its request.
+        """
+        constraint = request.params.constraint
+        if constraint is None:
+            return
+        self._states.pop((request.key, request.sample), None)
+        if not is_last:
+            return
+        self._grammars.pop(request.key, None)
+        keys = self._waiting.get(constraint, [])
+        if request.key in keys:
+            keys.remove(request.key)
+
+    def begin_masks(self, requests: Sequence[Request]) -> None:
+        """Starts on the masks of those that draw in the step under way, the ended ones left out."""
+        if not self._grammars:
+            return
+        self._masked = [
+            request
+            for request in requests
+            if request.params.constraint is not None and request.state is not State.FINISHED
+        ]
+        if not self._masked:
+            return
+        from weft.engine.constraints.masks import MaskJob, MaskMaker
+
+        self._maker = self._maker or MaskMaker()
+        jobs = []
+        for request in self._masked:
+            state = self._state(request)
+            begin = request.num_prompt_tokens + state.num_accepted
+            jobs.append(MaskJob(state, request.tokens[begin:]))
+        self._maker.begin(jobs)
+
+    def _state(self, request: Request) -> ConstraintState:
+        """Of a sample; a new one when it was never here, or was elsewhere before."""
+        from weft.engine.constraints.masks import ConstraintState
+
+        key = request.key, request.sample
+        state = self._states.get(key)
+        if state is None:
+            grammar = self._grammars[request.key]
+            state = self._states[key] = ConstraintState(grammar, self._vocab_size)
+        return state
+
+    def take_masks(self) -> list[tuple[Request, Mask | WeftError | None]]:
+        """Waits for what `begin_masks` started: each sample's mask, None where all may come."""
+        if not self._masked:
+            return []
+        assert self._maker is not None
+        masked, self._masked = self._masked, []
+        return list(zip(masked, self._maker.take(), strict=True))
+
+    def sizes(self) -> dict[str, int]:
+        """Lengths of what grows with requests."""
+        return {
+            "constrained_requests": len(self._grammars),
+            "constrained_samples": len(self._states),
+            "compiling": self._compiled.num_open,
+        }
+
+    def close(self) -> None:
+        """Ends threads and the compiler process."""
+        self._compiled.close()
+        if self._maker is not None:
+            self._maker.close()

@@ -1,0 +1,77 @@
+"""Compiles constraints against a model's vocabulary, and reads what was compiled elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import xgrammar
+from weft.engine.constraints.schema import prepare_schema
+from weft.engine.request import Constraint
+
+MAX_WHITESPACE = 32
+"""Between two tokens of JSON: room for deep indentation, an end to a model that only indents."""
+_ORIGIN = re.compile(r"^\[[^\]]*\] \S+: ")
+
+
+class GrammarSource:
+    """Grammars of one vocabulary.
+
+    Args:
+        vocabulary: What the model's tokens spell.
+        max_grammar_bytes: Of a compiled grammar.
+    """
+
+    def __init__(self, vocabulary: xgrammar.TokenizerInfo, max_grammar_bytes: int) -> None:
+        self._vocabulary = vocabulary
+        self._max_grammar_bytes = max_grammar_bytes
+
+    @classmethod
+    def of_text(cls, vocabulary: str, max_grammar_bytes: int) -> GrammarSource:
+        """Likewise, of a vocabulary as xgrammar serialises it."""
+        return cls(xgrammar.TokenizerInfo.deserialize_json(vocabulary), max_grammar_bytes)
+
+    def compile(self, constraint: Constraint) -> str:
+        """Compiles and serialises; may take any time and memory.
+
+        Args:
+            constraint: As the client gave it.
+
+        Raises:
+            ValueError: The constraint cannot be used; the message says why, and where in it.
+        """
+        compiler = xgrammar.GrammarCompiler(self._vocabulary, max_threads=1, cache_enabled=False)
+        try:
+            compiled = compiler.compile_grammar(_grammar(constraint))
+        except RuntimeError as error:
+            raise ValueError(_ORIGIN.sub("", str(error)).strip()) from error
+        size, limit = compiled.memory_size_bytes, self._max_grammar_bytes
+        if size > limit:
+            raise ValueError(f"is too large: {size:,} bytes when compiled, at most {limit:,}")
+        return compiled.serialize_json()
+
+    def read(self, serialised: str) -> xgrammar.CompiledGrammar:
+        """What `compile` made, with another object of the same vocabulary."""
+        return xgrammar.CompiledGrammar.deserialize_json(serialised, self._vocabulary)
+
+
+def _grammar(constraint: Constraint) -> xgrammar.Grammar:
+    if constraint.kind == "json_schema":
+        schema = prepare_schema(constraint.text)
+        return xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+    if constraint.kind == "regex":
+        return xgrammar.Grammar.from_regex(constraint.text)
+    if constraint.kind == "ebnf":
+        return xgrammar.Grammar.from_ebnf(constraint.text)
+    return xgrammar.Grammar.from_ebnf(choice_grammar(constraint.choices))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """A grammar of the given texts."""
+    return "root ::= " + " | ".join(f'"{"".join(map(_literal, choice))}"' for choice in choices)
+
+
+def _literal(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return character if character >= " " else f"\\u{ord(character):04x}"

@@ -1,0 +1,154 @@
+"""Which tokens a constrained sample may draw next, found while the model computes the logits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xgrammar
+from weft.engine.errors import Internal, InvalidRequest, WeftError
+
+logger = logging.getLogger(__name__)
+
+Mask = npt.NDArray[np.uint32]
+"""[ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i."""
+
+SLOW_MASK_S = 0.05
+"""CPU time of a mask that is too much to happen often: the whole batch waits for it."""
+MAX_SLOW_MASKS = 16
+"""A sample that had more of them is ended."""
+TIMEOUT_S = 3.0
+"""That a step waits for a mask."""
+
+
+class ConstraintState:
+    """Where one sample is in its grammar: a function of the grammar and the tokens so far.
+
+    Args:
+        grammar: Compiled for the model's vocabulary.
+        vocab_size: Of the model.
+    """
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
+        self._matcher = xgrammar.GrammarMatcher(grammar)
+        self._vocab_size = vocab_size
+        self.num_accepted = 0
+        """Tokens that it has followed."""
+        self._num_slow = 0
+
+    def next_mask(self, tokens: Sequence[int]) -> Mask | None:
+        """Follows more tokens of the sample, then tells what may come.
+
+        Args:
+            tokens: Those from `num_accepted` on.
+
+        Returns:
+            A new array, its bits from vocab_size on 0; None: every token may come.
+
+        Raises:
+            Internal: A token is not of the grammar.
+            InvalidRequest: The grammar takes too long to follow.
+        """
+        began = time.thread_time()
+        for token in tokens:
+            if not self._matcher.accept_token(token):
+                message = f"token {token} at {self.num_accepted} is not of the sample's grammar"
+                raise Internal(message, stage="decode")
+            self.num_accepted += 1
+        words = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
+        is_restricted = self._matcher.fill_next_token_bitmask(words)
+        self._num_slow += time.thread_time() - began > SLOW_MASK_S
+        if self._num_slow > MAX_SLOW_MASKS:
+            raise _too_slow()
+        return words.view(np.uint32)[0] if is_restricted else None
+
+
+def _too_slow() -> InvalidRequest:
+    message = "the grammar is too ambiguous: following it takes too long"
+    return InvalidRequest(message, stage="decode", param="constraint")
+
+
+class MaskJob(NamedTuple):
+    """One sample that will draw in the step under way."""
+
+    state: ConstraintState
+    tokens: Sequence[int]
+    """New since its last job; not changed until the masks are taken."""
+
+
+class MaskMaker:
+    """Makes the masks of a step in a thread of its own. Used by the engine's thread."""
+
+    def __init__(self) -> None:
+        self._work: _Work | None = None
+        self._thread: _MaskThread | None = None
+
+    def begin(self, jobs: Sequence[MaskJob]) -> None:
+        """Starts on the masks of a step; those of the step before have been taken."""
+        if self._thread is None:
+            self._thread = _MaskThread()
+        self._work = _Work(jobs)
+        self._thread.begin(self._work)
+
+    def take(self) -> list[Mask | WeftError | None]:
+        """Waits for the masks, one a job; an error for each that could not be made."""
+        work, self._work = self._work, None
+        assert work is not None
+        if work.is_done.wait(TIMEOUT_S):
+            return work.results
+        # The thread is lost in a grammar: that one has failed, another thread goes on behind it.
+        logger.warning("a mask took more than %g s", TIMEOUT_S)
+        work.is_abandoned = True
+        self.close()
+        done = [*work.results, _too_slow()]
+        self.begin(work.jobs[len(done) :])
+        return done + self.take()
+
+    def close(self) -> None:
+        """Lets the thread end."""
+        if self._thread is not None:
+            self._thread.begin(None)
+            self._thread = None
+
+
+class _Work:
+    def __init__(self, jobs: Sequence[MaskJob]) -> None:
+        self.jobs = jobs
+        self.results: list[Mask | WeftError | None] = []
+        self.is_done = threading.Event()
+        self.is_abandoned = False
+        """The jobs behind the one under way are done elsewhere."""
+
+
+class _MaskThread:
+    def __init__(self) -> None:
+        self._has_work = threading.Semaphore(0)
+        self._work: _Work | None = None
+        threading.Thread(target=self._run, name="masks", daemon=True).start()
+
+    def begin(self, work: _Work | None) -> None:
+        """Hands the next work over; None ends the thread after what it is doing."""
+        self._work = work
+        self._has_work.release()
+
+    def _run(self) -> None:
+        while True:
+            self._has_work.acquire()
+            work = self._work
+            if work is None:
+                return
+            for job in work.jobs:
+                if work.is_abandoned:
+                    return
+                try:
+                    work.results.append(job.state.next_mask(job.tokens))
+                except WeftError as error:
+                    work.results.append(error)
+                except RuntimeError as error:
+                    work.results.append(Internal(f"no mask: {error}", stage="decode"))
+            work.is_done.set()

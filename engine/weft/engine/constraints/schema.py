@@ -1,0 +1,306 @@
+"""JSON schemas as the grammar compiler enforces them exactly, or not at all.
+
+The compiler ignores what it does not know, which would give answers that the schema forbids. So a
+schema is brought into the form that it knows, and refused, with the place, where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jsonschema import validators
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
+from weft.engine.constraints.patterns import bounded_string, prepare_pattern
+
+Json = Any
+"""A parsed JSON value: its type is what is being found out."""
+
+_NEVER = (
+    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef"),
+)
+"""Keywords that no grammar here expresses."""
+_OF_TYPE: dict[str, tuple[str, ...]] = {
+    "object": (
+        *("properties", "required", "additionalProperties", "patternProperties"),
+        *("minProperties", "maxProperties", "propertyNames", "unevaluatedProperties"),
+    ),
+    "array": (
+        *("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+        *("additionalItems", "unevaluatedItems"),
+    ),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+_DECISIVE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
+"""Keywords beside which the compiler looks at no other."""
+_FORMATS = (
+    *("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6"),
+    *("uri", "uri-reference", "uuid"),
+)
+"""Formats that are followed; others are notes, as the standard has it."""
+_TYPE_NAMES: dict[type, str] = {
+    **{bool: "boolean", int: "number", float: "number", str: "string"},
+    **{dict: "object", list: "array", type(None): "null"},
+}
+_WITH_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_WITH_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_WITH_SCHEMA = (
+    *("items", "additionalProperties", "propertyNames"),
+    *("unevaluatedProperties", "unevaluatedItems"),
+)
+
+
+def prepare_schema(text: str) -> str:
+    """A schema, as JSON text, in the form that is compiled.
+
+    Raises:
+        ValueError: It is no schema, or asks for what cannot be enforced; the message says where.
+    """
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError as error:
+        message = f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        raise ValueError(message) from error
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError("is not a JSON schema: an object is expected")
+    try:
+        return json.dumps(_Preparer(schema).prepare(schema, "$"))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+class _Preparer:
+    """Rewrites one schema."""
+
+    def __init__(self, root: Json) -> None:
+        draft: type[Validator] = validators.validator_for(
+            root, default=validators.Draft202012Validator
+        )
+        error = best_match(draft(draft.META_SCHEMA).iter_errors(root))
+        if error is not None:
+            raise ValueError(_at(error.json_path, error.message))
+        self._root = root
+        self._draft = draft
+
+    def prepare(self, schema: Json, where: str) -> Json:
+        """The schema at `where` in the form that is compiled."""
+        if isinstance(schema, bool):
+            return schema
+        for name in _NEVER:
+            if name in schema:
+                raise ValueError(_at(f"{where}.{name}", "this keyword is not supported"))
+        if isinstance(schema.get("items"), list):
+            schema = _with_prefix_items(schema)
+        if "enum" in schema or "const" in schema:
+            return self._values(schema, where)
+        schema = self._parts(schema, where)
+        decisive = [name for name in _DECISIVE if name in schema]
+        if decisive:
+            self._check_siblings(schema, decisive, where)
+            return schema
+        return self._typed(schema, where)
+
+    def _parts(self, schema: Mapping[str, Json], where: str) -> dict[str, Json]:
+        """The schema with the schemas inside it prepared."""
+        out = dict(schema)
+        for name in _WITH_SCHEMAS:
+            if name in out:
+                out[name] = {
+                    key: self.prepare(part, f"{where}.{name}.{key}")
+                    for key, part in out[name].items()
+                }
+        for name in _WITH_LISTS:
+            if name in out:
+                parts = enumerate(out[name])
+                prepared = [self.prepare(part, f"{where}.{name}[{i}]") for i, part in parts]
+                out[name] = [{} if part is True else part for part in prepared]
+        for name in _WITH_SCHEMA:
+            if name in out:
+                out[name] = self.prepare(out[name], f"{where}.{name}")
+        return out
+
+    def _values(self, schema: Mapping[str, Json], where: str) -> dict[str, Json]:
+        """Of listed values, those that the other keywords allow."""
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        inner = {name: value for name, value in schema.items() if name != "$defs"}
+        validator = self._draft(self._root).evolve(schema=inner)
+        valid = [value for value in values if validator.is_valid(value)]
+        if not valid:
+            raise ValueError(_at(where, "none of the listed values is allowed by the rest"))
+        return {"enum": valid, **{n: schema[n] for n in ("$defs", "definitions") if n in schema}}
+
+    def _check_siblings(self, schema: dict[str, Json], decisive: list[str], where: str) -> None:
+        asserting = {name for names in _OF_TYPE.values() for name in names} | {"type"}
+        others = [n for n in schema if n in asserting or (n in _DECISIVE and n != decisive[0])]
+        if others:
+            message = f"beside {decisive[0]} it is not supported; put it inside"
+            raise ValueError(_at(f"{where}.{others[0]}", message))
+        if decisive[0] == "allOf" and len(schema["allOf"]) > 1:
+            raise ValueError(_at(f"{where}.allOf", "more than one schema is not supported"))
+        if decisive[0] == "oneOf":
+            self._check_disjoint(schema["oneOf"], f"{where}.oneOf")
+            schema["anyOf"] = schema.pop("oneOf")
+        if decisive[0] == "$ref" and not str(schema["$ref"]).startswith(("#/", "#")):
+            raise ValueError(_at(f"{where}.$ref", "only references into the schema are supported"))
+        if decisive[0] == "$ref" and schema["$ref"] != "#":
+            self._resolve(schema["$ref"], f"{where}.$ref")
+
+    def _resolve(self, reference: str, where: str) -> Json:
+        """What a reference within the schema names."""
+        found = self._root
+        for part in reference.removeprefix("#").split("/")[1:] or ["?"]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and key.isdigit() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, dict) and key in found:
+                found = found[key]
+            else:
+                raise ValueError(_at(where, f"{reference!r} names nothing in the schema"))
+        return found
+
+    def _check_disjoint(self, branches: list[Json], where: str) -> None:
+        """Raises unless at most one branch can hold: then oneOf is anyOf."""
+        resolved = [self._behind_references(branch, where) for branch in branches]
+        for i, first in enumerate(resolved):
+            for second in resolved[:i]:
+                if not _are_disjoint(first, second, lambda s: self._behind_references(s, where)):
+                    message = "the schemas may overlap; use anyOf, or tell them apart by a constant"
+                    raise ValueError(_at(where, message))
+
+    def _behind_references(self, schema: Json, where: str) -> Json:
+        for _ in range(32):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            schema = self._root if schema["$ref"] == "#" else self._resolve(schema["$ref"], where)
+        raise ValueError(_at(where, "a chain of references has no end"))
+
+    def _typed(self, schema: dict[str, Json], where: str) -> dict[str, Json]:
+        """A schema of one or more types, named or implied by its keywords."""
+        if "type" not in schema:
+            implied = [kind for kind, names in _OF_TYPE.items() if set(names) & schema.keys()]
+            if not implied:
+                return schema
+            schema["type"] = implied[0] if len(implied) == 1 else implied
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        if "string" in types:
+            _prepare_string(schema, where)
+        if "object" in types:
+            _prepare_object(schema, where)
+        if "array" in types:
+            _prepare_array(schema, where)
+        if "number" in types and "multipleOf" in schema:
+            raise ValueError(_at(f"{where}.multipleOf", "is supported for integers only"))
+        return schema
+
+
+def _with_prefix_items(schema: Mapping[str, Json]) -> dict[str, Json]:
+    """Tuples as drafts up to 2019-09 wrote them."""
+    out = {name: value for name, value in schema.items() if name != "additionalItems"}
+    out["prefixItems"] = out.pop("items")
+    if "additionalItems" in schema:
+        out["items"] = schema["additionalItems"]
+    return out
+
+
+def _prepare_string(schema: dict[str, Json], where: str) -> None:
+    least, most = schema.pop("minLength", 0), schema.pop("maxLength", None)
+    is_bounded = least > 0 or most is not None
+    if schema.get("format") not in _FORMATS:
+        schema.pop("format", None)
+    for name in ("pattern", "format"):
+        if name in schema and is_bounded:
+            raise ValueError(_at(f"{where}.{name}", "is not supported beside a bound of length"))
+    if "pattern" in schema:
+        schema["pattern"] = prepare_pattern(schema["pattern"], f"{where}.pattern")
+        if "format" in schema:
+            raise ValueError(_at(f"{where}.format", "is not supported beside a pattern"))
+    elif "format" not in schema:
+        if most is not None and most < least:
+            raise ValueError(_at(f"{where}.maxLength", f"{most} is below minLength, {least}"))
+        schema["pattern"] = bounded_string(least, most)
+
+
+def _prepare_object(schema: dict[str, Json], where: str) -> None:
+    properties = schema.get("properties", {})
+    has_patterns = bool(schema.get("patternProperties"))
+    if not properties and not has_patterns and "propertyNames" not in schema:
+        schema.setdefault("additionalProperties", True)
+    others = schema.get("additionalProperties", False)
+    if has_patterns:
+        schema["patternProperties"] = {
+            prepare_pattern(pattern, f"{where}.patternProperties.{pattern}"): part
+            for pattern, part in schema["patternProperties"].items()
+        }
+        if others is not False or len(schema["patternProperties"]) > 1 or properties:
+            message = "is supported alone only: one pattern, without other properties"
+            raise ValueError(_at(f"{where}.patternProperties", message))
+    if "propertyNames" in schema and (properties or has_patterns):
+        raise ValueError(_at(f"{where}.propertyNames", "is not supported beside other properties"))
+    missing = [name for name in schema.get("required", []) if name not in properties]
+    if missing and (others is False or has_patterns):
+        message = f"{missing[0]!r} is required, but no such property is described"
+        raise ValueError(_at(f"{where}.required", message))
+    if missing:
+        schema["properties"] = {**properties, **dict.fromkeys(missing, others)}
+    # The same name twice would be one property: counting names that are free is not enough.
+    is_free = has_patterns or others is not False
+    if is_free and schema.get("minProperties", 0) > max(1, len(schema.get("required", []))):
+        message = "is supported up to the number of required properties where names are free"
+        raise ValueError(_at(f"{where}.minProperties", message))
+
+
+def _prepare_array(schema: dict[str, Json], where: str) -> None:
+    if schema.pop("uniqueItems", False):
+        raise ValueError(_at(f"{where}.uniqueItems", "this keyword is not supported"))
+    if "prefixItems" not in schema:
+        schema.setdefault("items", True)
+
+
+def _are_disjoint(first: Json, second: Json, resolve: Callable[[Json], Json]) -> bool:
+    """No value is valid under both, as far as types and constants show it."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return first is False or second is False
+    listed = [_listed(schema) for schema in (first, second)]
+    if listed[0] and listed[1]:
+        return not any(_same(a, b) for a in listed[0] for b in listed[1])
+    types = [_types_of(schema) for schema in (first, second)]
+    if types[0] and types[1] and not types[0] & types[1]:
+        return True
+    if types[0] != {"object"} or types[1] != {"object"}:
+        return False
+    shared = set(first.get("required", ())) & set(second.get("required", ()))
+    pairs = (
+        (resolve(first.get("properties", {}).get(n)), resolve(second.get("properties", {}).get(n)))
+        for n in shared
+    )
+    return any(
+        isinstance(a, dict) and isinstance(b, dict) and _are_disjoint(a, b, resolve)
+        for a, b in pairs
+    )
+
+
+def _listed(schema: Mapping[str, Json]) -> list[Json]:
+    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+
+
+def _same(first: Json, second: Json) -> bool:
+    return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+
+
+def _types_of(schema: Mapping[str, Json]) -> set[str]:
+    """Names of the JSON types that a schema allows; empty: not known."""
+    if listed := _listed(schema):
+        return {_TYPE_NAMES[type(value)] for value in listed}
+    given = schema.get("type", [])
+    names = [given] if isinstance(given, str) else given
+    return {"number" if name == "integer" else name for name in names}
+
+
+def _at(where: str, message: str) -> str:
+    return f"at {where}: {message}"

@@ -1,0 +1,585 @@
+"""One engine: requests in, tokens and filled pages out, a step at a time.
+
+`Engine.turn(inbox)` is the whole life of a request on a worker: take what came in, plan, run the
+model, sample, commit, and return what has to go out. It never waits for the outside world.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from weft.engine import faults
+from weft.engine.clock import Clock, monotonic
+from weft.engine.config import EngineConfig
+from weft.engine.drawing import Drawing, Drawn
+from weft.engine.errors import Draining, Internal, Overloaded, WeftError
+from weft.engine.fill_jobs import ComputeJobs
+from weft.engine.flight import FlightRecorder
+from weft.engine.intake import end_of
+from weft.engine.memory.kv_events import KvEvents
+from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.messages import Inbox, LeaseReply, Outbox, Ping, Pong, Submit
+from weft.engine.outgoing import Outgoing
+from weft.engine.parts import EngineParts
+from weft.engine.pipeline import Pipeline
+from weft.engine.reports import engine_counters, load_report
+from weft.engine.resumption import first_to_run
+from weft.engine.sampling.sampler import Sampler
+from weft.engine.scheduler.limits import SchedulerLimits
+from weft.engine.scheduler.pages import RequestPages
+from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.policies import make_queue
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.state import Request, RequestKey, State
+from weft.engine.snapshot import engine_snapshot
+from weft.engine.stats import EngineStats
+from weft.engine.store import StoreLink
+from weft.engine.tiers.assembly import make_tiers
+from weft.engine.tiers.write_through import write_through
+from weft.engine.transfer.audit import PageAudit
+from weft.engine.transfer.cost import FillCosts
+from weft.engine.transfer.filler import Filler, ShipResult
+from weft.engine.transfer.owner import OwnerFills
+from weft.engine.transfer.staging import StagingCounts
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_INTERVAL_S = 0.02
+REPORT_INTERVAL_S = 0.1
+MIN_RETRY_AFTER_S = 0.5
+MAX_RETRY_AFTER_S = 60.0
+
+
+class Engine:
+    """Scheduler, memory, model, sampler and fills of one worker, in one thread.
+
+    Args:
+        config: settings.
+        parts: loaded model, pool and data plane (`weft.engine.parts.load_parts`).
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: EngineConfig, parts: EngineParts, clock: Clock = monotonic) -> None:
+        self.config = config
+        self._clock = clock
+        self.parts = parts
+        self._runner = parts.runner
+        self._intake = parts.intake
+        self.memory: KvMemory = parts.memory
+        self.info = parts.info
+        self._out = Outgoing()
+        self._kv_events = KvEvents(config.page_size)
+        parts.memory.on_published.append(lambda _, key, parent: self._kv_events.stored(key, parent))
+        parts.memory.on_evicted.append(self._kv_events.removed)
+        self.costs = FillCosts(config.local_prefill_max_tokens, config.page_size)
+        self.fills = OwnerFills(
+            config,
+            parts.info.epoch,
+            parts.layout.page_bytes,
+            parts.memory,
+            parts.plane,
+            self.costs,
+            self._out.fill_command,
+            clock,
+        )
+        pages = RequestPages(parts.memory, parts.prefixes, config.page_size)
+        self.tiers, fills, self.tier_policy = make_tiers(
+            config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
+        )
+        waiting = make_queue(config.scheduling_policy, config.ageing_s, pages.num_cached_tokens)
+        self.scheduler = Scheduler(
+            SchedulerLimits.of(config), pages, waiting, fills, self._on_finish, self._on_slot_free
+        )
+        self.scheduler.prompt_tokens_beside_decode = partial(
+            self.costs.tokens_within, config.inter_token_target_s
+        )
+        self.fills.listener = self.scheduler
+        if self.tiers is not None:
+            self.tiers.listener = self.scheduler
+        jobs = ComputeJobs(
+            config,
+            parts.intake,
+            self.scheduler,
+            parts.info.max_context_tokens,
+            self._look_up,
+            clock,
+        )
+        self.filler = Filler(
+            config.page_size,
+            parts.info.epoch,
+            parts.layout.page_bytes,
+            parts.memory,
+            jobs,
+            parts.plane.shipper,
+            self._out.fill_reply,
+            clock,
+            nixl_version=parts.plane.nixl_version,
+            max_chunk_pages=parts.plane.shipper.max_chunk_pages,
+        )
+        self.store: StoreLink | None = None
+        if config.has_store:
+            self.store = StoreLink(
+                config.page_size,
+                parts.memory,
+                pages.num_cached_pages if self.tiers is None else self.tiers.num_held_pages,
+                parts.plane,
+                self._out.store,
+                clock,
+            )
+        write_through(self.scheduler, self.tier_policy, self.tiers, self.store)
+        self.audit: PageAudit | None = None
+        if config.enable_faults:
+            self.audit = PageAudit(parts.runner.page_digests, parts.memory)
+            self.fills.audit = self.audit
+        sampler = Sampler(
+            parts.info.vocab_size,
+            config.max_running_requests,
+            device=parts.sampling_device,
+        )
+        self._constraints = parts.constraints
+        self._drawing = Drawing(sampler, parts.constraints)
+        self.pipeline = Pipeline(
+            parts.runner,
+            self._drawing,
+            self.scheduler,
+            self,
+            clock,
+            is_overlapped=config.is_overlapped,
+        )
+        self._groups: dict[RequestKey, list[Request]] = {}
+        self.stats = EngineStats(clock, config.max_step_tokens)
+        self.is_draining = False
+        self.ran_step = False
+        """The last turn computed something."""
+        self._expire_at = 0.0
+        self._report_at = 0.0
+
+    # -- one turn --------------------------------------------------------------------------------
+
+    @property
+    def flight(self) -> FlightRecorder | None:
+        """Keeps each plan for those who look into a crash, once it is set."""
+        return self.pipeline.flight
+
+    @flight.setter
+    def flight(self, recorder: FlightRecorder | None) -> None:
+        self.pipeline.flight = recorder
+
+    @property
+    def has_work(self) -> bool:
+        """The next turn would run a step."""
+        return self.scheduler.has_work or self.pipeline.num_steps > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """No request, no fill, no lease: it can be stopped without anybody noticing."""
+        return not (
+            self.scheduler.num_requests
+            or self.pipeline.num_steps
+            or self.fills.num_open
+            or self.filler.num_active
+            or self.num_copies
+        )
+
+    @property
+    def num_copies(self) -> int:
+        """Pages that are held for copies to elsewhere."""
+        num_copies = self.store.num_open_pages if self.store is not None else 0
+        return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
+
+    def _prefill_rate(self) -> float:
+        return self.costs.local_tokens_per_s
+
+    def turn(self, inbox: Inbox | None = None) -> Outbox:
+        """Takes the inbox, begins at most one step and ends at most one, and returns what has to
+        go out."""
+        if inbox is not None:
+            self._take_inbox(inbox)
+        self._take_transfers()
+        self._take_compiled()
+        now = self._clock()
+        if now >= self._expire_at:
+            self._expire_at = now + EXPIRY_INTERVAL_S
+            self.scheduler.expire(now)
+            self.fills.tick()
+            self.filler.tick()
+        plan = self.scheduler.plan(now)
+        self._note_plan()
+        self.ran_step = self.pipeline.turn(plan)
+        if self.store is not None:
+            self.store.tick()
+        if self.tiers is not None:
+            self.tiers.tick()
+        if self.config.poison_free_pages:
+            self._runner.poison(self.memory.take_freed())
+            if self.tiers is not None:
+                self._runner.mark().wait()  # Loads wait for no step.
+        if now >= self._report_at or (inbox is not None and _wants_report(inbox)):
+            self._report_at = now + REPORT_INTERVAL_S
+            self._out.outbox.load = load_report(self)
+        self._out.outbox.kv_changes = self._kv_events.take()
+        return self._out.take()
+
+    def close(self) -> None:
+        """Ends the data plane's threads and agents, and the compiler of constraints."""
+        self._constraints.close()
+        if self.tiers is not None:
+            self.tiers.close()
+        self.parts.plane.close()
+
+    # -- what came in ----------------------------------------------------------------------------
+
+    def _take_inbox(self, inbox: Inbox) -> None:
+        if inbox.drain:
+            self.is_draining = self.filler.is_draining = True
+            self._hand_back(is_running_too=False)
+        for submit in inbox.submits:
+            self._submit(submit)
+        for cancel in inbox.cancels:
+            key = RequestKey(cancel.session, cancel.request_id, cancel.attempt)
+            self._cancel(key, cancel.sample)
+        for session in inbox.closed_sessions:
+            for key in [key for key in self._groups if key.session == session]:
+                self._end_group(key)
+        for ping in inbox.pings:
+            self._answer(ping)
+        for start in inbox.fill_starts:
+            self.filler.on_start(start)
+        for lease_id in inbox.fill_renewals:
+            self.filler.on_renew(lease_id)
+        for lease_id in inbox.fill_stops:
+            self.filler.on_stop(lease_id)
+        for stream, num_events in inbox.taken_fill_events:
+            self.filler.on_taken(stream, num_events)
+        for stream in inbox.broken_fill_streams:
+            self.filler.on_stream_broken(stream)
+        for query in inbox.lease_queries:
+            reply = LeaseReply(query=query.query, state=self.filler.on_query(query))
+            self._out.outbox.lease_replies.append(reply)
+        if inbox.hand_back:
+            self._hand_back(is_running_too=True)
+        for event in inbox.filler_events:
+            self.fills.on_event(event.lease_id, event.event)
+        for answer in inbox.lease_answers:
+            self.fills.on_lease_answer(answer)
+        for exited in inbox.exits:
+            released = self.fills.on_process_exited(exited.worker_id, exited.epoch)
+            self._out.outbox.exit_replies.append((exited.query, released))
+        if self.store is not None:
+            for found in inbox.store_answers:
+                self.store.on_answer(found)
+            for result in inbox.store_put_results:
+                self.store.on_result(result)
+        for query_id in inbox.flush_cache:
+            self._out.outbox.flush_replies.append((query_id, self._flush()))
+        for query_id, max_entries in inbox.dump_state:
+            state = json.dumps(self.snapshot(max_entries))
+            self._out.outbox.state_replies.append((query_id, state))
+
+    def _flush(self) -> int:
+        num_pages = self.memory.flush_cache()
+        return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
+
+    def _take_transfers(self) -> None:
+        plane = self.parts.plane
+        if self.tiers is not None:
+            self.tiers.take()
+        if self.fills.num_open:
+            for notification in plane.notifications():
+                arrived: Sequence[tuple[int, bytes, int]] = (notification,)
+                if faults.FILL_NOTIFY.is_armed:
+                    arrived = faults.FILL_NOTIFY.repeat(notification)
+                for owner_epoch, lease_id, chunk in arrived:
+                    self.fills.on_notification(owner_epoch, lease_id, chunk)
+        for tag, digests, pages in plane.port.take():
+            if isinstance(tag, tuple):
+                self.fills.on_digested(*tag, digests)
+            elif self.store is not None:
+                self.store.on_digested(tag, digests, pages)
+        for item in plane.shipper.take():
+            if isinstance(item, ShipResult):
+                self.filler.on_shipped(item)
+            else:
+                self.filler.on_data(*item)
+
+    def _submit(self, submit: Submit) -> None:
+        key = RequestKey(submit.session, submit.request_id, submit.attempt)
+        if key in self._groups:
+            self._repeat_state(key)
+            return
+        try:
+            if self.is_draining:
+                raise Draining("this worker is shutting down", stage="queue")
+            num_waiting = len(self.scheduler.waiting) + len(self.scheduler.held)
+            if num_waiting >= self.config.max_waiting_requests:
+                message = f"{num_waiting} requests are waiting"
+                raise Overloaded(message, stage="queue", retry_after_s=self._queue_time_s())
+            request = self._intake.from_submit(submit, self._clock())
+            can_run = self._constraints.admit(request)
+        except WeftError as error:
+            self._out.failed(key, error)
+            return
+        self._out.accepted(key)
+        first: Request | None = request
+        if submit.progress:
+            first = first_to_run(request, self._intake, self._out, self._clock())
+        if first is not None:
+            self._groups[key] = [first]
+            self._look_up(first)
+            if can_run:
+                self.scheduler.add(first)
+            else:
+                self.scheduler.hold(first)
+        else:
+            self._constraints.end(request, is_last=True)
+
+    def _take_compiled(self) -> None:
+        for key, error in self._constraints.take_compiled():
+            if error is not None:
+                self._fail_group(key, error)
+            else:
+                self.scheduler.release(self._groups[key][0])
+
+    def _hand_back(self, *, is_running_too: bool) -> None:
+        """Gives requests back to their gateways, which go on with them elsewhere.
+
+        Args:
+            is_running_too: All of them, and open leases are stopped; else those that only wait.
+        """
+        queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
+        for key, group in list(self._groups.items()):
+            if is_running_too or all(request.state in queued for request in group):
+                self._fail_group(key, Draining("this worker is shutting down", stage="queue"))
+        if is_running_too:
+            for lease in list(self.filler.leases):
+                self.filler.on_stop(lease.handle.lease_id)
+
+    def _queue_time_s(self) -> float:
+        """When what is queued will have been computed, as things go."""
+        rate = self.costs.local_tokens_per_s
+        time_s = self.scheduler.num_queued_tokens / rate if rate else 0.0
+        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, time_s))
+
+    def _look_up(self, request: Request) -> None:
+        if self.tiers is not None:
+            self.tiers.look_up(request)
+        if self.store is not None:
+            self.store.look_up(request)
+
+    def _repeat_state(self, key: RequestKey) -> None:
+        """A duplicate submit is answered with where its request is."""
+        self._out.accepted(key)
+        for request in self._groups[key]:
+            self._out.all_tokens(request)
+
+    def _answer(self, ping: Ping) -> None:
+        if ping.expects_constraints:
+            self._constraints.expect()
+        keys = [RequestKey(ping.session, *asked) for asked in ping.asked]
+        unknown = [(key.request_id, key.attempt) for key in keys if key not in self._groups]
+        self._out.session(ping.session).pongs.append(Pong(nonce=ping.nonce, unknown=unknown))
+
+    def _cancel(self, key: RequestKey, sample: int | None) -> None:
+        if sample is None:
+            self._end_group(key)
+            return
+        for request in self._groups.get(key, []):
+            if request.sample == sample and request.state is not State.FINISHED:
+                self._end_sample(request, "cancelled", None)
+                return
+            if sample in request.unforked_samples:
+                self._end_unforked(request, sample)
+                return
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def _note_plan(self) -> None:
+        """Reports what planning did: pre-emptions, cached pages of fill jobs, and wipes."""
+        for request in self.scheduler.preempted:
+            self._out.preempted(request)
+        self.scheduler.preempted.clear()
+        self._note_progress()
+        if self.tiers is not None:
+            self.tiers.write_back()
+        if wipes := self.memory.take_wipes():
+            self._runner.zero(wipes)
+            is_written_by_fills = self.fills.num_open and self.parts.plane.staging is None
+            if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
+                self._runner.mark().wait()  # Others may write there from now on.
+        if self.tiers is not None:
+            self.tiers.begin_loads()
+
+    def _note_progress(self) -> None:
+        progressed, self.scheduler.progressed = self.scheduler.progressed, []
+        for request in progressed:
+            self.filler.on_progress(request)
+
+    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+        """See `StepOwner.step_done`."""
+        self._note_progress()
+        num_surplus = 0
+        if drawn is not None:
+            num_surplus = self._take_tokens(drawn, len(plan.decodes))
+        self.stats.step(plan, duration_s, self.costs, num_surplus)
+
+    def _take_tokens(self, drawn: Drawn, num_decodes: int) -> int:
+        """Appends and emits new tokens; ends samples where they end, and forks others.
+
+        Args:
+            drawn: What came.
+            num_decodes: Of so many of the rows, at the front, it is not the first token.
+
+        Returns:
+            Tokens of requests that had ended while the step was under way.
+        """
+        num_surplus = 0
+        for row, error in drawn.errors.items():
+            if drawn.requests[row].state is not State.FINISHED:
+                num_surplus -= 1  # Its token is neither of use nor too many.
+                self._fail_group(drawn.requests[row].key, error)
+        now = self._clock()
+        firsts = drawn.requests[num_decodes:]
+        for request in firsts:
+            timeline = request.timeline
+            if timeline.first_token_s is None:
+                timeline.first_token_s = now - timeline.submitted_at
+        emit, finished = self._out.token, State.FINISHED
+        for request, token, logprob in zip(*drawn[:3], strict=True):
+            if request.state is finished:
+                num_surplus += 1
+                continue
+            tokens = request.tokens
+            num_generated = len(tokens) - request.num_prompt_tokens
+            emit(request, token, num_generated, logprob)
+            tokens.append(token)
+            num_generated += 1
+            if num_generated >= request.max_tokens or token in request.end_token_ids:
+                end = end_of(request, token, num_generated)
+                if end is not None:
+                    self._end_sample(request, *end)
+        for request in firsts:
+            if request.unforked_samples and request.state is not State.FINISHED:
+                self._fork(request, now)
+        return num_surplus
+
+    def _fork(self, first: Request, now: float) -> None:
+        """Makes the other samples of a prompt whose KV exists now; they share its full pages."""
+        num_pages = (first.num_prompt_tokens - 1) // self.config.page_size
+        group = self._groups.get(first.key)
+        samples, first.unforked_samples = first.unforked_samples, {}
+        if group is None:
+            return
+        for sample, generated in reversed(samples.items()):
+            request = self._intake.sibling(first, sample, generated, now)
+            if first.state is State.RUNNING:
+                request.pages = first.pages[:num_pages]
+                self.memory.retain(request.pages)
+                request.num_computed = num_pages * self.config.page_size
+                request.num_published_pages = num_pages
+            group.append(request)
+            self.scheduler.add(request)
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def _end_sample(self, request: Request, reason: str, stop_token_id: int | None) -> None:
+        """One sample ended well."""
+        request.timeline.finish_s = self._clock() - request.timeline.submitted_at
+        if request.unforked_samples:
+            self._fork(request, self._clock())
+        self._out.finished(request, reason, stop_token_id)
+        self.scheduler.finish(request)
+
+    def _end_unforked(self, first: Request, sample: int) -> None:
+        """A sample is cancelled before it was forked."""
+        generated = first.unforked_samples.pop(sample)
+        never = self._intake.sibling(first, sample, generated, self._clock())
+        never.timeline.finish_s = self._clock() - never.timeline.submitted_at
+        self._out.finished(never, "cancelled", None)
+
+    def _end_group(self, key: RequestKey) -> None:
+        """All samples of a request are cancelled."""
+        for request in self._groups.pop(key, []):
+            for sample in list(request.unforked_samples):
+                self._end_unforked(request, sample)
+            if request.state is not State.FINISHED:
+                self._end_sample(request, "cancelled", None)
+
+    def _fail_group(self, key: RequestKey, error: WeftError) -> None:
+        """A whole request fails: one event, and all its samples end."""
+        group = self._groups.pop(key, None)
+        if group is None:
+            return
+        timeline = group[0].timeline
+        timeline.finish_s = self._clock() - timeline.submitted_at
+        self._out.failed(key, error, timeline)
+        for request in group:
+            self.scheduler.finish(request, error)
+
+    def step_failed(self, plan: Plan, error: Exception) -> None:
+        """See `StepOwner.step_failed`."""
+        failure = Internal(f"a step failed: {type(error).__name__}", stage="decode")
+        for request, *_ in plan:
+            if request.is_fill:
+                self.scheduler.finish(request, failure)
+            else:
+                self._fail_group(request.key, failure)
+
+    def _on_finish(self, request: Request) -> None:
+        """The scheduler's word that a request is over and its pages released."""
+        if request.is_fill:
+            if request.error is not None:
+                self.filler.on_job_failed(request, request.error.message)
+            return
+        group = self._groups.get(request.key)
+        if request.error is not None:
+            self._fail_group(request.key, request.error)
+        elif group and all(r.state is State.FINISHED for r in group):
+            del self._groups[request.key]
+        self._constraints.end(request, is_last=request.key not in self._groups)
+
+    def _on_slot_free(self, slot: int) -> None:
+        self._runner.reset_slot(slot)
+        self._drawing.free(slot)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def staging_counts(self) -> StagingCounts | None:
+        """Staging pages by state; None where there are none."""
+        area = self.parts.plane.staging
+        return area.counts() if area is not None else None
+
+    def counters(self) -> dict[str, int]:
+        """Counts since start, by name."""
+        return engine_counters(self)
+
+    def sizes(self) -> dict[str, int]:
+        """Lengths of everything that grows with requests, by name; see `snapshot`."""
+        return {
+            "groups": len(self._groups),
+            "sampling_slots": self._drawing.num_slots,
+            "steps_under_way": self.pipeline.num_steps,
+            **self.scheduler.sizes(),
+            **self.fills.sizes(),
+            **self.filler.sizes(),
+            **(self.store.sizes() if self.store is not None else {}),
+            **(self.tiers.sizes() if self.tiers is not None else {}),
+            **self._constraints.sizes(),
+            **self.parts.plane.sizes(),
+        }
+
+    def snapshot(self, max_entries: int) -> dict[str, Any]:
+        """What this engine is doing now, as JSON can hold it: ids and numbers, no tokens.
+
+        Args:
+            max_entries: Of each list; `sizes` has the whole lengths.
+        """
+        return engine_snapshot(self, self._clock(), max_entries)
+
+
+def _wants_report(inbox: Inbox) -> bool:
+    """Somebody waits for what these do to the load, or compares it with the state."""
+    return inbox.drain or inbox.hand_back or bool(inbox.flush_cache or inbox.dump_state)

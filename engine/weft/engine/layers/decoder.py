@@ -1,0 +1,155 @@
+"""The walk through a stack of pre-norm decoder layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from weft.engine.layers.attention import Attention
+from weft.engine.layers.mlp import GatedMLP
+from weft.engine.layers.moe import SparseMLP
+from weft.engine.layers.norm import RMSNorm
+from weft.engine.runner.batch import ForwardBatch
+from weft.kernels.decoder_layer import (
+    DecoderLayerWeight,
+    DecoderStep,
+    decoder_layers,
+    pack_decoder_layer,
+    prepare_step,
+    stack_layers,
+)
+
+
+class DecoderLayer:
+    """Attention and MLP, each normalised before and added to the residual stream after."""
+
+    def __init__(
+        self,
+        input_layernorm: RMSNorm,
+        self_attn: Attention,
+        post_attention_layernorm: RMSNorm,
+        mlp: GatedMLP | SparseMLP,
+    ) -> None:
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+        self.packed: DecoderLayerWeight = pack_decoder_layer(
+            input_norm=input_layernorm.weight,
+            qkv=self_attn.qkv_proj.weight,
+            o=self_attn.o_proj.weight,
+            post_norm=post_attention_layernorm.weight,
+            mlp=mlp.weight,
+            eps=input_layernorm.eps,
+            q_norm=None if self_attn.q_norm is None else self_attn.q_norm.weight,
+            k_norm=None if self_attn.k_norm is None else self_attn.k_norm.weight,
+        )
+        """For running many layers as one operation."""
+
+    def __call__(
+        self, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs the layer by single operations: [T, hidden] -> [T, hidden]."""
+        q = self.self_attn.write(self.input_layernorm(hidden), batch, pool)
+        hidden = self.self_attn.attend(q, hidden, batch, pool)
+        return self.mlp(self.post_attention_layernorm(hidden), hidden)
+
+    def prepare(self, batch: ForwardBatch, pool: torch.Tensor) -> DecoderStep:
+        """Describes a step, once for all layers of the same shape."""
+        return prepare_step(
+            self.packed,
+            pool=pool,
+            positions=batch.positions,
+            slots=batch.slots,
+            cos_sin=self.self_attn.cos_sin,
+            page_table=batch.page_table,
+            cu_q_lens=batch.cu_q_lens,
+            kv_lens=batch.kv_lens,
+            num_heads=self.self_attn.num_heads,
+            scale=self.self_attn.scale,
+            max_q_len=batch.max_q_len,
+            max_kv_len=batch.max_kv_len,
+        )
+
+    def write_only(self, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor) -> None:
+        """Writes K and V of all rows and computes nothing else."""
+        self.self_attn.write(self.input_layernorm(hidden), batch, pool)
+
+    def of_rows(
+        self, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes K and V of all rows; computes the rest for `batch.logits_rows` alone.
+
+        Returns:
+            [L, hidden].
+        """
+        rows = batch.logits_rows
+        q = self.self_attn.write(self.input_layernorm(hidden), batch, pool).index_select(0, rows)
+        hidden = hidden.index_select(0, rows)
+        hidden = self.self_attn.attend(q, hidden, one_row_requests(batch), pool)
+        return self.mlp(self.post_attention_layernorm(hidden), hidden)
+
+
+class DecoderStack:
+    """Embedding, layers and final norm."""
+
+    def __init__(
+        self, embed_tokens: torch.Tensor, layers: Sequence[DecoderLayer], norm: RMSNorm
+    ) -> None:
+        """Composes the parts; `embed_tokens` is [vocab, hidden]."""
+        self.embed_tokens = embed_tokens
+        self.layers = tuple(layers)
+        self.norm = norm
+        packed = [layer.packed for layer in layers]
+        is_uniform = len({layer.shapes() for layer in packed}) == 1
+        self._whole = stack_layers(packed) if is_uniform else None
+        self._but_last = stack_layers(packed[:-1]) if is_uniform and len(packed) > 1 else None
+
+    def __call__(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+        """Runs a step: [L, hidden], the normalised hidden states of `batch.logits_rows`."""
+        hidden = self.embed_tokens.index_select(0, batch.token_ids)
+        last, num_rows = self.layers[-1], batch.logits_rows.shape[0]
+        if 2 * num_rows > hidden.shape[0]:
+            hidden = self._run(hidden, batch, pool, is_whole=True)
+            return self.norm(hidden.index_select(0, batch.logits_rows))
+        # Of the last layer only the wanted rows are needed, apart from their K and V.
+        hidden = self._run(hidden, batch, pool, is_whole=False)
+        if num_rows == 0:
+            last.write_only(hidden, batch, pool)
+            return hidden.new_empty((0, hidden.shape[1]))
+        return self.norm(last.of_rows(hidden, batch, pool))
+
+    def _run(
+        self, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor, *, is_whole: bool
+    ) -> torch.Tensor:
+        """All layers, or all but the last."""
+        if self._whole is None:
+            for layer in self.layers if is_whole else self.layers[:-1]:
+                hidden = layer(hidden, batch, pool)
+            return hidden
+        stack = self._whole if is_whole else self._but_last
+        if stack is None:
+            return hidden
+        return decoder_layers(hidden, stack, self.layers[0].prepare(batch, pool))
+
+
+def one_row_requests(batch: ForwardBatch) -> ForwardBatch:
+    """The rows of `logits_rows`, each as a request of its own with one new token.
+
+    A row attends to the positions up to its own, so this changes nothing in what it computes.
+    """
+    rows = batch.logits_rows
+    num_rows = rows.shape[0]
+    requests = torch.searchsorted(batch.cu_q_lens, rows.to(torch.int32), right=True) - 1
+    positions = batch.positions.index_select(0, rows)
+    return ForwardBatch(
+        token_ids=batch.token_ids.index_select(0, rows),
+        positions=positions,
+        cu_q_lens=torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device),
+        kv_lens=(positions + 1).to(torch.int32),
+        page_table=batch.page_table.index_select(0, requests),
+        slots=batch.slots.index_select(0, rows),
+        logits_rows=torch.arange(num_rows, device=rows.device),
+        max_q_len=1,
+        max_kv_len=batch.max_kv_len,
+    )

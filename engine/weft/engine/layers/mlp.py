@@ -1,0 +1,28 @@
+"""The gated feed-forward part of a decoder layer."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.layers.linear import GateUp, Linear
+from weft.engine.layers.weights import Weights
+from weft.engine.models.config import ModelConfig
+from weft.kernels.decoder_layer import GatedMlpWeight
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, gate_up: tuple[str, ...]) -> None:
+        """Reads the projections; `gate_up` names the two that are fused."""
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = GateUp(weights, gate_up, hidden, inner, bias)
+        self.down_proj = Linear(weights, ("down_proj",), inner, (hidden,), bias)
+
+    @property
+    def weight(self) -> GatedMlpWeight:
+        """Both projections, for a stack of layers."""
+        return GatedMlpWeight(self.gate_up_proj.weight, self.down_proj.weight)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """[M, hidden], [M, hidden] -> [M, hidden]."""
+        return self.down_proj(self.gate_up_proj(x), residual)

@@ -1,0 +1,90 @@
+"""How layers take their parameters: by Hugging Face name, converted and fused on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from weft.kernels.memory import WeightArena
+
+
+class WeightSource(Protocol):
+    """Where parameters come from: a checkpoint, or random numbers for benchmarks."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layers compute in."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers live."""
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Copies the tensor `name`, converted to the dtype of `out`, which has its shape.
+
+        Raises:
+            ModelError: Shape or dtype in the checkpoint are not what the model needs.
+        """
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+
+    def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
+        """As `read_into`, of entry `index` of a tensor whose first axis has `count` entries."""
+
+
+class Weights:
+    """The parameters below one prefix of the names, such as `model.layers.3.mlp.`."""
+
+    def __init__(
+        self, source: WeightSource, prefix: str = "", arena: WeightArena | None = None
+    ) -> None:
+        self._source = source
+        self._prefix = prefix
+        self.arena = arena or WeightArena()
+        """Where layers keep weights that they pack; one for the whole model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layers compute in."""
+        return self._source.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers live."""
+        return self._source.device
+
+    def at(self, name: str | int) -> Weights:
+        """The parameters of the submodule `name`."""
+        return Weights(self._source, f"{self._prefix}{name}.", self.arena)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a parameter of this name."""
+        return self._source.has(self._prefix + name)
+
+    def part(self, name: str, index: int, count: int, *shape: int) -> torch.Tensor:
+        """Entry `index` of a parameter of shape [count, *shape]."""
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._source.read_part_into(self._prefix + name, index, count, out)
+        return out
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """One parameter of this shape."""
+        return self.fused((name,), shape[:1], *shape[1:])
+
+    def fused(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> torch.Tensor:
+        """Several parameters stacked along their first axis, each copied into its place.
+
+        Args:
+            names: Parameters, in the order in which they are stacked.
+            rows: First axis of each.
+            rest: Their other axes.
+
+        Returns:
+            [sum(rows), *rest] of the model's dtype, on its device.
+        """
+        out = torch.empty((sum(rows), *rest), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, torch.split(out, list(rows)), strict=True):
+            self._source.read_into(self._prefix + name, part)
+        return out

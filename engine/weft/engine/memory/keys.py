@@ -1,0 +1,153 @@
+"""Page identity: chained BLAKE2b-256 keys (test vectors: protos/vectors/page_key.json)."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from sys import byteorder
+
+HASH_VERSION = 1
+ROOT_KEY = bytes(32)
+"""Parent of a prompt's first page."""
+TOKEN_BYTES = 4
+"""Of a token id in `token_bytes`."""
+
+
+def _digest(person: bytes, *parts: bytes) -> bytes:
+    state = hashlib.blake2b(digest_size=32, person=person)
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def namespace_digest(
+    model_digest: bytes, layout: str, *, adapter_digest: bytes = b"", cache_salt: str = ""
+) -> bytes:
+    """Names everything but the tokens that a page's content depends on.
+
+    Args:
+        model_digest: 32 bytes over weights, config, dtype and quantisation.
+        layout: `PlaneLayout.describe()`.
+        adapter_digest: content digest of the adapter; empty for the base model.
+        cache_salt: the tenant's salt; empty = shared.
+
+    Returns:
+        32 bytes.
+    """
+    fields = [model_digest, layout.encode(), adapter_digest, cache_salt.encode()]
+    framed = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+    return _digest(b"weft-ns", HASH_VERSION.to_bytes(4, "little"), framed)
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian u32."""
+    packed = array("I", tokens)
+    if byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def page_key(parent: bytes, tokens: Sequence[int], namespace: bytes) -> bytes:
+    """Key of the page of `tokens` that follows the page `parent`; 32 bytes."""
+    return _digest(b"weft-page", parent, namespace, token_bytes(tokens))
+
+
+SHORT_KEY_BYTES = 8
+
+
+def short_key(key: bytes) -> int:
+    """The first bytes of a page key, as a little-endian number.
+
+    For guesses about who holds what. Identity is the whole key.
+    """
+    return int.from_bytes(key[:SHORT_KEY_BYTES], "little")
+
+
+class ShortKeys:
+    """Short keys of a prompt's full pages, computed as far as they are asked for.
+
+    Args:
+        tokens: The prompt; must not change.
+        page_size: Token positions a page.
+        namespace: 32 bytes.
+    """
+
+    __slots__ = ("_keys", "_namespace", "_page_size", "_parent", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], page_size: int, namespace: bytes) -> None:
+        self._tokens = tokens
+        self._page_size = page_size
+        self._namespace = namespace
+        self._parent = ROOT_KEY
+        self._keys: list[int] = []
+
+    def upto(self, num_pages: int) -> list[int]:
+        """At least the keys of the first `num_pages` pages, which must be full.
+
+        The list is the live one: do not change it.
+        """
+        keys = self._keys
+        if len(keys) < num_pages:
+            size, key, namespace = self._page_size, self._parent, self._namespace
+            data = token_bytes(self._tokens[len(keys) * size : num_pages * size])
+            width = size * TOKEN_BYTES
+            for start in range(0, len(data), width):
+                key = _digest(b"weft-page", key, namespace, data[start : start + width])
+                keys.append(short_key(key))
+            self._parent = key
+        return keys
+
+
+class PageKeys:
+    """Keys of a growing token sequence's full pages, each computed once.
+
+    The sequence is given with each call; it is always the same one, perhaps longer.
+    """
+
+    __slots__ = ("_keys", "_packed", "_page_size", "namespace")
+
+    def __init__(self, namespace: bytes, page_size: int) -> None:
+        self.namespace = namespace
+        self._page_size = page_size
+        self._keys: list[bytes] = []
+        self._packed = b""
+
+    def packed(self, tokens: Sequence[int], start: int, end: int) -> bytes:
+        """`token_bytes` of tokens [start, end); a prompt's are kept."""
+        if end * TOKEN_BYTES <= len(self._packed):
+            return self._packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        data = token_bytes(tokens[start:end])
+        if start == 0:
+            self._packed = data
+        return data
+
+    def upto(self, tokens: Sequence[int], num_pages: int) -> list[bytes]:
+        """Keys of the first `num_pages` pages of `tokens` (which must have that many).
+
+        The returned list is the live one when all keys are asked for: do not change it.
+        """
+        keys, size = self._keys, self._page_size
+        if len(keys) < num_pages:
+            parent = keys[-1] if keys else ROOT_KEY
+            data = self.packed(tokens, len(keys) * size, num_pages * size)
+            width = size * TOKEN_BYTES
+            for start in range(0, len(data), width):
+                page = data[start : start + width]
+                parent = _digest(b"weft-page", parent, self.namespace, page)
+                keys.append(parent)
+        return keys if len(keys) == num_pages else keys[:num_pages]
+
+    def key_of(self, tokens: Sequence[int], index: int, page: bytes) -> bytes:
+        """Key of page number `index`, whose tokens are packed already."""
+        keys = self._keys
+        if index > len(keys):
+            self.upto(tokens, index)
+        if index == len(keys):
+            keys.append(_digest(b"weft-page", keys[-1] if keys else ROOT_KEY, self.namespace, page))
+        return keys[index]
+
+    def adopt(self, keys: Sequence[bytes]) -> None:
+        """Takes keys of the first pages that are known from elsewhere."""
+        if len(self._keys) < len(keys):
+            self._keys[:] = keys

@@ -1,0 +1,107 @@
+"""What the prefix cache gains and loses, for those who choose workers by it.
+
+Two callbacks collect during a step; `take` turns what they heard into numbered changes. Within one
+batch a page that was stored and removed again leaves no trace, so stored and removed are disjoint
+and their order does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weft.engine.memory.keys import short_key
+
+MAX_CHANGE_PAGES = 16_384
+"""Of one change: some 128 KiB on the wire."""
+MAX_RUN_TOKENS = 256
+
+
+@dataclass(slots=True, kw_only=True)
+class KvRun:
+    """Pages that follow one another in a prompt."""
+
+    parent: int
+    """Short key of the page before the first one; 0 at a prompt's beginning."""
+    keys: list[int]
+    """Short keys (`weft.engine.memory.keys.short_key`)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class KvChange:
+    """What changed since the change before."""
+
+    sequence: int
+    """Without gaps from 1 on, in the life of an engine."""
+    stored: list[KvRun]
+    removed: list[int]
+    """Short keys."""
+
+    @property
+    def num_pages(self) -> int:
+        """Stored and removed."""
+        return len(self.removed) + sum(len(run.keys) for run in self.stored)
+
+
+def runs_of(pages: Iterable[tuple[int, int]], max_pages: int) -> list[KvRun]:
+    """Joins (key, parent) pairs into runs of at most `max_pages` where they follow one another."""
+    runs: list[KvRun] = []
+    keys: list[int] = []
+    last = -1
+    for key, parent in pages:
+        if parent != last or len(keys) == max_pages:
+            keys = [key]
+            runs.append(KvRun(parent=parent, keys=keys))
+        else:
+            keys.append(key)
+        last = key
+    return runs
+
+
+class KvEvents:
+    """Collects changes of one prefix cache; belongs to the engine's thread.
+
+    Args:
+        page_size: Token positions a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._run_pages = max(1, MAX_RUN_TOKENS // page_size)
+        self._stored: dict[bytes, bytes] = {}
+        self._removed: dict[bytes, None] = {}
+        self._sequence = 0
+
+    def stored(self, key: bytes, parent: bytes) -> None:
+        """A page was indexed; `parent` is the key of the page before it in its prompt."""
+        if key in self._removed:
+            del self._removed[key]
+        else:
+            self._stored[key] = parent
+
+    def removed(self, key: bytes) -> None:
+        """A page was taken out of the index."""
+        if key in self._stored:
+            del self._stored[key]
+        else:
+            self._removed[key] = None
+
+    def take(self) -> list[KvChange]:
+        """What changed since the last call: mostly one change or none."""
+        if not self._stored and not self._removed:
+            return []
+        stored = [(short_key(key), short_key(parent)) for key, parent in self._stored.items()]
+        removed = [short_key(key) for key in self._removed]
+        self._stored.clear()
+        self._removed.clear()
+        changes = []
+        for start in range(0, max(len(stored), len(removed)), MAX_CHANGE_PAGES // 2):
+            end = start + MAX_CHANGE_PAGES // 2
+            self._sequence += 1
+            changes.append(
+                KvChange(
+                    sequence=self._sequence,
+                    stored=runs_of(stored[start:end], self._run_pages),
+                    removed=removed[start:end],
+                )
+            )
+        return changes

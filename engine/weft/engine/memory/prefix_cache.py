@@ -1,0 +1,303 @@
+"""What indexes full pages: the interface of the page owner, and the index by key of lower tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple, Protocol
+
+from weft.engine.memory.eviction import EvictionPolicy, Key, lru
+
+_LEAST_HEAP = 64
+"""Entries up to which no stale ones are looked for."""
+
+
+class Evicted(NamedTuple):
+    """A page that has left its index."""
+
+    page: int
+    key: bytes
+    parent: bytes
+    """Key of the page before it in its prompt; empty: unknown."""
+
+
+class PageIndex(Protocol):
+    """Index of published pages. It holds no references: `KvMemory` tells it what is in use."""
+
+    def has_page(self, page: int) -> bool:
+        """The page is indexed."""
+        ...
+
+    def mark_unused(self, page: int) -> None:
+        """Nobody uses this indexed page now: it may be evicted."""
+        ...
+
+    def mark_used(self, page: int) -> None:
+        """Somebody uses this indexed page: it may not be evicted."""
+        ...
+
+    def evict(self) -> Evicted | None:
+        """Takes the least valuable page that may go out of the index; None: there is none."""
+        ...
+
+    @property
+    def num_unused_pages(self) -> int:
+        """Indexed pages that nobody uses."""
+        ...
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """Of these, how many `evict` could give one after the other."""
+        ...
+
+
+class PageEntry:
+    """One page of a `PageKeyCache` and its use."""
+
+    __slots__ = (
+        "created",
+        "group",
+        "is_quiet",
+        "is_used",
+        "key",
+        "last_used",
+        "num_hits",
+        "page",
+        "parent",
+        "priority",
+        "ticket",
+    )
+
+    def __init__(
+        self, key: bytes, page: int, parent: bytes, group: bytes, now: int, priority: int
+    ) -> None:
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.group = group
+        self.is_used = True
+        self.is_quiet = False
+        """The use that goes on now is none of a reader."""
+        self.ticket = 0
+        """Of its entry in the heaps; 0 = it has none."""
+        self.created = self.last_used = now
+        self.num_hits = 0
+        self.priority = priority
+
+
+_Heap = list[tuple[Key, int, PageEntry]]
+
+
+class _Queues:
+    """Unused pages in the order in which they go: first those that no held page follows."""
+
+    __slots__ = ("inner", "leaves")
+
+    def __init__(self) -> None:
+        self.leaves: _Heap = []
+        self.inner: _Heap = []
+
+    def pop(self) -> PageEntry | None:
+        for heap in (self.leaves, self.inner):
+            while heap:
+                _, ticket, entry = heappop(heap)
+                if entry.ticket == ticket:
+                    return entry
+        return None
+
+    def push(self, item: tuple[Key, int, PageEntry], num_entries: int, *, is_leaf: bool) -> None:
+        heap = self.leaves if is_leaf else self.inner
+        heappush(heap, item)
+        if len(heap) > _LEAST_HEAP + 2 * num_entries:
+            heap[:] = [item for item in heap if item[2].ticket == item[1]]
+            heapify(heap)
+
+
+class PageKeyCache:
+    """Index by page key: what lower tiers and the KV store hold.
+
+    A key's presence implies nothing about its parents'; `match` stops at the first gap. Of pages
+    whose parent is told, one that another held page follows goes after that, if it can.
+
+    Args:
+        policy: orders pages that may be given up; the last use of one is when its use ended.
+        has_groups: `evict_of` is wanted.
+    """
+
+    def __init__(self, policy: EvictionPolicy = lru, *, has_groups: bool = False) -> None:
+        self._policy = policy
+        self._by_key: dict[bytes, PageEntry] = {}
+        self._by_page: dict[int, PageEntry] = {}
+        self._num_children: dict[bytes, int] = {}
+        """Held pages that follow a key, held or not."""
+        self._queues = _Queues()
+        self._groups: dict[bytes, _Queues] | None = {} if has_groups else None
+        self._group_pages: dict[bytes, int] = {}
+        self._num_unused = 0
+        self._num_tickets = 0
+        self._time = 0
+
+    # -- finding and adding ----------------------------------------------------------------------
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages of the longest indexed prefix of `keys`; changes nothing."""
+        pages: list[int] = []
+        for key in keys:
+            entry = self._by_key.get(key)
+            if entry is None:
+                break
+            pages.append(entry.page)
+        return pages
+
+    def get(self, key: bytes) -> PageEntry | None:
+        """What is indexed under a key; changes nothing."""
+        return self._by_key.get(key)
+
+    def insert(
+        self,
+        key: bytes,
+        page: int,
+        *,
+        parent: bytes = b"",
+        group: bytes = b"",
+        priority: int = 0,
+    ) -> bool:
+        """Indexes `page`, which is in use; False when another page already has the key.
+
+        Args:
+            key: 32 bytes.
+            page: Its number.
+            parent: Key of the page before it; empty: unknown.
+            group: Whose page it is, for `evict_of`.
+            priority: Of the request that made it.
+        """
+        if key in self._by_key:
+            return False
+        self._time += 1
+        entry = PageEntry(key, page, parent, group, self._time, priority)
+        self._by_key[key] = entry
+        self._by_page[page] = entry
+        if parent:
+            self._add_child(parent)
+        if self._groups is not None:
+            self._group_pages[group] = self._group_pages.get(group, 0) + 1
+        return True
+
+    def touch(self, pages: Sequence[int], priority: int = 0) -> None:
+        """Notes that a reader found these pages."""
+        self._time += 1
+        for page in pages:
+            entry = self._by_page[page]
+            entry.last_used = self._time
+            entry.num_hits += 1
+            entry.priority = min(priority, entry.priority)
+            entry.is_quiet = False
+
+    # -- what is in use --------------------------------------------------------------------------
+
+    def has_page(self, page: int) -> bool:
+        """See `PageIndex.has_page`."""
+        return page in self._by_page
+
+    def mark_unused(self, page: int) -> None:
+        """See `PageIndex.mark_unused`."""
+        entry = self._by_page[page]
+        entry.is_used = False
+        if not entry.is_quiet:
+            self._time += 1
+            entry.last_used = self._time
+        entry.is_quiet = False
+        self._num_unused += 1
+        self._offer(entry)
+
+    def mark_used(self, page: int) -> None:
+        """See `PageIndex.mark_used`."""
+        entry = self._by_page[page]
+        entry.is_used = True
+        entry.ticket = 0
+        self._num_unused -= 1
+
+    def keep_age(self, page: int) -> None:
+        """The use that has begun is a copy to another tier: it makes the page no younger."""
+        self._by_page[page].is_quiet = True
+
+    # -- giving up -------------------------------------------------------------------------------
+
+    def evict(self) -> Evicted | None:
+        """See `PageIndex.evict`."""
+        return self._take_out(self._queues.pop())
+
+    def evict_of(self, group: bytes) -> Evicted | None:
+        """`evict` among the pages of one group."""
+        assert self._groups is not None
+        queues = self._groups.get(group)
+        return None if queues is None else self._take_out(queues.pop())
+
+    def num_pages_of(self, group: bytes) -> int:
+        """Indexed pages of a group."""
+        return self._group_pages.get(group, 0)
+
+    def drop(self, page: int) -> None:
+        """Takes a page out of the index, used or not (its content is not to be trusted)."""
+        entry = self._by_page.get(page)
+        if entry is not None:
+            self._remove(entry)
+
+    def _add_child(self, parent: bytes) -> None:
+        self._num_children[parent] = self._num_children.get(parent, 0) + 1
+        entry = self._by_key.get(parent)
+        if entry is not None and not entry.is_used:
+            self._offer(entry)
+
+    def _take_out(self, entry: PageEntry | None) -> Evicted | None:
+        if entry is None:
+            return None
+        self._remove(entry)
+        return Evicted(entry.page, entry.key, entry.parent)
+
+    def _remove(self, entry: PageEntry) -> None:
+        del self._by_key[entry.key]
+        del self._by_page[entry.page]
+        entry.ticket = 0
+        if not entry.is_used:
+            self._num_unused -= 1
+        if self._groups is not None:
+            self._leave_group(entry.group)
+        if not entry.parent:
+            return
+        left = self._num_children[entry.parent] - 1
+        if left:
+            self._num_children[entry.parent] = left
+            return
+        del self._num_children[entry.parent]
+        parent = self._by_key.get(entry.parent)
+        if parent is not None and not parent.is_used:
+            self._offer(parent)
+
+    def _leave_group(self, group: bytes) -> None:
+        assert self._groups is not None
+        self._group_pages[group] -= 1
+        if not self._group_pages[group]:
+            del self._group_pages[group]
+            self._groups.pop(group, None)
+
+    def _offer(self, entry: PageEntry) -> None:
+        """An unused page enters the queues."""
+        self._num_tickets += 1
+        entry.ticket = self._num_tickets
+        item = (self._policy(entry), entry.ticket, entry)
+        is_leaf = entry.key not in self._num_children
+        self._queues.push(item, len(self._by_page), is_leaf=is_leaf)
+        if self._groups is not None:
+            queues = self._groups.setdefault(entry.group, _Queues())
+            queues.push(item, self._group_pages[entry.group], is_leaf=is_leaf)
+
+    @property
+    def num_unused_pages(self) -> int:
+        """See `PageIndex.num_unused_pages`."""
+        return self._num_unused
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """See `PageIndex.num_evictable_pages`."""
+        return self._num_unused

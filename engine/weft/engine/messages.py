@@ -1,0 +1,455 @@
+"""What crosses the border between an engine and the server process in front of it.
+
+Plain dataclasses: the engine knows no wire format, the server encodes them (msgpack) for the local
+socket and converts them to protobuf at its edge. One `Inbox` and one `Outbox` travel per turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weft.engine.faults import FaultSpec, FaultState
+from weft.engine.memory.kv_events import KvChange
+from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.scheduler.state import FillCandidate, Timeline
+from weft.engine.transfer.handle import FillEvent, KvHandle, NixlTargetInfo
+from weft.engine.transfer.staging import StagingCounts
+
+# -- to the engine ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleProgress:
+    """Where one sample of a resumed request stands."""
+
+    sample: int
+    tokens: list[int]
+    """Generated so far, on other owners."""
+    is_finished: bool = False
+    """It is not run again, and nothing is reported of it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Submit:
+    """A request for this owner; its key is (session, request_id, attempt)."""
+
+    session: int
+    request_id: str
+    attempt: int
+    prompt: list[int]
+    sampling: SamplingParams
+    stop: StopCriteria
+    top_logprobs: int | None = None
+    """None: no log-probabilities."""
+    candidates: list[FillCandidate] = field(default_factory=list)
+    first_token_timeout_s: float = 600.0
+    total_timeout_s: float = 600.0
+    cache_salt: str = ""
+    traceparent: str = ""
+    priority: int = 0
+    """Less is more urgent."""
+    tenant: str = ""
+    """Who is charged, where tenants are treated fairly; empty = one shared."""
+    progress: list[SampleProgress] = field(default_factory=list)
+    """Of earlier attempts; samples without an entry begin anew."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cancel:
+    """Ends a request or one of its samples."""
+
+    session: int
+    request_id: str
+    attempt: int
+    sample: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class FillStart:
+    """An owner asks this engine to fill; events go back on `stream`."""
+
+    stream: int
+    handle: KvHandle
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class LeaseQuery:
+    """What became of a lease (and stop it)."""
+
+    query: int
+    lease_id: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class FillerEvent:
+    """Something that a filler said about one of our leases, or that its stream broke."""
+
+    lease_id: bytes
+    event: FillEvent
+
+
+@dataclass(slots=True, kw_only=True)
+class LeaseAnswer:
+    """Answer of a filler to our query about a lease; `filler_epoch` is who answered."""
+
+    lease_id: bytes
+    worker_id: str
+    filler_epoch: int
+    state: str
+    """unknown, active, stopping, stopped or fence_needed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessExited:
+    """Proof that an incarnation of a worker is gone."""
+
+    worker_id: str
+    epoch: int
+    query: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreSegment:
+    """Consecutive pages of a prompt that one replica of the store holds."""
+
+    num_pages: int
+    store_id: str
+    address: str
+    epoch: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreAnswer:
+    """The store's answer to a lookup; nothing when it could not be asked."""
+
+    lookup: int
+    segments: list[StoreSegment] = field(default_factory=list)
+    """What is held from the prompt's first page on."""
+    epochs: dict[str, int] = field(default_factory=dict)
+    """Incarnations of the replicas that answered, by their addresses."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StorePutResult:
+    """What became of a put."""
+
+    put: int
+    is_answered: bool
+    stored_pages: int = 0
+    wants_data: bool = False
+    """The store cannot read the pool: it asks for the pages' bytes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FaultOrder:
+    """Arms a fault in the engine's process or disarms some; answered by those armed then."""
+
+    query: int
+    add: FaultSpec | None = None
+    clear: str | None = None
+    """Disarms what is armed at this point; empty = everything."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ping:
+    """Is the loop alive, and does it have these requests?"""
+
+    session: int
+    nonce: int
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    """(request id, attempt)."""
+    expects_constraints: bool = False
+    """Constrained requests may come."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Inbox:
+    """Everything that came in since the last turn; handled kind by kind in this order."""
+
+    submits: list[Submit] = field(default_factory=list)
+    cancels: list[Cancel] = field(default_factory=list)
+    closed_sessions: list[int] = field(default_factory=list)
+    pings: list[Ping] = field(default_factory=list)
+    fill_starts: list[FillStart] = field(default_factory=list)
+    fill_renewals: list[bytes] = field(default_factory=list)
+    fill_stops: list[bytes] = field(default_factory=list)
+    taken_fill_events: list[tuple[int, int]] = field(default_factory=list)
+    """(stream, its events so far that are with gRPC), of streams that carry data."""
+    broken_fill_streams: list[int] = field(default_factory=list)
+    lease_queries: list[LeaseQuery] = field(default_factory=list)
+    filler_events: list[FillerEvent] = field(default_factory=list)
+    lease_answers: list[LeaseAnswer] = field(default_factory=list)
+    exits: list[ProcessExited] = field(default_factory=list)
+    store_answers: list[StoreAnswer] = field(default_factory=list)
+    store_put_results: list[StorePutResult] = field(default_factory=list)
+    drain: bool = False
+    """Takes no new work; requests that wait are handed back, those that run go on."""
+    hand_back: bool = False
+    """Hands back what still runs: its owners can resume it elsewhere."""
+    flush_cache: list[int] = field(default_factory=list)
+    """Query ids."""
+    dump_state: list[tuple[int, int]] = field(default_factory=list)
+    """(query, entries of each list at most)."""
+    fault_orders: list[FaultOrder] = field(default_factory=list)
+    """For the engine's process."""
+    log_level: str = ""
+    """For the engine's process: debug, info, warning or error; empty = as it is."""
+
+
+# -- from the engine -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Failure:
+    """A `WeftError` as data."""
+
+    reason: str
+    message: str
+    stage: str = ""
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Accepted:
+    """The request is queued."""
+
+    request_id: str
+    attempt: int
+
+
+class Tokens(NamedTuple):
+    """New tokens of one sample. A tuple: there are hundreds a step."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    first_index: int
+    """Of generated tokens."""
+    ids: list[int]
+    logprobs: list[TokenLogprob]
+    """One for each of `ids`, or none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Preempted:
+    """A running sample was put back into the queue."""
+
+    request_id: str
+    attempt: int
+    sample: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Finished:
+    """One sample ended well."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    reason: str
+    """stop, length or cancelled."""
+    stop_token_id: int | None
+    completion_tokens: int
+    cached_prompt_tokens: int
+    timeline: Timeline
+
+
+@dataclass(slots=True, kw_only=True)
+class Failed:
+    """A whole request was refused or broke."""
+
+    request_id: str
+    attempt: int
+    failure: Failure
+    timeline: Timeline | None = None
+    """Of its first sample, once it was queued."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pong:
+    """The answer to a ping."""
+
+    nonce: int
+    unknown: list[tuple[str, int]] = field(default_factory=list)
+    """Of the requests asked for, those that the engine does not have."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionBatch:
+    """All that one step brought for one session."""
+
+    session: int
+    accepted: list[Accepted] = field(default_factory=list)
+    tokens: list[Tokens] = field(default_factory=list)
+    preempted: list[Preempted] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    pongs: list[Pong] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class FillCommand:
+    """For the server to send to a filler: start (with handle), renew, stop or query."""
+
+    lease_id: bytes
+    worker_id: str
+    address: str
+    kind: str
+    """prefill or kvstore."""
+    action: str
+    """start, renew, stop, query or report."""
+    handle: KvHandle | None = None
+    corrupt: tuple[bytes, int] | None = None
+    """With `report`: key of a page and the digest that the store told for it."""
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreLookup:
+    """How many leading pages does the store hold?"""
+
+    lookup: int
+    namespace: bytes
+    keys: list[bytes]
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class StorePut:
+    """Offers pages to the store; answered by StorePutResult in any case."""
+
+    put: int
+    namespace: bytes
+    keys: list[bytes]
+    parents: list[bytes]
+    """Keys of the pages before them in their prompts; empty: none."""
+    shards: list[bytes]
+    """What the replica of each page follows from (`weft.engine.shards`)."""
+    digests: list[int]
+    pages: list[int]
+    source: NixlTargetInfo | None
+    """Where the store reads them; None: their bytes are in `data`."""
+    data: list[bytes]
+
+
+@dataclass(slots=True, kw_only=True)
+class FillReply:
+    """A filler's event for the owner on `stream`."""
+
+    stream: int
+    event: FillEvent
+
+
+@dataclass(slots=True, kw_only=True)
+class LeaseReply:
+    """Answer to a LeaseQuery; `state` as in LeaseAnswer."""
+
+    query: int
+    state: str
+
+
+@dataclass(slots=True, kw_only=True)
+class TierReport:
+    """State of one tier below the pool."""
+
+    name: str
+    """host, disk, or store: the KV store, whose pages are not counted here."""
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
+    """Read, or reserved for a page that comes."""
+    load_bytes_per_s: float
+    """Measured; 0 = unknown."""
+    counters: dict[str, int]
+    """Since start (`weft.engine.tiers.tier.TierCounters`)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadReport:
+    """The engine's state, sent every 100 ms and after changes of note."""
+
+    running_requests: int
+    waiting_requests: int
+    filling_requests: int
+    queued_tokens: int
+    """Prompt tokens to be computed, without what the prefix cache has of those that wait."""
+    request_tokens: int
+    """Prompt and generated tokens of all requests."""
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
+    quarantined_pages: int
+    quarantine_over_s: float
+    """How long that, or what is quarantined of staging pages, has been above
+    `max_quarantine_fraction`; 0: it is not."""
+    staging: StagingCounts | None = None
+    """Of a pool that peers do not reach; None: they do."""
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    decode_step_s: float
+    """Mean time of the latest steps in which requests decoded; 0: none did yet."""
+    decode_step_requests: float
+    """Mean requests that decoded in those."""
+    new_token_ratio: float
+    """Share of their `max_tokens` that requests are expected to generate, for admission."""
+    stale_after_s: float
+    is_draining: bool
+    is_idle: bool
+    """Nobody would notice its end: no request, no lease, no put is under way."""
+    transport_detail: str
+    """Transports and lanes now (lanes are known once pages travelled)."""
+    counters: dict[str, int]
+    tiers: list[TierReport] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outbox:
+    """Everything that one turn of the engine's loop produced."""
+
+    sessions: list[SessionBatch] = field(default_factory=list)
+    fill_commands: list[FillCommand] = field(default_factory=list)
+    fill_replies: list[FillReply] = field(default_factory=list)
+    lease_replies: list[LeaseReply] = field(default_factory=list)
+    store_lookups: list[StoreLookup] = field(default_factory=list)
+    store_puts: list[StorePut] = field(default_factory=list)
+    exit_replies: list[tuple[int, int]] = field(default_factory=list)
+    """(query, pages released)."""
+    kv_changes: list[KvChange] = field(default_factory=list)
+    """Of the prefix cache."""
+    flush_replies: list[tuple[int, int]] = field(default_factory=list)
+    """(query, pages flushed)."""
+    state_replies: list[tuple[int, str]] = field(default_factory=list)
+    """(query, JSON object)."""
+    fault_replies: list[tuple[int, list[FaultState]]] = field(default_factory=list)
+    """(query, faults armed in the engine's process)."""
+    load: LoadReport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine tells once, when it is ready."""
+
+    epoch: int
+    model_digest: bytes
+    dtype: str
+    vocab_size: int
+    max_context_tokens: int
+    num_pages: int
+    page_size: int
+    page_bytes: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    transports: list[str]
+    transport_detail: str
+    versions: dict[str, str]
+    notices: list[str]
+    engine_pid: int

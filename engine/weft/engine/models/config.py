@@ -1,0 +1,296 @@
+"""What a Hugging Face `config.json` says about a decoder-only model, checked and normalised.
+
+Pure Python: services may read a model's limits without importing torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.engine.end_tokens import end_token_ids
+from weft.engine.errors import ModelError
+from weft.engine.models.fields import Fields
+
+_DEFAULT_ROPE_THETA = 10_000.0
+_GENERATION_ONLY = ("eos_token_ids", "bos_token_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """What an architecture fixes without a field in config.json."""
+
+    qkv_bias: bool | None = None
+    """None: `attention_bias` says it, for the output projection too."""
+    qk_norm: bool = False
+    head_dim: int | None = None
+    """Where the file is silent; None: hidden_size / num_attention_heads."""
+    uses_sliding_window: bool = True
+    """What an absent `use_sliding_window` means."""
+    has_experts: bool = False
+
+
+_FAMILIES = {
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, uses_sliding_window=False),
+    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim=128, uses_sliding_window=False),
+    "Qwen3MoeForCausalLM": _Family(qk_norm=True, uses_sliding_window=False, has_experts=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding over the whole head."""
+
+    theta: float
+    """Base of the wavelengths."""
+    scaling: str = "none"
+    """none, linear or llama3."""
+    factor: float = 1.0
+    """Context extension; 1 for none."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_positions / this are stretched by `factor`."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_positions / this stay as they are."""
+    original_max_positions: int = 0
+    """llama3: context length before the extension; 0 where it plays no part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts in the place of some layers' MLPs."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    """That a token goes through."""
+    intermediate_size: int
+    """Inner width of one expert."""
+    norm_topk_prob: bool
+    """The shares of a token's experts are made to add up to 1."""
+    decoder_sparse_step: int
+    """Each layer whose number, from 1, is a multiple of it has experts."""
+    mlp_only_layers: tuple[int, ...]
+    """Layers, from 0, that have one MLP all the same."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape and arithmetic of a model, independent of how its weights are stored."""
+
+    architecture: str
+    """`architectures[0]`, the registry's key."""
+    model_type: str
+    vocab_size: int
+    """Rows of the embedding and of the LM head."""
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads; divides num_heads."""
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    """Longest context, tokens."""
+    tie_word_embeddings: bool
+    """The LM head is the embedding."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """RMS norm of each head of q and k before the rotation."""
+    moe: MoEConfig | None
+    """None: every layer has one MLP."""
+    eos_token_ids: tuple[int, ...]
+    """See `end_token_ids`; empty if no file names one."""
+    bos_token_id: int | None
+
+    @classmethod
+    def load(cls, model_dir: Path) -> ModelConfig:
+        """Reads `config.json` and, if present, `generation_config.json` of a directory.
+
+        Raises:
+            ModelError: A file is missing or malformed, or asks for what is not supported; the
+                message names the field.
+        """
+        raw = _read_json(model_dir / "config.json")
+        generation_file = model_dir / "generation_config.json"
+        generation = _read_json(generation_file) if generation_file.exists() else {}
+        return cls.from_dict(raw, generation, where=str(model_dir))
+
+    @classmethod
+    def from_dict(
+        cls,
+        raw: Mapping[str, Any],
+        generation: Mapping[str, Any] | None = None,
+        *,
+        where: str = "config.json",
+    ) -> ModelConfig:
+        """Normalises parsed JSON, of transformers 4 or 5 layout.
+
+        Args:
+            raw: Content of config.json.
+            generation: Content of generation_config.json, or None.
+            where: What messages call the source.
+
+        Raises:
+            ModelError: A value is missing, malformed or not supported.
+        """
+        fields = Fields(raw, where)
+        architecture = _architecture(fields)
+        family = _FAMILIES.get(architecture, _Family())
+        attention_bias = fields.flag("attention_bias", False)
+        _refuse_unsupported(fields, family)
+        hidden_size = fields.positive("hidden_size")
+        num_heads = fields.positive("num_attention_heads")
+        config = cls(
+            architecture=architecture,
+            model_type=fields.text("model_type", ""),
+            vocab_size=fields.positive("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=fields.positive("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=fields.positive("num_key_value_heads", num_heads),
+            head_dim=fields.positive("head_dim", _default_head_dim(fields, family)),
+            intermediate_size=fields.positive("intermediate_size"),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=_rope(fields),
+            max_position_embeddings=fields.positive("max_position_embeddings"),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias and family.qkv_bias is None,
+            mlp_bias=fields.flag("mlp_bias", False),
+            qk_norm=family.qk_norm,
+            moe=_experts(fields) if family.has_experts else None,
+            eos_token_ids=end_token_ids(raw, generation or {}, where),
+            bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
+        )
+        _check_shape(config, fields)
+        return config
+
+    def fingerprint(self) -> bytes:
+        """Canonical bytes of everything that changes hidden states, part of the model's digest."""
+        values = asdict(self)
+        for name in _GENERATION_ONLY:
+            del values[name]
+        if self.moe is None:
+            del values["moe"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return content
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise fields.error("architectures", "expected a list with the name of the model's class")
+    return names[0]
+
+
+def _default_head_dim(fields: Fields, family: _Family) -> int | None:
+    """The head size where the file is silent; None makes it required."""
+    if family.head_dim is not None:
+        return family.head_dim
+    hidden_size = fields.positive("hidden_size")
+    num_heads = fields.positive("num_attention_heads")
+    return hidden_size // num_heads if hidden_size % num_heads == 0 else None
+
+
+def _refuse_unsupported(fields: Fields, family: _Family) -> None:
+    activation = fields.text("hidden_act", "silu")
+    if activation != "silu":
+        raise fields.error("hidden_act", f"only silu is supported, not {activation!r}")
+    if fields.get("quantization_config"):
+        raise fields.error("quantization_config", "quantised checkpoints are not supported")
+    _refuse_sliding_window(fields, family)
+
+
+def _refuse_sliding_window(fields: Fields, family: _Family) -> None:
+    layer_types = fields.get("layer_types")
+    if isinstance(layer_types, list):
+        other = next((kind for kind in layer_types if kind != "full_attention"), None)
+        if other is not None:
+            raise fields.error("layer_types", f"only full_attention is supported, not {other!r}")
+    elif (
+        fields.flag("use_sliding_window", family.uses_sliding_window)
+        and "sliding_window" in fields
+        and fields.positive("sliding_window") < fields.positive("max_position_embeddings")
+    ):
+        raise fields.error("sliding_window", "sliding window attention is not supported")
+
+
+def _rope(fields: Fields) -> RopeConfig:
+    """transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
+    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    rope = fields.section(name)
+    if any(isinstance(rope.get(key), dict) for key in rope):
+        raise fields.error(name, "different rotations per kind of layer are not supported")
+    theta = rope.number("rope_theta", fields.number("rope_theta", _DEFAULT_ROPE_THETA))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise fields.error(f"{name}.partial_rotary_factor", "only 1.0 is supported")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor"))
+    if kind == "llama3":
+        default = fields.positive("max_position_embeddings")
+        return RopeConfig(
+            theta=theta,
+            scaling="llama3",
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            original_max_positions=rope.positive("original_max_position_embeddings", default),
+        )
+    raise fields.error(
+        f"{name}.rope_type", f"{kind!r} is not supported (default, linear and llama3 are)"
+    )
+
+
+def _experts(fields: Fields) -> MoEConfig:
+    """transformers 5 may call the number of experts `num_local_experts`."""
+    name = "num_experts" if "num_experts" in fields else "num_local_experts"
+    count, per_token = fields.positive(name), fields.positive("num_experts_per_tok")
+    if per_token > count:
+        raise fields.error("num_experts_per_tok", f"{per_token} of {count} experts")
+    return MoEConfig(
+        num_experts=count,
+        num_experts_per_tok=per_token,
+        intermediate_size=fields.positive("moe_intermediate_size"),
+        norm_topk_prob=fields.flag("norm_topk_prob", False),
+        decoder_sparse_step=fields.positive("decoder_sparse_step", 1),
+        mlp_only_layers=fields.indices("mlp_only_layers"),
+    )
+
+
+def _check_shape(config: ModelConfig, fields: Fields) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise fields.error(
+            "num_key_value_heads",
+            f"{config.num_kv_heads} does not divide {config.num_heads} attention heads",
+        )
+    if config.head_dim % 2:
+        raise fields.error("head_dim", f"must be even for the rotation, got {config.head_dim}")
+    if config.rope.scaling == "llama3" and not (
+        config.rope.high_freq_factor > config.rope.low_freq_factor
+    ):
+        raise fields.error("rope high_freq_factor", "must be greater than low_freq_factor")

@@ -1,0 +1,111 @@
+"""The frame that decoder-only models share: embedding, layers, final norm, LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from weft.engine.layers.attention import Attention
+from weft.engine.layers.decoder import DecoderLayer, DecoderStack
+from weft.engine.layers.linear import Linear, LMHead
+from weft.engine.layers.mlp import GatedMLP
+from weft.engine.layers.moe import SparseMLP
+from weft.engine.layers.norm import RMSNorm
+from weft.engine.layers.rotary import cos_sin_table
+from weft.engine.layers.weights import Weights
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.models.config import ModelConfig
+from weft.engine.runner.batch import ForwardBatch
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Fused parameter -> the checkpoint's modules, in the order in which they are stacked."""
+
+
+BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
+"""Builds one layer's attention from configuration, layer number, the parameters below
+`model.layers.<layer>.self_attn` and the table of cosines and sines."""
+BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
+"""Builds one layer's feed-forward part from configuration, layer number and the parameters below
+`model.layers.<layer>.mlp`."""
+
+
+def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
+    """The one gated MLP of a dense layer."""
+    return GatedMLP(config, weights, FUSED["gate_up_proj"])
+
+
+class DecoderOnlyLM:
+    """A `CausalLM` of pre-norm layers; models differ in their attention, some in their MLPs."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        attention: BuildAttention,
+        mlp: BuildMLP = gated_mlp,
+    ) -> None:
+        """Reads all parameters, one layer after another."""
+        self.config = config
+        self.dtype = weights.dtype
+        self.model = _build_stack(config, weights.at("model"), attention, mlp)
+        head = self.model.embed_tokens
+        if not config.tie_word_embeddings:
+            head = weights.at("lm_head").tensor("weight", config.vocab_size, config.hidden_size)
+        self.lm_head = LMHead(head, weights.arena)
+
+    def kv_layout(self, page_size: int) -> PlaneLayout:
+        """The shape of one page of this model's KV."""
+        return PlaneLayout(
+            layers=self.config.num_layers,
+            heads=self.config.num_kv_heads,
+            dim=self.config.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+            page_size=page_size,
+        )
+
+    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+        """Runs one ragged step: [L, hidden], final hidden states of `batch.logits_rows`."""
+        return self.model(batch, pool)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[L, hidden] -> [L, vocab] float32."""
+        return self.lm_head(hidden)
+
+
+def qkv_projection(config: ModelConfig, weights: Weights) -> Linear:
+    """q, k and v of all heads as one product."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = (q_size, kv_size, kv_size)
+    return Linear(weights, FUSED["qkv_proj"], config.hidden_size, rows, config.qkv_bias)
+
+
+def o_projection(config: ModelConfig, weights: Weights) -> Linear:
+    """All heads back to the hidden size."""
+    q_size = config.num_heads * config.head_dim
+    return Linear(weights, ("o_proj",), q_size, (config.hidden_size,), config.o_bias)
+
+
+def _build_stack(
+    config: ModelConfig, weights: Weights, attention: BuildAttention, mlp: BuildMLP
+) -> DecoderStack:
+    cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
+    cos_sin = cos_sin.to(weights.device)
+    embed_tokens = weights.at("embed_tokens").tensor(
+        "weight", config.vocab_size, config.hidden_size
+    )
+    size, eps = config.hidden_size, config.rms_norm_eps
+    layers = []
+    for index in range(config.num_layers):
+        layer = weights.at("layers").at(index)
+        layers.append(
+            DecoderLayer(
+                RMSNorm(layer.at("input_layernorm"), size, eps),
+                attention(config, index, layer.at("self_attn"), cos_sin),
+                RMSNorm(layer.at("post_attention_layernorm"), size, eps),
+                mlp(config, index, layer.at("mlp")),
+            )
+        )
+    return DecoderStack(embed_tokens, layers, RMSNorm(weights.at("norm"), size, eps))

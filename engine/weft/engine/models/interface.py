@@ -1,0 +1,43 @@
+"""What every model offers to the runner."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from weft.engine.layers.weights import Weights
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.models.config import ModelConfig
+from weft.engine.runner.batch import ForwardBatch
+
+
+class CausalLM(Protocol):
+    """A decoder-only language model over a paged KV pool."""
+
+    config: ModelConfig
+
+    def kv_layout(self, page_size: int) -> PlaneLayout:
+        """The shape of one page of this model's KV."""
+
+    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+        """Runs one ragged step.
+
+        Args:
+            batch: New tokens of all requests.
+            pool: `kv_layout(page_size).pool_shape(num_pages)`, contiguous, the model's dtype;
+                K and V of the new tokens are written, those before them read.
+
+        Returns:
+            [L, hidden]: hidden states of `batch.logits_rows` after the final norm. Where no row
+            is wanted the last layer ends with its KV write and L is 0.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[L, hidden] from `forward` -> [L, vocab] float32."""
+
+
+class CausalLMClass(Protocol):
+    """How the loader builds a model: the class's constructor reads its parameters."""
+
+    def __call__(self, config: ModelConfig, weights: Weights) -> CausalLM:
+        """Takes every parameter that the model has from `weights`."""

@@ -1,0 +1,86 @@
+"""A model directory to a model that is ready to run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from weft.engine.errors import ModelError
+from weft.engine.layers.weights import Weights
+from weft.engine.models.checkpoint import Checkpoint, RandomWeights
+from weft.engine.models.config import ModelConfig
+from weft.engine.models.digest import model_digest
+from weft.engine.models.dtypes import resolve_dtype
+from weft.engine.models.files import Progress, weight_files
+from weft.engine.models.interface import CausalLM, CausalLMClass
+from weft.engine.models.registry import model_class
+
+_ROTARY_BUFFER = re.compile(r"rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model with its weights, and what identifies them."""
+
+    model: CausalLM
+    config: ModelConfig
+    digest: bytes
+    """32 bytes over weights, configuration and dtype: the model's part of every namespace."""
+    dtype: str
+    """What the layers compute in and the KV is stored in; never auto."""
+
+
+def load_model(
+    model_dir: Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: Progress | None = None,
+    *,
+    dummy: bool = False,
+) -> LoadedModel:
+    """Loads a Hugging Face directory of config.json and safetensors files.
+
+    Tensors are read by mmap, fused and packed one projection at a time: beyond the packed model
+    the memory needed is that of one fused projection.
+
+    Args:
+        model_dir: The directory.
+        dtype: float32, bfloat16, float16 or auto (see `resolve_dtype`).
+        device: A torch device.
+        progress: Called with (bytes read, bytes in all) as tensors are read.
+        dummy: Takes only config.json and makes up the weights; for benchmarks.
+
+    Raises:
+        ModelError: The directory is incomplete, malformed or of an unsupported kind.
+        ConfigError: The dtype does not exist or not on this device.
+    """
+    config = ModelConfig.load(model_dir)
+    build = model_class(config.architecture)
+    dtype = resolve_dtype(dtype, device)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    target = torch.device(device)
+    if dummy:
+        model = build(config, Weights(RandomWeights(torch_dtype, target)))
+        digest = model_digest(config, f"dummy-{dtype}", ())
+        return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
+    with Checkpoint(model_dir, torch_dtype, target, progress) as checkpoint:
+        model = _build(build, config, checkpoint)
+    try:
+        digest = model_digest(config, dtype, weight_files(model_dir))
+    except OSError as error:
+        raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
+    return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
+
+
+def _build(build: CausalLMClass, config: ModelConfig, checkpoint: Checkpoint) -> CausalLM:
+    model = build(config, Weights(checkpoint))
+    checkpoint.finish(lambda name: _is_unused(name, config))
+    return model
+
+
+def _is_unused(name: str, config: ModelConfig) -> bool:
+    """Whether a checkpoint's tensor has no part in inference."""
+    tied_copy = config.tie_word_embeddings and name == "lm_head.weight"
+    return tied_copy or _ROTARY_BUFFER.search(name) is not None

@@ -1,0 +1,128 @@
+"""Collects what a turn produced, session by session."""
+
+from __future__ import annotations
+
+from weft.engine.errors import WeftError
+from weft.engine.messages import (
+    Accepted,
+    Failed,
+    Failure,
+    FillCommand,
+    FillReply,
+    Finished,
+    Outbox,
+    Preempted,
+    SessionBatch,
+    StoreLookup,
+    StorePut,
+    Tokens,
+)
+from weft.engine.request import TokenLogprob
+from weft.engine.scheduler.state import Request, RequestKey, Timeline
+
+
+def failure_of(error: WeftError) -> Failure:
+    """An error as data."""
+    return Failure(
+        reason=error.reason,
+        message=error.message,
+        stage=error.stage,
+        param=error.param,
+        retry_after_s=error.retry_after_s,
+    )
+
+
+class Outgoing:
+    """The outbox under construction."""
+
+    def __init__(self) -> None:
+        self._outbox = Outbox()
+        self._sessions: dict[int, SessionBatch] = {}
+
+    @property
+    def outbox(self) -> Outbox:
+        """For what belongs to no session."""
+        return self._outbox
+
+    def take(self) -> Outbox:
+        """What was collected; collection starts anew."""
+        taken = self._outbox
+        taken.sessions = list(self._sessions.values())
+        self._outbox, self._sessions = Outbox(), {}
+        return taken
+
+    def session(self, session: int) -> SessionBatch:
+        """The batch of one session."""
+        batch = self._sessions.get(session)
+        if batch is None:
+            batch = self._sessions[session] = SessionBatch(session=session)
+        return batch
+
+    def accepted(self, key: RequestKey) -> None:
+        """The request is queued."""
+        event = Accepted(request_id=key.request_id, attempt=key.attempt)
+        self.session(key.session).accepted.append(event)
+
+    def token(self, request: Request, token: int, index: int, logprob: TokenLogprob | None) -> None:
+        """Token number `index` of a sample."""
+        key = request.key
+        batch = self._sessions.get(key.session) or self.session(key.session)
+        logprobs = [logprob] if logprob is not None else []
+        batch.tokens.append(
+            Tokens(key.request_id, key.attempt, request.sample, index, [token], logprobs)
+        )
+
+    def all_tokens(self, request: Request) -> None:
+        """Everything that a sample has generated so far (log-probabilities are not kept)."""
+        if request.num_generated == 0:
+            return
+        key = request.key
+        ids = request.tokens[request.num_prompt_tokens :]
+        event = Tokens(key.request_id, key.attempt, request.sample, 0, ids, [])
+        self.session(key.session).tokens.append(event)
+
+    def preempted(self, request: Request) -> None:
+        """A running sample went back into the queue."""
+        key = request.key
+        event = Preempted(request_id=key.request_id, attempt=key.attempt, sample=request.sample)
+        self.session(key.session).preempted.append(event)
+
+    def finished(self, request: Request, reason: str, stop_token_id: int | None) -> None:
+        """One sample ended well."""
+        key = request.key
+        event = Finished(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            sample=request.sample,
+            reason=reason,
+            stop_token_id=stop_token_id,
+            completion_tokens=request.num_generated,
+            cached_prompt_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
+            timeline=request.timeline,
+        )
+        self.session(key.session).finished.append(event)
+
+    def failed(self, key: RequestKey, error: WeftError, timeline: Timeline | None = None) -> None:
+        """A whole request was refused or broke; `timeline` says how far it had come."""
+        event = Failed(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            failure=failure_of(error),
+            timeline=timeline,
+        )
+        self.session(key.session).failed.append(event)
+
+    def fill_command(self, command: FillCommand) -> None:
+        """For a filler."""
+        self._outbox.fill_commands.append(command)
+
+    def store(self, message: StoreLookup | StorePut) -> None:
+        """For the KV store."""
+        if isinstance(message, StoreLookup):
+            self._outbox.store_lookups.append(message)
+        else:
+            self._outbox.store_puts.append(message)
+
+    def fill_reply(self, reply: FillReply) -> None:
+        """For an owner."""
+        self._outbox.fill_replies.append(reply)

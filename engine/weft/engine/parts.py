@@ -1,0 +1,290 @@
+"""Loads what an engine is made of: model, pool, memory, data plane."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from weft.engine.config import EngineConfig
+from weft.engine.constraints.constraints import Constraints
+from weft.engine.errors import ConfigError
+from weft.engine.intake import Intake
+from weft.engine.memory.eviction import EVICTION_POLICIES
+from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.radix_cache import RadixCache
+from weft.engine.messages import EngineInfo
+from weft.engine.models.loader import LoadedModel, load_model
+from weft.engine.runner.memory_plan import (
+    MIN_PAGES,
+    check_pool_fits,
+    describe_pool,
+    measure_needs,
+    pages_of,
+)
+from weft.engine.runner.runner import ModelRunner
+from weft.engine.sampling.device_check import device_sampler_fault
+from weft.engine.tiers.parts import TierParts, load_tiers
+from weft.engine.transfer.page_mover import Lanes, PageMover, PinnedPages
+from weft.engine.transfer.plane import DataPlane
+from weft.engine.transfer.staging import StagingArea
+from weft.engine.transfer.window import DirectWindow, PoolWindow, StagedWindow
+from weft.kernels.cpu import native_cpu, native_cpu_missing
+
+DEFAULT_KV_BYTES = 1 << 30
+"""Of the pool on a CPU."""
+DEFAULT_STAGING_BYTES = 2 << 30
+MIN_STAGING_PAGES = 4
+LANDING_SHARES = {
+    ("decode", False): 1.0,
+    ("decode", True): 7 / 8,
+    ("prefill", False): 0.0,
+    ("prefill", True): 1 / 4,
+}
+"""Of a staging area, by role and whether there is a KV store: the part that fills are received in.
+Both parts have at least one page."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineParts:
+    """Everything that `Engine` wires together."""
+
+    runner: ModelRunner
+    layout: PlaneLayout
+    memory: KvMemory
+    prefixes: RadixCache | None
+    """Index of `memory`; None: nothing is cached."""
+    intake: Intake
+    constraints: Constraints
+    plane: DataPlane
+    info: EngineInfo
+    tiers: TierParts | None = None
+    """Below the pool; None: there are none."""
+    sampling_device: torch.device | None = None
+    """Where tokens are drawn; None = on the host."""
+
+
+def load_parts(
+    config: EngineConfig,
+    *,
+    wake: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] | None = None,
+) -> EngineParts:
+    """Loads the model and makes the pool.
+
+    Args:
+        config: settings.
+        wake: called from other threads when the engine should turn.
+        progress: called with (bytes read, bytes in all) while weights load.
+
+    Raises:
+        ModelError, ConfigError: the directory or the settings cannot be used.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    device = _device(config)
+    loaded = load_model(
+        config.model_dir, config.dtype, config.device, progress, dummy=config.dummy_weights
+    )
+    layout = loaded.model.kv_layout(config.page_size)
+    promise = _promise_determinism(loaded, layout, device) if config.deterministic else []
+    limit = min(
+        config.max_context_tokens or loaded.config.max_position_embeddings,
+        loaded.config.max_position_embeddings,
+    )
+    is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
+    lanes = Lanes(device, layout.page_bytes) if is_staged else None
+    num_pages, plan = _size_pool(config, loaded, layout, limit, device)
+    max_tokens = min(limit, (num_pages - 1) * config.page_size)
+    runner = ModelRunner(
+        loaded.model,
+        layout,
+        num_pages,
+        config.max_running_requests,
+        max_tokens,
+        device,
+        max_step_tokens=config.max_step_tokens,
+        cuda_graphs=config.cuda_graphs,
+    )
+    sampling_device, faults = _sampling_device(loaded.config.vocab_size, device)
+    window: PoolWindow = DirectWindow(runner.pool_bytes)
+    if lanes is not None:
+        window = _staged_window(config, runner.pool, layout.page_bytes, lanes)
+    plane = DataPlane(config, window, wake)
+    intake = Intake(
+        config,
+        layout,
+        loaded.digest,
+        loaded.config.vocab_size,
+        loaded.config.eos_token_ids,
+        max_tokens,
+    )
+    constraints = Constraints(config, loaded.config.vocab_size, loaded.config.eos_token_ids, wake)
+    info = EngineInfo(
+        epoch=secrets.randbits(64) | 1,
+        model_digest=loaded.digest,
+        dtype=loaded.dtype,
+        vocab_size=loaded.config.vocab_size,
+        max_context_tokens=max_tokens,
+        num_pages=num_pages - 1,
+        page_size=config.page_size,
+        page_bytes=layout.page_bytes,
+        layers=layout.layers,
+        kv_heads=layout.heads,
+        head_dim=layout.dim,
+        transports=plane.transports,
+        transport_detail=plane.describe(),
+        versions=_versions(),
+        notices=[*plane.notices, *plan, *faults, *_missing_native(device), *promise],
+        engine_pid=os.getpid(),
+    )
+    tiers = load_tiers(config, layout.page_bytes, runner.page_pool, wake)
+    if tiers is not None:
+        info.notices.extend(tiers.notices)
+    prefixes: RadixCache | None = None
+    if config.prefix_cache:
+        prefixes = RadixCache(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
+    memory = KvMemory(num_pages, prefixes, tracks_freed=config.poison_free_pages)
+    return EngineParts(
+        runner=runner,
+        layout=layout,
+        memory=memory,
+        prefixes=prefixes,
+        intake=intake,
+        constraints=constraints,
+        plane=plane,
+        info=info,
+        tiers=tiers,
+        sampling_device=sampling_device,
+    )
+
+
+def _size_pool(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layout: PlaneLayout,
+    max_context_tokens: int,
+    device: torch.device,
+) -> tuple[int, list[str]]:
+    """Pages of the pool, the null page included, and how they were found if they were measured."""
+    size = config.kv_memory_bytes
+    if device.type == "cuda" and not config.num_pages and size is None:
+        needs = measure_needs(
+            loaded.model,
+            layout,
+            loaded.config.vocab_size,
+            config.max_running_requests,
+            config.max_step_tokens,
+            max_context_tokens,
+            device,
+            cuda_graphs=config.cuda_graphs,
+        )
+        num_pages = pages_of(needs, layout.page_bytes)
+        return num_pages, [describe_pool(needs, num_pages, layout)]
+    size = DEFAULT_KV_BYTES if size is None else size
+    num_pages = config.num_pages or size // layout.page_bytes
+    if num_pages < MIN_PAGES:
+        raise ConfigError(
+            f"kv_memory_bytes = {size:,} holds {num_pages} pages of "
+            f"{layout.page_bytes:,} bytes; give at least {MIN_PAGES * layout.page_bytes:,}"
+        )
+    if device.type == "cuda":
+        check_pool_fits(num_pages * layout.page_bytes, device)
+    return num_pages, []
+
+
+def _staged_window(
+    config: EngineConfig, pool: torch.Tensor, page_bytes: int, lanes: Lanes
+) -> StagedWindow:
+    """The staging area in front of a pool, and the way between them.
+
+    Raises:
+        ConfigError: It has too few pages, or cannot be made.
+    """
+    size = DEFAULT_STAGING_BYTES if config.staging_bytes is None else config.staging_bytes
+    num_pages = min(size // page_bytes, pool.shape[0])
+    if num_pages < MIN_STAGING_PAGES:
+        raise ConfigError(
+            f"staging_bytes = {size:,} holds {num_pages} pages of {page_bytes:,} bytes; give at "
+            f"least {MIN_STAGING_PAGES * page_bytes:,}",
+            param="staging_bytes",
+        )
+    memory = PinnedPages(num_pages, page_bytes, pool.device)
+    share = LANDING_SHARES[config.role, config.has_store]
+    area = StagingArea(memory.pages, min(num_pages - 1, max(1, int(share * num_pages))))
+    return StagedWindow(area, PageMover(pool, area, memory, lanes))
+
+
+def _device(config: EngineConfig) -> torch.device:
+    """The device, which must be there."""
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device: {config.device!r} is no torch device", param="device"
+        ) from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: there is no {config.device!r} here", param="device")
+    if device.index is not None:
+        torch.cuda.set_device(device)  # Kernels are launched on the thread's own device.
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _promise_determinism(
+    loaded: LoadedModel, layout: PlaneLayout, device: torch.device
+) -> list[str]:
+    """What deterministic mode is here, in words.
+
+    Raises:
+        ConfigError: Some operation would depend on what else a step holds.
+    """
+    native = native_cpu() if device.type == "cpu" else None
+    group = loaded.config.num_heads // loaded.config.num_kv_heads
+    if device.type != "cpu":
+        reason = f"it is not there on {device} yet"
+    elif native is None:
+        reason = f"it needs the native operations ({native_cpu_missing()})"
+    elif layout.dim % 8 or layout.dim > native.max_dim or group > native.max_group:
+        reason = f"the native attention does not take heads of {layout.dim} in groups of {group}"
+    else:
+        return [
+            "deterministic: the native operations compute each row in one order, whatever else a "
+            "step holds; there is no slower path to take"
+        ]
+    raise ConfigError(f"deterministic: {reason}", param="deterministic")
+
+
+def _sampling_device(
+    vocab_size: int, device: torch.device
+) -> tuple[torch.device | None, list[str]]:
+    """Where tokens are drawn, and why not on the GPU if there is one."""
+    if device.type != "cuda":
+        return None, []
+    fault = device_sampler_fault(vocab_size, device)
+    if fault is None:
+        return device, []
+    return None, [f"tokens are drawn on the host, which takes longer: {fault}"]
+
+
+def _missing_native(device: torch.device) -> list[str]:
+    """What a missing C compiler costs here, in words."""
+    reason = native_cpu_missing()
+    if device.type != "cpu" or reason is None:
+        return []
+    return [f"no native CPU operations ({reason}): oneDNN and PyTorch serve, several times slower"]
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in ("weft", "torch", "nixl"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = ""
+    return versions

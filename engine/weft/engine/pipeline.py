@@ -1,0 +1,187 @@
+"""Steps under way: the host plans and starts a step while the device still runs the one before.
+
+    host     plan 2, start 2 | wait 1, commit 1 | masks 2, draw 2 | plan 3, start 3 | wait 2, ...
+    device   ......forward 1, draw 1.......|........forward 2........, draw 2.|....forward 3....
+
+A step's forward needs of the step before only the tokens that it draws, and these stay on the
+device. Its drawing may need them on the host (masks of constraints follow them), so it begins when
+the step before is committed; the device has the forward to do meanwhile.
+
+Not overlapped, a step is committed in the turn in which it begins. All else is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from weft.engine import faults
+from weft.engine.clock import Clock
+from weft.engine.device_copies import Mark
+from weft.engine.drawing import Draw, Drawing, Drawn
+from weft.engine.flight import FlightRecorder
+from weft.engine.runner.runner import Drawable, ModelRunner
+from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.state import Request
+
+logger = logging.getLogger(__name__)
+
+
+class StepOwner(Protocol):
+    """Who is told what steps brought."""
+
+    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+        """A step was computed and its KV committed; in the order in which steps began.
+
+        Args:
+            plan: Its plan; an empty one if it failed. Requests may have ended since.
+            drawn: Tokens, of the decodes first; None if none were.
+            duration_s: From the end of the step before, or from its own begin if that was later.
+        """
+        ...
+
+    def step_failed(self, plan: Plan, error: Exception) -> None:
+        """What one step computes is shared: none of its requests can be trusted to go on."""
+        ...
+
+
+@dataclass(slots=True)
+class _Step:
+    number: int
+    plan: Plan
+    began_at: float
+    drawing: Sequence[Request]
+    """Who draws, by row of the logits."""
+    drawable: Drawable | None = None
+    draw: Draw | None = None
+    mark: Mark | None = None
+    """What the device has to do for it, where nothing is drawn."""
+    ended_at: float = 0.0
+
+
+class Pipeline:
+    """Runs plans, at most one of them behind another.
+
+    Args:
+        runner: The device.
+        drawing: Tokens.
+        scheduler: Made the plans.
+        owner: Is told the outcomes.
+        clock: Monotonic seconds.
+        is_overlapped: A step begins before the one before it is committed.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drawing: Drawing,
+        scheduler: Scheduler,
+        owner: StepOwner,
+        clock: Clock,
+        *,
+        is_overlapped: bool,
+    ) -> None:
+        self._runner = runner
+        self._drawing = drawing
+        self._scheduler = scheduler
+        self._owner = owner
+        self._clock = clock
+        self._is_overlapped = is_overlapped
+        self._flying: _Step | None = None
+        self._last_ended_at = 0.0
+        self.flight: FlightRecorder | None = None
+        """Keeps each plan for those who look into a crash."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have begun and are not committed."""
+        return int(self._flying is not None)
+
+    def turn(self, plan: Plan) -> bool:
+        """Begins a step, if there is anything to do, and commits the one before it.
+
+        Returns:
+            There was a step to begin or to commit.
+        """
+        before, self._flying = self._flying, None
+        # With nothing under way, all that masks depend on is known before the forward.
+        is_ready = before is None
+        step = self._start(plan, is_ready=is_ready) if len(plan) else None
+        if before is not None:
+            self._end(before)
+        if step is not None:
+            self._draw(step, is_ready=is_ready)
+            if self._is_overlapped:
+                self._flying = step
+            else:
+                self._end(step)
+        has_worked = step is not None or before is not None
+        if self.flight is not None and has_worked and self._flying is None:
+            self.flight.end()
+        return has_worked
+
+    def _start(self, plan: Plan, *, is_ready: bool) -> _Step:
+        """Enqueues the forward."""
+        drawing = plan.decodes
+        if plan.chunks:
+            drawing = [*drawing, *(item.request for item in plan.drawing_chunks)]
+        step = _Step(self._scheduler.launch(plan), plan, self._clock(), drawing)
+        if self.flight is not None:
+            self.flight.begin(plan)
+        try:
+            if faults.ENGINE_STEP.is_armed:
+                faults.ENGINE_STEP.fire()
+            if is_ready:
+                self._drawing.prepare(drawing)
+            self._runner.copy(self._scheduler.pages.take_copies())
+            step.drawable = self._runner.forward(plan)
+        except Exception as error:
+            self._fail(step, error)
+        return step
+
+    def _draw(self, step: _Step, *, is_ready: bool) -> None:
+        """Enqueues the drawing of tokens; all steps before are committed."""
+        try:
+            if step.drawable is None:
+                step.mark = step.mark or self._runner.mark()
+            else:
+                if not is_ready:
+                    self._drawing.prepare(step.drawing)
+                step.draw = self._drawing.begin(step.drawing, step.drawable)
+                step.drawable = None
+                self._runner.keep(step.draw.tokens)
+        except Exception as error:
+            self._fail(step, error)
+        step.ended_at = self._clock()
+
+    def _end(self, step: _Step) -> None:
+        """Waits for the device, and commits."""
+        drawn: Drawn | None = None
+        try:
+            if step.mark is not None:
+                step.mark.wait()
+            if step.draw is not None:
+                drawn = step.draw.wait()
+        except Exception as error:
+            self._fail(step, error)
+        self._scheduler.commit(step.number, step.plan)
+        if self._runner.is_asynchronous:
+            step.ended_at = self._clock()
+        duration_s = step.ended_at - max(step.began_at, self._last_ended_at)
+        self._last_ended_at = step.ended_at
+        self._owner.step_done(step.plan, drawn, duration_s)
+
+    def _fail(self, step: _Step, error: Exception) -> None:
+        """Ends the step's requests; the step stays, for the device may still work on it."""
+        logger.exception("a step failed", exc_info=error)
+        self._drawing.give_up()
+        plan, step.plan = step.plan, Plan()
+        step.drawable = step.draw = None
+        self._owner.step_failed(plan, error)
+        try:
+            step.mark = self._runner.mark()
+        except RuntimeError:
+            logger.exception("the device takes no more work")

@@ -1,0 +1,91 @@
+"""What a request asks for: plain values, validated at the services' edges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+MAX_TOP_LOGPROBS = 20
+MIN_REPETITION_PENALTY = 1e-3
+MAX_REPETITION_PENALTY = 100.0
+"""It divides logits; they must stay finite."""
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy."""
+
+
+MAX_PRIORITY = 1_000_000
+"""Priorities are -MAX_PRIORITY to MAX_PRIORITY; less is more urgent."""
+MAX_TENANT_BYTES = 64
+
+ConstraintKind = Literal["json_schema", "regex", "ebnf", "choice"]
+MAX_CONSTRAINT_BYTES = 64 << 10
+"""Of a constraint's text or choices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What the text of a sample must be, as a whole."""
+
+    kind: ConstraintKind
+    text: str = ""
+    """The schema as JSON, the regular expression or the grammar; empty for choices."""
+    choices: tuple[str, ...] = ()
+    """Of which the sample is one."""
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the text and of all choices."""
+        return len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn; ranges as in protos/weft/v1/common.proto."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = all."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    """Unsigned 64 bits; noise is a function of (seed, absolute position, token id)."""
+    n: int = 1
+    constraint: Constraint | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """The most likely token is taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Logits depend on the tokens so far."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopCriteria:
+    """When a sample ends by its tokens; stop strings are the gateway's affair."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probabilities of one generated token, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), most likely first."""

@@ -1,0 +1,33 @@
+"""One step's input to a model's forward: a ragged extend (see docs/architecture.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardBatch:
+    """Each request brings `q_len >= 1` new tokens on top of its cached pages.
+
+    T = new tokens of all requests, R = requests, L = rows whose logits are wanted.
+    All tensors live on the model's device.
+    """
+
+    token_ids: torch.Tensor
+    """[T] int64."""
+    positions: torch.Tensor
+    """[T] int64, absolute."""
+    cu_q_lens: torch.Tensor
+    """[R + 1] int32: request r brings rows cu_q_lens[r]:cu_q_lens[r + 1]."""
+    kv_lens: torch.Tensor
+    """[R] int32: cached tokens including this step's."""
+    page_table: torch.Tensor
+    """[R, max_pages] int32, row-contiguous; entries beyond kv_len are undefined."""
+    slots: torch.Tensor
+    """[T] int64: page * page_size + offset where each token's K and V go."""
+    logits_rows: torch.Tensor
+    """[L] int64: rows of T; empty when nothing is sampled."""
+    max_q_len: int
+    max_kv_len: int

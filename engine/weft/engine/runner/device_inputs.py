@@ -1,0 +1,208 @@
+"""A step's arrays on a GPU: one copy from the host a step, page table kept there."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.engine.device_copies import DeviceCopies
+from weft.engine.memory.kv_memory import NULL_PAGE
+from weft.engine.runner.batch import ForwardBatch
+from weft.engine.runner.ragged_columns import RaggedColumns
+from weft.engine.runner.step import PageChanges, PageTable, StepArrays
+
+_ALIGNMENT_BYTES = 16
+_MAX_STATIC_CHANGES = 4096
+"""New pages that a decode step's static inputs have room for."""
+
+
+class DeviceInputs:
+    """Builds batches on the device.
+
+    Args:
+        table: the host's page table; its changes are taken with each step.
+        page_size: token positions a page.
+        max_decode_rows: requests of the largest decode step with static inputs.
+        last_tokens: [slots + 1] int64 on the device: what each slot drew last.
+    """
+
+    def __init__(
+        self, table: PageTable, page_size: int, max_decode_rows: int, last_tokens: torch.Tensor
+    ) -> None:
+        device = last_tokens.device
+        self._last_tokens = last_tokens
+        self._host_table = table
+        self._page_size = page_size
+        self._copies = DeviceCopies(device)
+        self._table = torch.from_numpy(table.pages).to(device)
+        self._static = _StaticColumns(max_decode_rows, device)
+        self._ragged: torch.Tensor | None = None
+        self._one_row_each = torch.arange(max_decode_rows + 1, dtype=torch.int32, device=device)
+        self._static_rows = torch.arange(max_decode_rows, device=device)
+        self.drawing_slots = self._static_rows[:0]
+        """[L] int64: whose next token comes of each row of the logits of the step sent last."""
+
+    def batch(self, arrays: StepArrays) -> ForwardBatch:
+        """Sends a step of any kind."""
+        changes = self._host_table.take_changes()
+        columns = (
+            arrays.token_ids,
+            arrays.positions,
+            arrays.slots,
+            arrays.logits_rows,
+            arrays.drawing_slots,
+            arrays.rows,
+            arrays.cu_q_lens,
+            arrays.kv_lens,
+            changes.indices,
+            changes.pages,
+        )
+        token_ids, positions, slots, logits_rows, drawing_slots, *rest = self._copies.send(columns)
+        rows, cu_q_lens, kv_lens, *changed = rest
+        self._apply(*changed)
+        self.drawing_slots = drawing_slots
+        self._take_last_tokens(token_ids, rows, arrays.num_decodes)
+        num_columns = -(-arrays.max_kv_len // self._page_size)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            cu_q_lens=cu_q_lens,
+            kv_lens=kv_lens,
+            page_table=self._table[:, :num_columns].index_select(0, rows),
+            slots=slots,
+            logits_rows=logits_rows,
+            max_q_len=arrays.max_q_len,
+            max_kv_len=arrays.max_kv_len,
+        )
+
+    def decode_batch(self, num_rows: int) -> ForwardBatch:
+        """A decode step of `num_rows` requests that reads what `send_decode` sent last.
+
+        To be called while a graph is captured: only the copy of the page table's rows is made
+        anew when it is replayed.
+        """
+        token_ids, positions, slots, rows, kv_lens = self._static.views(num_rows)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            cu_q_lens=self._one_row_each[: num_rows + 1],
+            kv_lens=kv_lens,
+            page_table=self._table.index_select(0, rows),
+            slots=slots,
+            logits_rows=self._static_rows[:num_rows],
+            max_q_len=1,
+            max_kv_len=self._table.shape[1] * self._page_size,
+        )
+
+    def send_decode(self, arrays: StepArrays, num_rows: int) -> None:
+        """Sends a decode step padded to `num_rows`: the others write to the null page."""
+        changes = self._host_table.take_changes()
+        if len(changes.indices) > _MAX_STATIC_CHANGES:
+            self._apply(*self._copies.send(changes))
+            changes = PageChanges(changes.indices[:0], changes.pages[:0])
+        buffer = self._copies.pinned.take(self._static.num_bytes)
+        used = self._static.write(buffer.numpy(), arrays, num_rows, self._host_table.null_row)
+        change_views, used = self._static.write_changes(buffer.numpy(), changes, used)
+        self._static.device_bytes[:used].copy_(buffer[:used], non_blocking=True)
+        self._copies.pinned.sent()
+        self._apply(*change_views)
+        token_ids, _, _, self.drawing_slots, _ = self._static.views(len(arrays.rows))
+        self._take_last_tokens(token_ids, self.drawing_slots, arrays.num_decodes)
+
+    def ragged_batch(self, num_tokens: int, max_requests: int) -> ForwardBatch:
+        """A step of `num_tokens` rows of at most `max_requests` requests that reads what
+        `send_ragged` sent last, for as many of each; see `decode_batch`."""
+        columns = RaggedColumns(num_tokens, max_requests)
+        token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(
+            self._ragged_bytes(columns.num_bytes)
+        )
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            cu_q_lens=cu_q_lens,
+            kv_lens=kv_lens,
+            page_table=self._table.index_select(0, rows),
+            slots=slots,
+            logits_rows=logits_rows,
+            max_q_len=num_tokens,
+            max_kv_len=self._table.shape[1] * self._page_size,
+        )
+
+    def send_ragged(self, arrays: StepArrays, num_tokens: int, max_requests: int) -> None:
+        """Sends a step padded to `num_tokens` and `max_requests`: rows of no request write to the
+        null page, requests that do not exist bring no row."""
+        changes = self._host_table.take_changes()
+        self.drawing_slots, *changed = self._copies.send((arrays.drawing_slots, *changes))
+        self._apply(*changed)
+        columns = RaggedColumns(num_tokens, max_requests)
+        buffer = self._copies.pinned.take(columns.num_bytes)
+        columns.write(buffer.numpy(), arrays, self._host_table.null_row, self._page_size)
+        sent = self._ragged_bytes(columns.num_bytes)
+        sent.copy_(buffer[: columns.num_bytes], non_blocking=True)
+        self._copies.pinned.sent()
+        token_ids, _, _, rows, *_ = columns.views(sent)
+        self._take_last_tokens(token_ids, rows, arrays.num_decodes)
+
+    def _take_last_tokens(self, token_ids: torch.Tensor, rows: torch.Tensor, count: int) -> None:
+        """The first `count` requests bring what their slots drew last."""
+        if count:
+            torch.index_select(self._last_tokens, 0, rows[:count], out=token_ids[:count])
+
+    def _ragged_bytes(self, num_bytes: int) -> torch.Tensor:
+        """Where ragged steps lie; the largest one must be asked for first, and stays."""
+        if self._ragged is None:
+            self._ragged = torch.zeros(num_bytes, dtype=torch.uint8, device=self._table.device)
+        if num_bytes > self._ragged.numel():
+            raise ValueError(f"{num_bytes} bytes of a ragged step, {self._ragged.numel()} are kept")
+        return self._ragged[:num_bytes]
+
+    def _apply(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
+        if indices.shape[0]:
+            self._table.view(-1).index_copy_(0, indices, pages)
+
+
+class _StaticColumns:
+    """The fixed places on the device that captured graphs read: int64 columns, then int32 ones.
+
+    After them come the step's new pages, as many as there are.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._max_rows = -(-max_rows // 4) * 4
+        self._changes_at = self._max_rows * (4 * 8 + 4)
+        self.num_bytes = self._changes_at + _MAX_STATIC_CHANGES * (8 + 4) + _ALIGNMENT_BYTES
+        self.device_bytes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def views(self, num_rows: int) -> list[torch.Tensor]:
+        """token_ids, positions, slots, rows (int64) and kv_lens (int32), each [num_rows]."""
+        at = 4 * 8 * self._max_rows
+        wide = self.device_bytes[:at].view(torch.int64).view(4, self._max_rows)
+        narrow = self.device_bytes[at : self._changes_at].view(torch.int32)
+        return [*(column[:num_rows] for column in wide), narrow[:num_rows]]
+
+    def write(
+        self, host: npt.NDArray[np.uint8], arrays: StepArrays, num_rows: int, null_row: int
+    ) -> int:
+        """Lays the columns of a decode step out in `host`; returns the bytes used."""
+        at, count = 4 * 8 * self._max_rows, len(arrays.token_ids)
+        wide = host[:at].view(np.int64).reshape(4, self._max_rows)
+        narrow = host[at : self._changes_at].view(np.int32)
+        values = (arrays.token_ids, arrays.positions, arrays.slots, arrays.rows)
+        padding = (0, 0, NULL_PAGE, null_row)
+        for column, value, pad in zip(wide, values, padding, strict=True):
+            column[:count] = value
+            column[count:num_rows] = pad
+        narrow[:count] = arrays.kv_lens
+        narrow[count:num_rows] = 0
+        return self._changes_at
+
+    def write_changes(
+        self, host: npt.NDArray[np.uint8], changes: PageChanges, begin: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+        """Appends the step's new pages; returns where they will be, and the bytes used."""
+        middle = begin + changes.indices.nbytes
+        end = middle + changes.pages.nbytes
+        host[begin:middle] = changes.indices.view(np.uint8)
+        host[middle:end] = changes.pages.view(np.uint8)
+        indices = self.device_bytes[begin:middle].view(torch.int64)
+        return (indices, self.device_bytes[middle:end].view(torch.int32)), end

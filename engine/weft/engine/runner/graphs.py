@@ -1,0 +1,207 @@
+"""Steps as CUDA graphs: one launch instead of several hundred.
+
+A graph is captured for fixed numbers of rows and requests, and steps are padded to the next one:
+decode steps, in which each request brings one token; ragged ones, which bring prompts too; and cold
+ones, a long prompt with nothing before it, which a faster attention takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from weft.engine.errors import ConfigError
+from weft.engine.models.config import ModelConfig
+from weft.engine.models.interface import CausalLM
+from weft.engine.runner.device_inputs import DeviceInputs
+from weft.engine.runner.step import StepArrays
+from weft.kernels.attention import gains_by_exact_lengths
+
+logger = logging.getLogger(__name__)
+
+_SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_LARGE_STEP = 64
+MAX_RAGGED_TOKENS = 8192
+"""Longer steps keep the device busy for longer than their launches take."""
+_RAGGED_SIZES = (
+    *(16, 24, 32, 48, 64, 96, 128, 192),
+    *(256, 320, 384, 448, 512, 640, 768, 896),
+    *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584),
+    *(4096, 5120, 6144, 7168),
+)
+FEW_REQUESTS = 8
+"""Of a ragged step whose graph does not look for more: prompts without a large batch beside."""
+
+
+_ONE_TOKEN = StepArrays(
+    token_ids=np.zeros(1, np.int64),
+    positions=np.zeros(1, np.int64),
+    slots=np.zeros(1, np.int64),
+    rows=np.zeros(1, np.int64),
+    cu_q_lens=np.array([0, 1], np.int32),
+    kv_lens=np.ones(1, np.int32),
+    logits_rows=np.zeros(1, np.int64),
+    max_q_len=1,
+    max_kv_len=1,
+)
+"""A step to capture with: it writes to the null page."""
+
+
+class Bucket(NamedTuple):
+    """What a graph is captured for."""
+
+    tokens: int
+    """Rows."""
+    requests: int
+    """A bound; equal to `tokens` in decode steps."""
+    kind: Literal["decode", "ragged", "cold"]
+
+
+def step_buckets(config: ModelConfig, max_requests: int, max_tokens: int) -> list[Bucket]:
+    """All steps that are captured, of at most so many requests and tokens."""
+    cold = [
+        Bucket(bucket.tokens, 1, "cold")
+        for bucket in ragged_buckets(1, max_tokens)
+        if _is_long_prompt(config, bucket.tokens)
+    ]
+    return [*decode_buckets(max_requests), *ragged_buckets(max_requests, max_tokens), *cold]
+
+
+def decode_buckets(max_requests: int) -> list[Bucket]:
+    """Decode steps that are captured, smallest first."""
+    sizes = [*_SMALL_BUCKETS, *range(256 + _LARGE_STEP, max_requests, _LARGE_STEP)]
+    kept = sorted({*(size for size in sizes if size < max_requests), max_requests})
+    return [Bucket(size, size, "decode") for size in kept]
+
+
+def ragged_buckets(max_requests: int, max_tokens: int) -> list[Bucket]:
+    """Ragged steps that are captured, smallest first: for few requests, and for any number."""
+    max_tokens = min(max_tokens, MAX_RAGGED_TOKENS)
+    sizes = [*(size for size in _RAGGED_SIZES if size < max_tokens), max_tokens]
+    bounds = sorted({min(FEW_REQUESTS, max_requests), max_requests})
+    return [Bucket(size, bound, "ragged") for size in sizes for bound in bounds]
+
+
+class StepGraphs:
+    """Forwards captured once for each bucket.
+
+    Args:
+        model: loaded model, on a CUDA device.
+        pool: its KV pool, which must stay where it is.
+        inputs: of the steps.
+        buckets: what to capture.
+
+    Raises:
+        ConfigError: there is not enough memory for them.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: torch.Tensor,
+        inputs: DeviceInputs,
+        buckets: Sequence[Bucket],
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._inputs = inputs
+        self._memory = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._decode = _next_of([bucket for bucket in buckets if bucket.kind == "decode"])
+        self._cold = _next_of([bucket for bucket in buckets if bucket.kind == "cold"])
+        ragged = [bucket for bucket in buckets if bucket.kind == "ragged"]
+        bounds = sorted({bucket.requests for bucket in ragged})
+        self._ragged = [(n, _next_of([b for b in ragged if b.requests == n])) for n in bounds]
+        self.bytes_of_each: list[int] = []
+        """Device memory that each capture took, largest step first."""
+        began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
+        # Largest first: the smaller ones then fit into the memory of the largest.
+        try:
+            for bucket in sorted(buckets, reverse=True):
+                self._graphs[bucket] = self._capture(bucket)
+                free_before, free = free, torch.cuda.mem_get_info(pool.device)[0]
+                self.bytes_of_each.append(max(0, free_before - free))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"no memory for the CUDA graphs of steps: {error}; make the KV pool smaller, "
+                "lower max_running_requests, or set cuda_graphs = false"
+            ) from error
+        self.capture_s = time.perf_counter() - began
+        self.num_bytes = sum(self.bytes_of_each)
+        logger.info(
+            "captured %d CUDA graphs in %.1f s, %.0f MiB",
+            len(buckets),
+            self.capture_s,
+            self.num_bytes / 2**20,
+        )
+
+    def bucket_of(self, arrays: StepArrays) -> Bucket | None:
+        """What runs a step; None if it is to run without a graph."""
+        num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
+        if arrays.is_decode:
+            return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
+        config = self._model.config
+        lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
+        if gains_by_exact_lengths(config.num_heads, config.head_dim, *lengths):
+            has_cold = num_requests == 1 and num_tokens <= len(self._cold)
+            return self._cold[num_tokens - 1] if has_cold else None
+        for bound, buckets in self._ragged:
+            if num_requests <= bound and num_tokens <= len(buckets):
+                return buckets[num_tokens - 1]
+        return None
+
+    def forward(self, arrays: StepArrays, bucket: Bucket) -> torch.Tensor:
+        """Runs a step in its bucket.
+
+        Returns:
+            [L, hidden], valid until the next step.
+        """
+        if bucket.kind == "decode":
+            self._inputs.send_decode(arrays, bucket.tokens)
+        else:
+            self._inputs.send_ragged(arrays, bucket.tokens, bucket.requests)
+        graph, hidden = self._graphs[bucket]
+        graph.replay()
+        return hidden[: len(arrays.logits_rows)]
+
+    def _capture(self, bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        if bucket.kind != "decode":
+            self._inputs.send_ragged(_ONE_TOKEN, bucket.tokens, bucket.requests)
+        with torch.inference_mode():
+            # Compiles kernels and lets libraries choose theirs, which a capture must not do.
+            self._forward(bucket)
+            torch.cuda.synchronize(self._pool.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory):
+                hidden = self._forward(bucket)
+            # Not captured, for its results are large; compiled here all the same.
+            self._model.logits(hidden)
+        return graph, hidden
+
+    def _forward(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.kind == "decode":
+            batch = self._inputs.decode_batch(bucket.tokens)
+        else:
+            batch = self._inputs.ragged_batch(bucket.tokens, bucket.requests)
+        if bucket.kind == "cold":
+            # With one request, as many positions as rows say that nothing is before them. Rows of
+            # padding come after all others, which therefore do not see them.
+            batch.max_kv_len = bucket.tokens
+        return self._model.forward(batch, self._pool)
+
+
+def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
+    """A prompt of so many tokens is worth the faster attention."""
+    lengths = (tokens, 1, tokens, tokens)
+    return gains_by_exact_lengths(config.num_heads, config.head_dim, *lengths)
+
+
+def _next_of(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """By number of tokens less one: the smallest bucket that has room."""
+    ordered = sorted(buckets)
+    most = ordered[-1].tokens if ordered else 0
+    return [next(b for b in ordered if b.tokens >= count) for count in range(1, most + 1)]

@@ -1,0 +1,213 @@
+"""How much of a device's memory the KV pool gets: what everything else needs is measured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from weft.engine.errors import ConfigError
+from weft.engine.memory.kv_memory import NULL_PAGE
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.models.interface import CausalLM
+from weft.engine.runner.graphs import Bucket, step_buckets
+from weft.engine.runner.runner import ModelRunner
+from weft.engine.runner.step import StepArrays
+
+MIN_PAGES = 4
+"""The null page and a little to run with."""
+MARGIN_SHARE = 0.02
+MIN_MARGIN_BYTES = 256 << 20
+"""What fragments and libraries may take beyond what was measured."""
+_PROBE_PAGES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeeds:
+    """What a device has, and what the engine needs beside its pool; all in bytes."""
+
+    total: int
+    """Of the device."""
+    free: int
+    """With the weights loaded."""
+    weights: int
+    step: int
+    """Largest step's activations and logits."""
+    graphs: int
+    """Captured steps."""
+    sampling: int
+    """Penalties, biases and masks if all requests have them."""
+
+    @property
+    def margin(self) -> int:
+        """Kept free."""
+        return max(MIN_MARGIN_BYTES, int(MARGIN_SHARE * self.total))
+
+    @property
+    def for_pool(self) -> int:
+        """What is left; negative if nothing is."""
+        return self.free - self.step - self.graphs - self.sampling - self.margin
+
+    def describe(self) -> str:
+        """The arithmetic, in words."""
+        return (
+            f"of {_gib(self.total)} {_gib(self.free)} are free beside weights of "
+            f"{_gib(self.weights)}; largest step {_gib(self.step)}, graphs {_gib(self.graphs)}, "
+            f"sampling {_gib(self.sampling)}, margin {_gib(self.margin)}"
+        )
+
+
+def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
+    """Pages that fit.
+
+    Args:
+        needs: Of the engine.
+        page_bytes: Of one page.
+
+    Raises:
+        ConfigError: Not even `MIN_PAGES`; with the arithmetic.
+    """
+    num_pages = max(0, needs.for_pool) // page_bytes
+    if num_pages < MIN_PAGES:
+        raise ConfigError(
+            f"device memory: {needs.describe()}: {_gib(needs.for_pool)} are left for the KV pool, "
+            f"which needs {MIN_PAGES} pages of {page_bytes:,} bytes; lower max_step_tokens or "
+            "max_running_requests, or take a smaller model"
+        )
+    return num_pages
+
+
+def describe_pool(needs: MemoryNeeds, num_pages: int, layout: PlaneLayout) -> str:
+    """The plan in one line, for logs and status."""
+    size, tokens = num_pages * layout.page_bytes, (num_pages - 1) * layout.page_size
+    return f"KV pool {_gib(size)}, {tokens:,} tokens in {num_pages:,} pages: {needs.describe()}"
+
+
+def check_pool_fits(pool_bytes: int, device: torch.device) -> None:
+    """Refuses a pool that is larger than the device's free memory.
+
+    Raises:
+        ConfigError: With the arithmetic.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    if pool_bytes > free:
+        raise ConfigError(
+            f"a KV pool of {_gib(pool_bytes)} does not fit: of {_gib(total)} on {device} "
+            f"{_gib(free)} are free beside the weights; lower kv_memory_bytes or num_pages, or "
+            "leave both out to have the pool sized by what is free"
+        )
+
+
+def measure_needs(
+    model: CausalLM,
+    layout: PlaneLayout,
+    vocab_size: int,
+    max_requests: int,
+    max_step_tokens: int,
+    max_context_tokens: int,
+    device: torch.device,
+    *,
+    cuda_graphs: bool,
+) -> MemoryNeeds:
+    """Runs the largest step once, and captures the largest graphs, with a pool of two pages.
+
+    Args:
+        model: Loaded, on the device.
+        layout: Shape of a page.
+        vocab_size: Of the model.
+        max_requests: Requests of a step.
+        max_step_tokens: New tokens of a step.
+        max_context_tokens: Longest request.
+        device: A CUDA device.
+        cuda_graphs: Steps are captured.
+
+    Raises:
+        ConfigError: The step or the graphs do not fit, even without a pool.
+    """
+    weights = torch.cuda.memory_allocated(device)
+    runner = ModelRunner(
+        model,
+        layout,
+        _PROBE_PAGES,
+        max_requests,
+        max_context_tokens,
+        device,
+        max_step_tokens=max_step_tokens,
+        cuda_graphs=False,
+    )
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        runner.run(largest_step(max_requests, max_step_tokens, max_context_tokens, layout))
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory for a step of {max_step_tokens} tokens beside weights of {_gib(weights)}: "
+            f"{error}; lower max_step_tokens"
+        ) from error
+    step = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    graphs = 0
+    if cuda_graphs:
+        graphs = _measure_graphs(runner, step_buckets(model.config, max_requests, max_step_tokens))
+    table_bytes = before - weights
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryNeeds(
+        total=total,
+        free=free,
+        weights=weights,
+        step=step + table_bytes,
+        graphs=graphs,
+        sampling=sampling_bytes(vocab_size, max_requests),
+    )
+
+
+def _measure_graphs(runner: ModelRunner, buckets: Sequence[Bucket]) -> int:
+    """Bytes of all, from the largest two of each kind: the first of all holds what the others
+    share, and of its kind each adds about what the second does."""
+    by_kind: dict[str, list[Bucket]] = {}
+    for bucket in sorted(buckets, reverse=True):
+        by_kind.setdefault(bucket.kind, []).append(bucket)
+    probes = sorted((b for kind in by_kind.values() for b in kind[:2]), reverse=True)
+    taken = dict(zip(probes, runner.capture(probes), strict=True))
+    total = taken.pop(probes[0])
+    for kind in by_kind.values():
+        each = max((taken[bucket] for bucket in kind[:2] if bucket in taken), default=0)
+        total += each * (len(kind) - (probes[0] in kind))
+    return total
+
+
+def largest_step(
+    max_requests: int, max_step_tokens: int, max_context_tokens: int, layout: PlaneLayout
+) -> StepArrays:
+    """A step of as many tokens and logits as there may be, all of them in the null page."""
+    num_pieces = -(-max_step_tokens // max_context_tokens)
+    bounds = np.linspace(0, max_step_tokens, num_pieces + 1).astype(np.int32)
+    lengths = np.diff(bounds)
+    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+    return StepArrays(
+        token_ids=np.zeros(max_step_tokens, np.int64),
+        positions=positions,
+        slots=NULL_PAGE * layout.page_size + positions % layout.page_size,
+        rows=np.full(num_pieces, max_requests, np.int64),
+        cu_q_lens=bounds,
+        kv_lens=lengths,
+        logits_rows=np.arange(min(max_requests, max_step_tokens), dtype=np.int64),
+        max_q_len=int(lengths.max()),
+        max_kv_len=int(lengths.max()),
+    )
+
+
+def sampling_bytes(vocab_size: int, max_requests: int) -> int:
+    """Of the device's sampler at most: a bias and a count for each token of each request (once
+    more by half while these tables grow), and a bit."""
+    return max_requests * vocab_size * (3 * 4 + 1)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

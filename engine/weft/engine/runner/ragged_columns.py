@@ -1,0 +1,75 @@
+"""Where the arrays of a padded ragged step lie, one after another in one piece of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.engine.memory.kv_memory import NULL_PAGE
+from weft.engine.runner.step import StepArrays
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedColumns:
+    """The layout of steps padded to as many rows and requests: int64 columns, then int32 ones."""
+
+    num_tokens: int
+    max_requests: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all columns."""
+        return 8 * self._num_wide + 4 * (2 * self.max_requests + 1)
+
+    @property
+    def _num_wide(self) -> int:
+        return 3 * self.num_tokens + 2 * self.max_requests
+
+    def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The columns in `flat`, [num_bytes] uint8, aligned to 8 bytes.
+
+        Returns:
+            token_ids, positions, slots [num_tokens], rows, logits_rows [max_requests] int64;
+            cu_q_lens [max_requests + 1], kv_lens [max_requests] int32.
+        """
+        at = 8 * self._num_wide
+        tokens, requests = self.num_tokens, self.max_requests
+        sizes = [tokens, tokens, tokens, requests, requests]
+        wide = torch.split(flat[:at].view(torch.int64), sizes)
+        narrow = torch.split(flat[at : self.num_bytes].view(torch.int32), [requests + 1, requests])
+        return (*wide, *narrow)
+
+    def write(
+        self, host: npt.NDArray[np.uint8], arrays: StepArrays, null_row: int, page_size: int
+    ) -> None:
+        """Lays a step out.
+
+        Rows of no request write to the null page at position 0; requests that do not exist bring
+        no row; logits that are not wanted are those of the first row.
+
+        Args:
+            host: At least [num_bytes].
+            arrays: The step; no larger than the layout.
+            null_row: Row of the page table that names the null page only.
+            page_size: Token positions a page.
+        """
+        tokens, requests = self.num_tokens, self.max_requests
+        at = 8 * self._num_wide
+        bounds = np.cumsum([tokens, tokens, tokens, requests])
+        columns: list[npt.NDArray[Any]] = np.split(host[:at].view(np.int64), bounds)
+        columns += np.split(host[at : self.num_bytes].view(np.int32), [requests + 1])
+        values: tuple[tuple[npt.NDArray[Any], int], ...] = (
+            (arrays.token_ids, 0),
+            (arrays.positions, 0),
+            (arrays.slots, NULL_PAGE * page_size),
+            (arrays.rows, null_row),
+            (arrays.logits_rows, 0),
+            (arrays.cu_q_lens, int(arrays.cu_q_lens[-1])),
+            (arrays.kv_lens, 0),
+        )
+        for column, (value, padding) in zip(columns, values, strict=True):
+            column[: len(value)] = value
+            column[len(value) :] = padding

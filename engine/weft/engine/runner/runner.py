@@ -1,0 +1,214 @@
+"""Runs a step's plan on the device: the model, its pool, and the batch built from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from weft.engine.device_copies import Mark
+from weft.engine.errors import ConfigError
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.models.interface import CausalLM
+from weft.engine.runner.batch import ForwardBatch
+from weft.engine.runner.device_inputs import DeviceInputs
+from weft.engine.runner.device_pool import DevicePool
+from weft.engine.runner.graphs import Bucket, StepGraphs, step_buckets
+from weft.engine.runner.step import Int64Array, PageTable, StepArrays
+from weft.engine.scheduler.pages import PageCopy
+from weft.engine.scheduler.plan import Plan
+from weft.engine.tiers.pool import HostPool, PagePool
+from weft.engine.transfer.digest import digest_pages
+from weft.kernels.memory import huge_zeros
+from weft.kernels.page_digest import page_digests
+from weft.kernels.page_ops import copy_pages, page_index
+
+
+class Drawable(NamedTuple):
+    """Logits, and what they are of."""
+
+    logits: torch.Tensor
+    """[L, vocab] float32 on the model's device."""
+    slots: Int64Array
+    """[L]."""
+    positions: Int64Array
+    """[L], of the tokens to be drawn."""
+
+
+class ModelRunner:
+    """Owns the KV pool and turns plans into forwards.
+
+    Args:
+        model: loaded model.
+        layout: shape of a page.
+        num_pages: pages of the pool, the null page included.
+        max_requests: rows of the page table.
+        max_context_tokens: longest request.
+        device: where the model lives.
+        max_step_tokens: largest step.
+        cuda_graphs: capture steps, on a CUDA device.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        layout: PlaneLayout,
+        num_pages: int,
+        max_requests: int,
+        max_context_tokens: int,
+        device: torch.device,
+        *,
+        max_step_tokens: int,
+        cuda_graphs: bool = True,
+    ) -> None:
+        self._model = model
+        self._page_size = layout.page_size
+        dtype = getattr(torch, layout.dtype)
+        try:
+            self.pool = _new_pool(layout.pool_shape(num_pages), dtype, device)
+        except (RuntimeError, OSError) as error:
+            size = num_pages * layout.page_bytes
+            raise ConfigError(f"a KV pool of {size:,} bytes does not fit: {error}") from error
+        max_pages = -(-max_context_tokens // layout.page_size)
+        self.device = device
+        is_cuda = device.type == "cuda"
+        self._last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
+        """What each slot drew last; nobody's after the last slot."""
+        self._drawing_slots = self._last_tokens[:0]
+        self._page_table = PageTable(max_requests, max_pages, keeps_changes=is_cuda)
+        self._inputs: DeviceInputs | None = None
+        self.graphs: StepGraphs | None = None
+        """Captured steps; None where there are none."""
+        if is_cuda:
+            self._inputs = DeviceInputs(
+                self._page_table, self._page_size, max_requests, self._last_tokens
+            )
+            if cuda_graphs:
+                buckets = step_buckets(model.config, max_requests, max_step_tokens)
+                self.graphs = StepGraphs(model, self.pool, self._inputs, buckets)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """The device works while the host goes on."""
+        return self.device.type == "cuda"
+
+    @property
+    def pool_bytes(self) -> np.ndarray:
+        """[num_pages, page_bytes] uint8 view of the pool; no pages where it is not on the host."""
+        flat = self.pool.view(torch.uint8).reshape(self.pool.shape[0], -1)
+        return flat.numpy() if self._inputs is None else flat[:0].cpu().numpy()
+
+    def page_digests(self, pages: Sequence[int]) -> list[int]:
+        """Digests of pages as they lie in the pool now; waits for them."""
+        if self._inputs is None:
+            found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
+            return found
+        numbers = torch.tensor(pages, dtype=torch.int64, device=self.pool.device)
+        found = page_digests(self.pool, numbers).cpu().numpy().view(np.uint64).tolist()
+        return found
+
+    def page_pool(self) -> PagePool:
+        """The pool's pages for one thread beside the steps'."""
+        return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.pool)
+
+    def reset_slot(self, slot: int) -> None:
+        """The slot's next request starts with an empty page table row."""
+        self._page_table.clear(slot)
+
+    def forward(self, plan: Plan) -> Drawable | None:
+        """Starts one step; on a GPU nothing waits for it.
+
+        Returns:
+            What tokens are drawn from: a row for each decode, then one for each chunk that
+            samples; None if there is none.
+        """
+        arrays = StepArrays.of_plan(plan, self._page_table, self._page_size)
+        logits = self.run(arrays)
+        if logits is None:
+            return None
+        return Drawable(logits, arrays.drawing_slots, arrays.drawing_positions)
+
+    def keep(self, tokens: torch.Tensor) -> None:
+        """Takes what was drawn from the logits of the last `forward`, as input of later steps.
+
+        Args:
+            tokens: [L] int64, by row of the logits; negative where there is none.
+        """
+        slots = self._drawing_slots if self._inputs is None else self._inputs.drawing_slots
+        with torch.inference_mode():
+            tokens = tokens.to(self.device, non_blocking=True)
+            # What follows a token that there is not is dropped, but it must be of the vocabulary.
+            self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
+
+    def mark(self) -> Mark:
+        """The device's work up to here."""
+        return Mark(self.device)
+
+    def run(self, arrays: StepArrays) -> torch.Tensor | None:
+        """`forward` of a step that is given as arrays."""
+        with torch.inference_mode():
+            bucket = None if self.graphs is None else self.graphs.bucket_of(arrays)
+            if self.graphs is not None and bucket is not None:
+                hidden = self.graphs.forward(arrays, bucket)
+            else:
+                hidden = self._model.forward(self._batch(arrays), self.pool)
+            return self._model.logits(hidden) if hidden.shape[0] else None
+
+    def capture(self, buckets: Sequence[Bucket]) -> list[int]:
+        """Captures steps on a CUDA device and drops them.
+
+        Args:
+            buckets: Which.
+
+        Returns:
+            Device memory in bytes that each took, in the order of capture: largest first.
+
+        Raises:
+            ConfigError: There is not enough memory for them.
+        """
+        assert self._inputs is not None
+        return StepGraphs(self._model, self.pool, self._inputs, buckets).bytes_of_each
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fills free pages with NaN, so that reading one shows."""
+        if pages:
+            self.pool.index_fill_(0, page_index(pages, self.device), float("nan"))
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """Zeroes pages."""
+        if pages:
+            self.pool.index_fill_(0, page_index(pages, self.device), 0)
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copies pages, none of which is a source and a destination."""
+        if copies:
+            sources, destinations = zip(*copies, strict=True)
+            copy_pages(self.pool, sources, destinations)
+
+    def _batch(self, arrays: StepArrays) -> ForwardBatch:
+        if self._inputs is not None:
+            return self._inputs.batch(arrays)
+        num_columns = -(-arrays.max_kv_len // self._page_size)
+        token_ids = torch.from_numpy(arrays.token_ids)
+        if count := arrays.num_decodes:
+            token_ids[:count] = self._last_tokens[torch.from_numpy(arrays.rows[:count])]
+        self._drawing_slots = torch.from_numpy(arrays.drawing_slots)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=torch.from_numpy(arrays.positions),
+            cu_q_lens=torch.from_numpy(arrays.cu_q_lens),
+            kv_lens=torch.from_numpy(arrays.kv_lens),
+            page_table=torch.from_numpy(self._page_table.pages[arrays.rows, :num_columns]),
+            slots=torch.from_numpy(arrays.slots),
+            logits_rows=torch.from_numpy(arrays.logits_rows),
+            max_q_len=arrays.max_q_len,
+            max_kv_len=arrays.max_kv_len,
+        )
+
+
+def _new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, on a CPU in huge pages: attention reads from all over them."""
+    if device.type == "cpu":
+        return huge_zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,151 @@
+"""A step's plan as arrays on the host, and the page table that the steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from weft.engine.memory.kv_memory import NULL_PAGE
+from weft.engine.scheduler.plan import Plan
+
+DRAWN = -1
+"""As a token: what the step before draws for its slot, which the host does not know yet."""
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class PageChanges(NamedTuple):
+    """Entries of the page table that were set."""
+
+    indices: Int64Array
+    """Into the flattened table."""
+    pages: Int32Array
+
+
+class PageTable:
+    """Page numbers by slot. The row after the last slot names the null page only.
+
+    Args:
+        max_requests: slots.
+        max_pages: pages of the longest request.
+        keeps_changes: remember what was set for `take_changes`, which must then be called.
+    """
+
+    def __init__(self, max_requests: int, max_pages: int, *, keeps_changes: bool) -> None:
+        self.pages: Int32Array = np.full((max_requests + 1, max_pages), NULL_PAGE, np.int32)
+        """[max_requests + 1, max_pages]; entries beyond a request's pages are stale."""
+        self.null_row = max_requests
+        self._num_set = np.zeros(max_requests, np.int64)
+        self._changed: list[tuple[int, int, int]] | None = [] if keeps_changes else None
+
+    def clear(self, slot: int) -> None:
+        """The slot's next request starts without pages."""
+        self._num_set[slot] = 0
+
+    def is_short(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
+        """By slot: its row does not have a page of this index yet."""
+        return self._num_set[slots] <= indices
+
+    def extend(self, slot: int, pages: Sequence[int]) -> None:
+        """Makes the slot's row `pages`, of which it knows a first part already."""
+        known, count = int(self._num_set[slot]), len(pages)
+        if known < count:
+            self.pages[slot, known:count] = pages[known:]
+            self._num_set[slot] = count
+            if self._changed is not None:
+                self._changed.append((slot, known, count))
+
+    def take_changes(self) -> PageChanges:
+        """What was set since the last call."""
+        assert self._changed is not None
+        changed, self._changed = self._changed, []
+        width = self.pages.shape[1]
+        runs = [np.arange(slot * width + a, slot * width + b) for slot, a, b in changed]
+        indices = np.concatenate(runs) if runs else np.zeros(0, np.int64)
+        return PageChanges(indices, self.pages.reshape(-1)[indices])
+
+
+def _nothing() -> Int64Array:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepArrays:
+    """What `ForwardBatch` says of a step, on the host. T, R and L are as there."""
+
+    token_ids: Int64Array
+    """[T]; the first `num_decodes` are DRAWN, for the requests of the same rows."""
+    positions: Int64Array
+    """[T]."""
+    slots: Int64Array
+    """[T]: page * page_size + offset."""
+    rows: Int64Array
+    """[R]: each request's row of the page table."""
+    cu_q_lens: Int32Array
+    """[R + 1]."""
+    kv_lens: Int32Array
+    """[R]."""
+    logits_rows: Int64Array
+    """[L]."""
+    max_q_len: int
+    max_kv_len: int
+    num_decodes: int = 0
+    drawing_slots: Int64Array = field(default_factory=_nothing)
+    """[L]: whose next token comes of each row of the logits; empty if none is drawn."""
+    drawing_positions: Int64Array = field(default_factory=_nothing)
+    """[L]: where it will be."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Each request brings one token and wants its logits."""
+        return self.max_q_len == 1 and len(self.logits_rows) == len(self.token_ids)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, table: PageTable, page_size: int) -> StepArrays:
+        """Flattens a plan and enters its requests' new pages into the table."""
+        num_decodes, chunks = len(plan.decodes), plan.chunks
+        for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
+            table.extend(int(plan.slots[index]), plan.decodes[index].pages)
+        rows, starts, positions = plan.slots, plan.starts, plan.starts
+        row_of_token = rows
+        token_ids = np.full(num_decodes, DRAWN, np.int64)
+        q_lens = is_drawing = np.ones(num_decodes, np.int64)
+        if chunks:
+            columns = []
+            tokens: list[int] = []
+            for request, start, num_tokens, samples in chunks:
+                columns.append((request.slot, start, num_tokens, samples))
+                tokens += request.tokens[start : start + num_tokens]
+                table.extend(request.slot, request.pages)
+            slots, chunk_starts, lengths, samples_ = np.array(columns, np.int64).T
+            rows, starts = np.concatenate([rows, slots]), np.concatenate([starts, chunk_starts])
+            q_lens = np.concatenate([q_lens, lengths])
+            is_drawing = np.concatenate([is_drawing, samples_])
+            token_ids = np.concatenate([token_ids, np.array(tokens, np.int64)])
+        cu_q_lens = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(q_lens, out=cu_q_lens[1:])
+        if chunks:
+            request_of = np.repeat(np.arange(len(rows)), q_lens)
+            positions = np.arange(len(token_ids)) + (starts - cu_q_lens[:-1])[request_of]
+            row_of_token = rows[request_of]
+        pages = table.pages[row_of_token, positions // page_size].astype(np.int64)
+        kv_lens = starts + q_lens
+        is_drawing = is_drawing == 1
+        return cls(
+            token_ids=token_ids,
+            positions=positions,
+            slots=pages * page_size + positions % page_size,
+            rows=rows,
+            cu_q_lens=cu_q_lens,
+            kv_lens=kv_lens.astype(np.int32),
+            logits_rows=(cu_q_lens[1:][is_drawing] - 1).astype(np.int64),
+            drawing_slots=rows[is_drawing],
+            drawing_positions=kv_lens[is_drawing],
+            num_decodes=num_decodes,
+            max_q_len=int(q_lens.max()),
+            max_kv_len=int(kv_lens.max()),
+        )

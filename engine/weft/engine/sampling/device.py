@@ -1,0 +1,257 @@
+"""Draws where the logits are: parameters by slot in the device's memory, tokens fetched alone.
+
+Tokens are drawn, and counted, in the order of the calls; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.engine.device_copies import DeviceCopies, Fetched
+from weft.engine.request import TokenLogprob
+from weft.engine.sampling.edits import LogitEdits
+from weft.kernels.device_sampling import (
+    NUM_FIELDS,
+    Field,
+    SlotTables,
+    TopLogits,
+    draw_rows,
+    pack_slot,
+    top_logits,
+)
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+
+class SlotParams(NamedTuple):
+    """What a slot draws by; arguments of `pack_slot`."""
+
+    temperature: float
+    top_p: float
+    min_p: float
+    seed: int
+    """Of the sample, unsigned 64 bits."""
+    top_k: int
+    repetition: float
+    frequency: float
+    presence: float
+
+
+class DeviceSampler:
+    """Sampler of logits on a device. What changed since the last step goes there in one copy.
+
+    Args:
+        vocab_size: length of a row of logits.
+        max_slots: slots are 0..max_slots - 1; one that was not added is greedy.
+        device: of the logits.
+    """
+
+    def __init__(self, vocab_size: int, max_slots: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._copies = DeviceCopies(device)
+        words = -(-vocab_size // 32)
+        self._params = torch.zeros((max_slots, NUM_FIELDS), dtype=torch.int64, device=device)
+        self._masks = torch.zeros((max_slots, words), dtype=torch.int32, device=device)
+        self._biases = _Rows(vocab_size, max_slots, torch.float32, device)
+        self._counts = _Rows(vocab_size, max_slots, torch.int32, device)
+        greedy = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, top_k=0, seed=0)
+        self._host_params = np.tile(greedy, (max_slots, 1))
+        self._changed = set(range(max_slots))
+        self._new_masks: dict[int, npt.NDArray[np.uint32]] = {}
+
+    def add(self, slot: int, params: SlotParams, edits: LogitEdits | None) -> None:
+        """Gives `slot` to a sample.
+
+        Args:
+            slot: Must be free.
+            params: How it draws.
+            edits: Its bias and its tokens so far; stop tokens are masked by `set_mask`.
+        """
+        bias_row = count_row = -1
+        if edits is not None and len(edits.bias_ids):
+            bias_row = self._biases.take(slot, edits.bias_ids, edits.bias)
+        if edits is not None and edits.counts is not None:
+            count_row = self._counts.take(slot, edits.counts.ids, edits.counts.words)
+        self._host_params[slot] = pack_slot(
+            **params._asdict(), bias_row=bias_row, count_row=count_row
+        )
+        self._changed.add(slot)
+
+    def remove(self, slot: int) -> None:
+        """Frees `slot`."""
+        self._changed.discard(slot)
+        self._new_masks.pop(slot, None)
+        self._biases.give_back(slot)
+        self._counts.give_back(slot)
+
+    def set_mask(self, slot: int, words: npt.NDArray[np.uint32] | None) -> None:
+        """Tells which tokens the slot may draw from now on; see `SlotTables.masks`.
+
+        Args:
+            slot: Of a sample.
+            words: [ceil(vocab_size / 32)], copied; None = all tokens.
+        """
+        is_masked = int(words is not None)
+        if self._host_params[slot, Field.IS_MASKED] != is_masked:
+            self._host_params[slot, Field.IS_MASKED] = is_masked
+            self._changed.add(slot)
+        if words is not None:
+            self._new_masks[slot] = words.copy()
+        else:
+            self._new_masks.pop(slot, None)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        positions: Int64Array,
+        num_tops: Mapping[int, int],
+    ) -> DeviceDraw:
+        """Draws one token a row and counts it.
+
+        Args:
+            logits: [L, vocab_size] float32 on the device; unchanged.
+            slots: [L], distinct but for those that were not added.
+            positions: [L], absolute position of the token to be drawn.
+            num_tops: By row: how many most likely tokens are wanted beside the log-probability of
+                the drawn one.
+        """
+        rows = np.fromiter(num_tops, np.int64)
+        device_slots, device_positions, device_rows = self._send(slots, positions, rows)
+        tables = SlotTables(self._params, self._masks, self._biases.tensor, self._counts.tensor)
+        tokens = draw_rows(logits, device_slots, device_positions, tables)
+        if not num_tops:
+            return DeviceDraw(tokens, Fetched(tokens), {})
+        top = top_logits(logits, device_rows, tokens, max(num_tops.values()))
+        return DeviceDraw(tokens, Fetched(torch.cat([tokens, *_as_int64(top)])), dict(num_tops))
+
+    def _send(
+        self, slots: Int64Array, positions: Int64Array, rows: Int64Array
+    ) -> list[torch.Tensor]:
+        """Sends a step's columns with all that changed, and applies the changes."""
+        changed = np.fromiter(self._changed, np.int64)
+        masked = np.fromiter(self._new_masks, np.int64)
+        words = [*self._new_masks.values()] or [np.zeros(0, np.uint32)]
+        sent = self._copies.send(
+            (
+                *(slots, positions, rows),
+                *(changed, self._host_params[changed]),
+                *(masked, np.concatenate(words).view(np.int32)),
+                *self._biases.take_changes(),
+                *self._counts.take_changes(),
+            )
+        )
+        columns, changes = sent[:3], sent[3:]
+        if len(changed):
+            self._params.index_copy_(0, changes[0], changes[1].view(-1, NUM_FIELDS))
+        if len(masked):
+            self._masks.index_copy_(0, changes[2], changes[3].view(len(masked), -1))
+        self._biases.apply(changes[4], changes[5])
+        self._counts.apply(changes[6], changes[7])
+        self._changed.clear()
+        self._new_masks.clear()
+        return columns
+
+
+class _Rows:
+    """Rows of the vocabulary for the slots that need one; as many as were ever needed at once."""
+
+    def __init__(
+        self, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._max_rows = max_rows
+        self.tensor = torch.zeros((1, vocab_size), dtype=dtype, device=device)
+        self._numpy_dtype = np.float32 if dtype.is_floating_point else np.int32
+        self._row_of: dict[int, int] = {}
+        self._free = [0]
+        self._new: dict[int, tuple[Int64Array, npt.NDArray[np.generic]]] = {}
+
+    def take(self, slot: int, ids: Int64Array, values: npt.NDArray[np.generic]) -> int:
+        """The slot's row, which will be 0 but for the values of `ids`."""
+        if not self._free:
+            count = len(self.tensor)
+            more = self.tensor.new_zeros(min(count, self._max_rows - count), self.tensor.shape[1])
+            self.tensor = torch.cat([self.tensor, more])
+            self._free = list(range(count, len(self.tensor)))
+        row = self._row_of[slot] = self._free.pop()
+        self._new[row] = (ids + row * self.tensor.shape[1], values.astype(self._numpy_dtype))
+        return row
+
+    def give_back(self, slot: int) -> None:
+        """The slot needs no row any more, if it had one."""
+        row = self._row_of.pop(slot, None)
+        if row is not None:
+            self._new.pop(row, None)
+            self._free.append(row)
+
+    def take_changes(self) -> tuple[Int64Array, npt.NDArray[np.generic]]:
+        """Where values of new rows go, and the values; the rows are zeroed."""
+        changes, self._new = self._new, {}
+        for row in changes:
+            self.tensor[row].zero_()
+        indices = [np.zeros(0, np.int64), *(at for at, _ in changes.values())]
+        values = [np.zeros(0, self._numpy_dtype), *(value for _, value in changes.values())]
+        return np.concatenate(indices), np.concatenate(values)
+
+    def apply(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes what `take_changes` gave."""
+        if len(indices):
+            self.tensor.view(-1).index_copy_(0, indices, values)
+
+
+class DeviceDraw(NamedTuple):
+    """Tokens that a device draws."""
+
+    tokens: torch.Tensor
+    """[L] int64 on the device: tokens, or errors (negative)."""
+    fetched: Fetched
+    """These, and what their log-probabilities are made of."""
+    num_tops: Mapping[int, int]
+    """As of `draw`."""
+
+    def wait(self) -> tuple[Int64Array, dict[int, TokenLogprob]]:
+        """Waits for the tokens.
+
+        Returns:
+            [L] tokens or errors, and the log-probabilities of the rows of `num_tops` that have a
+            token.
+        """
+        fetched, count = self.fetched.wait().numpy(), len(self.tokens)
+        drawn, rest = fetched[:count], fetched[count:]
+        if not self.num_tops:
+            return drawn, {}
+        return drawn, _logprobs(drawn, self.num_tops, rest, max(self.num_tops.values()))
+
+
+def _as_int64(top: TopLogits) -> list[torch.Tensor]:
+    """The bits of everything, to travel with the tokens; see `_logprobs`."""
+    return [
+        top.log_sums.view(torch.int64),
+        top.drawn.double().view(torch.int64),
+        top.ids.view(-1),
+        top.logits.double().view(torch.int64).view(-1),
+    ]
+
+
+def _logprobs(
+    tokens: Int64Array, num_tops: Mapping[int, int], bits: Int64Array, num_top: int
+) -> dict[int, TokenLogprob]:
+    """Log-probabilities by row, of what `_as_int64` packed for the rows of `num_tops`."""
+    count = len(num_tops)
+    log_sums, drawn = bits[: 2 * count].view(np.float64).reshape(2, count)
+    ids, logits = bits[2 * count :].reshape(2, count, num_top)
+    values = logits.view(np.float64) - log_sums[:, None]
+    return {
+        row: TokenLogprob(
+            int(tokens[row]),
+            float(drawn[i] - log_sums[i]),
+            tuple(zip(ids[i, :wanted].tolist(), values[i, :wanted].tolist(), strict=True)),
+        )
+        for i, (row, wanted) in enumerate(num_tops.items())
+        if tokens[row] >= 0
+    }

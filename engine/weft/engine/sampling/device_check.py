@@ -1,0 +1,77 @@
+"""A trial of the device's sampler when an engine starts: compiles it, and compares its tokens."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from weft.kernels.device_sampling import SlotTables, draw_rows, pack_slot, top_logits
+from weft.kernels.sampling import SamplingColumns, sample_rows
+
+logger = logging.getLogger(__name__)
+
+_TRIALS = (
+    {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0},
+    {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0},
+    {"temperature": 0.8, "top_p": 0.95, "min_p": 0.0, "top_k": 40},
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "top_k": 0},
+)
+_ROWS_A_TRIAL = 8
+
+
+def device_sampler_fault(vocab_size: int, device: torch.device) -> str | None:
+    """Draws from the same logits on the device and on the host.
+
+    Args:
+        vocab_size: Of the model.
+        device: Of its logits.
+
+    Returns:
+        Why the device must not draw, in words; None if all tokens are the host's.
+    """
+    rng = np.random.default_rng(0)
+    count = len(_TRIALS) * _ROWS_A_TRIAL
+    spreads = np.resize([0.3, 4.0], count)[:, None]
+    rows = (spreads * rng.standard_normal((count, vocab_size))).astype(np.float32)
+    columns = SamplingColumns(vocab_size, count)
+    packed = []
+    for slot in range(count):
+        trial = _TRIALS[slot // _ROWS_A_TRIAL]
+        columns.temperature[slot] = trial["temperature"]
+        columns.top_p[slot], columns.min_p[slot] = trial["top_p"], trial["min_p"]
+        columns.top_k[slot], columns.seed[slot] = int(trial["top_k"]), slot
+        packed.append(
+            pack_slot(
+                temperature=trial["temperature"],
+                top_p=trial["top_p"],
+                min_p=trial["min_p"],
+                top_k=int(trial["top_k"]),
+                seed=slot,
+            )
+        )
+    slots, logits = np.arange(count), torch.from_numpy(rows)
+    expected = sample_rows(logits, slots, slots + 100, columns)
+    try:
+        drawn = _draw(logits, np.stack(packed), device)
+    except Exception as error:
+        # Whatever a compiler or a driver raises: the host can do what the device cannot.
+        logger.exception("the device's sampler does not run")
+        return f"the device's sampler does not run ({type(error).__name__})"
+    num_wrong = int((drawn != expected).sum())
+    return f"{num_wrong} of {count} tokens of a trial differ" if num_wrong else None
+
+
+def _draw(logits: torch.Tensor, params: np.ndarray, device: torch.device) -> np.ndarray:
+    count, vocab_size = logits.shape
+    slots, logits = torch.arange(count, device=device), logits.to(device)
+    tables = SlotTables(
+        torch.from_numpy(params).to(device),
+        torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32, device=device),
+        torch.zeros((1, vocab_size), device=device),
+        torch.zeros((1, vocab_size), dtype=torch.int32, device=device),
+    )
+    tokens = draw_rows(logits, slots, slots + 100, tables)
+    top_logits(logits, slots, tokens, min(5, vocab_size))
+    drawn: np.ndarray = tokens.cpu().numpy()
+    return drawn

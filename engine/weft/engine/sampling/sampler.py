@@ -1,0 +1,364 @@
+"""The sampler of an engine: parameters by slot, one call a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.engine.device_copies import Fetched
+from weft.engine.errors import Internal, InvalidRequest, WeftError
+from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.sampling.device import DeviceSampler, SlotParams
+from weft.engine.sampling.edits import LogitEdits
+from weft.kernels.greedy import greedy_rows
+from weft.kernels.sampling import (
+    ERROR_NOT_FINITE,
+    GREEDY_TEMPERATURE,
+    SamplingColumns,
+    sample_rows,
+    top_rows,
+)
+
+Int64Array = npt.NDArray[np.int64]
+
+SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd, so that all multiples below 2^64 are distinct."""
+
+
+def derive_seed(seed: int, sample_index: int) -> int:
+    """Seed of one sample of a request: distinct for each, the request's own for sample 0.
+
+    Args:
+        seed: Unsigned 64 bits.
+        sample_index: 0..n - 1.
+    """
+    return (seed + sample_index * SEED_STEP) & 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleRow:
+    """How one running sample draws its tokens; fixed for its life."""
+
+    params: SamplingParams
+    stop: StopCriteria
+    seed: int
+    """Of this sample (`derive_seed`), unsigned 64 bits."""
+    eos_token_ids: tuple[int, ...]
+    """The model's; masked before `min_tokens` unless the request ignores them."""
+    top_logprobs: int | None = None
+    """Alternatives wanted beside each token's log-probability; None = no log-probabilities."""
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """Tokens of one step, by row of the logits."""
+
+    token_ids: Int64Array
+    """[L]; negative in the rows of `errors`."""
+    logprobs: list[TokenLogprob | None]
+    """None for rows that want none, and in the rows of `errors`."""
+    errors: dict[int, WeftError] = field(default_factory=dict)
+    """Rows for which there is no token; the others are not affected."""
+
+
+class SamplesUnderWay:
+    """Tokens of one step that a device draws, or that have been drawn.
+
+    Args:
+        tokens: [L] int64 where they are drawn; negative where there is none.
+        output: Waits for them; called once.
+        positions: [L], of the tokens.
+    """
+
+    def __init__(
+        self, tokens: torch.Tensor, output: Callable[[], SampleOutput], positions: Int64Array
+    ) -> None:
+        self.tokens = tokens
+        self._output = output
+        self._positions = positions
+
+    def wait(self) -> SampleOutput:
+        """The tokens, once they are there."""
+        output = self._output()
+        if len(output.token_ids) and output.token_ids.min() < 0:
+            _explain(output, self._positions)
+        return output
+
+
+class Sampler:
+    """Draws the next token of each running sample.
+
+    What is drawn depends on the row's logits, its parameters and seed, the position and its own
+    tokens so far: not on the slot, nor on other rows. Used by one thread.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_rows: int,
+        *,
+        use_native: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        """No slot is taken.
+
+        Args:
+            vocab_size: Length of a row of logits.
+            max_rows: Slots are 0..max_rows - 1; `null_slot` is one more, which is nobody's.
+            use_native: False: the numpy path (same tokens, slower).
+            device: Where the logits are and tokens are drawn (the same ones); None = on the host.
+        """
+        self.null_slot = max_rows
+        """Draws greedily what nobody wants; may be named for several rows."""
+        num_slots = max_rows + 1
+        self._device = DeviceSampler(vocab_size, num_slots, device) if device is not None else None
+        self._masking: set[int] = set()
+        """Slots whose stop tokens the device masks."""
+        self._columns = SamplingColumns(vocab_size, num_slots, use_native=use_native)
+        self._num_generated = np.zeros(num_slots, np.int64)
+        self._is_special = np.zeros(num_slots, np.bool_)
+        """Rows that need Python: logits change, or log-probabilities are wanted."""
+        self._num_special = 0
+        self._rows: dict[int, SampleRow] = {}
+        self._edits: dict[int, LogitEdits] = {}
+
+    def add(
+        self, slot: int, row: SampleRow, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    ) -> None:
+        """Gives `slot` to a sample.
+
+        Args:
+            slot: Must be free.
+            row: How it draws.
+            prompt_ids: Its prompt.
+            output_ids: Tokens it has generated already (before a pre-emption or elsewhere).
+
+        Raises:
+            InvalidRequest: logit_bias names a token that is not in the vocabulary.
+        """
+        if slot in self._rows:
+            raise ValueError(f"slot {slot} is taken")
+        params, columns = row.params, self._columns
+        for token_id in params.logit_bias:
+            if not 0 <= token_id < columns.vocab_size:
+                message = f"logit_bias: token id {token_id} is not below {columns.vocab_size}"
+                raise InvalidRequest(message, stage="sample", param="logit_bias")
+        stop_ids = self._stop_ids(row)
+        has_edits = bool(params.logit_bias) or params.has_penalties or bool(stop_ids)
+        if has_edits:
+            self._edits[slot] = LogitEdits(params, stop_ids, prompt_ids, output_ids)
+        columns.temperature[slot] = params.temperature
+        columns.top_k[slot] = params.top_k
+        columns.top_p[slot] = params.top_p
+        columns.min_p[slot] = params.min_p
+        columns.seed[slot] = row.seed
+        self._num_generated[slot] = len(output_ids)
+        self._is_special[slot] = has_edits or row.top_logprobs is not None
+        self._num_special += int(self._is_special[slot])
+        self._rows[slot] = row
+        if self._device is not None:
+            own = SlotParams(
+                params.temperature,
+                params.top_p,
+                params.min_p,
+                row.seed,
+                params.top_k,
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+            )
+            self._device.add(slot, own, self._edits.get(slot))
+            if stop_ids:
+                self._masking.add(slot)
+                self._send_mask(slot)
+
+    def remove(self, slot: int) -> None:
+        """Frees `slot`."""
+        del self._rows[slot]
+        self._columns.is_masked[slot] = False
+        self._edits.pop(slot, None)
+        self._num_special -= int(self._is_special[slot])
+        self._is_special[slot] = False
+        if self._device is not None:
+            self._masking.discard(slot)
+            self._device.remove(slot)
+
+    def set_mask(self, slot: int, mask: npt.NDArray[np.uint32] | None) -> None:
+        """Tells which tokens the slot may draw next; holds until told otherwise.
+
+        Args:
+            slot: Of a sample.
+            mask: [ceil(vocab_size / 32)], bit i % 32 of word i / 32 allows token i, and bits from
+                vocab_size on are 0; None = all tokens.
+        """
+        self._columns.is_masked[slot] = mask is not None
+        if mask is not None:
+            self._columns.masks[slot] = mask
+        if self._device is not None:
+            self._send_mask(slot)
+
+    def sample(
+        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
+    ) -> SampleOutput:
+        """`begin`, and waits for the tokens."""
+        return self.begin(logits, slots, positions).wait()
+
+    def begin(
+        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
+    ) -> SamplesUnderWay:
+        """Draws one token a row and counts it; waits for nothing that a device draws.
+
+        Args:
+            logits: [L, vocab_size] float32; unchanged once the tokens are there.
+            slots: [L], distinct but for `null_slot`.
+            positions: [L], absolute position of the token to be drawn (prompt length + number of
+                tokens generated before it).
+
+        Raises:
+            ValueError: Shapes or dtype are wrong.
+        """
+        if logits.is_cuda and self._are_greedy(slots):
+            tokens, output = self._draw_greedily(logits)
+        elif self._device is not None:
+            tokens, output = self._draw_on_device(self._device, logits, slots, positions)
+        else:
+            drawn = self._draw(Fetched(logits).wait(), slots, positions)
+            tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
+        self._num_generated[slots] += 1
+        return SamplesUnderWay(tokens, output, positions)
+
+    def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampleOutput:
+        if self._num_special and self._is_special[slots].any():
+            return self._sample_special(logits, slots, positions)
+        tokens = sample_rows(logits, slots, positions, self._columns)
+        return SampleOutput(tokens, [None] * len(slots))
+
+    def _draw_greedily(
+        self, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
+        tokens = greedy_rows(logits)
+        fetched = Fetched(tokens)
+        return tokens, lambda: SampleOutput(fetched.wait().numpy(), [None] * len(tokens))
+
+    def _are_greedy(self, slots: Int64Array) -> bool:
+        """The rows' largest logits, as they are, are all that is wanted."""
+        is_plain = ~self._is_special[slots] & ~self._columns.is_masked[slots]
+        is_greedy = self._columns.temperature[slots] < GREEDY_TEMPERATURE
+        return bool((is_plain & is_greedy).all())
+
+    def _draw_on_device(
+        self, device: DeviceSampler, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
+    ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
+        for slot in self._masking.intersection(slots.tolist()):
+            if not self._is_masking(slot):
+                self._masking.discard(slot)
+                self._send_mask(slot)
+        draw = device.draw(logits, slots, positions, self._num_tops(slots))
+
+        def output() -> SampleOutput:
+            tokens, logprobs = draw.wait()
+            return SampleOutput(tokens, [logprobs.get(row) for row in range(len(tokens))])
+
+        return draw.tokens, output
+
+    def _send_mask(self, slot: int) -> None:
+        """What the slot may draw, on the device: the constraint's mask without stop tokens."""
+        assert self._device is not None
+        is_masked = bool(self._columns.is_masked[slot])
+        words = self._columns.masks[slot] if is_masked else None
+        if slot in self._edits and self._is_masking(slot):
+            words = self._without_stops(slot)
+        self._device.set_mask(slot, words)
+
+    def _sample_special(
+        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
+    ) -> SampleOutput:
+        # Rows may share memory when they are forks of one prompt; edits must not.
+        logits = logits.contiguous()
+        rows = logits.numpy()
+        edited = [(r, e) for r, s in enumerate(slots.tolist()) if (e := self._edits.get(s))]
+        try:
+            for r, edits in edited:
+                edits.apply(rows[r], is_masking=self._is_masking(int(slots[r])))
+            tokens = sample_rows(logits, slots, positions, self._columns)
+        finally:
+            for r, edits in edited:
+                edits.take_back(rows[r])
+        for r, edits in edited:
+            if edits.counts is not None and tokens[r] >= 0:
+                edits.counts.add_output(int(tokens[r]))
+        return SampleOutput(tokens, self._logprobs(logits, slots, tokens))
+
+    def _logprobs(
+        self, logits: torch.Tensor, slots: Int64Array, tokens: Int64Array
+    ) -> list[TokenLogprob | None]:
+        """Log-probabilities of the rows that want them, from unchanged logits."""
+        logprobs: list[TokenLogprob | None] = [None] * len(slots)
+        wanted = {r: top for r, top in self._num_tops(slots).items() if tokens[r] >= 0}
+        if not wanted:
+            return logprobs
+        indices = list(wanted)
+        chosen = logits if len(wanted) == len(slots) else logits[indices]
+        log_sums, top_ids = top_rows(chosen, max(wanted.values()), self._columns)
+        rows = chosen.numpy()
+        for i, (r, num_top) in enumerate(wanted.items()):
+            token = int(tokens[r])
+            ids = top_ids[i, :num_top]
+            values = rows[i, ids].astype(np.float64) - log_sums[i]
+            logprobs[r] = TokenLogprob(
+                token,
+                float(rows[i, token] - log_sums[i]),
+                tuple(zip(ids.tolist(), values.tolist(), strict=True)),
+            )
+        return logprobs
+
+    def _num_tops(self, slots: Int64Array) -> dict[int, int]:
+        """By row: most likely tokens wanted; the rows that want log-probabilities alone."""
+        if not self._is_special[slots].any():
+            return {}
+        return {
+            r: min(top, self._columns.vocab_size)
+            for r, slot in enumerate(slots.tolist())
+            if self._is_special[slot] and (top := self._rows[slot].top_logprobs) is not None
+        }
+
+    def _stop_ids(self, row: SampleRow) -> tuple[int, ...]:
+        """What `min_tokens` keeps from being drawn: all that would end the sample."""
+        if row.stop.min_tokens <= 0:
+            return ()
+        eos = () if row.stop.ignore_eos else row.eos_token_ids
+        vocab_size = self._columns.vocab_size
+        return tuple(i for i in {*eos, *row.stop.stop_token_ids} if 0 <= i < vocab_size)
+
+    def _is_masking(self, slot: int) -> bool:
+        """`min_tokens` keeps the slot from stopping, unless a mask leaves it nothing else."""
+        if self._num_generated[slot] >= self._rows[slot].stop.min_tokens:
+            return False
+        if not self._columns.is_masked[slot]:
+            return True
+        return bool(self._without_stops(slot).any())
+
+    def _without_stops(self, slot: int) -> npt.NDArray[np.uint32]:
+        """The slot's mask (all tokens where it has none) without its stop tokens."""
+        words: npt.NDArray[np.uint32] = self._columns.masks[slot].copy()
+        if not self._columns.is_masked[slot]:
+            words.fill(0xFFFFFFFF)
+        stop_ids = self._edits[slot].stop_ids
+        bits = np.uint32(1) << (stop_ids & 31).astype(np.uint32)
+        np.bitwise_and.at(words, stop_ids >> 5, ~bits)
+        return words
+
+
+def _explain(output: SampleOutput, positions: Int64Array) -> None:
+    """Turns negative tokens into errors."""
+    for r in np.flatnonzero(output.token_ids < 0).tolist():
+        where = f"at position {int(positions[r])}"
+        if output.token_ids[r] == ERROR_NOT_FINITE:
+            message = f"the model's logits {where} are not finite numbers"
+            output.errors[r] = Internal(message, stage="sample")
+        else:
+            message = f"min_tokens masks every token {where}: all of them are stop tokens"
+            output.errors[r] = InvalidRequest(message, stage="sample", param="min_tokens")

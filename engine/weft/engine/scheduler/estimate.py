@@ -1,0 +1,51 @@
+"""How many tokens running requests will still bring: what admission keeps pages for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.engine.scheduler.state import Request
+
+MAX_EXPECTED_TOKENS = 4096
+"""Of one request; more are asked for than come."""
+SPARE_TOKENS = 20
+"""Beyond what the running requests have generated when something was pre-empted."""
+DECAY = 0.98
+"""Of the ratio, with each running request that ends without an error."""
+
+
+class NewTokenEstimate:
+    """Adaptive share of `max_tokens` that requests are expected to generate.
+
+    It begins at 0: nothing is kept back. A pre-emption shows that too many were admitted: the
+    ratio rises to what the running requests have generated of what they may, and a little more.
+    Each running request that ends without an error lets it decay. The rule is SGLang's
+    `new_token_ratio`.
+    """
+
+    def __init__(self) -> None:
+        self.ratio = 0.0
+
+    def expected_tokens(self, requests: Iterable[Request]) -> int:
+        """Tokens that these requests are still expected to generate."""
+        if not self.ratio:
+            return 0
+        left = sum(
+            max(0, min(request.max_tokens, MAX_EXPECTED_TOKENS) - request.num_generated)
+            for request in requests
+            if not request.is_fill
+        )
+        return int(left * self.ratio)
+
+    def on_preemption(self, running: Iterable[Request]) -> None:
+        """There were no pages left for these requests."""
+        generated = allowed = 0
+        for request in running:
+            generated += request.num_generated + SPARE_TOKENS
+            allowed += min(request.max_tokens, MAX_EXPECTED_TOKENS)
+        if allowed:
+            self.ratio = max(self.ratio, min(1.0, generated / allowed))
+
+    def on_success(self) -> None:
+        """A running request ended without an error."""
+        self.ratio *= DECAY

@@ -1,0 +1,226 @@
+"""The pages of requests: what they find in the prefix cache, and what they leave there.
+
+Positions of a request's tokens, and who holds their KV after `take` and `use_partial`:
+
+    0                     path * page_size        num_computed            num_tokens
+    |---- cached pages ----|---- copied page ------|----- to be computed ------|
+      shared, never written  its own from here on
+
+Only full pages are cached. The page in which a match ends belongs to others: it is copied into a
+page of the request's own, whose positions from `num_computed` on are written over.
+
+A request may be dropped while a step that has begun still reads and writes its pages. They are
+nobody's then, but they come back to `memory` with the end of the newest step begun at that time:
+before that no other request and no filler may get them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weft.engine.memory.keys import token_bytes
+from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.memory.radix_cache import NO_MATCH, Match, Node, RadixCache
+from weft.engine.scheduler.state import Request
+
+
+class PageCopy(NamedTuple):
+    """A page whose content goes into another one before the next step."""
+
+    source: int
+    destination: int
+
+
+class RequestPages:
+    """Finds, publishes and drops the pages of requests.
+
+    Args:
+        memory: the page owner.
+        cache: its index; None: nothing is cached.
+        page_size: token positions a page.
+    """
+
+    def __init__(self, memory: KvMemory, cache: RadixCache | None, page_size: int) -> None:
+        self.memory = memory
+        self._cache = cache
+        self._page_size = page_size
+        self._copies: list[PageCopy] = []
+        self._newest_step = 0
+        self._returning: deque[tuple[int, Sequence[int]]] = deque()
+        """Pages, and the step with whose end they come back; oldest first."""
+        self.num_returning = 0
+        """References to pages that come back with the end of a step; others may have more."""
+        self.num_partial_hits = 0
+        """Matches that ended inside a page, since start."""
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def begin_step(self) -> int:
+        """A step begins: what is dropped from now on waits for its end. Returns its number."""
+        self._newest_step += 1
+        return self._newest_step
+
+    def end_step(self, number: int) -> None:
+        """A step has ended, on the device too, and so have those before it."""
+        while self._returning and self._returning[0][0] <= number:
+            _, pages = self._returning.popleft()
+            self.num_returning -= len(pages)
+            self.memory.release(pages)
+
+    def _return_later(self, pages: Sequence[int]) -> None:
+        if pages:
+            self._returning.append((self._newest_step, pages))
+            self.num_returning += len(pages)
+
+    # -- what is found ---------------------------------------------------------------------------
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens that a request would find now; changes nothing."""
+        return self.find(request).num_tokens(self._page_size)
+
+    def num_cached_pages(self, request: Request, num_pages: int) -> int:
+        """How many of a request's first pages are cached; changes nothing."""
+        if self._cache is None:
+            return 0
+        data = request.keys.packed(request.tokens, 0, num_pages * self._page_size)
+        return len(self._cache.find(request.keys.namespace, data).path)
+
+    def find(self, request: Request) -> Match:
+        """The longest cached prefix of a request; changes nothing.
+
+        The owner of a prompt always runs its last token.
+        """
+        if self._cache is None:
+            return NO_MATCH
+        num_reusable = request.num_tokens - (0 if request.is_fill else 1)
+        data = request.keys.packed(request.tokens, 0, num_reusable)
+        return self._cache.find(request.keys.namespace, data)
+
+    def take(self, request: Request, found: Match) -> None:
+        """Gives a request without pages what was found for it just now.
+
+        A page in which the match ends is kept for `use_partial`, which must follow, or
+        `forget_partial`.
+        """
+        request.pages = [node.page for node in found.path]
+        self.memory.retain(request.pages)
+        request.num_published_pages = len(request.pages)
+        request.num_computed = len(request.pages) * self._page_size
+        if found.partial is not None:
+            request.partial_page = found.partial.page
+            request.num_partial_tokens = found.num_partial_tokens
+            self.memory.retain([request.partial_page])
+        request.cache_leaf = found.path[-1] if found.path else None
+        request.keys.adopt([node.key for node in found.path])
+
+    def note_hit(self, request: Request) -> None:
+        """The request was admitted with what `take` gave it: its pages were of use."""
+        if self._cache is not None and request.cache_leaf is not None:
+            self._cache.touch(request.cache_leaf, request.priority)
+
+    def use_partial(self, request: Request) -> None:
+        """Copies the page in which the match ended, for a request that goes on here.
+
+        Takes one promised page, if there is anything to copy.
+        """
+        source = request.partial_page
+        if source is None:
+            return
+        (page,) = self.memory.allocate(1, request.namespace, promised=True)
+        request.num_promised_pages -= 1
+        request.pages.append(page)
+        request.num_computed += request.num_partial_tokens
+        request.partial_page, request.num_partial_tokens = None, 0
+        # The source keeps its reference until the copy is made.
+        self._copies.append(PageCopy(source, page))
+        self.num_partial_hits += 1
+
+    def forget_partial(self, request: Request) -> None:
+        """Others fill the request from the page border on, or there is no room for a copy."""
+        if request.partial_page is not None:
+            self.memory.release([request.partial_page])
+            request.partial_page, request.num_partial_tokens = None, 0
+
+    def take_copies(self) -> list[PageCopy]:
+        """Copies to be made by the step that has just begun, before anything else."""
+        copies, self._copies = self._copies, []
+        self._return_later([copy.source for copy in copies])
+        return copies
+
+    def publish(self, request: Request) -> bool:
+        """Puts the request's new full pages into the cache; False when it has none."""
+        num_full = request.num_computed // self._page_size
+        first = request.num_published_pages
+        if num_full <= first:
+            return False
+        request.num_published_pages = num_full
+        if self._cache is None:
+            return True
+        leaf = request.cache_leaf
+        if num_full == first + 1 and leaf is not None and leaf.is_used:
+            self._publish_one(self._cache, request, leaf, first)
+            return True
+        request.cache_leaf, added = self._cache.insert(
+            request.keys,
+            request.tokens,
+            request.pages,
+            first,
+            num_full,
+            leaf,
+            priority=request.priority,
+            # What is promised must stay there to be taken.
+            num_spare_pages=self._num_spare_pages,
+        )
+        for node in added:
+            assert node.parent is not None
+            self.memory.published(node.page, node.key, node.parent.key)
+        return True
+
+    def _publish_one(self, cache: RadixCache, request: Request, leaf: Node, index: int) -> None:
+        size, page = self._page_size, request.pages[index]
+        data = token_bytes(request.tokens[index * size : (index + 1) * size])
+        key = request.keys.key_of(request.tokens, index, data)
+        node = request.cache_leaf = cache.append(leaf, data, key, page, request.priority)
+        if node.page == page:
+            self.memory.published(page, key, leaf.key)
+
+    def _num_spare_pages(self) -> int:
+        return self.memory.num_available_pages
+
+    def drop(self, request: Request) -> None:
+        """Takes all pages and promises from a request; what was published stays cached."""
+        if self._copies:
+            self._drop_copies(request)
+        self.forget_partial(request)
+        if request.num_launched:
+            self._return_later(request.pages)
+        else:
+            self.memory.release(request.pages)
+        request.pages = []
+        request.num_computed = 0
+        request.num_published_pages = 0
+        request.cache_leaf = None
+        self.return_promise(request)
+
+    def promise(self, request: Request, num_pages: int) -> None:
+        """Sets pages aside for a request that is admitted."""
+        self.memory.promise(num_pages)
+        request.num_promised_pages = num_pages
+
+    def take_promised(self, request: Request, num_pages: int) -> None:
+        """Turns promised pages into the request's next ones."""
+        request.pages += self.memory.allocate(num_pages, request.namespace, promised=True)
+        request.num_promised_pages -= num_pages
+
+    def return_promise(self, request: Request) -> None:
+        """Gives back what was set aside and not taken."""
+        self.memory.unpromise(request.num_promised_pages)
+        request.num_promised_pages = 0
+
+    def _drop_copies(self, request: Request) -> None:
+        """The request ends before its copy was made."""
+        for copy in [copy for copy in self._copies if copy.destination in request.pages]:
+            self._copies.remove(copy)
+            self.memory.release([copy.source])

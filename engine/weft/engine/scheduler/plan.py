@@ -1,0 +1,93 @@
+"""What one step computes: columns for requests that get one token each, items for chunks.
+
+The hundreds of running requests of a large batch are all treated alike, step after step. They are
+kept in columns, so that Python touches one of them only where something about it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from weft.engine.scheduler.state import Request
+
+Int64Array = npt.NDArray[np.int64]
+NO_NUMBERS: Int64Array = np.zeros(0, np.int64)
+
+
+class PlanItem(NamedTuple):
+    """Tokens [start, start + num_tokens) of one request in a step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    """A token is drawn from the last row."""
+
+
+class Plan:
+    """The work of a step; iterating gives all of it as items, which is slow for large batches.
+
+    Args:
+        decodes: RUNNING requests. Each brings the token that it drew last, which may not be known
+            yet but to the device, and draws the next one.
+        slots: [len(decodes)], theirs.
+        starts: [len(decodes)], the positions of the tokens that they bring.
+        chunks: Pieces of prompts, which come behind them.
+    """
+
+    def __init__(
+        self,
+        decodes: Sequence[Request] = (),
+        slots: Int64Array = NO_NUMBERS,
+        starts: Int64Array = NO_NUMBERS,
+        chunks: Sequence[PlanItem] = (),
+    ) -> None:
+        self.decodes = decodes
+        self.slots = slots
+        self.starts = starts
+        self.chunks = chunks
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self.decodes) + len(self.chunks)
+
+    def __iter__(self) -> Iterator[PlanItem]:
+        for request, start in zip(self.decodes, self.starts.tolist(), strict=True):
+            yield PlanItem(request, start, 1, True)
+        yield from self.chunks
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """New tokens of the chunks."""
+        return sum(item.num_tokens for item in self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all."""
+        return len(self.decodes) + self.num_chunk_tokens
+
+    @property
+    def drawing_chunks(self) -> list[PlanItem]:
+        """Those from whose last row a token is drawn."""
+        return [item for item in self.chunks if item.samples]
+
+
+class RunningColumns(NamedTuple):
+    """RUNNING requests, and what does not change while they run."""
+
+    requests: Sequence[Request]
+    slots: Int64Array
+    ends: Int64Array
+    """Position of the last token that each may have; nothing follows it."""
+
+    @classmethod
+    def of(cls, running: Sequence[Request]) -> RunningColumns:
+        """The requests as they are now."""
+        return cls(
+            list(running),
+            np.array([request.slot for request in running], np.int64),
+            np.array([r.num_prompt_tokens + r.max_tokens - 1 for r in running], np.int64),
+        )

@@ -1,0 +1,111 @@
+"""What the scheduler asks of an admission policy, and the sorted queue that most of them are."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from weft.engine.scheduler.state import Request
+
+Key = tuple[float, int]
+
+
+class AdmissionQueue(Protocol):
+    """WAITING and PREEMPTED requests, and who of them is admitted next.
+
+    Nothing may starve: whoever waits long enough must become the first candidate.
+    """
+
+    def add(self, request: Request) -> None:
+        """Queues a request: a new one, or one that was admitted before and comes back."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out."""
+        ...
+
+    def candidates(self, now: float) -> Iterator[Request]:
+        """Requests in the order of admission; nothing is added or removed meanwhile.
+
+        Args:
+            now: On the engine's clock.
+        """
+        ...
+
+    def precedes(self, one: Request, other: Request) -> bool:
+        """One would be admitted before the other if both waited."""
+        ...
+
+    def observe(self, running: Iterable[Request]) -> None:
+        """Called before candidates are asked for, with those that get tokens."""
+        ...
+
+    def on_admitted(self, request: Request) -> None:
+        """A candidate was admitted (and removed) with so many tokens still to be computed."""
+        ...
+
+    def on_ended(self, request: Request) -> None:
+        """A request finished, or was pre-empted."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]:
+        """All requests, about in the order of admission."""
+        ...
+
+
+class SortedQueue:
+    """Requests in the order of keys that do not change while they wait.
+
+    Subclasses may define another `key`, and what they take note of.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Key, Request]] = []
+
+    def key(self, request: Request) -> Key:
+        """Place in the queue, least first: the order of submission.
+
+        Samples of one submit, and what comes back after a pre-emption, have the place of their
+        submit: before what came later.
+        """
+        return (request.timeline.submitted_at, request.arrival)
+
+    def add(self, request: Request) -> None:
+        """See `AdmissionQueue.add`."""
+        insort(self._entries, (self.key(request), request), key=_key_of)
+
+    def remove(self, request: Request) -> None:
+        """See `AdmissionQueue.remove`."""
+        index = bisect_left(self._entries, self.key(request), key=_key_of)
+        assert self._entries[index][1] is request, "the request is not queued"
+        del self._entries[index]
+
+    def candidates(self, now: float) -> Iterator[Request]:
+        """See `AdmissionQueue.candidates`."""
+        return iter(self)
+
+    def precedes(self, one: Request, other: Request) -> bool:
+        """See `AdmissionQueue.precedes`."""
+        return self.key(one) < self.key(other)
+
+    def observe(self, running: Iterable[Request]) -> None:
+        """See `AdmissionQueue.observe`."""
+
+    def on_admitted(self, request: Request) -> None:
+        """See `AdmissionQueue.on_admitted`."""
+
+    def on_ended(self, request: Request) -> None:
+        """See `AdmissionQueue.on_ended`."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self._entries)
+
+
+def _key_of(entry: tuple[Key, Request]) -> Key:
+    return entry[0]

@@ -1,0 +1,107 @@
+"""Tokens served a tenant: whoever had least is next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from weft.engine.scheduler.policies.base import SortedQueue
+from weft.engine.scheduler.state import Request
+
+PROMPT_WEIGHT = 1
+OUTPUT_WEIGHT = 2
+"""Of a generated token, beside a computed one of a prompt."""
+MAX_IDLE_TENANTS = 4096
+
+
+class _Tenant:
+    """One tenant's requests and what it was served."""
+
+    def __init__(self) -> None:
+        self.served = 0
+        self.queue = SortedQueue()
+
+
+class FairQueue:
+    """Of the tenants that wait, the one that was served the fewest tokens is first.
+
+    This is the virtual token counter of Sheng et al. (2024): computed prompt tokens count when a
+    request is admitted, generated ones as they come, twice. A tenant that comes back is lifted to
+    the level of the tenant served last (as in start-time fair queueing, Goyal et al., 1996), so
+    that being away saves up nothing. Counters only grow for those that are served: nobody starves.
+    Requests without a tenant are one tenant.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+        self._level = 0
+        self._count = 0
+
+    def add(self, request: Request) -> None:
+        """See `AdmissionQueue.add`."""
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            if len(self._tenants) >= MAX_IDLE_TENANTS:
+                self._forget_idle()
+            tenant = self._tenants[request.tenant] = _Tenant()
+        if not len(tenant.queue):
+            tenant.served = max(tenant.served, self._level)
+        tenant.queue.add(request)
+        self._count += 1
+
+    def remove(self, request: Request) -> None:
+        """See `AdmissionQueue.remove`."""
+        self._tenants[request.tenant].queue.remove(request)
+        self._count -= 1
+
+    def candidates(self, now: float) -> Iterator[Request]:
+        """See `AdmissionQueue.candidates`."""
+        return iter(self)
+
+    def precedes(self, one: Request, other: Request) -> bool:
+        """See `AdmissionQueue.precedes`."""
+        first, second = (self._tenants.get(request.tenant) for request in (one, other))
+        if first is second or first is None or second is None:
+            return one.arrival < other.arrival
+        return first.served < second.served
+
+    def observe(self, running: Iterable[Request]) -> None:
+        """See `AdmissionQueue.observe`."""
+        for request in running:
+            self._charge_output(request)
+
+    def on_admitted(self, request: Request) -> None:
+        """See `AdmissionQueue.on_admitted`."""
+        tenant = self._tenants[request.tenant]
+        self._level = max(self._level, tenant.served)
+        if request.awaits_first_token:
+            tenant.served += PROMPT_WEIGHT * request.num_pending
+            # What it generated elsewhere was charged there.
+            request.num_charged_tokens = request.num_generated
+
+    def on_ended(self, request: Request) -> None:
+        """See `AdmissionQueue.on_ended`."""
+        self._charge_output(request)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Request]:
+        waiting = [tenant for tenant in self._tenants.values() if len(tenant.queue)]
+        waiting.sort(key=lambda tenant: tenant.served)
+        return chain.from_iterable(tenant.queue for tenant in waiting)
+
+    def _charge_output(self, request: Request) -> None:
+        count = request.num_generated - request.num_charged_tokens
+        tenant = self._tenants.get(request.tenant)
+        if count > 0 and tenant is not None:
+            request.num_charged_tokens += count
+            tenant.served += OUTPUT_WEIGHT * count
+
+    def _forget_idle(self) -> None:
+        """Tenants at or below the level lose nothing by being forgotten."""
+        self._tenants = {
+            name: tenant
+            for name, tenant in self._tenants.items()
+            if len(tenant.queue) or tenant.served > self._level
+        }

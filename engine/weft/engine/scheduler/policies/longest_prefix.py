@@ -1,0 +1,60 @@
+"""The longest cached prefix first, so that what is cached is used before it is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+
+from weft.engine.scheduler.policies.base import SortedQueue
+from weft.engine.scheduler.state import Request
+
+WINDOW = 64
+"""Of the oldest requests one is chosen."""
+MAX_LOOK_UPS = 4
+"""In the prefix cache, each time that candidates are asked for."""
+
+
+class LongestPrefixQueue(SortedQueue):
+    """Of the `WINDOW` oldest requests the one with the most cached tokens is first.
+
+    Looking a prompt up costs time: a few are looked up each time, those whose length is unknown or
+    oldest first, and the others keep the length that they had. A request that has waited for
+    `ageing_s` goes before all that have not, in the order of submission.
+
+    Args:
+        ageing_s: Seconds of waiting after which the prefix does not count.
+        num_cached_tokens: Looks a request's prompt up; changes nothing.
+    """
+
+    def __init__(self, ageing_s: float, num_cached_tokens: Callable[[Request], int]) -> None:
+        super().__init__()
+        self._ageing_s = ageing_s
+        self._num_cached_tokens = num_cached_tokens
+        self._known: dict[Request, tuple[int, int]] = {}
+        """Cached tokens, and the turn in which they were looked up."""
+        self._turn = 0
+
+    def remove(self, request: Request) -> None:
+        """See `AdmissionQueue.remove`."""
+        super().remove(request)
+        self._known.pop(request, None)
+
+    def candidates(self, now: float) -> Iterator[Request]:
+        """See `AdmissionQueue.candidates`."""
+        window = list(islice(self, WINDOW))
+        self._look_up(window)
+        aged = now - self._ageing_s
+        young = [request for request in window if request.timeline.submitted_at > aged]
+        # Sorting is stable: equal ones stay in the order of submission.
+        young.sort(key=lambda request: -self._known[request][0])
+        return chain(window[: len(window) - len(young)], young)
+
+    def _look_up(self, window: list[Request]) -> None:
+        self._turn += 1
+        known = self._known
+        never = (0, -1)
+        stalest = sorted(window, key=lambda request: known.get(request, never)[1])
+        for request in stalest[:MAX_LOOK_UPS]:
+            known[request] = (self._num_cached_tokens(request), self._turn)
+        for request in window:
+            known.setdefault(request, never)

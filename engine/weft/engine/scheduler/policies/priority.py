@@ -1,0 +1,29 @@
+"""The most urgent first; waiting makes more urgent."""
+
+from __future__ import annotations
+
+from weft.engine.request import MAX_PRIORITY
+from weft.engine.scheduler.policies.base import Key, SortedQueue
+from weft.engine.scheduler.state import Request
+
+
+class PriorityQueue(SortedQueue):
+    """By `priority`, less is more urgent; equal ones in the order of submission.
+
+    Each `ageing_s` of waiting counts as one level: a request of priority p that has waited for w
+    seconds stands as p - w / ageing_s. All age alike, so the order between two requests never
+    changes, and the queue stays sorted. Whatever comes later than MAX_PRIORITY levels' worth of
+    seconds cannot overtake any more.
+
+    Args:
+        ageing_s: Seconds of waiting that make up for one level.
+    """
+
+    def __init__(self, ageing_s: float) -> None:
+        super().__init__()
+        self._ageing_s = ageing_s
+
+    def key(self, request: Request) -> Key:
+        """See `SortedQueue.key`."""
+        priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
+        return (priority * self._ageing_s + request.timeline.submitted_at, request.arrival)

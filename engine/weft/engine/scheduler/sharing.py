@@ -1,0 +1,78 @@
+"""Requests that wait for pages which another one is about to have.
+
+Two prompts with one prefix that come together would both compute it. The second one waits while
+the first, its leader, computes or is sent the page that the second lacks next. Once the leader is
+past the point where the prompts part, the second finds all that they share in the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.engine.memory.radix_cache import Match
+from weft.engine.scheduler.state import Request, State
+
+_MAKES_PAGES = (State.LOADING, State.FILLING, State.PREFILLING)
+
+
+class PrefixSharing:
+    """Finds leaders.
+
+    Args:
+        page_size: token positions a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self.num_waits = 0
+        """Requests that waited for another one's pages, since start."""
+
+    def still_waits(self, request: Request) -> bool:
+        """The leader found before makes pages, and has none that it did not have then."""
+        leader = request.leader
+        if leader is None:
+            return False
+        # Its last chunk may be under way when it runs already.
+        makes_pages = leader.state in _MAKES_PAGES or (
+            leader.state is State.RUNNING and leader.num_launched > 0
+        )
+        if makes_pages and leader.num_published_pages == request.leader_pages:
+            return True
+        request.leader = None
+        return False
+
+    def waits(self, request: Request, found: Match, active: Iterable[Request]) -> bool:
+        """Looks for a leader among requests that make pages.
+
+        Args:
+            request: Waits, without pages.
+            found: What is cached of it now.
+            active: Requests that make pages.
+        """
+        size, num_pages = self._page_size, len(found.path)
+        start, end = num_pages * size, (num_pages + 1) * size
+        if end >= request.num_tokens + request.is_fill:
+            return False  # The owner of a prompt runs its last token in any case.
+        leaf = found.path[-1] if found.path else None
+        wanted: list[int] | None = None
+        for other in active:
+            # It has published just what was found, so both go on from the same page.
+            if (
+                other.num_published_pages != num_pages
+                or other.cache_leaf is not leaf
+                or other.num_tokens < end
+                or other.keys.namespace != request.keys.namespace
+            ):
+                continue
+            if wanted is None:
+                wanted = request.tokens[start:end]
+            if other.tokens[start:end] == wanted:
+                self._follow(request, other)
+                return True
+        return False
+
+    def _follow(self, request: Request, leader: Request) -> None:
+        request.leader, request.leader_pages = leader, leader.num_published_pages
+        if not request.has_had_leader:
+            request.has_had_leader = True
+            self.num_waits += 1

@@ -1,0 +1,50 @@
+"""Which replica of the KV store has which page of a prompt.
+
+A prompt is cut into stretches, the first ones short: many prompts begin alike, and their replica
+shall not have to hold what follows as well. All pages of a stretch are where the key of its first
+page says, so everybody finds them there, and a prompt takes few fills. Which replica a key says
+follows from rendezvous hashing (Thaler and Ravishankar, 1998): when one is lost, only its stretches
+go elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+FIRST_PAGES = 8
+MOST_PAGES = 64
+
+
+def stretches(num_pages: int) -> Iterator[tuple[int, int]]:
+    """Stretches [first, end) of a prompt's first so many pages: 8, 16, 32, 64, 64, ... pages."""
+    first, length = 0, FIRST_PAGES
+    while first < num_pages:
+        yield first, min(first + length, num_pages)
+        first, length = first + length, min(2 * length, MOST_PAGES)
+
+
+def shard_start(index: int) -> int:
+    """First page of the stretch of page number `index`."""
+    first, length = 0, FIRST_PAGES
+    while first + length <= index:
+        if length == MOST_PAGES:
+            return index - (index - first) % MOST_PAGES
+        first, length = first + length, 2 * length
+    return first
+
+
+def ranked(names: Sequence[str], shard: bytes) -> list[str]:
+    """Replicas in the order in which they are to have a stretch.
+
+    Args:
+        names: Of the replicas, the same for everybody.
+        shard: Key of the stretch's first page.
+    """
+    if len(names) == 1:
+        return list(names)
+
+    def weight(name: str) -> bytes:
+        return hashlib.blake2b(shard + name.encode(), digest_size=8, person=b"weft-shard").digest()
+
+    return sorted(names, key=weight, reverse=True)

@@ -1,0 +1,114 @@
+"""What the engine measures about its own steps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from weft.engine.clock import Clock
+from weft.engine.scheduler.plan import Plan
+from weft.engine.transfer.cost import LEAST_MEASURED_TOKENS, FillCosts
+
+LEAST_STALE_S = 2.0
+STALE_STEPS = 4
+"""A loop older than this many of its longest steps is stale."""
+UNKNOWN_STEP_S = 5.0
+"""What a full step is taken to last before one with a prompt in it was measured."""
+RATE_WINDOW_S = 1.0
+
+
+@dataclass(slots=True)
+class StepCounters:
+    """Since start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    surplus_tokens: int = 0
+    """Drawn for requests that had ended while the step was under way."""
+    busy_us: int = 0
+    """Time spent in steps, in microseconds."""
+
+
+class EngineStats:
+    """Rates and the longest step.
+
+    Args:
+        clock: monotonic seconds.
+        max_step_tokens: most tokens of one step.
+    """
+
+    def __init__(self, clock: Clock, max_step_tokens: int) -> None:
+        self._clock = clock
+        self._max_step_tokens = max_step_tokens
+        self._counts = StepCounters()
+        self._longest_step_s = 0.0
+        self._full_step_s = UNKNOWN_STEP_S
+        self._is_measured = False
+        self._window_start = clock()
+        self._window_tokens = 0
+        self._window_decode_steps = 0
+        self._window_decode_s = 0.0
+        self._window_decodes = 0
+        self.decode_tokens_per_s = 0.0
+        self.decode_step_s = 0.0
+        """Mean time of a step in which requests decoded, in the last window that had any."""
+        self.decode_step_requests = 0.0
+        """Mean requests that decoded in those."""
+
+    def step(
+        self, plan: Plan, duration_s: float, costs: FillCosts, num_surplus_tokens: int = 0
+    ) -> None:
+        """Takes one step into account."""
+        num_decodes, num_prompt_tokens = len(plan.decodes), plan.num_chunk_tokens
+        num_tokens = num_decodes + num_prompt_tokens
+        num_drawn = num_decodes + len(plan.drawing_chunks) - num_surplus_tokens
+        self._counts.steps += 1
+        self._counts.busy_us += int(duration_s * 1e6)
+        self._counts.generated_tokens += num_drawn
+        self._counts.surplus_tokens += num_surplus_tokens
+        self._counts.prompt_tokens += num_prompt_tokens
+        self._longest_step_s = max(self._longest_step_s * 0.999, duration_s)
+        if num_prompt_tokens >= LEAST_MEASURED_TOKENS:
+            self._observe_prompts(num_tokens, duration_s)
+            # Else it would stay unknown where somebody always decodes.
+            if num_decodes == 0 or not costs.local_tokens_per_s:
+                costs.observe_local(num_tokens, duration_s)
+            if num_decodes:
+                costs.observe_beside(num_prompt_tokens, duration_s)
+        elif num_decodes and not num_prompt_tokens:
+            costs.observe_decode(duration_s)
+        self._window_tokens += num_drawn
+        if num_decodes:
+            self._window_decode_steps += 1
+            self._window_decode_s += duration_s
+            self._window_decodes += num_decodes
+        elapsed = self._clock() - self._window_start
+        if elapsed >= RATE_WINDOW_S:
+            self._end_window(elapsed)
+
+    def _end_window(self, elapsed_s: float) -> None:
+        self.decode_tokens_per_s = self._window_tokens / elapsed_s
+        if num_steps := self._window_decode_steps:
+            self.decode_step_s = self._window_decode_s / num_steps
+            self.decode_step_requests = self._window_decodes / num_steps
+        self._window_start, self._window_tokens = self._clock(), 0
+        self._window_decode_steps = self._window_decodes = 0
+        self._window_decode_s = 0.0
+
+    def _observe_prompts(self, num_tokens: int, duration_s: float) -> None:
+        """Takes a step into what a full one would last at the slowest recent rate."""
+        full_step_s = duration_s / num_tokens * self._max_step_tokens
+        known_s = 0.99 * self._full_step_s if self._is_measured else 0.0
+        self._full_step_s, self._is_measured = max(known_s, full_step_s), True
+
+    @property
+    def stale_after_s(self) -> float:
+        """Age of the loop from which on the engine counts as stalled.
+
+        It allows for the longest step that can be planned, even if none was run for long.
+        """
+        return max(LEAST_STALE_S, STALE_STEPS * max(self._longest_step_s, self._full_step_s))
+
+    def counters(self) -> dict[str, int]:
+        """Counts since start, by name."""
+        return asdict(self._counts)

@@ -1,0 +1,272 @@
+"""What an engine asks of a KV store: lookups before admission, puts off the step.
+
+A put is a courtesy: it may be dropped (the queue is bounded, the store may be away), it is never
+waited for. Its pages keep a reference until the store has answered, so that they do not change
+while the store reads them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weft.engine.clock import Clock
+from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.messages import StoreAnswer, StoreLookup, StorePut, StorePutResult, TierReport
+from weft.engine.scheduler.state import FillCandidate, Request
+from weft.engine.shards import shard_start
+from weft.engine.transfer.fill import OwnerPlane
+
+LOOKUP_TIMEOUT_S = 0.1
+"""A request is admitted without an answer after this long."""
+MAX_OPEN_PUTS = 2
+MAX_REMEMBERED_KEYS = 1 << 16
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """Since start; part of the worker's counters."""
+
+    store_lookups: int = 0
+    store_lookup_pages: int = 0
+    """Asked for."""
+    store_hit_pages: int = 0
+    store_put_pages: int = 0
+    store_stored_pages: int = 0
+    store_dropped_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    namespace: bytes
+    key: bytes
+    parent: bytes
+    shard: bytes
+    page: int
+
+
+@dataclass(slots=True)
+class _Put:
+    offers: list[_Offer]
+    digests: list[int] = field(default_factory=list)
+    exposed: list[int] = field(default_factory=list)
+    """Where the store reads them."""
+    as_data: bool = False
+
+    @property
+    def pages(self) -> list[int]:
+        return [offer.page for offer in self.offers]
+
+
+class StoreLink:
+    """One engine's side of the KV store.
+
+    Args:
+        page_size: token positions a page.
+        memory: page owner.
+        num_cached_pages: how many of a request's first so many pages are cached here.
+        plane: digests, and the pool that the store reads from.
+        page_bytes: content of a page, for the `data` transport.
+        send: puts a lookup or a put into the outbox.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        memory: KvMemory,
+        num_cached_pages: Callable[[Request, int], int],
+        plane: OwnerPlane,
+        send: Callable[[StoreLookup | StorePut], None],
+        clock: Clock,
+    ) -> None:
+        self._page_size = page_size
+        self._memory = memory
+        self._num_cached_pages = num_cached_pages
+        self._plane = plane
+        self._send = send
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._asked: dict[int, Request] = {}
+        self._queue: deque[_Offer] = deque()
+        self._open: dict[int, _Put] = {}
+        self._epochs: dict[str, int] = {}
+        self._sends_data = False
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self.counters = StoreCounters()
+
+    # -- lookups ---------------------------------------------------------------------------------
+
+    def look_up(self, request: Request) -> None:
+        """Asks how much of a new request's prompt the store holds, unless it is cached here."""
+        num_pages = self._num_pages(request)
+        if num_pages == 0 or self._num_cached_pages(request, num_pages) == num_pages:
+            return
+        keys = request.keys.upto(request.tokens, num_pages)
+        lookup = StoreLookup(
+            lookup=next(self._ids),
+            namespace=request.namespace,
+            keys=list(keys),
+            request_id=request.key.request_id,
+            traceparent=request.traceparent,
+        )
+        self._asked[lookup.lookup] = request
+        request.lookup_until = self._clock() + LOOKUP_TIMEOUT_S
+        self.counters.store_lookups += 1
+        self.counters.store_lookup_pages += num_pages
+        self._send(lookup)
+
+    def on_answer(self, answer: StoreAnswer) -> None:
+        """Makes replicas the first candidates of a request that still waits for the answer."""
+        for address, epoch in answer.epochs.items():
+            if self._epochs.setdefault(address, epoch) != epoch:
+                # Another incarnation: it has nothing of what was put before.
+                self._epochs[address] = epoch
+                self._known.clear()
+                self._sends_data = False
+        request = self._asked.pop(answer.lookup, None)
+        if request is None or request.lookup_until == 0.0:
+            return
+        request.lookup_until = 0.0
+        if answer.epochs:
+            self._note_held(request, sum(segment.num_pages for segment in answer.segments))
+        candidates: list[FillCandidate] = []
+        num_pages = 0
+        for segment in answer.segments:
+            first, num_pages = num_pages, num_pages + segment.num_pages
+            candidate = FillCandidate(
+                worker_id=segment.store_id,
+                address=segment.address,
+                epoch=segment.epoch,
+                first_token=first * self._page_size,
+                match_tokens=num_pages * self._page_size,
+                kind="kvstore",
+            )
+            candidates.append(candidate)
+        self.counters.store_hit_pages += num_pages
+        request.candidates[:0] = candidates
+
+    def _note_held(self, request: Request, num_pages: int) -> None:
+        """What the store lacks of a prompt is due for a put again, whoever computed it."""
+        request.num_store_pages = num_pages
+        for key in request.keys.upto(request.tokens, self._num_pages(request))[num_pages:]:
+            self._known.pop(key, None)
+
+    def _num_pages(self, request: Request) -> int:
+        """Pages of a prompt that a store can be of use for."""
+        return (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
+
+    # -- puts ------------------------------------------------------------------------------------
+
+    def offer(self, request: Request, first_page: int, end_page: int) -> None:
+        """Queues pages of this engine that the store may lack, each key once."""
+        keys = request.keys.upto(request.tokens, end_page)
+        for index in range(first_page, end_page):
+            key = keys[index]
+            if key in self._known:
+                continue
+            if len(self._queue) >= self._plane.port.max_queued_pages:
+                self.counters.store_dropped_pages += end_page - index
+                return
+            self._known[key] = None
+            if len(self._known) > MAX_REMEMBERED_KEYS:
+                self._known.popitem(last=False)
+            self._memory.retain([request.pages[index]])
+            parent = keys[index - 1] if index else b""
+            shard = keys[shard_start(index)]
+            self._queue.append(_Offer(request.namespace, key, parent, shard, request.pages[index]))
+
+    def tick(self) -> None:
+        """Starts puts while few are open."""
+        while self._queue and len(self._open) < MAX_OPEN_PUTS:
+            namespace = self._queue[0].namespace
+            offers: list[_Offer] = []
+            while self._queue and len(offers) < self._plane.port.max_put_pages:
+                if self._queue[0].namespace != namespace:
+                    break
+                offers.append(self._queue.popleft())
+            number, put = next(self._ids), _Put(offers)
+            if not self._plane.port.expose(number, put.pages):
+                self._queue.extendleft(reversed(offers))
+                return
+            self._open[number] = put
+
+    def on_digested(self, number: int, digests: list[int], exposed: list[int]) -> None:
+        """The pages' digests are known, and where the store can read them: the put goes out."""
+        put = self._open[number]
+        put.digests, put.exposed = digests, exposed
+        self.counters.store_put_pages += len(put.offers)
+        self._send_put(number, put)
+
+    def on_result(self, result: StorePutResult) -> None:
+        """The store has answered, or will not: the pages may change again."""
+        put = self._open.get(result.put)
+        if put is None:
+            return
+        if result.wants_data and not put.as_data:
+            self._sends_data = True
+            self._send_put(result.put, put)
+            return
+        del self._open[result.put]
+        self._plane.port.conceal(put.exposed)
+        self._memory.release(put.pages)
+        self.counters.store_stored_pages += result.stored_pages
+        if not result.is_answered:
+            # Offered again when they are computed again.
+            for offer in put.offers:
+                self._known.pop(offer.key, None)
+            self.counters.store_dropped_pages += len(put.offers)
+
+    def _send_put(self, number: int, put: _Put) -> None:
+        source = None if self._sends_data else self._plane.target
+        put.as_data = source is None
+        self._send(
+            StorePut(
+                put=number,
+                namespace=put.offers[0].namespace,
+                keys=[offer.key for offer in put.offers],
+                parents=[offer.parent for offer in put.offers],
+                shards=[offer.shard for offer in put.offers],
+                digests=put.digests,
+                pages=put.exposed,
+                source=source,
+                data=[self._plane.port.read(p) for p in put.exposed] if put.as_data else [],
+            )
+        )
+
+    @property
+    def num_open_pages(self) -> int:
+        """Pages that are held for puts."""
+        return len(self._queue) + sum(len(put.offers) for put in self._open.values())
+
+    def report(self, load_bytes_per_s: float) -> TierReport:
+        """The store as the tier below this engine's own; what it holds it tells itself.
+
+        Args:
+            load_bytes_per_s: Measured over fills.
+        """
+        counters = self.counters
+        return TierReport(
+            name="store",
+            total_pages=0,
+            free_pages=0,
+            cached_pages=0,
+            used_pages=0,
+            load_bytes_per_s=load_bytes_per_s,
+            counters={
+                "queried_pages": counters.store_lookup_pages,
+                "hit_pages": counters.store_hit_pages,
+                "saved_pages": counters.store_stored_pages,
+                "dropped_pages": counters.store_dropped_pages,
+            },
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """Lookups without an answer, pages that wait to be put, puts without an answer."""
+        return {
+            "store_lookups": len(self._asked),
+            "store_offers": len(self._queue),
+            "store_puts": len(self._open),
+        }

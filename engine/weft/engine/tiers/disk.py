@@ -1,0 +1,209 @@
+"""Local disk as a tier's medium: a file a page, named by what it holds.
+
+    DIR/lock                                 held by the process that uses the folder
+    DIR/new/NUMBER                           being written
+    DIR/pages/GROUP/XX/KEY.PARENT.DIGEST     a page; XX are the first digits of its key
+
+A file gets its name in one step, once its bytes are written, and the name says which digest they
+have. After a crash what is cut short has another size, what was never written another digest: both
+are misses. Nothing is synchronised, for nothing here is the only copy of anything. The index is
+made from the names at start, in the order of last use (the files' times).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from weft.engine import faults
+from weft.engine.errors import ConfigError
+from weft.engine.memory.eviction import EvictionPolicy
+from weft.engine.tiers.keyed import KeyedPages, PageName, Place
+from weft.engine.tiers.tier import Page, Tier
+
+_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64}|-)\.([0-9a-f]{16})")
+_GROUP = re.compile(r"([0-9a-f]{2})+")
+_NO_GROUP = "all"
+
+
+class StoredPage(NamedTuple):
+    """A page file that was found."""
+
+    name: PageName
+    digest: int
+    num_bytes: int
+    last_used_s: float
+
+
+class PageFiles:
+    """Implements `Medium` over a folder.
+
+    Args:
+        folder: Is made if it is not there. One process at a time has it.
+
+    Raises:
+        ConfigError: It cannot be used, or another process has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._pages = folder / "pages"
+        self._new = folder / "new"
+        self._numbers = itertools.count()
+        self._made: set[Path] = set()
+        try:
+            self._pages.mkdir(parents=True, exist_ok=True)
+            self._new.mkdir(exist_ok=True)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for unfinished in self._new.iterdir():
+                unfinished.unlink()
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(
+                f"disk cache: another process uses {folder}; give each worker and store its own",
+                param="disk_cache_dir",
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"disk cache: {folder} cannot be used: {error}", param="disk_cache_dir"
+            ) from error
+
+    def scan(self) -> Iterator[StoredPage]:
+        """Every page file, in no order."""
+        for group in _folders(self._pages):
+            if group.name != _NO_GROUP and not _GROUP.fullmatch(group.name):
+                continue
+            group_key = b"" if group.name == _NO_GROUP else bytes.fromhex(group.name)
+            for folder in _folders(group):
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        if (found := _NAME.fullmatch(entry.name)) is not None:
+                            yield _stored(found, entry, group_key)
+
+    def discard(self, page: StoredPage) -> None:
+        """Removes a file that `scan` found."""
+        self.remove(Place(0, page.name, page.digest))
+
+    def read(self, place: Place, into: Page) -> bool:
+        """See `Medium.read`."""
+        path = self._path(place)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            view, done = memoryview(into.data), 0
+            while done < len(view):
+                num_bytes = os.preadv(descriptor, [view[done:]], done)
+                if not num_bytes:
+                    return False
+                done += num_bytes
+            os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+        if faults.TIER_DISK_READ.is_armed:
+            faults.TIER_DISK_READ.flip_bit(into.reshape(1, -1), [0])
+        return True
+
+    def write(self, place: Place, content: Page) -> None:
+        """See `Medium.write`."""
+        if faults.TIER_DISK_WRITE.is_armed:
+            faults.TIER_DISK_WRITE.fire()
+        path, new = self._path(place), self._new / str(next(self._numbers))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            self._make(path.parent)
+            descriptor = os.open(new, flags, 0o600)
+            try:
+                view, done = memoryview(np.ascontiguousarray(content).data), 0
+                while done < len(view):
+                    done += os.write(descriptor, view[done:])
+            finally:
+                os.close(descriptor)
+            new.rename(path)
+        except OSError:
+            self._made.clear()  # Somebody may have removed folders.
+            new.unlink(missing_ok=True)
+            raise
+
+    def remove(self, place: Place) -> None:
+        """See `Medium.remove`."""
+        try:
+            self._path(place).unlink(missing_ok=True)
+        except OSError:  # It is found, and counted, after the next start.
+            return
+
+    def close(self) -> None:
+        """Lets another process have the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _path(self, place: Place) -> Path:
+        key, parent, group = place.name
+        digits = key.hex()
+        name = f"{digits}.{parent.hex() or '-'}.{place.digest:016x}"
+        return self._pages / (group.hex() or _NO_GROUP) / digits[:2] / name
+
+    def _make(self, folder: Path) -> None:
+        if folder not in self._made:
+            self._new.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._made.add(folder)
+
+
+def disk_tier(files: PageFiles, num_bytes: int, page_bytes: int, policy: EvictionPolicy) -> Tier:
+    """A tier of at most so many bytes in a folder, with the pages that are there.
+
+    Files of pages of another size go, and so do the oldest ones if there are too many.
+
+    Raises:
+        ConfigError: Not a single page fits.
+        OSError: The folder cannot be read.
+    """
+    num_slots = num_bytes // page_bytes
+    if num_slots < 1:
+        raise ConfigError(
+            f"disk_cache_bytes = {num_bytes:,}: a page has {page_bytes:,} bytes",
+            param="disk_cache_bytes",
+        )
+    tier = Tier("disk", KeyedPages(num_slots, policy), files, page_bytes)
+    found: list[StoredPage] = []
+    for page in files.scan():
+        if page.num_bytes == page_bytes:
+            found.append(page)
+        else:
+            files.discard(page)
+    found.sort(key=lambda page: page.last_used_s, reverse=True)
+    for page in found[num_slots:]:
+        files.discard(page)
+    for page in reversed(found[:num_slots]):
+        slot = tier.pages.reserve(page.name.key)
+        if slot is None:  # One key with two digests: either will do.
+            files.discard(page)
+        else:
+            tier.pages.publish(Place(slot, page.name, page.digest))
+    return tier
+
+
+def stored_page_bytes(files: PageFiles) -> int:
+    """Size of the page that was used last; 0: there is none."""
+    newest = max(files.scan(), key=lambda page: page.last_used_s, default=None)
+    return newest.num_bytes if newest is not None else 0
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [entry for entry in folder.iterdir() if entry.is_dir()]
+
+
+def _stored(found: re.Match[str], entry: os.DirEntry[str], group: bytes) -> StoredPage:
+    key, parent, digest = found.groups()
+    about = entry.stat(follow_symlinks=False)
+    name = PageName(bytes.fromhex(key), b"" if parent == "-" else bytes.fromhex(parent), group)
+    return StoredPage(name, int(digest, 16), about.st_size, about.st_mtime)

@@ -1,0 +1,132 @@
+"""Loads: pages of one request on their way from a tier into the pool, chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.engine.scheduler.state import FillRecord, Request
+from weft.engine.tiers.pool import PagePool
+from weft.engine.tiers.tier import Page, PageLoad, PageSave, Tier
+
+
+class TierRun(NamedTuple):
+    """Consecutive pages of a prompt that one tier holds."""
+
+    tier: Tier
+    first_page: int
+    end_page: int
+
+    @property
+    def num_pages(self) -> int:
+        """How many."""
+        return self.end_page - self.first_page
+
+    @property
+    def indices(self) -> range:
+        """Page numbers within the prompt."""
+        return range(self.first_page, self.end_page)
+
+    def covers(self, piece: TierRun) -> bool:
+        """The piece was cut from this run."""
+        return self.first_page <= piece.first_page < self.end_page
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """Pages that one request is sent by tiers. It outlives the request while bytes move."""
+
+    request: Request | None
+    """None: it has ended."""
+    pages: list[int]
+    """Destinations that are not accepted yet, in order."""
+    num_open_chunks: int
+    last_progress_at: float
+    """On the engine's clock."""
+    is_late: bool = False
+    """It was given up since nothing came: its tier stands still."""
+    is_stopped: bool = False
+    """Chunks that have not begun are not to be moved. Set by either thread."""
+
+
+@dataclass(eq=False, slots=True)
+class LoadChunk:
+    """Implements `Move`: some pages of a load, of one tier."""
+
+    load: Load
+    tier: Tier
+    loads: list[PageLoad]
+    pages: list[int]
+    record: FillRecord
+    """Of the chunk's run in the request's timeline."""
+    pool: PagePool
+    ended: Callable[[LoadChunk], None]
+    num_good: int = 0
+    """Leading pages that are in the pool."""
+    duration_s: float = 0.0
+
+    def run(self) -> None:
+        """See `Move.run`: up to the first page that is not right."""
+        started_at = time.monotonic()
+        try:
+            self.num_good = self._load()
+        except Exception:
+            # What follows is of no use without these pages, which are not to be tried again.
+            self.load.is_stopped = True
+            for load in self.loads:
+                load.outcome = "failed"
+            raise
+        finally:
+            self.duration_s = time.monotonic() - started_at
+
+    def _load(self) -> int:
+        """Returns how many pages are in the pool."""
+        num_good = 0
+        for index, (load, page) in enumerate(zip(self.loads, self.pages, strict=True)):
+            if self.load.is_stopped:
+                break
+            if not load.run(self.pool.target(index, page)):
+                self.load.is_stopped = True
+                break
+            num_good += 1
+        self.pool.commit(self.pages[:num_good])
+        return num_good
+
+    def end(self) -> None:
+        """See `Move.end`."""
+        for load in self.loads:
+            load.end()
+        self.ended(self)
+
+
+@dataclass(eq=False, slots=True)
+class FetchMove:
+    """Implements `Move`: one page of a request that waits, from disk to host memory."""
+
+    request: Request
+    is_wanted: Callable[[Request], bool]
+    load: PageLoad
+    save: PageSave
+    into: Page
+    """The place in host memory."""
+
+    def run(self) -> None:
+        """See `Move.run`."""
+        if self.is_wanted(self.request) and self.load.run(self.into):
+            self.save.arrived(self.load.place.digest)
+
+    def end(self) -> None:
+        """See `Move.end`."""
+        self.load.end()
+        self.save.end()
+
+
+def chunked(runs: Sequence[TierRun], chunk_pages: int) -> list[TierRun]:
+    """Cuts runs into pieces of at most so many pages."""
+    return [
+        TierRun(run.tier, first, min(first + chunk_pages, run.end_page))
+        for run in runs
+        for first in range(run.first_page, run.end_page, chunk_pages)
+    ]

@@ -1,0 +1,99 @@
+"""Makes the tiers that a worker's settings ask for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
+from weft.engine.memory.eviction import EVICTION_POLICIES
+from weft.engine.tiers.disk import PageFiles, disk_tier
+from weft.engine.tiers.host import host_tier
+from weft.engine.tiers.pool import PagePool
+from weft.engine.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+STAGING_BYTES = 64 << 20
+"""Of host memory, where only a disk is asked for: pages come and go through it."""
+LEAST_SLOTS = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class TierParts:
+    """What `Tiers` is made of."""
+
+    host: Tier
+    disk: Tier | None
+    files: PageFiles | None
+    """Of the disk tier."""
+    make_pool: Callable[[], PagePool]
+    """A way to the pool, for one thread."""
+    wake: Callable[[], None]
+    """From other threads, when the engine should turn."""
+    notices: list[str]
+
+
+def load_tiers(
+    config: EngineConfig,
+    page_bytes: int,
+    make_pool: Callable[[], PagePool],
+    wake: Callable[[], None],
+) -> TierParts | None:
+    """The tiers, with what the disk holds; None: none is asked for.
+
+    A tier that cannot be had now is gone without, in words.
+
+    Args:
+        config: Sizes and places.
+        page_bytes: Of a page of the pool.
+        make_pool: See `TierParts`.
+        wake: See `TierParts`.
+
+    Raises:
+        ConfigError: What is asked for makes no sense here, or another process has the folder.
+    """
+    if not config.host_cache_bytes and config.disk_cache_dir is None:
+        return None
+    if not config.prefix_cache:
+        raise ConfigError("tiers need the prefix cache", param="prefix_cache")
+    policy = EVICTION_POLICIES[config.kv_eviction_policy]
+    notices: list[str] = []
+    if config.host_cache_bytes:
+        num_slots = config.host_cache_bytes // page_bytes
+        if num_slots < 1:
+            raise ConfigError(
+                f"host_cache_bytes = {config.host_cache_bytes:,}: a page has {page_bytes:,} bytes",
+                param="host_cache_bytes",
+            )
+    else:
+        num_slots = max(LEAST_SLOTS, STAGING_BYTES // page_bytes)
+    try:
+        host = host_tier(num_slots, page_bytes, policy)
+    except (OSError, MemoryError, ValueError) as error:
+        if num_slots <= LEAST_SLOTS:
+            raise ConfigError(f"host memory: {error}", param="host_cache_bytes") from error
+        notices.append(
+            f"no {num_slots * page_bytes:,} bytes of host memory for KV pages ({error}): "
+            f"only {LEAST_SLOTS} pages are kept there"
+        )
+        host = host_tier(LEAST_SLOTS, page_bytes, policy)
+    disk: Tier | None = None
+    files: PageFiles | None = None
+    if config.disk_cache_dir is not None:
+        files = PageFiles(config.disk_cache_dir / config.worker_id)
+        try:
+            disk = disk_tier(files, config.disk_cache_bytes, page_bytes, policy)
+        except OSError as error:
+            files.close()
+            files = None
+            notices.append(f"no KV pages on disk in {config.disk_cache_dir}: {error}")
+        if disk is not None and (num_pages := disk.counts().cached):
+            notices.append(f"{num_pages:,} KV pages are on disk in {config.disk_cache_dir}")
+    for notice in notices:
+        logger.info(notice)
+    return TierParts(
+        host=host, disk=disk, files=files, make_pool=make_pool, wake=wake, notices=notices
+    )

@@ -1,0 +1,51 @@
+"""The pool as tiers see it: pages that are read from and written to, off the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine.tiers.tier import Page
+
+
+class PagePool(Protocol):
+    """Bytes of the pool's pages. Every thread has a `PagePool` of its own."""
+
+    def read(self, page: int) -> Page:
+        """Bytes of a page that is published, until the next call."""
+        ...
+
+    def target(self, index: int, page: int) -> Page:
+        """Where the bytes of a page are to be put that is the `index`-th of a batch, before
+        `commit`."""
+        ...
+
+    def commit(self, pages: Sequence[int]) -> None:
+        """The first so many targets of a batch hold their pages: returns once the pool does."""
+        ...
+
+
+class HostPool:
+    """Implements `PagePool` over a pool in host memory.
+
+    Args:
+        rows: uint8 `[num_pages, page_bytes]`.
+    """
+
+    def __init__(self, rows: NDArray[np.uint8]) -> None:
+        self._rows = rows
+
+    def read(self, page: int) -> Page:
+        """See `PagePool.read`."""
+        row: Page = self._rows[page]
+        return row
+
+    def target(self, index: int, page: int) -> Page:
+        """See `PagePool.target`: the page itself."""
+        row: Page = self._rows[page]
+        return row
+
+    def commit(self, pages: Sequence[int]) -> None:
+        """See `PagePool.commit`."""

@@ -1,0 +1,62 @@
+"""Watches that published pages keep the content that they were published with (fault tests only).
+
+A published page is final. One that changes has been written to by somebody who had no right to it
+any more, and one that differs from what its filler sent was accepted without a look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weft.engine.memory.kv_memory import KvMemory
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What was found."""
+
+    published_pages: int
+    """Looked at."""
+    changed_pages: int
+    """Of those, pages whose content is another one than when they were published."""
+    corrupt_pages: int
+    """Pages accepted since the start that were not what their filler had sent."""
+
+
+class PageAudit:
+    """Digests of all published pages of one engine, which belongs to its thread.
+
+    Args:
+        digest_pages: digests of some pages as they lie in the pool.
+        memory: tells what is published.
+    """
+
+    def __init__(
+        self, digest_pages: Callable[[Sequence[int]], list[int]], memory: KvMemory
+    ) -> None:
+        self._digest_pages = digest_pages
+        self._memory = memory
+        self._digests: dict[int, int] = {}
+        self._num_corrupt = 0
+        memory.on_published.append(self._published)
+
+    def accepted(self, pages: Sequence[int], sent: Sequence[int]) -> None:
+        """Notes pages that an owner takes from a filler.
+
+        Args:
+            pages: As they lie in the pool.
+            sent: Their digests by the filler's word.
+        """
+        found = self._digest_pages(pages)
+        self._num_corrupt += sum(a != b for a, b in zip(found, sent, strict=True))
+
+    def check(self) -> AuditReport:
+        """Looks at every page that is published now."""
+        pages = [page for page in self._digests if self._memory.is_published(page)]
+        found = self._digest_pages(pages) if pages else []
+        changed = sum(self._digests[page] != now for page, now in zip(pages, found, strict=True))
+        return AuditReport(len(pages), changed, self._num_corrupt)
+
+    def _published(self, page: int, key: bytes, parent: bytes) -> None:
+        (self._digests[page],) = self._digest_pages([page])

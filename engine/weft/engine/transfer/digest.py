@@ -1,0 +1,144 @@
+"""Digests of pages: a 64-bit checksum that travels beside the bytes and is checked on arrival.
+
+The digest of a page is the sum, modulo 2**64, of mix(w, i) over the page's little-endian 32-bit
+words w, i being the word's index in the *global* page (order head, layer, part, position, dim):
+
+    mix(w, i):  z = (i * 2**32 + w) + 0x9E3779B97F4A7C15
+                z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+                z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+                z ^ (z >> 31)                               (all modulo 2**64)
+
+That is the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+generators, OOPSLA 2014). For a fixed i it is a bijection, so that a change confined to one word is
+always seen; other changes go unseen with a chance of about 2**-64. Zero words count, and a word's
+place matters. Sums of disjoint ranges add up to the digest of the whole, in any order: tensor
+parallel ranks digest their own heads with `word_offset`, and any device may split the work.
+
+It detects faults, not attacks: anyone can make a page of a given digest.
+"""
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.kernels.build import NativeLibrary, load_native
+
+WORD_BYTES = 4
+MAX_PAGE_WORDS = 1 << 32
+"""An index has 32 bits."""
+
+_NUMPY_CHUNK_WORDS = 1 << 16
+"""Words at a time in the numpy form: keeps its temporaries in the second-level cache."""
+
+
+@functools.cache
+def native_digest() -> NativeLibrary:
+    """The C form, compiled on first use; without it digests come from numpy, some 25x slower."""
+    if sys.byteorder != "little":
+        return NativeLibrary(None, None, "digest.c: this host is not little-endian")
+    native = load_native(Path(__file__).with_name("digest.c"))
+    if native.library is not None:
+        function = native.library.weft_digest_pages
+        function.restype = None
+        pointer, i64, u64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+        function.argtypes = [pointer, i64, pointer, i64, i64, u64, pointer]
+    return native
+
+
+def digest_pages(
+    pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any], word_offset: int = 0
+) -> NDArray[np.uint64]:
+    """Digests of some pages of a pool, one thread, without the GIL where the C form is there.
+
+    Args:
+        pool: uint8 `[num_pages, page_bytes]`. The bytes of a page are contiguous; pages may be
+            further apart (a head range of a wider pool). Not changed.
+        pages: Page numbers, in any order, repetitions allowed.
+        word_offset: Index of a page's first word in the global page.
+
+    Returns:
+        uint64 `[len(pages)]`, in the order of `pages`.
+
+    Raises:
+        ValueError: Shape, page number or offset does not fit; page_bytes is no multiple of 4.
+    """
+    numbers = _check(pool, pages, word_offset)
+    library = native_digest().library
+    if library is None:
+        return _numpy_digests(pool, numbers, word_offset)
+    digests = np.zeros(len(numbers), np.uint64)
+    library.weft_digest_pages(
+        pool.ctypes.data,
+        pool.strides[0],
+        numbers.ctypes.data,
+        len(numbers),
+        pool.shape[1] // WORD_BYTES,
+        word_offset,
+        digests.ctypes.data,
+    )
+    return digests
+
+
+def digest_pages_numpy(
+    pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any], word_offset: int = 0
+) -> NDArray[np.uint64]:
+    """The same as `digest_pages`, in numpy alone: for hosts without a C compiler, and for tests."""
+    return _numpy_digests(pool, _check(pool, pages, word_offset), word_offset)
+
+
+def _check(
+    pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any], word_offset: int
+) -> NDArray[np.int64]:
+    """Page numbers as the C form wants them, checked against the pool."""
+    if pool.dtype != np.uint8 or pool.ndim != 2:
+        raise ValueError(
+            f"pool must be uint8 [num_pages, page_bytes], not {pool.dtype} {pool.shape}"
+        )
+    num_pages, page_bytes = pool.shape
+    if page_bytes % WORD_BYTES:
+        raise ValueError(f"page_bytes must be a multiple of {WORD_BYTES}, not {page_bytes}")
+    if page_bytes and pool.strides[1] != 1:
+        raise ValueError("the bytes of a page must be contiguous")
+    if word_offset < 0 or word_offset + page_bytes // WORD_BYTES > MAX_PAGE_WORDS:
+        raise ValueError(f"word indices from {word_offset} on do not fit 32 bits")
+    numbers = np.asarray(pages)
+    if numbers.size == 0:
+        return np.zeros(0, np.int64)
+    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
+        raise ValueError("pages must be a flat sequence of integers")
+    if numbers.min() < 0 or numbers.max() >= num_pages:
+        raise ValueError(
+            f"pages {numbers.min()}..{numbers.max()} are not all in a pool of {num_pages}"
+        )
+    return np.ascontiguousarray(numbers, dtype=np.int64)
+
+
+def _numpy_digests(
+    pool: NDArray[np.uint8], numbers: NDArray[np.int64], word_offset: int
+) -> NDArray[np.uint64]:
+    """Digests by numpy; arguments were checked."""
+    digests = np.zeros(len(numbers), np.uint64)
+    num_words = pool.shape[1] // WORD_BYTES
+    for start in range(0, num_words, _NUMPY_CHUNK_WORDS):
+        end = min(start + _NUMPY_CHUNK_WORDS, num_words)
+        index = np.arange(word_offset + start, word_offset + end, dtype=np.uint64) << np.uint64(32)
+        for k, number in enumerate(numbers):
+            words = pool[number, start * WORD_BYTES : end * WORD_BYTES].view("<u4")
+            # A slice, since numpy warns when a scalar wraps.
+            digests[k : k + 1] += _mix(index | words).sum(dtype=np.uint64)
+    return digests
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser, in place. Array arithmetic wraps without a warning."""
+    z += np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z ^= z >> np.uint64(shift)
+        z *= np.uint64(factor)
+    z ^= z >> np.uint64(31)
+    return z

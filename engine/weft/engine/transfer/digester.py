@@ -1,0 +1,105 @@
+"""Digests pages of a pool in host memory off the step, and moves single pages in and out of it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+from weft.engine import faults
+from weft.engine.transfer.digest import digest_pages
+
+MAX_PUT_PAGES = 64
+MAX_QUEUED_PAGES = 512
+Tag = tuple[bytes, int] | int
+"""What a digest is for: (lease, chunk) of a fill to verify, or the number of a put."""
+
+
+class Digested(NamedTuple):
+    """Digests of some pages as they lie in the pool."""
+
+    tag: Tag
+    digests: list[int]
+    pages: list[int]
+    """Where the store reads them from, or where they have landed."""
+
+
+class DigestThread:
+    """Implements `PagePort` over a pool in host memory, into which peers write.
+
+    Args:
+        pool: [num_pages, page_bytes] uint8.
+        wake: called after a result was queued (any thread).
+        before_digest: test hook, called with the pool and the pages before their digests.
+    """
+
+    max_put_pages = MAX_PUT_PAGES
+    max_queued_pages = MAX_QUEUED_PAGES
+
+    def __init__(
+        self,
+        pool: np.ndarray,
+        wake: Callable[[], None],
+        before_digest: Callable[[np.ndarray, Sequence[int]], None] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._wake = wake
+        self.before_digest = before_digest
+        self._jobs: SimpleQueue[tuple[Tag, list[int]] | None] = SimpleQueue()
+        self._out: deque[Digested] = deque()
+        self._thread = threading.Thread(target=self._run, name="weft-digest", daemon=True)
+        self._thread.start()
+
+    def read(self, page: int) -> bytes:
+        """See `PagePort.read`."""
+        return bytes(self._pool[page])
+
+    def write(self, page: int, offset: int, data: bytes) -> None:
+        """See `PagePort.write`."""
+        self._pool[page, offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def mark(self) -> None:
+        """See `PagePort.mark`."""
+
+    def verify(
+        self, tag: tuple[bytes, int], landed: Sequence[int], pages: Sequence[int], after: object
+    ) -> None:
+        """See `PagePort.verify`; `landed` are the pool's pages."""
+        self._jobs.put((tag, list(landed)))
+
+    def expose(self, number: int, pages: Sequence[int]) -> bool:
+        """See `PagePort.expose`."""
+        self._jobs.put((number, list(pages)))
+        return True
+
+    def conceal(self, exposed: Sequence[int]) -> None:
+        """See `PagePort.conceal`."""
+
+    def take(self) -> list[Digested]:
+        """Results since the last call."""
+        taken = []
+        while self._out:
+            taken.append(self._out.popleft())
+        return taken
+
+    def sizes(self) -> dict[str, int]:
+        """Digests that are wanted or not taken yet, about."""
+        return {"digests": self._jobs.qsize() + len(self._out)}
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            tag, pages = job
+            if self.before_digest is not None:
+                self.before_digest(self._pool, pages)
+            if faults.FILL_DIGEST.is_armed and isinstance(tag, tuple):
+                faults.FILL_DIGEST.flip_bit(self._pool, pages)
+            self._out.append(Digested(tag, digest_pages(self._pool, pages).tolist(), pages))
+            self._wake()

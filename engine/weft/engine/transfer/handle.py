@@ -1,0 +1,97 @@
+"""The fill contract as plain values: handle in, events out (protos/weft/v1/kv.proto)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DATA_CHUNK_BYTES = 1 << 20
+"""Most bytes in one `data` event."""
+LEASE_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlTargetInfo:
+    """How to write into an owner's pool over NIXL."""
+
+    version: str
+    agent_name: str
+    agent_metadata: bytes
+    agent_metadata_digest: bytes
+    """BLAKE2b-256 of agent_metadata."""
+    base_address: int
+    page_bytes: int
+    num_pages: int
+    device_id: int = 0
+    memory_type: str = "DRAM"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvHandle:
+    """Which pages of an owner's pool to fill with the KV of which tokens."""
+
+    owner_id: str
+    owner_epoch: int
+    lease_id: bytes
+    lease_s: float
+    namespace: bytes
+    cache_salt: str
+    page_size: int
+    tokens: list[int]
+    """Positions [0, end_token)."""
+    start_token: int
+    end_token: int
+    pages: list[int]
+    """Destination of page start_token / page_size and those that follow."""
+    filler_epoch: int
+    nixl: NixlTargetInfo | None = None
+    """None: the owner wants `data` events."""
+    priority: int = 0
+    """Of the request; less is more urgent."""
+    tenant: str = ""
+    """Who is charged for the request."""
+
+
+EventKind = Literal[
+    "accepted", "declined", "written", "data", "stopped", "done", "failed", "broken"
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class FillTimings:
+    """Measured by the filler since it accepted the fill."""
+
+    queued_s: float = 0.0
+    first_write_posted_s: float = 0.0
+    last_chunk_computed_s: float = 0.0
+    last_write_complete_s: float = 0.0
+    computed_tokens: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class FillEvent:
+    """One event of a fill; which fields mean something depends on `kind`.
+
+    accepted: filler_epoch, transport, cached_tokens. declined: reason, message. written: chunk,
+    start_token, end_token, digests. data: chunk, start_token (of the page), offset, data.
+    done: timings. failed: message, is_stopped, needs_fence. broken (the stream ended without a
+    last event).
+    """
+
+    kind: EventKind
+    filler_epoch: int = 0
+    transport: str = ""
+    cached_tokens: int = 0
+    reason: str = ""
+    message: str = ""
+    chunk: int = 0
+    start_token: int = 0
+    end_token: int = 0
+    digests: list[int] = field(default_factory=list)
+    offset: int = 0
+    data: bytes = b""
+    is_stopped: bool = False
+    needs_fence: bool = False
+    """The filler sends nothing more; its network may until the owner's end is closed."""
+    timings: FillTimings | None = None

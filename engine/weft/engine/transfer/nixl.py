@@ -1,0 +1,363 @@
+"""The data plane over NIXL: an owner's receive agent, a filler's send agents, a store's readers.
+
+What NIXL gives: a WRITE of scattered pages with a notification bound to it, which arrives after
+the bytes, and a READ of scattered pages. What it does not give shapes everything here:
+
+- No cancel. Releasing the handle of a transfer that is not complete does not stop it. Destroying
+  the agent does, so there is one agent a peer, and `close_peer` destroys it.
+- No fence behind the network. Over TCP, bytes that the kernel has taken are delivered even after
+  the agent is destroyed or its process killed (to a stopped receiver: 2 to 42 MB measured, once it
+  runs again). `close_peer` says whether that can be. What ends it for certain is the end of the
+  connection on the *owner's* side too: `ReceiveAgent.reopen`, or the owner's own exit. (Shared
+  memory copies, CMA, are made by the sender's process and end with the agent.) A READ needs no
+  such fence: the reader's own agent puts the bytes down, so that nothing lands once it is gone.
+- No time-out. A peer that is stopped or cut off leaves transfers pending for ever: deadlines are
+  the caller's.
+- No protection of deregistered memory: a pool is registered once and outlives its agents' peers.
+
+Importing this module does not import nixl.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft.engine.clock import Clock, monotonic
+from weft.engine.transfer.handle import NixlTargetInfo
+from weft.engine.transfer.nixl_binding import is_destroyed, load_binding, nixl_available
+from weft.engine.transfer.nixl_peer import PeerKey, TransferHandle, new_agent_name
+from weft.engine.transfer.nixl_pool import PeerPool
+from weft.engine.transfer.nixl_wire import (
+    NoOneSidedLane,
+    Notification,
+    PoolRegion,
+    TransferError,
+    TransportMismatch,
+    check_pages,
+    encode_notification,
+    metadata_digest,
+)
+
+__all__ = [
+    "NoOneSidedLane",
+    "Notification",
+    "PeerKey",
+    "PoolRegion",
+    "ReadAgents",
+    "ReceiveAgent",
+    "SendAgents",
+    "TransferError",
+    "TransferHandle",
+    "TransportMismatch",
+    "encode_notification",
+    "nixl_available",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class ReceiveAgent:
+    """The owner's agent: registers the pool, never posts, hands out what fillers need to write.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, name: str, region: PoolRegion) -> None:
+        """Registers the pool.
+
+        Args:
+            name: Role and worker, for logs; without spaces.
+            region: The pool that peers may write to. Its memory must stay mapped until this
+                agent is closed and every peer's agent too.
+
+        Raises:
+            TransportMismatch: NIXL is not usable here.
+            TransferError: The agent cannot be made or the memory not be registered.
+        """
+        self.num_garbage = 0
+        """Notifications dropped because they were none of ours."""
+        self._binding = load_binding()
+        self._name = name
+        self._region = region
+        self._agent: Any = None
+        self._target = self._open()
+
+    def target(self) -> NixlTargetInfo:
+        """What fillers need to write into the pool; changes with `reopen`."""
+        return self._target
+
+    def poll(self) -> list[Notification]:
+        """Notifications since the last call, in order of arrival for each sender. Never waits.
+
+        The bytes of the write that a notification was bound to lie in the pool. What it says
+        comes from the network: epoch and lease are the caller's to check.
+
+        Raises:
+            TransferError: NIXL failed, or the agent is closed.
+        """
+        if self._agent is None:
+            raise TransferError("the receive agent is closed")
+        with self._binding.calls("receiving notifications"):
+            messages = self._agent.get_new_notifs()
+        found = []
+        for sender, payloads in messages.items():
+            for payload in payloads:
+                notification = Notification.parse(payload)
+                if notification is None:
+                    self.num_garbage += 1
+                    logger.warning("dropped %d bytes of garbage from %r", len(payload), sender)
+                else:
+                    found.append(notification)
+        return found
+
+    def reopen(self) -> NixlTargetInfo:
+        """Closes every connection and registers the pool anew: nothing sent before can arrive.
+
+        That is the owner's half of a fence; the other half is that the sender's agent was
+        destroyed or its process is gone. Writes of all other peers fail as well, and fillers
+        must be given the new target.
+        """
+        self.close()
+        self._target = self._open()
+        return self._target
+
+    def describe(self) -> str:
+        """One line on the transport, for people."""
+        lanes = self._binding.lanes(self._target.agent_name)
+        return f"NIXL {self._binding.version} over UCX, {lanes or 'lanes unknown'}"
+
+    def close(self) -> None:
+        """Destroys the agent and its connections. Idempotent.
+
+        Raises:
+            TransferError: Something else holds the agent: it lives on.
+        """
+        if self._agent is None:
+            return
+        reference = weakref.ref(self._agent.agent)
+        self._agent = None
+        if not is_destroyed(reference):
+            raise TransferError("the receive agent cannot be destroyed: something holds it")
+
+    def _open(self) -> NixlTargetInfo:
+        region = self._region
+        name = new_agent_name(self._name)
+        with self._binding.calls("registering the pool"):
+            agent = self._binding.create_agent(name)
+            agent.register_memory(
+                [(region.address, region.num_bytes, region.device_id, "")], region.memory_type
+            )
+            metadata = agent.get_agent_metadata()
+        self._agent = agent
+        return NixlTargetInfo(
+            version=self._binding.version,
+            agent_name=name,
+            agent_metadata=metadata,
+            agent_metadata_digest=metadata_digest(metadata),
+            base_address=region.address,
+            page_bytes=region.page_bytes,
+            num_pages=region.num_pages,
+            device_id=region.device_id,
+            memory_type=region.memory_type,
+        )
+
+
+class SendAgents:
+    """A filler's agents, one a peer, made on first use and closed when idle. Thread-safe.
+
+    Every call here may take milliseconds or copy megabytes: not for an event loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        region: PoolRegion,
+        *,
+        max_peers: int = 64,
+        idle_s: float = 300.0,
+        clock: Clock = monotonic,
+    ) -> None:
+        """Makes no agent yet.
+
+        Args:
+            name: Role and worker, for logs; without spaces.
+            region: The pool that pages are written from; must outlive this object.
+            max_peers: Most agents at once. The longest unused idle one makes room for a new one.
+            idle_s: `close_idle` closes agents that were not used for this long.
+            clock: Monotonic seconds.
+
+        Raises:
+            TransportMismatch: NIXL is not usable here.
+        """
+        self._region = region
+        self._peers = PeerPool("WRITE", name, region, max_peers, idle_s, clock)
+
+    def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None:
+        """Checks a target and makes the peer's agent (32 ms, the first one 0.5 s) ahead of writes.
+
+        Raises:
+            TransportMismatch: The target cannot be written to from here.
+            TransferError: NIXL failed, or all `max_peers` agents are busy.
+        """
+        self._peers.connect(peer_key, target)
+
+    def write(
+        self,
+        peer_key: PeerKey,
+        target: NixlTargetInfo,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        notification: bytes,
+        check: Callable[[], None] | None = None,
+    ) -> TransferHandle:
+        """Posts one write of pages, with the notification bound to it. May copy before it returns.
+
+        Args:
+            peer_key: Owner and epoch; one agent each.
+            target: The owner's pool, from its handle.
+            local_pages: Source page numbers; must not change before the write is done.
+            remote_pages: Destination page numbers, as many, all different.
+            notification: Arrives at the owner after the bytes.
+            check: Called right before NIXL is told to write; raises TransferError to prevent it.
+
+        Returns:
+            The handle, to be polled until it ends: polling sends the notification. A failure of
+            the post itself is told by `poll` too.
+
+        Raises:
+            TransportMismatch: Target or page numbers do not fit; nothing was posted.
+            TransferError: NIXL refused before posting, or all `max_peers` agents are busy.
+        """
+        pages = check_pages(
+            local_pages,
+            remote_pages,
+            num_sources=self._region.num_pages,
+            num_destinations=target.num_pages,
+        )
+        return self._peers.post(peer_key, target, pages, notification, check)
+
+    def num_pending(self, peer_key: PeerKey) -> int:
+        """Writes to a peer that are not complete. 0: all that was posted has arrived or failed."""
+        return self._peers.num_pending(peer_key)
+
+    def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> bool:
+        """Destroys a peer's agent, so that this process sends it nothing more.
+
+        Returns:
+            Whether writes were unfinished or had failed: then bytes that the kernel or the
+            network had taken can still arrive until the owner reopens its receive agent, and
+            pages stay in quarantine. False: nothing can arrive any more.
+
+        Raises:
+            TransferError: A post did not return within `timeout_s`, or the agent would not die.
+                It may still write; call again, or end the process.
+        """
+        return self._peers.close_peer(peer_key, timeout_s)
+
+    def close_idle(self) -> int:
+        """Closes agents unused for `idle_s` without pending writes; returns how many."""
+        return self._peers.close_idle()
+
+    def close(self) -> bool:
+        """Closes all peers; True if that of any of them returned True."""
+        return self._peers.close()
+
+    def describe(self) -> str:
+        """One line on the transport and the lanes to each peer, for people."""
+        return self._peers.describe()
+
+
+class ReadAgents:
+    """A store's agents that read other processes' pools, one a peer. Thread-safe.
+
+    Every call here may take milliseconds or copy megabytes: not for an event loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        region: PoolRegion,
+        *,
+        max_peers: int = 64,
+        idle_s: float = 300.0,
+        clock: Clock = monotonic,
+    ) -> None:
+        """Makes no agent yet.
+
+        Args:
+            name: Role and service, for logs; without spaces.
+            region: The pool that pages are read into; must outlive this object.
+            max_peers: Most agents at once. The longest unused idle one makes room for a new one.
+            idle_s: `close_idle` closes agents that were not used for this long.
+            clock: Monotonic seconds.
+
+        Raises:
+            TransportMismatch: NIXL is not usable here.
+        """
+        self._region = region
+        self._peers = PeerPool("READ", name, region, max_peers, idle_s, clock)
+
+    def check(self, target: NixlTargetInfo) -> None:
+        """Checks what a source says about its pool; dials nothing.
+
+        Raises:
+            TransportMismatch: It cannot be read from here.
+        """
+        self._peers.check(target)
+
+    def read(
+        self,
+        peer_key: PeerKey,
+        target: NixlTargetInfo,
+        remote_pages: Sequence[int],
+        local_pages: Sequence[int],
+    ) -> TransferHandle:
+        """Posts one read of pages. May copy before it returns.
+
+        Args:
+            peer_key: Source and its epoch; one agent each.
+            target: The source's pool.
+            remote_pages: Source page numbers.
+            local_pages: Destination page numbers, as many, all different. They belong to the read
+                until its handle says "done" or `close_peer` has returned.
+
+        Returns:
+            The handle, to be polled until it ends. What was read is whatever lay there at the
+            time: nothing tells a reader that its source changes or is another one by now.
+
+        Raises:
+            TransportMismatch: Target or page numbers do not fit; nothing was posted.
+            NoOneSidedLane: No lane reads without the source's help; nothing was posted.
+            TransferError: NIXL refused before posting, or all `max_peers` agents are busy.
+        """
+        remote, local = check_pages(
+            remote_pages,
+            local_pages,
+            num_sources=target.num_pages,
+            num_destinations=self._region.num_pages,
+        )
+        return self._peers.post(peer_key, target, (local, remote), b"")
+
+    def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> None:
+        """Destroys a peer's agent. Once this returns, no read from that peer puts down anything.
+
+        Raises:
+            TransferError: A post did not return within `timeout_s`, or the agent would not die.
+                It may go on reading; call again, or end the process.
+        """
+        self._peers.close_peer(peer_key, timeout_s)
+
+    def close_idle(self) -> int:
+        """Closes agents unused for `idle_s` without pending reads; returns how many."""
+        return self._peers.close_idle()
+
+    def close(self) -> None:
+        """Closes all peers."""
+        self._peers.close()
+
+    def describe(self) -> str:
+        """One line on the transport and the lanes from each peer, for people."""
+        return self._peers.describe()

@@ -1,0 +1,231 @@
+"""The one place that imports `nixl`: loads it, tames it, and makes agents."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import importlib.metadata
+import logging
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from weft.engine.transfer.nixl_wire import TransferError, TransportMismatch
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_THREAD_DELAY_US = 1000
+"""Longest sleep of an agent's progress thread; events wake it at once. With 0, the wrapper's
+choice, the thread spins and takes a core."""
+
+_LANE_LINE = re.compile(r"UCX\s+INFO\s+(\S+) (intra-node|inter-node) cfg#\d+ (.*)$")
+_TRANSPORT = re.compile(r"[\w.]+/[\w.:]+")
+_COMPLAINT_LINE = re.compile(r"UCX\s+(?:WARN|ERROR|FATAL)\s+(.*)$")
+_WORKER_NAME_CHARS = 31
+"""UCX cuts agent names to this length in its log."""
+
+
+def nixl_available() -> tuple[bool, str]:
+    """Whether NIXL can be used in this process, and if not, why (one line)."""
+    try:
+        binding = load_binding()
+    except TransportMismatch as error:
+        return False, error.message
+    return True, f"nixl {binding.version}"
+
+
+@functools.cache
+def load_binding() -> Binding:
+    """Imports nixl on first use.
+
+    Raises:
+        TransportMismatch: It is not installed or does not load.
+    """
+    try:
+        return Binding()
+    except (ImportError, OSError, importlib.metadata.PackageNotFoundError) as error:
+        raise TransportMismatch(f"NIXL is not usable here: {error}") from error
+
+
+def is_destroyed(agent: weakref.ref[Any]) -> bool:
+    """Whether an agent's C++ object is gone, with its threads and connections."""
+    if agent() is not None:
+        gc.collect()  # Perhaps only a cycle refers to it.
+    return agent() is None
+
+
+class Binding:
+    """The nixl package of this process."""
+
+    def __init__(self) -> None:
+        self.version = importlib.metadata.version("nixl")
+        raise_exceptions = logging.raiseExceptions
+        self._api: Any = importlib.import_module("nixl._api")
+        bindings: Any = importlib.import_module("nixl._bindings")
+        logging.raiseExceptions = raise_exceptions  # The import changes it for the whole process.
+        _adopt_logger()
+        named = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
+        # pybind11 turns what has no class of its own into RuntimeError, ValueError or TypeError.
+        self.errors: tuple[type[Exception], ...] = (
+            *(error for error in named if isinstance(error, type)),
+            RuntimeError,
+            ValueError,
+            TypeError,
+        )
+        self._lock = threading.Lock()
+        self._log = _UcxLog()
+
+    def create_agent(self, name: str) -> Any:
+        """A UCX agent whose progress thread sleeps; `name` must be unique and without spaces."""
+        config = self._api.nixl_agent_config(
+            sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        with self._lock, self._log.capturing(), self._sleeping_progress_threads():
+            agent = self._api.nixl_agent(name, config)
+        if "UCX" not in agent.backends:
+            raise TransferError("NIXL has no UCX back end here")
+        return agent
+
+    @contextlib.contextmanager
+    def calls(self, what: str) -> Iterator[None]:
+        """Turns whatever nixl raises inside into a TransferError that says what failed."""
+        try:
+            yield
+        except self.errors as error:
+            self._log.take()
+            # Its frames refer to the agent, which could then not be destroyed.
+            cause = error.with_traceback(None)
+            raise TransferError(f"{what}: {type(error).__name__} {error}") from cause
+
+    def lanes(self, agent_name: str) -> str | None:
+        """How UCX moves this agent's bytes, in UCX's words; None when that is not known (yet)."""
+        return self._log.lanes(agent_name[:_WORKER_NAME_CHARS])
+
+    @contextlib.contextmanager
+    def _sleeping_progress_threads(self) -> Iterator[None]:
+        """Gives agents made inside a progress thread that sleeps: nixl_agent_config has no knob."""
+        module = self._api
+        original = module.nixlBind
+        module.nixlBind = _SleepingBind(original)
+        try:
+            yield
+        finally:
+            module.nixlBind = original
+
+
+class _SleepingBind:
+    """Stands in for nixl's extension module while an agent is made."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def nixlAgent(self, name: str, config: Any) -> Any:
+        config.pthrDelay = PROGRESS_THREAD_DELAY_US
+        return self._original.nixlAgent(name, config)
+
+
+class _UcxLog:
+    """UCX's log in memory: the only place where it tells which lanes it chose.
+
+    UCX reads its log settings from the environment once, when the first agent is made. Where the
+    user has set them, they stay and the lanes are unknown.
+    """
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._is_decided = False
+        self._lock = threading.Lock()
+        self._flushes: list[Any] = []
+        self._read_end = 0
+        self._cut_line = b""
+        self._lanes: dict[str, list[str]] = {}
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Points UCX's log to memory if UCX is loaded inside; the environment is restored."""
+        if self._is_decided or {"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys():
+            self._is_decided = True
+            yield
+            return
+        self._is_decided = True
+        self._fd = os.memfd_create("ucx-log")
+        settings = {"UCX_LOG_FILE": f"/proc/self/fd/{self._fd}", "UCX_LOG_LEVEL": "info"}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            # A child process would write to whatever has that number there.
+            for name in settings:
+                del os.environ[name]
+
+    def lanes(self, name: str) -> str | None:
+        """Lanes of the agent whose name is cut to `name`; several different ones are joined."""
+        self.take()
+        lanes = self._lanes.get(name)
+        return None if lanes is None else " | ".join(lanes)
+
+    def take(self) -> None:
+        """Reads what UCX has written since the last call: lanes are kept, complaints logged."""
+        if self._fd is None:
+            return
+        with self._lock:
+            for flush in self._find_flushes():
+                flush()
+            size = os.fstat(self._fd).st_size
+            if size == self._read_end:
+                return
+            news = self._cut_line + os.pread(self._fd, size - self._read_end, self._read_end)
+            self._read_end = size
+            *lines, self._cut_line = news.split(b"\n")
+            for line in lines:
+                self._take_line(line.decode(errors="replace"))
+
+    def _take_line(self, line: str) -> None:
+        if match := _LANE_LINE.search(line):
+            transports = dict.fromkeys(_TRANSPORT.findall(match[3]))
+            text = f"{match[2]}: {' + '.join(transports)}"
+            lanes = self._lanes.setdefault(match[1], [])
+            if text not in lanes:
+                lanes.append(text)
+        elif match := _COMPLAINT_LINE.search(line):
+            logger.warning("UCX: %s", match[1])
+
+    def _find_flushes(self) -> list[Any]:
+        """Functions that flush UCX's log, which it writes through a buffer; none until it is
+        loaded."""
+        if not self._flushes:
+            self._flushes = _ucx_flushes()
+        return self._flushes
+
+
+def _ucx_flushes() -> list[Any]:
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    mapped = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    flushes = []
+    for path in mapped:
+        if Path(path).name.startswith("libucs"):
+            with contextlib.suppress(OSError, AttributeError):
+                flushes.append(ctypes.CDLL(path).ucs_log_flush)
+    return flushes
+
+
+def _adopt_logger() -> None:
+    """Makes nixl log through the root logger, warnings only, instead of printing to stdout."""
+    nixl_logger = logging.getLogger("nixl")
+    nixl_logger.handlers.clear()
+    nixl_logger.propagate = True
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        nixl_logger.setLevel(logging.WARNING)

@@ -1,0 +1,142 @@
+"""Agents towards many peers: made on first use, bounded in number, closed when idle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine.clock import Clock
+from weft.engine.transfer.handle import NixlTargetInfo
+from weft.engine.transfer.nixl_binding import load_binding
+from weft.engine.transfer.nixl_peer import Operation, Peer, PeerKey, TransferHandle
+from weft.engine.transfer.nixl_wire import PoolRegion, TransferError, check_target
+
+
+class PeerPool:
+    """The agents of one operation (writes or reads), one a peer. Thread-safe."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        name: str,
+        region: PoolRegion,
+        max_peers: int,
+        idle_s: float,
+        clock: Clock,
+    ) -> None:
+        """See `SendAgents` and `ReadAgents`."""
+        self._binding = load_binding()
+        self._operation: Operation = operation
+        self._name = name
+        self._region = region
+        self._max_peers = max_peers
+        self._idle_s = idle_s
+        self._clock = clock
+        self._lock = threading.Lock()  # Over the dict alone; never held during a NIXL call.
+        self._peers: dict[PeerKey, Peer] = {}
+
+    def check(self, target: NixlTargetInfo) -> None:
+        """Checks what a peer says about its pool.
+
+        Raises:
+            TransportMismatch: It does not fit.
+        """
+        check_target(target, version=self._binding.version, page_bytes=self._region.page_bytes)
+
+    def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None:
+        """Makes the peer's agent."""
+        self.check(target)
+        while not self._peer(peer_key).connect(target):
+            pass  # Closed between the look-up and the call: take a new one.
+
+    def post(
+        self,
+        peer_key: PeerKey,
+        target: NixlTargetInfo,
+        pages: tuple[NDArray[np.int32], NDArray[np.int32]],
+        notification: bytes,
+        check: Callable[[], None] | None = None,
+    ) -> TransferHandle:
+        """Posts a transfer of (local, remote) pages, which were checked."""
+        self.check(target)
+        while True:
+            transfer = self._peer(peer_key).post(target, pages, notification, check)
+            if transfer is not None:
+                return transfer
+
+    def num_pending(self, peer_key: PeerKey) -> int:
+        """Transfers of a peer that are not complete."""
+        with self._lock:
+            peer = self._peers.get(peer_key)
+        return peer.num_pending() if peer else 0
+
+    def close_peer(self, peer_key: PeerKey, timeout_s: float) -> bool:
+        """Destroys a peer's agent; whether transfers were unfinished or had failed.
+
+        Raises:
+            TransferError: It may live; call again.
+        """
+        with self._lock:
+            peer = self._peers.get(peer_key)
+        if peer is None:
+            return False
+        had_unfinished = peer.close(timeout_s)
+        self._forget(peer)
+        return had_unfinished
+
+    def close_idle(self) -> int:
+        """Closes agents unused for `idle_s` without pending transfers; returns how many."""
+        return self._close_unused(self._clock() - self._idle_s, most=self._max_peers)
+
+    def close(self) -> bool:
+        """Closes all peers; True if that of any of them returned True."""
+        with self._lock:
+            keys = list(self._peers)
+        outcomes = [self.close_peer(key, 10.0) for key in keys]  # All, whatever the first says.
+        return any(outcomes)
+
+    def describe(self) -> str:
+        """One line on the transport and the lanes to each peer, for people."""
+        with self._lock:
+            peers = list(self._peers.values())
+        direction = "to" if self._operation == "WRITE" else "from"
+        lanes = "; ".join(f"{direction} {peer.key[0]}: {peer.lanes()}" for peer in peers)
+        return f"NIXL {self._binding.version} over UCX, {lanes or 'no peer connected'}"
+
+    def _peer(self, key: PeerKey) -> Peer:
+        """The peer's slot, perhaps a new one, whose agent is made later, outside of the lock."""
+        while True:
+            with self._lock:
+                peer = self._peers.get(key)
+                if peer is not None and peer.is_fenced:
+                    raise TransferError(
+                        f"the agent towards {key[0]} is being closed", worker_id=key[0]
+                    )
+                if peer is not None and peer.is_closed:  # For want of use: a new one may follow.
+                    peer = None
+                if peer is None and (key in self._peers or len(self._peers) < self._max_peers):
+                    peer = Peer(key, self._operation, self._name, self._region, self._binding)
+                    self._peers[key] = peer
+                if peer is not None:
+                    peer.last_used_s = self._clock()
+                    return peer
+            if not self._close_unused(self._clock(), most=1):
+                raise TransferError(f"all {self._max_peers} agents are busy")
+
+    def _close_unused(self, since_s: float, *, most: int) -> int:
+        """Closes up to `most` idle peers not used after `since_s`, longest unused first."""
+        with self._lock:
+            peers = sorted(self._peers.values(), key=lambda peer: peer.last_used_s)
+        closed = 0
+        for peer in peers:
+            if closed < most and peer.close_if_idle(since_s):
+                self._forget(peer)
+                closed += 1
+        return closed
+
+    def _forget(self, peer: Peer) -> None:
+        with self._lock:
+            if self._peers.get(peer.key) is peer:
+                del self._peers[peer.key]

@@ -1,0 +1,216 @@
+"""What crosses the wire beside the pages: notifications and targets, checked before use; errors."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine.errors import WeftError
+from weft.engine.transfer.digest import WORD_BYTES
+from weft.engine.transfer.handle import LEASE_ID_BYTES, NixlTargetInfo
+
+MAX_METADATA_BYTES = 64 << 10
+MAX_AGENT_NAME_CHARS = 256
+MAX_PAGES = 2**31 - 1
+"""Page numbers reach NIXL as 32-bit integers."""
+MEMORY_TYPES = ("DRAM", "VRAM")
+
+_NOTIFICATION = struct.Struct("<4sQ16sI")
+_MAGIC = b"WFN1"
+
+
+class TransferError(WeftError):
+    """A transfer failed, or can no longer be followed. It must be asked for again elsewhere."""
+
+    reason = "TRANSFER_FAILED"
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    retryable = True
+
+    def __init__(
+        self, message: str, *, may_still_arrive: bool = False, worker_id: str = ""
+    ) -> None:
+        super().__init__(message, stage="transfer", worker_id=worker_id)
+        self.may_still_arrive = may_still_arrive
+        """NIXL has begun and may go on. Destroying the agent (`close_peer`) ends that, but not what
+        the kernel has of a write already: its destination pages stay in quarantine."""
+
+
+class TransportMismatch(TransferError):
+    """The two sides cannot talk NIXL, or a transfer does not fit them. Nothing was posted."""
+
+    reason = "TRANSPORT_MISMATCH"
+    grpc_code = "FAILED_PRECONDITION"
+    retryable = False
+
+
+class NoOneSidedLane(TransportMismatch):
+    """A read would need the help of the process that is read, which that may not survive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """Says that all bytes of a chunk lie in the owner's pool. Bound to the chunk's write."""
+
+    owner_epoch: int
+    lease_id: bytes
+    """16 bytes."""
+    chunk: int
+    """0, 1, 2, ... in the fill."""
+
+    @classmethod
+    def parse(cls, message: bytes) -> Notification | None:
+        """The notification in `message`, or None if it is not one."""
+        if len(message) != _NOTIFICATION.size or not message.startswith(_MAGIC):
+            return None
+        _, owner_epoch, lease_id, chunk = _NOTIFICATION.unpack(message)
+        return cls(owner_epoch, lease_id, chunk)
+
+
+def encode_notification(owner_epoch: int, lease_id: bytes, chunk: int) -> bytes:
+    """A notification on the wire, 32 bytes: magic, epoch (u64), lease, chunk (u32), little-endian.
+
+    Raises:
+        ValueError: A field is out of its range.
+    """
+    if len(lease_id) != LEASE_ID_BYTES:
+        raise ValueError(f"lease_id must have {LEASE_ID_BYTES} bytes, not {len(lease_id)}")
+    try:
+        return _NOTIFICATION.pack(_MAGIC, owner_epoch, lease_id, chunk)
+    except struct.error as error:
+        raise ValueError(f"notification out of range: {error}") from error
+
+
+def metadata_digest(metadata: bytes) -> bytes:
+    """BLAKE2b-256 of agent metadata, which itself holds no checksum."""
+    return hashlib.blake2b(metadata, digest_size=32).digest()
+
+
+def check_target(target: NixlTargetInfo, *, version: str, page_bytes: int) -> None:
+    """Checks what a peer says about its pool, before NIXL dials the addresses in its metadata.
+
+    Args:
+        version: This side's version of nixl.
+        page_bytes: This side's size of a page.
+
+    Raises:
+        TransportMismatch: Something does not fit; says what.
+    """
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise TransportMismatch(f"target of agent '{target.agent_name[:80]}': {message}")
+
+    # Another version may accept our metadata and misread it, so that the first write fails.
+    require(
+        target.version == version, f"nixl {target.version[:40]} there, {version} here: must equal"
+    )
+    require(0 < len(target.agent_name) <= MAX_AGENT_NAME_CHARS, "bad length of agent_name")
+    require(0 < len(target.agent_metadata) <= MAX_METADATA_BYTES, "bad length of agent_metadata")
+    require(
+        metadata_digest(target.agent_metadata) == target.agent_metadata_digest,
+        "agent_metadata does not have the digest given for it",
+    )
+    require(target.memory_type in MEMORY_TYPES, f"memory_type must be one of {MEMORY_TYPES}")
+    require(0 <= target.device_id < 2**16, f"device_id {target.device_id} out of range")
+    require(
+        target.page_bytes == page_bytes,
+        f"pages of {target.page_bytes} bytes there, {page_bytes} here",
+    )
+    require(0 < target.num_pages <= MAX_PAGES, f"num_pages {target.num_pages} out of range")
+    require(
+        0 < target.base_address <= 2**64 - target.page_bytes * target.num_pages,
+        "the pool does not fit the address space",
+    )
+
+
+def check_pages(
+    sources: Sequence[int],
+    destinations: Sequence[int],
+    *,
+    num_sources: int,
+    num_destinations: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Page numbers (sources, destinations) of a transfer as NIXL wants them.
+
+    Args:
+        sources: Page numbers in the pool that is read.
+        destinations: Page numbers in the pool that is written.
+        num_sources: Pages of the one pool.
+        num_destinations: Pages of the other.
+
+    Raises:
+        TransportMismatch: Counts differ or are 0, a number is out of range, or a destination
+            is named twice.
+    """
+    source, destination = np.asarray(sources), np.asarray(destinations)
+    if source.shape != destination.shape or source.ndim != 1 or source.size == 0:
+        raise TransportMismatch(
+            f"{source.shape} source pages for {destination.shape} destination pages"
+        )
+    for side, pages, num_pages in (
+        ("source", source, num_sources),
+        ("destination", destination, num_destinations),
+    ):
+        if not np.issubdtype(pages.dtype, np.integer):
+            raise TransportMismatch(f"{side} pages must be integers, not {pages.dtype}")
+        if pages.min() < 0 or pages.max() >= num_pages:
+            raise TransportMismatch(
+                f"{side} pages {pages.min()}..{pages.max()} are not all in a pool of {num_pages}"
+            )
+    ordered = np.sort(destination)
+    if (ordered[1:] == ordered[:-1]).any():
+        raise TransportMismatch("a destination page is named twice")
+    return source.astype(np.int32), destination.astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRegion:
+    """A pool of pages in this process, as NIXL sees it: one range of memory."""
+
+    address: int
+    """Of page 0."""
+    page_bytes: int
+    num_pages: int
+    memory_type: str = "DRAM"
+    device_id: int = 0
+    """Device ordinal for VRAM."""
+    keep_alive: object = None
+    """Owns the memory; held until the agent that registered it is destroyed."""
+
+    def __post_init__(self) -> None:
+        if self.memory_type not in MEMORY_TYPES:
+            raise ValueError(f"memory_type must be one of {MEMORY_TYPES}, not {self.memory_type}")
+        if self.address <= 0 or self.page_bytes <= 0 or self.page_bytes % WORD_BYTES:
+            raise ValueError("a pool needs an address and a page size that is a multiple of 4")
+        if not 0 < self.num_pages <= MAX_PAGES:
+            raise ValueError(f"num_pages {self.num_pages} out of range")
+
+    @classmethod
+    def of_array(cls, pool: NDArray[np.uint8]) -> PoolRegion:
+        """Region of a C-contiguous uint8 array `[num_pages, page_bytes]`."""
+        if pool.dtype != np.uint8 or pool.ndim != 2 or not pool.flags.c_contiguous:
+            raise ValueError("pool must be contiguous uint8 [num_pages, page_bytes]")
+        num_pages, page_bytes = pool.shape
+        return cls(
+            address=pool.ctypes.data,
+            page_bytes=page_bytes,
+            num_pages=num_pages,
+            keep_alive=pool,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.page_bytes * self.num_pages
+
+
+def strided_row(
+    address: int, page_bytes: int, num_pages: int, device_id: int
+) -> NDArray[np.uint64]:
+    """A pool as one descriptor, uint64 `[1, 5]`: (address, length, device, stride, count)."""
+    return np.array([[address, page_bytes, device_id, page_bytes, num_pages]], dtype=np.uint64)

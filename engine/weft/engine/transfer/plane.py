@@ -1,0 +1,117 @@
+"""Everything of one engine that moves pages: agents, shipping and checking threads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
+from weft.engine.transfer.handle import NixlTargetInfo
+from weft.engine.transfer.nixl import (
+    PoolRegion,
+    ReceiveAgent,
+    SendAgents,
+    TransferError,
+    nixl_available,
+)
+from weft.engine.transfer.nixl_binding import load_binding
+from weft.engine.transfer.ship import ShipThread
+from weft.engine.transfer.staging import StagingArea
+from weft.engine.transfer.window import PoolWindow
+
+logger = logging.getLogger(__name__)
+
+
+class DataPlane:
+    """Owns the agents and threads around one pool's window.
+
+    Args:
+        config: role and transport. `auto` takes NIXL where it works and says so where not.
+        window: what peers reach of the pool.
+        wake: called from threads when there is something to take.
+
+    Raises:
+        ConfigError: transport is `nixl` and NIXL does not work here.
+    """
+
+    def __init__(self, config: EngineConfig, window: PoolWindow, wake: Callable[[], None]) -> None:
+        self.notices: list[str] = []
+        self._receiver: ReceiveAgent | None = None
+        self._senders: SendAgents | None = None
+        if config.transport != "data":
+            self._open_nixl(config, window)
+        self._window = window
+        source = window.source(has_digests=config.page_digests)
+        self.shipper = ShipThread(source, self._senders, wake)
+        self.port = window.port(wake, has_digests=config.page_digests)
+
+    @property
+    def target(self) -> NixlTargetInfo | None:
+        """Where fillers write; None: they send `data`. Changes with `fence`."""
+        return self._receiver.target() if self._receiver else None
+
+    @property
+    def staging(self) -> StagingArea | None:
+        """What peers write to instead of the pool; None: they write into the pool."""
+        return self._window.staging
+
+    @property
+    def nixl_version(self) -> str | None:
+        """Version of NIXL if it can send from here."""
+        return load_binding().version if self._senders else None
+
+    @property
+    def transports(self) -> list[str]:
+        """What this engine can use, best first."""
+        return ["nixl", "data"] if self._receiver else ["data"]
+
+    def notifications(self) -> Iterator[tuple[int, bytes, int]]:
+        """(owner epoch, lease, chunk) of the NIXL notifications that arrived."""
+        if self._receiver is not None:
+            for found in self._receiver.poll():
+                yield found.owner_epoch, found.lease_id, found.chunk
+
+    def fence(self) -> None:
+        """Cuts every connection into the pool: nothing that was sent before can arrive."""
+        if self._receiver is not None:
+            self._receiver.reopen()
+
+    def describe(self) -> str:
+        """Transports and lanes, for people."""
+        agent = self._senders or self._receiver
+        transport = agent.describe() if agent else "gRPC data messages"
+        return ", ".join(filter(None, (transport, self._window.describe())))
+
+    def sizes(self) -> dict[str, int]:
+        """What waits in or is remembered by the threads."""
+        return {**self.shipper.sizes(), **self.port.sizes()}
+
+    def close(self) -> None:
+        """Ends threads and agents."""
+        self.shipper.close()
+        self.port.close()
+        if self._senders is not None:
+            self._senders.close()
+        if self._receiver is not None:
+            self._receiver.close()
+        self._window.close()
+
+    def _open_nixl(self, config: EngineConfig, window: PoolWindow) -> None:
+        is_available, reason = nixl_available()
+        name = f"{config.role}-{config.worker_id}"
+        try:
+            if not is_available:
+                raise ConfigError(reason)
+            region = PoolRegion.of_array(window.pages)
+            self._receiver = ReceiveAgent(name, region)
+            if config.role == "prefill":
+                self._senders = SendAgents(name, region)
+        except (ConfigError, TransferError) as error:
+            if config.transport == "nixl":
+                raise ConfigError(f"transport = nixl: {error}") from error
+            notice = (
+                f"NIXL is not usable ({error}): pages travel as gRPC data, several times slower"
+            )
+            self.notices.append(notice)
+            logger.warning(notice)

@@ -1,0 +1,307 @@
+"""Moves chunks off the step: a thread makes pages ready, posts writes and watches them end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weft.engine import faults
+from weft.engine.transfer.filler import RAN_OUT, ShipChunk, ShipResult
+from weft.engine.transfer.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
+from weft.engine.transfer.nixl import (
+    PeerKey,
+    SendAgents,
+    TransferError,
+    TransferHandle,
+    encode_notification,
+)
+from weft.engine.transfer.source import PageSource, Reading
+
+logger = logging.getLogger(__name__)
+
+STOP_BUDGET_S = 5.0
+"""How long a stopped lease's posted writes may take to end before their agent is destroyed."""
+LEAST_POLL_S, MOST_POLL_S = 2e-4, 2e-3
+STOPPED = "the lease was stopped"
+
+
+@dataclass(slots=True)
+class _Read:
+    chunk: ShipChunk
+    result: ShipResult
+    reading: Reading
+
+
+@dataclass(slots=True)
+class _Posted:
+    chunk: ShipChunk
+    result: ShipResult
+    reading: Reading
+    handle: TransferHandle
+    stop_by: float | None = None
+
+
+class ShipThread:
+    """Implements `Shipper` over NIXL writes or `data` events.
+
+    Args:
+        source: the filler's own pool, and where its pages are shipped from.
+        agents: NIXL send agents; None when NIXL is not there.
+        wake: called after a result or event was queued (any thread).
+    """
+
+    def __init__(
+        self,
+        source: PageSource,
+        agents: SendAgents | None,
+        wake: Callable[[], None],
+    ) -> None:
+        self._source = source
+        self._agents = agents
+        self._wake = wake
+        self.before_digest: Callable[[ShipChunk], None] | None = None
+        """Test hook, called with a chunk before its pages are read from the pool."""
+        self._queue: deque[ShipChunk] = deque()
+        self._reading: deque[_Read] = deque()
+        self._connects: deque[tuple[PeerKey, NixlTargetInfo]] = deque()
+        self._stopped: set[bytes] = set()
+        self._posted: list[_Posted] = []
+        self._out: deque[ShipResult | tuple[bytes, FillEvent]] = deque()
+        self._signal = threading.Event()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="weft-ship", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_chunk_pages(self) -> int | None:
+        """Most pages of one chunk; None: as many as one write may have."""
+        return self._source.max_chunk_pages
+
+    def ship(self, chunk: ShipChunk) -> None:
+        """See `Shipper.ship`."""
+        self._queue.append(chunk)
+        self._signal.set()
+
+    def prepare(self, owner: PeerKey, target: NixlTargetInfo) -> None:
+        """See `Shipper.prepare`."""
+        self._connects.append((owner, target))
+        self._signal.set()
+
+    def stop(self, lease_id: bytes) -> None:
+        """See `Shipper.stop`."""
+        self._stopped.add(lease_id)
+        self._signal.set()
+
+    def forget(self, lease_id: bytes) -> None:
+        """The lease is closed."""
+        self._stopped.discard(lease_id)
+
+    def take(self) -> list[ShipResult | tuple[bytes, FillEvent]]:
+        """Results and `data` events since the last call, in order."""
+        taken = []
+        while self._out:
+            taken.append(self._out.popleft())
+        return taken
+
+    def sizes(self) -> dict[str, int]:
+        """Leases that were stopped and are not closed, and chunks in work, about."""
+        return {
+            "stopped_leases": len(self._stopped),
+            "shipments": (
+                len(self._queue) + len(self._reading) + len(self._posted) + len(self._out)
+            ),
+        }
+
+    def close(self) -> None:
+        """Ends the thread; posted writes are abandoned with the process."""
+        self._is_closing = True
+        self._signal.set()
+        self._thread.join(timeout=STOP_BUDGET_S)
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        delay = LEAST_POLL_S
+        while not self._is_closing:
+            if not (self._queue or self._reading or self._posted or self._connects):
+                self._signal.wait()
+                self._signal.clear()
+            if self._connects:
+                self._connect(*self._connects.popleft())
+            # The next chunk is read from the pool while the one before is written.
+            is_moving = bool(self._queue) and self._begin(self._queue[0])
+            is_moving |= bool(self._reading) and self._post_read(self._reading[0])
+            is_moving |= bool(self._posted) and self._poll()
+            if is_moving:
+                delay = LEAST_POLL_S
+            elif self._queue or self._reading or self._posted:
+                time.sleep(delay)
+                delay = min(delay * 1.5, MOST_POLL_S)
+
+    def _connect(self, owner: PeerKey, target: NixlTargetInfo) -> None:
+        """Makes an agent ahead of its first write, while the first chunk is computed."""
+        try:
+            if self._agents is not None:
+                self._agents.connect(owner, target)
+        except TransferError as error:
+            logger.warning("cannot connect to %s yet: %s", owner[0], error)
+
+    def _emit(self, item: ShipResult | tuple[bytes, FillEvent]) -> None:
+        self._out.append(item)
+        self._wake()
+
+    def _begin(self, chunk: ShipChunk) -> bool:
+        """Starts to read the queue's first chunk; False: there is no room for it now."""
+        result = ShipResult(chunk.lease_id, chunk.index)
+        reading: Reading | None = None
+        if chunk.lease_id in self._stopped:
+            result.error = STOPPED
+        else:
+            try:
+                if self.before_digest is not None:
+                    self.before_digest(chunk)
+                reading = self._source.begin(chunk.local_pages, chunk.digests)
+                if reading is None:
+                    return False
+            except Exception as error:  # the thread must survive whatever one chunk brings
+                logger.exception("reading pages failed")
+                result.error = f"{type(error).__name__}: {error}"
+        self._queue.popleft()
+        if reading is not None:
+            self._reading.append(_Read(chunk, result, reading))
+        else:
+            self._emit(result)
+        return True
+
+    def _post_read(self, read: _Read) -> bool:
+        """Posts the oldest chunk once it is read; False: it is not yet."""
+        result = read.result
+        handle: TransferHandle | None = None
+        try:
+            if not read.reading.is_done():
+                return False
+            if read.chunk.lease_id in self._stopped:
+                result.error = STOPPED
+            else:
+                handle = self._send(read)
+        except TransferError as error:
+            result.error = str(error)
+        except Exception as error:  # the thread must survive whatever one chunk brings
+            logger.exception("shipping failed")
+            result.error = f"{type(error).__name__}: {error}"
+        self._reading.popleft()
+        if handle is not None:
+            self._posted.append(_Posted(read.chunk, result, read.reading, handle))
+        else:
+            self._source.end(read.reading)
+            self._emit(result)
+        return True
+
+    def _send(self, read: _Read) -> TransferHandle | None:
+        """Posts a chunk's write; None: all of it is on its way already."""
+        chunk, result = read.chunk, read.result
+        result.digests = read.reading.digests()
+        result.posted_at = time.monotonic()
+        if faults.SHIP_POST.is_armed and self._is_faulty(read):
+            return None
+        if chunk.target is not None:
+            return self._post(read)
+        self._send_data(read)
+        result.completed_at = time.monotonic()
+        return None
+
+    def _is_faulty(self, read: _Read) -> bool:
+        """Passes the fault point; True when the chunk goes no further."""
+        kind = faults.SHIP_POST.fire()
+        if kind == "drop":
+            read.result.completed_at = time.monotonic()
+        elif kind == "duplicate" and read.chunk.target is not None:
+            # Its end is awaited here, so that nothing of it arrives after the chunk's own.
+            again = self._post(read)
+            while again.poll() != "done" and not self._is_closing:
+                time.sleep(MOST_POLL_S)
+        elif kind == "duplicate":
+            self._send_data(read)
+        return kind == "drop"
+
+    def _post(self, read: _Read) -> TransferHandle:
+        chunk = read.chunk
+        assert self._agents is not None, "a NIXL fill was accepted without NIXL"
+        assert chunk.target is not None
+        return self._agents.write(
+            (chunk.owner_id, chunk.owner_epoch),
+            chunk.target,
+            read.reading.pages,
+            chunk.remote_pages,
+            encode_notification(chunk.owner_epoch, chunk.lease_id, chunk.index),
+            lambda: _check_term(chunk),
+        )
+
+    def _send_data(self, read: _Read) -> None:
+        chunk = read.chunk
+        page_size = (chunk.end_token - chunk.start_token) // len(chunk.local_pages)
+        for index, page in enumerate(read.reading.pages):
+            _check_term(chunk)
+            content = self._source.window[page]
+            for offset in range(0, len(content), DATA_CHUNK_BYTES):
+                event = FillEvent(
+                    kind="data",
+                    chunk=chunk.index,
+                    start_token=chunk.start_token + index * page_size,
+                    offset=offset,
+                    data=content[offset : offset + DATA_CHUNK_BYTES].tobytes(),
+                )
+                self._emit((chunk.lease_id, event))
+
+    def _poll(self) -> bool:
+        """Looks at every posted write once; True when one ended."""
+        before = len(self._posted)
+        self._posted = [posted for posted in self._posted if not self._ended(posted)]
+        return len(self._posted) < before
+
+    def _ended(self, posted: _Posted) -> bool:
+        result = posted.result
+        try:
+            if posted.handle.poll() == "done":
+                result.completed_at = time.monotonic()
+                self._source.end(posted.reading)
+                self._emit(result)
+                return True
+        except TransferError as error:
+            result.error = str(error)
+            result.needs_fence = error.may_still_arrive
+            self._close_peer(posted)
+            return True
+        if posted.chunk.lease_id not in self._stopped:
+            return False
+        now = time.monotonic()
+        posted.stop_by = posted.stop_by or now + STOP_BUDGET_S
+        if now < posted.stop_by:
+            return False
+        result.error = "the write did not end after the lease was stopped"
+        self._close_peer(posted)
+        return True
+
+    def _close_peer(self, posted: _Posted) -> None:
+        """Ends a write whose outcome is unknown by destroying its agent."""
+        assert self._agents is not None
+        owner = (posted.chunk.owner_id, posted.chunk.owner_epoch)
+        try:
+            # False as well when an earlier failure has closed the peer: then that one counts.
+            posted.result.needs_fence |= self._agents.close_peer(owner)
+        except TransferError as error:
+            logger.error("the agent towards %s lives on: %s", owner[0], error)
+            posted.result.is_stranded = True
+        else:
+            self._source.end(posted.reading)
+        self._emit(posted.result)
+
+
+def _check_term(chunk: ShipChunk) -> None:
+    """Raises TransferError when the lease has run out: nothing more of it is posted."""
+    if chunk.term.is_over:
+        raise TransferError(RAN_OUT, worker_id=chunk.owner_id)

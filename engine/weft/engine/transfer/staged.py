@@ -1,0 +1,250 @@
+"""A pool on a device, reached through a staging area of host memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine import faults
+from weft.engine.device_copies import Mark
+from weft.engine.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES, Digested, Tag
+from weft.engine.transfer.source import Reading
+from weft.engine.transfer.staging import StagingArea
+
+logger = logging.getLogger(__name__)
+
+
+class Move(Protocol):
+    """Copies that were enqueued on a device."""
+
+    def is_done(self) -> bool:
+        """They have ended. Raises what made them fail."""
+        ...
+
+    def wait(self) -> None:
+        """Until they have ended."""
+        ...
+
+    def digests(self) -> list[int]:
+        """Of the pages as they lie in the pool, once it is done; 0 each if none were asked for."""
+        ...
+
+
+class Mover(Protocol):
+    """Copies between pool and staging area (`weft.engine.transfer.page_mover`)."""
+
+    def mark(self) -> Mark:
+        """What the engine has enqueued so far. Called by its thread."""
+        ...
+
+    def move_out(self, pages: Sequence[int], staged: Sequence[int], *, with_digests: bool) -> Move:
+        """Starts copying pages of the pool, which are there, to staging pages, and digesting
+        them."""
+        ...
+
+    def move_in(
+        self, staged: Sequence[int], pages: Sequence[int], after: Mark | None, *, with_digests: bool
+    ) -> Move:
+        """Starts copying staging pages to pages of the pool, behind a mark, and digesting them
+        there."""
+        ...
+
+    def close(self) -> None:
+        """Ends it, once nobody starts copies any more."""
+        ...
+
+
+class StagedReading:
+    """Implements `Reading` of pages that are being copied to the staging area."""
+
+    def __init__(self, pages: Sequence[int], move: Move) -> None:
+        self.pages = pages
+        self.is_done = move.is_done
+        self.digests = move.digests
+
+
+class StagedSource:
+    """Implements `PageSource` over a staging area.
+
+    Args:
+        area: Where pages are shipped from.
+        mover: Copies them there.
+        has_digests: Take digests.
+    """
+
+    def __init__(self, area: StagingArea, mover: Mover, *, has_digests: bool) -> None:
+        self._area = area
+        self._mover = mover
+        self._has_digests = has_digests
+        self.window = area.pages
+
+    @property
+    def max_chunk_pages(self) -> int:
+        """See `PageSource.max_chunk_pages`."""
+        return self._area.max_chunk_pages
+
+    def begin(self, pages: Sequence[int], digests: Sequence[int] | None) -> StagedReading | None:
+        """See `PageSource.begin`."""
+        staged = self._area.take_sending(len(pages))
+        if staged is None:
+            return None
+        try:
+            move = self._mover.move_out(pages, staged, with_digests=self._has_digests)
+        except BaseException:
+            self._area.free_sending(staged)
+            raise
+        return StagedReading(staged, move)
+
+    def end(self, reading: Reading) -> None:
+        """See `PageSource.end`."""
+        self._area.free_sending(reading.pages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    tag: Tag
+    pages: list[int]
+    staged: list[int]
+    after: Mark | None = None
+
+
+class StagedPort:
+    """Implements `PagePort`: brings landed pages into the pool, and pages to put out of it.
+
+    A thread enqueues the copies and waits for them; the engine's thread enqueues nothing and waits
+    for nothing.
+
+    Args:
+        area: Of staging pages.
+        mover: Copies between it and the pool.
+        wake: Called after a result was queued (any thread).
+        has_digests: Take digests of what has landed.
+    """
+
+    def __init__(
+        self, area: StagingArea, mover: Mover, wake: Callable[[], None], *, has_digests: bool
+    ) -> None:
+        self._area = area
+        self._mover = mover
+        self._wake = wake
+        self._has_digests = has_digests
+        self.before_digest: Callable[[NDArray[np.uint8], Sequence[int]], None] | None = None
+        """Test hook, called with the area and the landed pages before they are copied."""
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._out: deque[Digested] = deque()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="weft-landing", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_put_pages(self) -> int:
+        """See `PagePort.max_put_pages`."""
+        return min(MAX_PUT_PAGES, self._area.max_chunk_pages)
+
+    @property
+    def max_queued_pages(self) -> int:
+        """See `PagePort.max_queued_pages`: no more than can soon be copied."""
+        return min(MAX_QUEUED_PAGES, 2 * self._area.num_sending)
+
+    def mark(self) -> Mark:
+        """See `PagePort.mark`."""
+        return self._mover.mark()
+
+    def read(self, page: int) -> bytes:
+        """See `PagePort.read`."""
+        return bytes(self._area.pages[page])
+
+    def write(self, page: int, offset: int, data: bytes) -> None:
+        """See `PagePort.write`."""
+        self._area.pages[page, offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def verify(
+        self,
+        tag: tuple[bytes, int],
+        landed: Sequence[int],
+        pages: Sequence[int],
+        after: Mark | None,
+    ) -> None:
+        """See `PagePort.verify`."""
+        self._jobs.put(_Job(tag, list(pages), list(landed), after))
+
+    def expose(self, number: int, pages: Sequence[int]) -> bool:
+        """See `PagePort.expose`: leaves half of the room to what is shipped."""
+        staged = self._area.take_sending(len(pages), keep=self._area.num_sending // 2)
+        if staged is None:
+            return False
+        self._jobs.put(_Job(number, list(pages), staged))
+        return True
+
+    def conceal(self, exposed: Sequence[int]) -> None:
+        """See `PagePort.conceal`."""
+        self._area.free_sending(exposed)
+
+    def take(self) -> list[Digested]:
+        """Results since the last call.
+
+        Raises:
+            RuntimeError: A copy failed: what the device holds cannot be trusted any more.
+        """
+        if self._failure is not None:
+            raise RuntimeError("copying pages to or from the device failed") from self._failure
+        taken = []
+        while self._out:
+            taken.append(self._out.popleft())
+        return taken
+
+    def sizes(self) -> dict[str, int]:
+        """Copies that are wanted or not taken yet, about."""
+        return {"digests": self._jobs.qsize() + len(self._out)}
+
+    def close(self) -> None:
+        """Ends the thread, when what was asked for is done."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            moving: deque[tuple[_Job, Move]] = deque()
+            is_closing = False
+            while moving or not is_closing:
+                # What has come meanwhile is enqueued before the oldest copy is waited for.
+                while not is_closing and (job := self._next(wait=not moving)) is not _NOTHING:
+                    is_closing = job is None
+                    if isinstance(job, _Job):
+                        moving.append((job, self._begin(job)))
+                if moving:
+                    self._end(*moving.popleft())
+        except Exception as error:
+            logger.exception("moving pages failed")
+            self._failure = error
+            self._wake()
+
+    def _next(self, *, wait: bool) -> _Job | object | None:
+        try:
+            return self._jobs.get(block=wait)
+        except Empty:
+            return _NOTHING
+
+    def _begin(self, job: _Job) -> Move:
+        if not isinstance(job.tag, tuple):
+            return self._mover.move_out(job.pages, job.staged, with_digests=True)
+        if self.before_digest is not None:
+            self.before_digest(self._area.pages, job.staged)
+        if faults.FILL_DIGEST.is_armed:
+            faults.FILL_DIGEST.flip_bit(self._area.pages, job.staged)
+        return self._mover.move_in(job.staged, job.pages, job.after, with_digests=self._has_digests)
+
+    def _end(self, job: _Job, move: Move) -> None:
+        move.wait()
+        self._out.append(Digested(job.tag, move.digests(), job.staged))
+        self._wake()
+
+
+_NOTHING = object()

@@ -1,0 +1,134 @@
+"""Pages of host memory through which the pages of a pool on a device come and go.
+
+What peers write to, and what is read from here by them, is this area; the pool itself is reached by
+copies between the two (`weft.engine.transfer.page_mover`). It has two parts:
+
+    landing    destinations of fills. A page belongs to a fill from before its filler is asked until
+               its content was accepted, or until it is certain that no write to it can arrive:
+               free, used or quarantined, as pages of a pool are.
+    sending    sources of what is shipped or put: free, or used until nobody reads it any more.
+
+A landing page is never read by a peer and a sending page never written by one, so that neither
+waits for the other's room.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class StagingCounts:
+    """Staging pages by state; free + used + quarantined = total."""
+
+    free: int
+    used: int
+    quarantined: int
+    total: int
+
+
+class StagingArea:
+    """Owns the numbers of staging pages. Thread-safe: shipping takes and frees beside the engine.
+
+    Args:
+        pages: uint8 `[num_pages, page_bytes]`, contiguous, in host memory that outlives this.
+        num_landing: Pages of the landing part, at least 1 and less than `num_pages`.
+
+    Raises:
+        ValueError: One part would be empty.
+    """
+
+    def __init__(self, pages: NDArray[np.uint8], num_landing: int) -> None:
+        if not 1 <= num_landing < len(pages):
+            raise ValueError(f"{num_landing} landing pages of {len(pages)}")
+        self.pages = pages
+        self.num_landing = num_landing
+        self.num_sending = len(pages) - num_landing
+        self._landing = _FreePages(range(num_landing))
+        self._sending = _FreePages(range(num_landing, len(pages)))
+        self._quarantined: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def max_chunk_pages(self) -> int:
+        """Most pages to send as one piece, so that the next is copied while one is on its way."""
+        return max(1, self.num_sending // 4)
+
+    def take_landing(self, count: int) -> list[int] | None:
+        """Destinations for a fill, neighbours as far as possible; None: not that many are free."""
+        with self._lock:
+            return self._landing.take(count)
+
+    def free_landing(self, pages: Iterable[int]) -> None:
+        """Gives back pages that no write can reach any more."""
+        with self._lock:
+            self._landing.give(pages)
+
+    def quarantine(self, pages: Iterable[int]) -> None:
+        """Sets used landing pages out of reach: a write to them may still arrive."""
+        with self._lock:
+            for page in pages:
+                assert page < self.num_landing, f"page {page} is no landing page"
+                assert page not in self._quarantined
+                assert not self._landing.has(page), f"staging page {page} is free"
+                self._quarantined.add(page)
+
+    def end_quarantine(self, pages: Iterable[int]) -> None:
+        """Frees quarantined pages: the caller has proof that no write can arrive."""
+        pages = list(pages)
+        with self._lock:
+            for page in pages:
+                self._quarantined.remove(page)
+            self._landing.give(pages)
+
+    def take_sending(self, count: int, *, keep: int = 0) -> list[int] | None:
+        """Room for pages to send; None: less than that, and `keep` more, is free."""
+        with self._lock:
+            return self._sending.take(count) if len(self._sending) >= count + keep else None
+
+    def free_sending(self, pages: Iterable[int]) -> None:
+        """Gives back pages that nobody reads any more."""
+        with self._lock:
+            self._sending.give(pages)
+
+    def counts(self) -> StagingCounts:
+        """Pages by state now."""
+        with self._lock:
+            free, quarantined = len(self._landing) + len(self._sending), len(self._quarantined)
+        total = len(self.pages)
+        return StagingCounts(free, total - free - quarantined, quarantined, total)
+
+
+class _FreePages:
+    """Free page numbers, lowest first: what is taken together tends to lie together."""
+
+    def __init__(self, pages: range) -> None:
+        self._range = pages
+        self._heap = list(pages)
+        self._set = set(pages)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def has(self, page: int) -> bool:
+        return page in self._set
+
+    def take(self, count: int) -> list[int] | None:
+        if count > len(self._heap):
+            return None
+        taken = [heapq.heappop(self._heap) for _ in range(count)]
+        self._set.difference_update(taken)
+        return taken
+
+    def give(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert page in self._range, f"staging page {page} is of the other part"
+            assert page not in self._set, f"staging page {page} is freed twice"
+            self._set.add(page)
+            heapq.heappush(self._heap, page)
