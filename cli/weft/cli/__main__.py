@@ -1,0 +1,7 @@
+"""`python -m weft.cli`."""
+
+import sys
+
+from weft.cli.main import main
+
+sys.exit(main())

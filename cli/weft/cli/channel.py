@@ -1,0 +1,133 @@
+"""gRPC channels of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
+
+import grpc
+from weft.common import channel
+from weft.common.tls import Identity
+from weft.engine.errors import ConfigError
+
+Metadata = tuple[tuple[str, str], ...]
+"""What a call carries beside its request."""
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def open_channel(
+    address: str, service: str = "gateway", identity: Identity | None = None
+) -> grpc.aio.Channel:
+    """A channel to `host:port`; proxies of the environment are not for Weft's services."""
+    return channel.open_channel(address, service, identity, OPTIONS)
+
+
+def open_blocking_channel(
+    address: str, service: str = "gateway", identity: Identity | None = None
+) -> grpc.Channel:
+    """As `open_channel`, without an event loop."""
+    return channel.open_blocking_channel(address, service, identity, OPTIONS)
+
+
+def add_address_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--address`, the gateway's, and `--tls-dir`."""
+    parser.add_argument(
+        "--address",
+        default=os.environ.get("WEFT_ADDRESS", DEFAULT_ADDRESS),
+        metavar="HOST:PORT",
+        help=f"gRPC address of the gateway; default $WEFT_ADDRESS, else {DEFAULT_ADDRESS}",
+    )
+    add_tls_flag(parser)
+
+
+def add_gateway_flags(parser: argparse.ArgumentParser) -> None:
+    """As `add_address_flag`, with the gateway's operators' port as another way to it."""
+    add_address_flag(parser)
+    parser.add_argument(
+        "--admin-address",
+        metavar="HOST:PORT",
+        help="the gateway's operators' port, asked instead of --address; needed where it runs with "
+        "--no-client-certificates",
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="with the token of the operators' port"
+    )
+
+
+def find_gateway(arguments: argparse.Namespace) -> tuple[str, Metadata]:
+    """Where the gateway is asked, by the flags of `add_gateway_flags`, and what calls must bring.
+
+    Raises:
+        ConfigError: The token is missing or cannot be read.
+    """
+    if arguments.admin_address is None:
+        return arguments.address, ()
+    if arguments.token_file is None:
+        raise ConfigError("--admin-address needs --token-file")
+    # Here: most commands need nothing of what serves that port.
+    from weft.common.admin import read_token
+
+    token = read_token(arguments.token_file)
+    return arguments.admin_address, (("authorization", f"Bearer {token}"),)
+
+
+def add_tls_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--tls-dir`."""
+    given = os.environ.get("WEFT_TLS_DIR")
+    parser.add_argument(
+        "--tls-dir",
+        type=Path,
+        default=Path(given) if given else None,
+        metavar="DIR",
+        help="folder of `weft certs`, if the mesh uses TLS; default $WEFT_TLS_DIR",
+    )
+
+
+def cli_identity(tls_dir: Path | None) -> Identity | None:
+    """The command line's own identity in a folder of `weft certs`; None without a folder.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    if tls_dir is None:
+        return None
+    # Here: a command without TLS need not load what makes certificates.
+    from weft.cli.certs import files_of
+
+    return Identity(files_of(tls_dir, "cli"), "cli")
+
+
+def api_key_metadata() -> Metadata:
+    """What calls carry where the gateway asks for API keys: that of $WEFT_API_KEY."""
+    key = os.environ.get("WEFT_API_KEY", "")
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+def explain(error: grpc.RpcError, address: str) -> str:
+    """One sentence for a failed call."""
+    if error.code() == grpc.StatusCode.UNAVAILABLE and not _is_typed(error):
+        return (
+            f"no gateway answers at {address}; is the mesh up (`weft up`), and does it want "
+            "--tls-dir?"
+        )
+    if error.code() == grpc.StatusCode.PERMISSION_DENIED:
+        # The command line's own certificate opens all that it calls; this gateway asked for none.
+        return (
+            f"{error.details()}: the gateway at {address} runs with --no-client-certificates; "
+            "ask its operators' port, with --admin-address and --token-file"
+        )
+    return f"{error.details() or error.code().name}"
+
+
+def _is_typed(error: grpc.RpcError) -> bool:
+    """A service made the failure; otherwise the transport did."""
+    metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    return any(key == "grpc-status-details-bin" for key, _ in metadata)

@@ -1,0 +1,1 @@
+"""Fault runs against a local mesh: `weft chaos`."""

@@ -1,0 +1,160 @@
+"""Requests whose answers are known: a catalogue, made from a seed and answered once in peace."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import string
+from dataclasses import dataclass, field
+
+import grpc
+from weft.cli.channel import open_channel
+from weft.common.durations import duration
+from weft.common.errors import from_rpc_error, is_typed
+from weft.engine.errors import WeftError
+from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+NUM_ASKS = 24
+GRACE_S = 10.0
+"""How much longer than its deadline a client waits before it takes a request for lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request; its answer depends on nothing else."""
+
+    number: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+    n: int
+    stop: str = ""
+    """A stop string; empty = none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """What came back."""
+
+    tokens: list[list[int]]
+    """Ids by sample, as received."""
+    is_finished: list[bool]
+    completion_tokens: int | None = None
+    """By the usage at the end."""
+    cached_tokens: int = 0
+    timeline: common_pb2.Timeline | None = None
+    error: WeftError | None = None
+    is_typed: bool = True
+    """The error says what failed; otherwise the transport made it."""
+    is_cancelled: bool = False
+    """By this client."""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Every sample has ended."""
+        return self.error is None and not self.is_cancelled and all(self.is_finished)
+
+
+@dataclass(slots=True)
+class Pace:
+    """How a client reads."""
+
+    timeout_s: float = 30.0
+    cancel_after: int | None = None
+    """Messages after which it goes away."""
+    pause_s: float = 0.0
+    """Before each message."""
+    salt: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Requests of the same salt share prefixes."""
+
+
+def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[Ask]:
+    """Greedy, seeded and n = 2 requests over prompts of all lengths, some with a stop string; some
+    share their beginning.
+
+    Args:
+        seed: The same seed, the same requests.
+        max_prompt_tokens: Of the longest.
+        max_new_tokens: Likewise of outputs.
+    """
+    draw = random.Random(seed)
+    # Printable bytes: ids that every byte-level tokenizer has.
+    shared = [draw.randrange(40, 100) for _ in range(max_prompt_tokens)]
+    asks = []
+    for number in range(NUM_ASKS):
+        length = draw.randrange(2, max_prompt_tokens)
+        common = draw.choice((0, 0, length // 2))
+        prompt = shared[:common] + [draw.randrange(40, 100) for _ in range(length - common)]
+        asks.append(
+            Ask(
+                number=number,
+                prompt=tuple(prompt),
+                max_tokens=draw.randrange(4, max_new_tokens),
+                temperature=draw.choice((0.0, 0.0, 1.0)),
+                seed=draw.randrange(1 << 32),
+                n=2 if number % 6 == 5 else 1,
+                stop=draw.choice(string.ascii_letters) if number % 4 == 1 else "",
+            )
+        )
+    return asks
+
+
+async def send(address: str, model: str, ask: Ask, pace: Pace) -> Reply:
+    """Sends a request and reads its answer, as the pace says; never raises for a failed request.
+
+    Args:
+        address: host:port of a gateway.
+        model: Name of the model.
+        ask: What is wanted.
+        pace: How it is read.
+    """
+    loop = asyncio.get_running_loop()
+    reply = Reply(
+        tokens=[[] for _ in range(ask.n)], is_finished=[False] * ask.n, started_s=loop.time()
+    )
+    request = gateway_pb2.CompleteRequest(
+        model=model,
+        token_ids=common_pb2.TokenIds(ids=ask.prompt),
+        sampling=common_pb2.SamplingParams(temperature=ask.temperature, seed=ask.seed, n=ask.n),
+        stop=common_pb2.StopCriteria(
+            max_tokens=ask.max_tokens, ignore_eos=True, stop=[ask.stop] if ask.stop else []
+        ),
+        stream=True,
+        timeout=duration(pace.timeout_s),
+        cache_salt=pace.salt,
+    )
+    async with open_channel(address) as channel:
+        call = gateway_pb2_grpc.GatewayServiceStub(channel).Complete(
+            request, timeout=pace.timeout_s + GRACE_S
+        )
+        num_messages = 0
+        try:
+            async for message in call:
+                _take(reply, message)
+                num_messages += 1
+                if pace.cancel_after is not None and num_messages >= pace.cancel_after:
+                    reply.is_cancelled = not all(reply.is_finished)
+                    call.cancel()
+                    break
+                if pace.pause_s:
+                    await asyncio.sleep(pace.pause_s)
+        except grpc.aio.AioRpcError as error:
+            reply.error, reply.is_typed = from_rpc_error(error), is_typed(error)
+    reply.ended_s = loop.time()
+    return reply
+
+
+def _take(reply: Reply, message: gateway_pb2.CompleteResponse) -> None:
+    for choice in message.choices:
+        reply.tokens[choice.index] += choice.token_ids
+        if choice.finish_reason:
+            reply.is_finished[choice.index] = True
+    if message.HasField("usage"):
+        reply.completion_tokens = message.usage.completion_tokens
+        reply.cached_tokens = message.usage.cached_prompt_tokens
+    if message.HasField("timeline"):
+        reply.timeline = message.timeline

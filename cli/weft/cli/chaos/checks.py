@@ -1,0 +1,124 @@
+"""What is looked at beside the answers: pages, published content, hit rate after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Sequence
+
+from weft.cli.chaos.asks import Ask, Pace, Reply, send
+from weft.cli.chaos.load import Violation
+from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
+
+IDLE_TIMEOUT_S = 45.0
+SECONDS_TO_LEARN = 2.0
+"""From the moment that a restarted gateway sees its workers."""
+LEAST_HIT_SHARE = 0.6
+"""Of prompts that were asked before. A worker that a busy machine makes stale for a moment is
+passed over, and its prompts miss: of six prompts one or two may."""
+_POLL_S = 0.2
+_NUM_PROBES, _MOST_PROBE_TOKENS = 6, 300
+
+
+async def check_pages(mesh: ChaosMesh) -> list[Violation]:
+    """Invariant 3: with nothing in work every page is free or cached, and none in quarantine."""
+    names = (*mesh.named("decode"), *mesh.named("prefill"), *mesh.named("kvstore"))
+    problems = await asyncio.gather(*(_idle_problem(mesh, name) for name in names))
+    return [
+        Violation(invariant=3, what=f"{name}, idle: {problem}")
+        for name, problem in zip(names, problems, strict=True)
+        if problem
+    ]
+
+
+async def _idle_problem(mesh: ChaosMesh, name: str) -> str:
+    """What is left in a service after a while; empty when nothing is."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + IDLE_TIMEOUT_S
+    while True:
+        try:
+            pages = await mesh.pages(name)
+        except MeshNotReady as error:
+            problem = str(error)
+        else:
+            problem = "" if pages.is_idle else str(pages)
+            if not problem and name not in mesh.named("kvstore"):
+                problem = await _staging_problem(mesh, name)
+        if not problem or loop.time() > deadline:
+            return problem
+        await asyncio.sleep(_POLL_S)
+
+
+async def _staging_problem(mesh: ChaosMesh, name: str) -> str:
+    """Staging pages that an idle worker holds; empty when there are none."""
+    try:
+        staging = (await mesh.dump(name))["engine"]["staging_pages"]
+    except MeshNotReady as error:
+        return str(error)
+    is_free = staging is None or staging["free"] == staging["total"]
+    return "" if is_free else f"staging pages: {staging}"
+
+
+async def check_content(mesh: ChaosMesh) -> list[Violation]:
+    """Invariants 4 and 5: published pages did not change, and were what their fillers had sent."""
+    found: list[Violation] = []
+    for name in (*mesh.named("decode"), *mesh.named("prefill")):
+        try:
+            engine = (await mesh.dump(name))["engine"]
+            pages = await mesh.pages(name)
+        except MeshNotReady:  # between two incarnations: nothing is left of the first
+            continue
+        if not pages.is_whole:
+            found.append(Violation(invariant=3, what=f"{name}: {pages}"))
+        audit = engine["audit"]
+        if audit["changed_pages"]:
+            what = f"{name}: {audit['changed_pages']} published pages have changed"
+            found.append(Violation(invariant=4, what=what))
+        if audit["corrupt_pages"]:
+            what = f"{name}: {audit['corrupt_pages']} corrupt pages were accepted"
+            found.append(Violation(invariant=5, what=what))
+    return found
+
+
+async def check_hit_rate(mesh: ChaosMesh, model: str, asks: Sequence[Ask]) -> list[Violation]:
+    """Invariant 6: a restarted gateway routes to who holds a prompt, as it did before.
+
+    What decode workers hold is dropped before each round, so that hits are the prefill workers'.
+    """
+    gateway = mesh.named("gateway")[0]
+    probes = [ask for ask in asks if 64 <= len(ask.prompt) <= _MOST_PROBE_TOKENS][:_NUM_PROBES]
+    pace = Pace(salt=secrets.token_hex(8))
+
+    async def hit_share(order: Sequence[Ask]) -> float:
+        for name in (*mesh.named("decode"), *mesh.named("kvstore")):
+            await mesh.flush(name)
+        address = mesh.gateways[gateway]
+        replies = [await send(address, model, ask, pace) for ask in order]
+        return _hit_share(replies)
+
+    await hit_share(probes)
+    before = await hit_share(probes[::-1])
+    old = mesh.ready(gateway)
+    mesh.send(gateway, "whole", signal.SIGKILL)
+    await mesh.until(lambda: mesh.ready(gateway) not in (None, old), f"{gateway} is gone", 60.0)
+    await mesh.wait_healthy()
+    await asyncio.sleep(SECONDS_TO_LEARN)
+    # In another order: taking workers in turn, without a look at what they hold, must not do.
+    after = await hit_share([probes[i ^ (i // 2 % 2)] for i in range(len(probes) // 2 * 2)])
+    if min(before, after) < LEAST_HIT_SHARE:
+        what = f"hit rate {before:.2f} before {gateway} was restarted, {after:.2f} after"
+        return [Violation(invariant=6, what=what)]
+    return []
+
+
+def _hit_share(replies: Sequence[Reply]) -> float:
+    """Share of what could be shipped of the prompts that nobody had to compute."""
+    computed = shippable = 0
+    for reply in replies:
+        if reply.timeline is None:
+            continue
+        for fill in reply.timeline.fills:
+            shippable += fill.accepted_tokens
+            computed += fill.computed_tokens
+    return 1.0 - computed / shippable if shippable else 0.0

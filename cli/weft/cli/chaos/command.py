@@ -1,0 +1,205 @@
+"""`weft chaos`: faults by a seed against a mesh of this machine, under load, with checks."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from weft.cli.chaos.mesh import MeshNotReady
+from weft.cli.chaos.report import show, write
+from weft.cli.chaos.run import ChaosPlan, ChaosResult, run_chaos
+from weft.cli.chaos.sabotage import SABOTAGES
+from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
+from weft.cli.up.ports import free_run
+from weft.cli.up.process import ExitedEarly
+from weft.cli.up.settings import UpSettings
+from weft.engine.errors import WeftError
+
+# A fill that stands still is given up soon, and pages are few: faults meet each other's traces.
+_FILLS = "--lease-s 4 --renew-interval-s 1 --fill-progress-timeout-s 1.5 --poison-free-pages"
+_WORKERS = f"--max-step-tokens 256 --max-running-requests 32 {_FILLS}"
+_TINY_WORKERS = f"--num-pages 160 --prefill-chunk-tokens 64 --num-threads 1 {_WORKERS}"
+_DEMO_WORKERS = f"--num-pages 200 --prefill-chunk-tokens 64 {_WORKERS}"
+
+ALL = "all"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `weft chaos`; returns 0 when all invariants held, 1 when not, 2 when it broke down."""
+    arguments = _parser().parse_args(argv)
+    console = Console()
+    if arguments.sabotage == ALL:
+        return _sabotage_all(argv, console)
+    plan = _plan(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
+            state = arguments.state_dir or Path(folder) / "state"
+            result = _run(arguments, plan, Path(folder), state, console)
+    except (WeftError, ExitedEarly, MeshNotReady, TimeoutError) as error:
+        sys.stderr.write(f"weft chaos: {error}\n")
+        return 2
+    show(console, plan, result)
+    if arguments.json is not None:
+        write(arguments.json, plan, result, shlex.join(["weft", "chaos", *argv]))
+    return int(bool(result.red))
+
+
+def _sabotage_all(argv: Sequence[str], console: Console) -> int:
+    """Runs all sabotages, each on a mesh of its own; 0 when each turned its invariant red."""
+    is_noticed: dict[str, bool] = {}
+    for name, sabotage in SABOTAGES.items():
+        arguments = _parser().parse_args([*argv, "--sabotage", name])
+        plan = _plan(arguments)
+        console.rule(f"{name}: {sabotage.what}")
+        with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
+            result = _run(arguments, plan, Path(folder), Path(folder) / "state", console)
+        show(console, plan, result)
+        is_noticed[name] = sabotage.invariant in result.red
+    table = Table(box=None, pad_edge=False)
+    for column in ("sabotage", "invariant", ""):
+        table.add_column(column)
+    for name, noticed in is_noticed.items():
+        state = "[green]noticed[/]" if noticed else "[red]NOT NOTICED[/]"
+        table.add_row(name, str(SABOTAGES[name].invariant), state)
+    console.print(table)
+    return int(not all(is_noticed.values()))
+
+
+def _run(
+    arguments: argparse.Namespace, plan: ChaosPlan, folder: Path, state: Path, console: Console
+) -> ChaosResult:
+    model_dir, model_name = _model(arguments.model, folder, plan.seed)
+    settings = mesh_settings(
+        state,
+        is_tiny=arguments.model == TINY_NAME,
+        transport=arguments.transport,
+        gateways=arguments.gateways,
+        workers=arguments.workers,
+        stores=arguments.kvstore,
+    )
+
+    def tell(line: str) -> None:
+        if not arguments.quiet:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return asyncio.run(run_chaos(plan, settings, model_dir, model_name, tell))
+
+
+def mesh_settings(
+    state: Path,
+    *,
+    is_tiny: bool,
+    transport: str = "auto",
+    gateways: int = 1,
+    workers: int = 2,
+    stores: int = 2,
+) -> UpSettings:
+    """A mesh that is easily troubled: few pages, short leases, everything shipped.
+
+    Args:
+        state: Its state folder.
+        is_tiny: For the tiny model; else for one of the demo model's size.
+        transport: As of `weft up`.
+        gateways: How many.
+        workers: Of prefill and decode workers each.
+        stores: KV stores.
+    """
+    flags = _TINY_WORKERS if is_tiny else _DEMO_WORKERS
+    return UpSettings.model_validate(
+        {
+            "prefill": workers,
+            "decode": workers,
+            "gateways": gateways,
+            "kvstore": stores,
+            "dtype": "float32",
+            "rest": False,
+            "grpc_port": free_run("127.0.0.1", gateways),
+            "state_dir": state,
+            "local_prefill_max_tokens": 0,
+            "kvstore_memory_bytes": (2 if is_tiny else 64) << 20,
+            "transport": transport,
+            "drain_grace_s": 0.5,
+            "enable_faults": True,
+            "prefill_args": flags,
+            "decode_args": flags,
+            "kvstore_args": "--put-timeout-s 2 --put-data-timeout-s 3",
+        }
+    )
+
+
+def _model(name: str, folder: Path, seed: int) -> tuple[Path, str]:
+    if name == TINY_NAME:
+        return make_tiny_model(folder / TINY_NAME, seed), TINY_NAME
+    # Here, for `--help` to be quick.
+    from weft.engine.models.demo import resolve_model
+
+    path = resolve_model(name)
+    return path, path.name
+
+
+def _plan(arguments: argparse.Namespace) -> ChaosPlan:
+    is_tiny = arguments.model == TINY_NAME
+    num_faults = arguments.faults
+    if num_faults is None and arguments.minutes is None:
+        num_faults = 20
+    return ChaosPlan(
+        seed=arguments.seed,
+        num_faults=num_faults,
+        minutes=arguments.minutes,
+        num_clients=arguments.clients,
+        max_prompt_tokens=500 if is_tiny else 300,
+        max_new_tokens=80 if is_tiny else 32,
+        sabotage=arguments.sabotage,
+        checks_hit_rate=arguments.hit_rate,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weft chaos",
+        description="Starts a mesh of its own on this machine, makes services and links fail by "
+        "chance while clients ask, and checks what must hold (docs/operations.md). The exit "
+        "status is 0 when it did, 1 when not.",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
+    parser.add_argument("--faults", type=int, metavar="K", help="end after K faults (default 20)")
+    parser.add_argument("--minutes", type=float, metavar="M", help="end after M minutes")
+    parser.add_argument(
+        "--model", default=TINY_NAME, help="tiny (random, the default), demo, or a directory"
+    )
+    parser.add_argument(
+        "--transport", choices=("auto", "nixl", "data"), default="auto", help="how pages travel"
+    )
+    parser.add_argument("--gateways", type=int, default=2, help="gateways (default 2)")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="prefill and decode workers, each (default 2)"
+    )
+    parser.add_argument("--kvstore", type=int, default=2, help="KV stores (default 2)")
+    parser.add_argument("--clients", type=int, default=6, help="that ask at once (default 6)")
+    parser.add_argument(
+        "--sabotage",
+        choices=[*sorted(SABOTAGES), ALL],
+        metavar="NAME",
+        help="break an invariant on purpose, so that the run must fail: "
+        + "; ".join(f"{name}: {each.what}" for name, each in sorted(SABOTAGES.items()))
+        + f"; {ALL}: one after the other, and the exit status is 0 when each was noticed",
+    )
+    parser.add_argument(
+        "--hit-rate",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check the hit rate after a gateway's restart",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
+    parser.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="for logs; default: kept for the run only"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print the report only")
+    return parser

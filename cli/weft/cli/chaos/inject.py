@@ -1,0 +1,170 @@
+"""Carries out planned faults and remembers whom they have afflicted, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from weft.cli.chaos.mesh import RECOVERY_TIMEOUT_S, ChaosMesh, MeshNotReady
+from weft.cli.chaos.schedule import Planned
+
+AFTERMATH_S = 3.0
+"""Time after a fault's end until its effects are over: Sessions and channels are there again."""
+_REACHED_TIMEOUT_S = 1.2
+_POLL_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Injection:
+    """One fault that was carried out. Times are of the event loop."""
+
+    planned: Planned
+    names: frozenset[str]
+    """Services that were, or could have been, afflicted."""
+    started_s: float
+    ended_s: float | None = None
+    """None: not over yet."""
+    has_happened: bool = True
+    """A point may never have been reached."""
+    num_deaths: int = 0
+    """Of its target, before."""
+
+    def overlaps(self, names: Collection[str], start_s: float, end_s: float) -> bool:
+        """It may have afflicted one of the services between the two times."""
+        is_over_s = float("inf") if self.ended_s is None else self.ended_s + AFTERMATH_S
+        return not self.names.isdisjoint(names) and self.started_s <= end_s and start_s <= is_over_s
+
+
+@dataclass(slots=True)
+class Injector:
+    """Makes faults happen in one mesh, one at a time."""
+
+    mesh: ChaosMesh
+    done: list[Injection] = field(default_factory=list)
+    _recoveries: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def inject(self, planned: Planned) -> Injection:
+        """Waits until the target can be hit, and hits it; returns when the fault itself is over.
+
+        A killed service is still coming up then.
+
+        Raises:
+            MeshNotReady: The target does not come back from an earlier fault.
+        """
+        await self.mesh.until(
+            lambda: self.can_hit(planned), f"{planned.target} is not back", RECOVERY_TIMEOUT_S
+        )
+        loop = asyncio.get_running_loop()
+        names = {planned.target}
+        if planned.link is not None:
+            # A link that is shared by several dialers afflicts what all of them do through it.
+            names.add("->".join(planned.link))
+        injection = Injection(
+            planned=planned,
+            names=frozenset(names),
+            started_s=loop.time(),
+            num_deaths=self.mesh.num_deaths.get(planned.target, 0),
+        )
+        self.done.append(injection)
+        if planned.kind == "kill":
+            injection.has_happened = await self._kill(planned)
+            injection.ended_s = loop.time()
+            if injection.has_happened:
+                self._follow(injection)
+        elif planned.kind == "stop":
+            injection.has_happened = await self._stop(planned)
+            injection.ended_s = loop.time()
+        elif planned.kind == "link":
+            assert planned.link is not None
+            async with self.mesh.proxies[planned.link].misbehaving(planned.mode, 0.3):
+                await asyncio.sleep(planned.hold_s)
+            injection.ended_s = loop.time()
+        else:
+            injection.has_happened = await self._at_point(injection)
+        return injection
+
+    async def settle(self) -> None:
+        """Waits until every killed service is back.
+
+        Raises:
+            MeshNotReady: One does not come back.
+        """
+        await asyncio.gather(*self._recoveries)
+
+    async def close(self) -> None:
+        """Waits for nobody any more."""
+        for task in self._recoveries:
+            task.cancel()
+        await asyncio.gather(*self._recoveries, return_exceptions=True)
+
+    def can_hit(self, planned: Planned) -> bool:
+        """All services of the target's role are there: one of them at a time is afflicted."""
+        role = planned.target.partition("-")[0]
+        return all(self.mesh.ready(name) is not None for name in self.mesh.named(role))
+
+    async def _kill(self, planned: Planned) -> bool:
+        mesh, target = self.mesh, planned.target
+        old = mesh.ready(target)
+        if not mesh.send(target, planned.part, signal.SIGKILL):
+            return False
+        # Until its end is noticed it looks as if it were there, and could be killed once more.
+        await mesh.until(
+            lambda: mesh.ready(target) is not old, f"{target} does not end", RECOVERY_TIMEOUT_S
+        )
+        return True
+
+    async def _stop(self, planned: Planned) -> bool:
+        if not self.mesh.send(planned.target, planned.part, signal.SIGSTOP):
+            return False
+        try:
+            await asyncio.sleep(planned.hold_s)
+        finally:
+            self.mesh.send(planned.target, planned.part, signal.SIGCONT)
+        return True
+
+    async def _at_point(self, injection: Injection) -> bool:
+        planned, mesh, loop = injection.planned, self.mesh, asyncio.get_running_loop()
+        assert planned.spec is not None
+        target, point = planned.target, planned.spec.point
+        try:
+            await mesh.arm(target, planned.spec)
+        except MeshNotReady:  # an earlier fault holds it up: this one was not made
+            injection.ended_s = loop.time()
+            return False
+        try:
+            until = loop.time() + _REACHED_TIMEOUT_S
+            while not (has_happened := bool(await mesh.fired(target, point))):
+                if loop.time() > until:
+                    break
+                await asyncio.sleep(_POLL_S)
+            if has_happened:
+                await asyncio.sleep(planned.hold_s / 2)
+            await mesh.clear(target, point)
+        except MeshNotReady:
+            # It has died of it, as a kill at a point does, or its engine is held up.
+            has_happened = True
+        injection.ended_s = loop.time()
+        is_back = mesh.ready(target) is not None
+        if not is_back or mesh.num_deaths.get(target, 0) != injection.num_deaths:
+            self._follow(injection)
+        return has_happened
+
+    def _follow(self, injection: Injection) -> None:
+        injection.ended_s = None
+        task = asyncio.create_task(self._recover(injection))
+        self._recoveries.append(task)
+
+    async def _recover(self, injection: Injection) -> None:
+        target = injection.planned.target
+        # What is gone and not noticed yet counts as ready: its end is waited for first.
+        await self.mesh.until(
+            lambda: (
+                self.mesh.num_deaths.get(target, 0) > injection.num_deaths
+                and self.mesh.ready(target) is not None
+            ),
+            f"{target} is not back",
+            RECOVERY_TIMEOUT_S,
+        )
+        injection.ended_s = asyncio.get_running_loop().time()

@@ -1,0 +1,188 @@
+"""Clients that ask all the time, and what is wrong with what they get."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weft.cli.chaos.asks import Ask, Pace, Reply, send
+from weft.cli.chaos.inject import Injector
+from weft.engine.errors import DeadlineExceeded, PeerUnavailable
+
+LATE_S = 4.0
+"""After its deadline a request is late; machines that run chaos are busy."""
+TIMEOUT_S = 20.0
+RESUME_S = 12.0
+"""In which a request is done, wherever it was, once there is a decode worker that is well."""
+_PAUSE_AFTER_ERROR_S = 0.3
+_SALTS = ("shared-a", "shared-b", "shared-c")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """An invariant that did not hold."""
+
+    invariant: int
+    """1 to 6, as docs/operations.md numbers them."""
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Requests to a model, and how it answered them in peace."""
+
+    model: str
+    asks: Sequence[Ask]
+    expected: Mapping[int, list[list[int]]]
+    """Tokens of each sample, by number of the ask."""
+
+
+@dataclass(slots=True)
+class LoadResult:
+    """What all clients saw."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """`ok`, `cancelled`, the failure's reason in lower case, or `cut off` by the transport."""
+    violations: list[Violation] = field(default_factory=list)
+    num_resumed: int = 0
+    """Answers that more than one owner made."""
+    slowest_s: float = 0.0
+
+
+class Load:
+    """Asks from a catalogue, with all paces, through all gateways.
+
+    Args:
+        gateways: host:port by name.
+        known: The catalogue.
+        injector: Knows the faults.
+        seed: Of the draws.
+    """
+
+    def __init__(
+        self,
+        gateways: Mapping[str, str],
+        known: Known,
+        injector: Injector,
+        seed: int,
+    ) -> None:
+        self._gateways = dict(gateways)
+        self._known = known
+        self._injector = injector
+        self._seed = seed
+        self._is_over = False
+        self.result = LoadResult()
+
+    async def run(self, num_clients: int) -> None:
+        """Runs clients until `stop`; each ends its last request."""
+        await asyncio.gather(*(self._client(number) for number in range(num_clients)))
+
+    def stop(self) -> None:
+        """No client begins anything new."""
+        self._is_over = True
+
+    async def _client(self, number: int) -> None:
+        draw = random.Random(f"{self._seed}/{number}")
+        while not self._is_over:
+            ask, gateway = draw.choice(self._known.asks), draw.choice(list(self._gateways))
+            pace = draw_pace(draw)
+            reply = await send(self._gateways[gateway], self._known.model, ask, pace)
+            self._note(gateway, ask, pace, reply)
+            if reply.error is not None:
+                await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
+
+    def _note(self, gateway: str, ask: Ask, pace: Pace, reply: Reply) -> None:
+        result = self.result
+        result.violations += self._violations(gateway, ask, pace, reply)
+        result.slowest_s = max(result.slowest_s, reply.ended_s - reply.started_s)
+        if reply.error is not None:
+            result.outcomes[reply.error.reason.lower() if reply.is_typed else "cut off"] += 1
+        else:
+            result.outcomes["cancelled" if reply.is_cancelled else "ok"] += 1
+        if reply.timeline is not None and reply.timeline.lost_attempts:
+            result.num_resumed += 1
+
+    def _violations(self, gateway: str, ask: Ask, pace: Pace, reply: Reply) -> list[Violation]:
+        found: list[Violation] = []
+        name = f"request {ask.number} at {gateway}"
+        took_s = reply.ended_s - reply.started_s
+        is_afflicted = self._is_afflicted((gateway,), reply)
+        if took_s > pace.timeout_s + LATE_S + (10.0 if is_afflicted else 0.0):
+            what = f"{name} took {took_s:.1f} s, its deadline was {pace.timeout_s:.1f} s"
+            found.append(Violation(invariant=1, what=what))
+        if reply.error is not None and not reply.is_typed and not is_afflicted:
+            what = f"{name} failed without a typed error: {reply.error.message}"
+            found.append(Violation(invariant=1, what=what))
+        is_given_up = isinstance(reply.error, PeerUnavailable) and reply.is_typed
+        if is_given_up and not is_afflicted and (well := self._well_since(reply, took_s)):
+            what = f"{name} was given up though {well[0]} was well: {reply.error}"
+            found.append(Violation(invariant=2, what=what))
+        is_hung = isinstance(reply.error, DeadlineExceeded) and pace.timeout_s >= TIMEOUT_S
+        if is_hung and not is_afflicted and (well := self._well_since(reply, RESUME_S)):
+            what = f"{name} hung for {took_s:.1f} s though {well[0]} was well: {reply.error}"
+            found.append(Violation(invariant=1, what=what))
+        if (
+            reply.error is None
+            and not reply.is_cancelled
+            and (problem := whole_problem(ask, reply)) is not None
+        ):
+            found.append(Violation(invariant=1, what=f"{name} {problem}"))
+            return found
+        if (problem := text_problem(self._known.expected[ask.number], reply)) is not None:
+            found.append(Violation(invariant=2, what=f"{name} {problem}"))
+        return found
+
+    def _well_since(self, reply: Reply, seconds: float) -> list[str]:
+        """Decode workers that no fault came near in the last seconds of a request: it should have
+        gone on there."""
+        since_s = reply.ended_s - seconds
+        workers = self._injector.mesh.named("decode")
+        return [name for name in workers if not self._is_afflicted((name,), reply, since_s)]
+
+    def _is_afflicted(
+        self, names: Sequence[str], reply: Reply, since_s: float | None = None
+    ) -> bool:
+        start_s = reply.started_s if since_s is None else since_s
+        return any(
+            injection.overlaps(names, start_s, reply.ended_s) for injection in self._injector.done
+        )
+
+
+def draw_pace(draw: random.Random) -> Pace:
+    """Most clients read on; some go away, are slow, or are in a hurry."""
+    salt = draw.choice(_SALTS) if draw.random() < 0.4 else f"{draw.randrange(1 << 62):x}"
+    kind = draw.random()
+    if kind < 0.1:
+        return Pace(TIMEOUT_S, cancel_after=draw.randint(1, 5), salt=salt)
+    if kind < 0.2:
+        return Pace(TIMEOUT_S, pause_s=0.03, salt=salt)
+    if kind < 0.3:
+        return Pace(draw.uniform(0.2, 1.5), salt=salt)
+    return Pace(TIMEOUT_S, salt=salt)
+
+
+def whole_problem(ask: Ask, reply: Reply) -> str | None:
+    """Why an answer that has ended well is not whole: each index has to come once."""
+    num_tokens = sum(map(len, reply.tokens))
+    if not all(reply.is_finished):
+        return "ended well without the end of every sample"
+    if reply.completion_tokens is not None and num_tokens != reply.completion_tokens:
+        return f"brought {num_tokens} tokens, and {reply.completion_tokens} by its usage"
+    if num_tokens > ask.max_tokens * ask.n:
+        return f"brought {num_tokens} tokens, {ask.max_tokens} for each sample were asked for"
+    return None
+
+
+def text_problem(expected: Sequence[Sequence[int]], reply: Reply) -> str | None:
+    """Where an answer, or as much of it as came, is not what it was in peace."""
+    for sample, (wanted, found) in enumerate(zip(expected, reply.tokens, strict=True)):
+        if list(wanted[: len(found)]) != found:
+            pairs = zip(wanted, found, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(wanted))
+            return f"differs in sample {sample} from token {at} on"
+        if reply.is_whole and len(found) != len(wanted):
+            return f"has {len(found)} tokens in sample {sample}, not {len(wanted)}"
+    return None

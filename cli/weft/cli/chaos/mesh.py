@@ -1,0 +1,290 @@
+"""A mesh of this machine with a fault proxy on every link, and all its processes at hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+from weft.cli.channel import open_channel
+from weft.cli.chaos.pages import Pages, read_pages
+from weft.cli.chaos.proxy import FaultProxy
+from weft.cli.up.exits import report_exit
+from weft.cli.up.plan import ModelFolder, plan_mesh
+from weft.cli.up.process import ReadyFile
+from weft.cli.up.readiness import wait_for_mesh
+from weft.cli.up.settings import UpSettings
+from weft.cli.up.state import locked_state_folder
+from weft.cli.up.supervisor import Backoff, Supervisor
+from weft.common.admin import read_token
+from weft.common.faults import spec_to_proto
+from weft.engine.faults import FaultSpec
+from weft.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+)
+
+Part = Literal["whole", "server", "engine"]
+"""Which processes of a service."""
+Link = tuple[str, str]
+"""Who dials (gateway, decode or worker), and whom."""
+RECOVERY_TIMEOUT_S = 600.0
+"""A worker starts in seconds, on a machine that has time."""
+_CALL_TIMEOUT_S = 10.0
+_STOP_GRACE_S = 2.0
+
+
+class MeshNotReady(Exception):
+    """A service is not there, or does not answer in time."""
+
+
+class ChaosMesh:
+    """Workers, stores and gateways under a supervisor, and the proxies between them.
+
+    Use it as `async with ChaosMesh.running(...) as mesh`, in the main thread.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        proxies: dict[Link, FaultProxy],
+        names: tuple[str, ...],
+        gateways: dict[str, str],
+        token: str,
+        logs: Path,
+    ) -> None:
+        self._supervisor = supervisor
+        self.proxies = proxies
+        self.names = names
+        """All services."""
+        self.gateways = gateways
+        """host:port by name; clients dial them directly."""
+        self.logs = logs
+        self._metadata = (("authorization", f"Bearer {token}"),)
+        self.num_deaths: dict[str, int] = {}
+        """Deaths of each service, asked for or not."""
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(
+        cls, settings: UpSettings, model_dir: Path, model_name: str
+    ) -> AsyncIterator[ChaosMesh]:
+        """A mesh that is ready; everything is gone when the block ends.
+
+        Args:
+            settings: As of `weft up`, with a state folder and `enable_faults`.
+            model_dir: Of the model.
+            model_name: Its name in requests.
+
+        Raises:
+            ExitedEarly, TimeoutError: It did not start.
+        """
+        proxies: dict[Link, FaultProxy] = {}
+
+        def dial(source: str, target: str, address: str) -> str:
+            if (source, target) not in proxies:
+                proxies[source, target] = FaultProxy(address)
+            return proxies[source, target].address
+
+        with locked_state_folder(settings.state_folder()) as state:
+            plan = plan_mesh(settings, state, [ModelFolder(model_name, model_dir)], None, dial)
+            workers = plan.worker_addresses
+
+            async def tell(worker_id: str, epoch: int) -> None:
+                others = {name: at for name, at in workers.items() if name != worker_id}
+                await report_exit(others, worker_id, epoch)
+
+            listener = _Listener()
+            supervisor = Supervisor(
+                plan.services, listener, tell, lambda: Backoff(first_s=0.1, most_s=0.5)
+            )
+            mesh = cls(
+                supervisor,
+                proxies,
+                tuple(spec.name for spec in plan.services),
+                plan.gateways,
+                read_token(state.admin_token),
+                state.logs,
+            )
+            mesh.num_deaths = listener.num_deaths
+            watch: asyncio.Task[None] | None = None
+            try:
+                for proxy in proxies.values():
+                    await proxy.start()
+                await supervisor.start()
+                for address in mesh.gateways.values():
+                    await wait_for_mesh(address, None, settings.ready_timeout_s)
+                watch = asyncio.create_task(supervisor.watch())
+                yield mesh
+            finally:
+                if watch is not None:
+                    watch.cancel()
+                    await asyncio.gather(watch, return_exceptions=True)
+                await supervisor.stop(_STOP_GRACE_S, asyncio.Event())
+                for proxy in proxies.values():
+                    await proxy.close()
+
+    # -- services --------------------------------------------------------------------------------
+
+    def named(self, role: str) -> list[str]:
+        """Services of a role: gateway, prefill, decode or kvstore."""
+        return [name for name in self.names if name.partition("-")[0] == role]
+
+    def ready(self, name: str) -> ReadyFile | None:
+        """What a service said when it became ready; None while it is not."""
+        process = self._supervisor.process(name)
+        return None if process is None or process.is_gone else process.ready
+
+    async def wait_ready(self, name: str, timeout_s: float = RECOVERY_TIMEOUT_S) -> ReadyFile:
+        """What a service says once it is ready.
+
+        Raises:
+            MeshNotReady: Not in time.
+        """
+        await self.until(lambda: self.ready(name) is not None, f"{name} is not ready", timeout_s)
+        found = self.ready(name)
+        assert found is not None
+        return found
+
+    async def until(self, condition: Callable[[], bool], problem: str, timeout_s: float) -> None:
+        """Waits for a condition.
+
+        Raises:
+            MeshNotReady: It did not come; says the problem.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise MeshNotReady(f"{problem} after {timeout_s:g} s")
+            await asyncio.sleep(0.02)
+
+    def send(self, name: str, part: Part, number: signal.Signals) -> bool:
+        """Sends a signal to processes of a service; False when it is not there."""
+        ready = self.ready(name)
+        if ready is None:
+            return False
+        pids = {
+            "whole": (ready.engine_pid, ready.pid),
+            "engine": (ready.engine_pid,),
+            "server": (ready.pid,),
+        }[part]
+        for pid in pids:
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        return True
+
+    # -- what they say ---------------------------------------------------------------------------
+
+    async def admin(self, name: str, method: str, request: Any) -> Any:
+        """One call of a service's AdminService.
+
+        Raises:
+            MeshNotReady: It is not there, or does not answer.
+        """
+        ready = self.ready(name)
+        if ready is None:
+            raise MeshNotReady(f"{name} is not ready")
+        try:
+            async with open_channel(ready.admin_address) as channel:
+                call = getattr(admin_pb2_grpc.AdminServiceStub(channel), method)
+                return await call(request, metadata=self._metadata, timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise MeshNotReady(f"{name}: {method}: {error.details()}") from error
+
+    async def arm(self, name: str, spec: FaultSpec) -> None:
+        """Arms a fault in a service. Raises MeshNotReady."""
+        await self.admin(
+            name, "InjectFault", admin_pb2.InjectFaultRequest(fault=spec_to_proto(spec))
+        )
+
+    async def fired(self, name: str, point: str) -> int:
+        """Times that faults at a point of a service have happened. Raises MeshNotReady."""
+        answer = await self.admin(name, "ListFaults", admin_pb2.ListFaultsRequest())
+        return sum(state.fired for state in answer.faults if state.fault.point == point)
+
+    async def clear(self, name: str, point: str) -> None:
+        """Disarms faults at a point of a service. Raises MeshNotReady."""
+        await self.admin(name, "ClearFaults", admin_pb2.ClearFaultsRequest(point=point))
+
+    async def flush(self, name: str) -> None:
+        """Drops a service's cache. Raises MeshNotReady."""
+        await self.admin(name, "FlushCache", admin_pb2.FlushCacheRequest())
+
+    async def dump(self, name: str) -> Any:
+        """A service's state. Raises MeshNotReady."""
+        return json.loads((await self.admin(name, "DumpState", admin_pb2.DumpStateRequest())).state)
+
+    async def pages(self, name: str) -> Pages:
+        """Pages of a worker or store by state, and what it works on. Raises MeshNotReady."""
+        ready = self.ready(name)
+        if ready is None:
+            raise MeshNotReady(f"{name} is not ready")
+        try:
+            async with open_channel(ready.address) as channel:
+                return await read_pages(channel, is_store=name.startswith("kvstore"))
+        except grpc.aio.AioRpcError as error:
+            raise MeshNotReady(f"{name}: {error.details()}") from error
+
+    async def is_healthy(self, gateway: str) -> bool:
+        """A gateway sees all its workers healthy."""
+        try:
+            async with open_channel(self.gateways[gateway]) as channel:
+                stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+                fleet = await stub.GetFleet(gateway_pb2.GetFleetRequest(), timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+        return all(worker.healthy for worker in fleet.workers)
+
+    async def wait_healthy(self, timeout_s: float = RECOVERY_TIMEOUT_S) -> None:
+        """Returns once all services are ready and every gateway sees its workers healthy.
+
+        Raises:
+            MeshNotReady: Not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        for name in self.names:
+            await self.wait_ready(name, timeout_s)
+        for gateway in self.gateways:
+            while not await self.is_healthy(gateway):
+                if time.monotonic() > deadline:
+                    raise MeshNotReady(f"{gateway} does not see its workers healthy")
+                await asyncio.sleep(0.1)
+
+
+class _Listener:
+    """Implements `Reporter`: counts deaths."""
+
+    def __init__(self) -> None:
+        self.num_deaths: dict[str, int] = {}
+
+    def starting(self, name: str) -> None:
+        """See `Reporter`."""
+
+    def loading(self, name: str, done: int, total: int) -> None:
+        """See `Reporter`."""
+
+    def ready(self, name: str, seconds: float) -> None:
+        """See `Reporter`."""
+
+    def died(self, name: str, how: str) -> None:
+        """See `Reporter`."""
+        self.num_deaths[name] = self.num_deaths.get(name, 0) + 1
+
+    def stalled(self, name: str, seconds: float) -> None:
+        """See `Reporter`."""
+
+    def restarting(self, name: str, delay_s: float) -> None:
+        """See `Reporter`."""
+
+    def killed(self, name: str) -> None:
+        """See `Reporter`."""

@@ -1,0 +1,176 @@
+"""A TCP proxy that misbehaves on request: one stands on one link between two services.
+
+It knows nothing of HTTP/2 or gRPC: it delays, keeps and drops bytes and ends connections, which is
+all that a network does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from enum import Enum
+
+from weft.common.listen import bracket
+
+READ_BYTES = 64 << 10
+
+
+class Mode(Enum):
+    """What a proxy does with what it receives."""
+
+    PASS = "pass"
+    BLACK_HOLE = "black-hole"
+    """Takes bytes of both sides and delivers nothing; new connections are taken too."""
+    MUTE_SERVER = "mute-server"
+    """Delivers what the client sends and nothing that the server answers."""
+    MUTE_CLIENT = "mute-client"
+    """Delivers what the server sends and nothing of the client."""
+    DELAY = "delay"
+    """Delivers everything late, in order."""
+    CUT = "cut"
+    """Ends every connection and refuses new ones by ending them at once."""
+    CUT_BEFORE_ACK = "cut-before-ack"
+    """Delivers what the client sends, drops the server's answer to it, then cuts."""
+
+
+class FaultProxy:
+    """Has a port of its own and passes connections on to one service.
+
+    What was received in a mode is dealt with in that mode: bytes kept back are lost for good, and
+    a connection that has lost bytes is ended when the proxy passes again.
+
+    Args:
+        target: host:port of the service, which need not be there.
+        host: Where it listens.
+        port: 0 = any free one.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(self, target: str, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.target = target
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self._host, self._port = host, int(self._socket.getsockname()[1])
+        self._server: asyncio.Server | None = None
+        self._connections: set[_Connection] = set()
+        self.mode = Mode.PASS
+        self.delay_s = 0.0
+        self.num_connections = 0
+        """Taken since the start."""
+
+    @property
+    def address(self) -> str:
+        """host:port to dial."""
+        return f"{bracket(self._host)}:{self._port}"
+
+    async def start(self) -> None:
+        """Takes connections; until then they wait."""
+        self._server = await asyncio.start_server(self._serve, sock=self._socket)
+
+    async def close(self) -> None:
+        """Ends the listener and every connection."""
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+        for connection in list(self._connections):
+            connection.cut()
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    def set_mode(self, mode: Mode, delay_s: float = 0.0) -> None:
+        """Changes what is done from now on.
+
+        Args:
+            mode: The new one.
+            delay_s: With DELAY, how late bytes are delivered, in seconds.
+        """
+        self.mode, self.delay_s = mode, delay_s
+        for connection in list(self._connections):
+            if mode is Mode.CUT or (mode is Mode.PASS and connection.has_lost):
+                connection.cut()
+
+    @contextlib.asynccontextmanager
+    async def misbehaving(self, mode: Mode, delay_s: float = 0.0) -> AsyncIterator[None]:
+        """The mode, as long as the block lasts."""
+        self.set_mode(mode, delay_s)
+        try:
+            yield
+        finally:
+            self.set_mode(Mode.PASS)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        if self.mode is Mode.CUT:
+            writer.transport.abort()
+            return
+        host, _, port = self.target.rpartition(":")
+        try:
+            there, back = await asyncio.open_connection(host.strip("[]"), int(port))
+        except OSError:
+            writer.transport.abort()
+            return
+        connection = _Connection(self, (reader, writer), (there, back))
+        self._connections.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self._connections.discard(connection)
+
+
+class _Connection:
+    """One connection: the client's half and the server's half."""
+
+    def __init__(
+        self,
+        proxy: FaultProxy,
+        client: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        server: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ) -> None:
+        self._proxy = proxy
+        self._client, self._server = client, server
+        self.has_lost = False
+        """Bytes were kept back: what follows would make no sense to the receiver."""
+
+    async def run(self) -> None:
+        """Passes bytes until both sides have ended or it is cut."""
+        up = asyncio.create_task(self._pump(self._client[0], self._server[1], is_up=True))
+        down = asyncio.create_task(self._pump(self._server[0], self._client[1], is_up=False))
+        try:
+            # gRPC never half-closes: one end is the end.
+            await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            up.cancel()
+            down.cancel()
+            await asyncio.gather(up, down, return_exceptions=True)
+            self.cut()
+
+    def cut(self) -> None:
+        """Ends both halves at once."""
+        for _, writer in (self._client, self._server):
+            writer.transport.abort()
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(READ_BYTES):
+                mode = self._proxy.mode
+                if mode is Mode.CUT_BEFORE_ACK and not is_up:
+                    return
+                if self._keeps(mode, is_up=is_up):
+                    self.has_lost = True
+                    continue
+                if mode is Mode.DELAY:
+                    await asyncio.sleep(self._proxy.delay_s)
+                writer.write(data)
+                await writer.drain()
+
+    @staticmethod
+    def _keeps(mode: Mode, *, is_up: bool) -> bool:
+        if mode is Mode.BLACK_HOLE:
+            return True
+        return mode is (Mode.MUTE_CLIENT if is_up else Mode.MUTE_SERVER)

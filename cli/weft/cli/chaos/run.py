@@ -1,0 +1,251 @@
+"""One chaos run: peace, faults under load, quiet, checks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.cli.chaos.asks import Ask, Pace, make_asks, send
+from weft.cli.chaos.checks import check_content, check_hit_rate, check_pages
+from weft.cli.chaos.inject import Injection, Injector
+from weft.cli.chaos.load import Known, Load, LoadResult, Violation
+from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
+from weft.cli.chaos.sabotage import SABOTAGES, Sabotage, disarm, keep_armed
+from weft.cli.chaos.schedule import WEIGHTS, Planned, make_schedule
+from weft.cli.up.settings import UpSettings
+
+INVARIANTS = {
+    1: "every request ends right or with a typed error in time, each index once",
+    2: "texts equal those without faults",
+    3: "no page is lost or left in quarantine",
+    4: "no page is written by who has no right to it any more",
+    5: "no corrupt page is accepted",
+    6: "a restarted gateway is back at its hit rate",
+}
+_CONTENT_EVERY = 5
+"""Faults between two looks at the published pages."""
+_MOST_POSTPONED = 64
+_WORK_TIMEOUT_S, _LOOK_EVERY_S = 60.0, 0.05
+_PEACE_TIMEOUT_S = 300.0
+"""Nothing but a busy machine makes them wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosPlan:
+    """What a run does."""
+
+    seed: int
+    num_faults: int | None
+    """Ends after so many faults have happened; None: after `minutes`."""
+    minutes: float | None
+    num_clients: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    sabotage: str | None = None
+    """Name of a sabotage."""
+    checks_hit_rate: bool = True
+
+
+@dataclass(slots=True)
+class ChaosResult:
+    """What a run found."""
+
+    load: LoadResult
+    injections: list[Injection] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+    deaths: dict[str, int] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+
+    @property
+    def num_happened(self) -> int:
+        """Faults that took place; a point that was never reached is none."""
+        return sum(injection.has_happened for injection in self.injections)
+
+    @property
+    def red(self) -> list[int]:
+        """Invariants that did not hold."""
+        return sorted({violation.invariant for violation in self.violations})
+
+    def by_class(self) -> Counter[str]:
+        """Faults that took place, by class."""
+        return Counter(i.planned.kind for i in self.injections if i.has_happened)
+
+
+async def run_chaos(
+    plan: ChaosPlan,
+    settings: UpSettings,
+    model_dir: Path,
+    model_name: str,
+    tell: Callable[[str], None],
+) -> ChaosResult:
+    """Starts a mesh, runs the plan on it and ends it.
+
+    Args:
+        plan: What to do.
+        settings: Of the mesh.
+        model_dir: Of the model.
+        model_name: Its name in requests.
+        tell: Hears what happens, a line each.
+
+    Raises:
+        ExitedEarly, TimeoutError: The mesh did not start.
+        MeshNotReady: It failed without any fault.
+    """
+    started_at = time.monotonic()
+    async with ChaosMesh.running(settings, model_dir, model_name) as mesh:
+        tell(f"the mesh is ready: {', '.join(mesh.names)}")
+        asks = make_asks(plan.seed, plan.max_prompt_tokens, plan.max_new_tokens)
+        known = Known(model_name, asks, await answers_in_peace(mesh, model_name, asks))
+        tell(f"{len(asks)} requests answered in peace")
+        result = await run_on(mesh, plan, known, tell)
+    result.elapsed_s = time.monotonic() - started_at
+    return result
+
+
+async def run_on(
+    mesh: ChaosMesh, plan: ChaosPlan, known: Known, tell: Callable[[str], None]
+) -> ChaosResult:
+    """Runs a plan on a mesh that is there; afterwards it is whole again, unless invariants broke.
+
+    Args:
+        mesh: Started with the settings of `weft chaos`.
+        plan: What to do.
+        known: Requests and their answers.
+        tell: Hears what happens, a line each.
+    """
+    sabotage = SABOTAGES[plan.sabotage] if plan.sabotage else None
+    injector = Injector(mesh)
+    load = Load(mesh.gateways, known, injector, plan.seed)
+    result = ChaosResult(load.result, injector.done)
+    async with _sabotaged(mesh, sabotage):
+        try:
+            async with _running(load, plan.num_clients):
+                await _inject(plan, sabotage, injector, result, tell)
+            await injector.settle()
+            await mesh.wait_healthy()
+            result.violations += await _look_again(plan, mesh, known)
+        except MeshNotReady as error:
+            result.violations.append(Violation(invariant=1, what=f"the mesh: {error}"))
+        finally:
+            await injector.close()
+    result.violations += load.result.violations
+    result.deaths = dict(mesh.num_deaths)
+    return result
+
+
+async def answers_in_peace(
+    mesh: ChaosMesh, model: str, asks: Sequence[Ask]
+) -> dict[int, list[list[int]]]:
+    """The tokens of each ask's samples, one request at a time and without a fault.
+
+    Raises:
+        MeshNotReady: A request failed.
+    """
+    address = next(iter(mesh.gateways.values()))
+    found: dict[int, list[list[int]]] = {}
+    for ask in asks:
+        reply = await send(address, model, ask, Pace(_PEACE_TIMEOUT_S))
+        if not reply.is_whole:
+            raise MeshNotReady(f"request {ask.number} failed without a fault: {reply.error}")
+        found[ask.number] = reply.tokens
+    return found
+
+
+async def _inject(
+    plan: ChaosPlan,
+    sabotage: Sabotage | None,
+    injector: Injector,
+    result: ChaosResult,
+    tell: Callable[[str], None],
+) -> None:
+    mesh = injector.mesh
+    weights = sabotage.weights if sabotage is not None else WEIGHTS
+    until = None if plan.minutes is None else time.monotonic() + 60 * plan.minutes
+    targets = sabotage.targets if sabotage is not None else ()
+    names = [name for name in mesh.names if not targets or name.partition("-")[0] in targets]
+    schedule = make_schedule(plan.seed, names, list(mesh.proxies), weights)
+    postponed: list[Planned] = []
+    for number in itertools.count(1):
+        is_late = until is not None and time.monotonic() >= until
+        if is_late or (plan.num_faults is not None and result.num_happened >= plan.num_faults):
+            return
+        planned = _next(schedule, postponed, injector)
+        await asyncio.sleep(planned.gap_s)
+        if sabotage is not None and sabotage.hits_work:
+            await _wait_for_work(mesh, planned.target)
+        injection = await injector.inject(planned)
+        tell(f"{planned.number}: {planned.label}" + ("" if injection.has_happened else ": not met"))
+        if number % _CONTENT_EVERY == 0:
+            result.violations += await check_content(mesh)
+
+
+async def _wait_for_work(mesh: ChaosMesh, name: str) -> None:
+    """Returns once a worker has requests, or after a while without."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_WORK_TIMEOUT_S):
+            while True:
+                with contextlib.suppress(MeshNotReady):
+                    if (await mesh.pages(name)).in_work:
+                        return
+                await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _next(schedule: Iterator[Planned], postponed: list[Planned], injector: Injector) -> Planned:
+    """The next fault whose target is there; those of services that come up again wait."""
+    for planned in postponed:
+        if injector.can_hit(planned):
+            postponed.remove(planned)
+            return planned
+    for planned in schedule:
+        if injector.can_hit(planned) or len(postponed) >= _MOST_POSTPONED:
+            return planned
+        postponed.append(planned)
+    raise AssertionError("a schedule has no end")
+
+
+async def _look_again(plan: ChaosPlan, mesh: ChaosMesh, known: Known) -> list[Violation]:
+    """All that can be seen once the faults are over."""
+    found = await check_pages(mesh)
+    found += await check_content(mesh)
+    try:
+        again = await answers_in_peace(mesh, known.model, known.asks)
+    except MeshNotReady as error:
+        return [*found, Violation(invariant=1, what=f"after the faults: {error}")]
+    found += [
+        Violation(invariant=2, what=f"request {number} after the faults is another text")
+        for number, tokens in known.expected.items()
+        if again[number] != tokens
+    ]
+    if plan.checks_hit_rate:
+        found += await check_hit_rate(mesh, known.model, known.asks)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def _running(load: Load, num_clients: int) -> AsyncIterator[None]:
+    clients = asyncio.create_task(load.run(num_clients))
+    try:
+        yield
+    finally:
+        load.stop()
+        await clients
+
+
+@contextlib.asynccontextmanager
+async def _sabotaged(mesh: ChaosMesh, sabotage: Sabotage | None) -> AsyncIterator[None]:
+    if sabotage is None:
+        yield
+        return
+    arming = asyncio.create_task(keep_armed(mesh, sabotage))
+    try:
+        yield
+    finally:
+        arming.cancel()
+        await asyncio.gather(arming, return_exceptions=True)
+        await disarm(mesh, sabotage)

@@ -1,0 +1,144 @@
+"""Which faults come, drawn from a seed: the same seed, the same schedule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.cli.chaos.mesh import Link, Part
+from weft.cli.chaos.proxy import Mode
+from weft.engine.faults import FaultSpec
+
+FaultClass = Literal["kill", "stop", "link", "point"]
+WEIGHTS: Mapping[FaultClass, float] = {"kill": 0.5, "stop": 2, "link": 3, "point": 6}
+GATEWAY_STOP = 4.0
+"""Times as long as other stops: some outlast the silence that workers bear."""
+_PARTS: tuple[Part, ...] = ("whole", "server", "engine")
+_MODES = tuple(mode for mode in Mode if mode is not Mode.PASS)
+
+_FILLS_OWNED: dict[str, tuple[str, ...]] = {
+    "fill.notify": ("drop", "duplicate"),
+    "fill.digest": ("corrupt", "delay", "stall"),
+    "fill.start": ("drop", "duplicate", "delay", "error"),
+    "fill.renew": ("drop", "duplicate", "delay"),
+    "fill.stop": ("drop", "duplicate", "delay"),
+    "fill.event.in": ("drop", "duplicate", "delay", "error"),
+}
+_FILLS_MADE: dict[str, tuple[str, ...]] = {
+    "ship.post": ("drop", "duplicate", "delay", "stall", "error", "kill"),
+    "fill.event.out": ("drop", "duplicate", "delay", "error"),
+}
+_STORE_USED: dict[str, tuple[str, ...]] = {
+    "store.lookup": ("drop", "delay", "error"),
+    "store.put": ("drop", "duplicate", "delay", "error"),
+}
+POINTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "decode": {
+        "engine.step": ("delay", "stall", "error", "kill"),
+        "session.submit": ("drop", "duplicate", "delay", "error"),
+        "session.event": ("drop", "duplicate", "delay", "error"),
+        **_FILLS_OWNED,
+        **_STORE_USED,
+    },
+    "prefill": {"engine.step": ("delay", "stall", "error"), **_FILLS_MADE, **_STORE_USED},
+    "kvstore": {
+        "store.read": ("corrupt", "delay", "error"),
+        "store.fill": ("corrupt", "delay"),
+        **_FILLS_MADE,
+    },
+}
+"""What can be armed in the services of a role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One fault of a schedule."""
+
+    number: int
+    gap_s: float
+    """Peace before it."""
+    kind: FaultClass
+    target: str
+    """A service; of a link, who is dialled."""
+    hold_s: float
+    """How long it lasts; of a point, how long is waited for it to happen."""
+    part: Part = "whole"
+    link: Link | None = None
+    mode: Mode = Mode.PASS
+    spec: FaultSpec | None = None
+
+    @property
+    def label(self) -> str:
+        """In a few words."""
+        if self.kind == "link":
+            assert self.link is not None
+            return f"{self.link[0]}->{self.link[1]} {self.mode.value} {self.hold_s:.1f} s"
+        if self.spec is not None:
+            return f"{self.target} {self.spec.point} {self.spec.kind} x{self.spec.count}"
+        held = f" {self.hold_s:.1f} s" if self.kind == "stop" else ""
+        return f"{self.target} {self.kind} {self.part}{held}"
+
+
+def make_schedule(
+    seed: int,
+    names: Sequence[str],
+    links: Sequence[Link],
+    weights: Mapping[FaultClass, float] = WEIGHTS,
+) -> Iterator[Planned]:
+    """Faults without end.
+
+    Args:
+        seed: Of all draws.
+        names: Services of the mesh.
+        links: Those with a proxy.
+        weights: How often each class comes.
+    """
+    draw = random.Random(seed)
+    number = 0
+    while True:
+        number += 1
+        gap_s, hold_s = draw.uniform(0.05, 0.3), draw.uniform(0.2, 2.0)
+        kind = draw.choices(list(weights), list(weights.values()))[0]
+        if kind == "link":
+            link = draw.choice(list(links))
+            yield Planned(
+                number=number,
+                gap_s=gap_s,
+                kind=kind,
+                target=link[1],
+                hold_s=hold_s,
+                link=link,
+                mode=draw.choice(_MODES),
+            )
+        elif kind == "point":
+            yield _at_point(draw, number, gap_s, hold_s, names)
+        else:
+            target = draw.choice(list(names))
+            if kind == "stop" and target.startswith("gateway"):
+                hold_s *= GATEWAY_STOP
+            has_engine = target.partition("-")[0] in ("decode", "prefill")
+            part = draw.choice(_PARTS) if has_engine else "server"
+            yield Planned(
+                number=number, gap_s=gap_s, kind=kind, target=target, hold_s=hold_s, part=part
+            )
+
+
+def _at_point(
+    draw: random.Random, number: int, gap_s: float, hold_s: float, names: Sequence[str]
+) -> Planned:
+    target = draw.choice([name for name in names if name.partition("-")[0] in POINTS])
+    points = POINTS[target.partition("-")[0]]
+    point = draw.choice(list(points))
+    spec = FaultSpec(
+        point=point,
+        kind=draw.choice(points[point]),
+        count=draw.randint(1, 3),
+        skip=draw.choice((0, 0, 1, 2)),
+        seed=draw.randrange(1 << 32),
+        delay_s=hold_s,
+    )
+    return Planned(
+        number=number, gap_s=gap_s, kind="point", target=target, hold_s=hold_s, spec=spec
+    )

@@ -1,0 +1,148 @@
+"""A tiny random model whose mesh starts in seconds: enough to see what faults do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+TINY_NAME = "tiny"
+VOCAB_SIZE = 320
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM, _LAYERS = 64, 128, 4, 2, 16, 2
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> Path:
+    """Writes a Llama with random float32 weights and a byte-level tokenizer.
+
+    Weights are scaled so that logits differ by far more than rounding: greedy tokens are the same
+    in batches of any size.
+
+    Args:
+        folder: Made if need be.
+        seed: Of the weights.
+        max_context_tokens: Longest prompt plus output.
+
+    Returns:
+        `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "dtype": "float32",
+        "eos_token_id": 2,
+        "head_dim": _DIM,
+        "hidden_act": "silu",
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INNER,
+        "max_position_embeddings": max_context_tokens,
+        "num_attention_heads": _HEADS,
+        "num_hidden_layers": _LAYERS,
+        "num_key_value_heads": _KV_HEADS,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "vocab_size": VOCAB_SIZE,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    tensors = _weights(np.random.default_rng(seed))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(folder, max_context_tokens)
+    return folder
+
+
+def _weights(random: np.random.Generator) -> dict[str, NDArray[np.float32]]:
+    """Random parameters under their Hugging Face names."""
+
+    def linear(rows: int, columns: int) -> NDArray[np.float32]:
+        return random.standard_normal((rows, columns), np.float32) / np.float32(columns**0.5)
+
+    def norm() -> NDArray[np.float32]:
+        return 1 + np.float32(0.2) * random.standard_normal(_HIDDEN, np.float32)
+
+    weights = {"model.embed_tokens.weight": random.standard_normal((VOCAB_SIZE, _HIDDEN), "f4")}
+    for layer in range(_LAYERS):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.input_layernorm.weight": norm(),
+            f"{prefix}.self_attn.q_proj.weight": linear(_HEADS * _DIM, _HIDDEN),
+            f"{prefix}.self_attn.k_proj.weight": linear(_KV_HEADS * _DIM, _HIDDEN),
+            f"{prefix}.self_attn.v_proj.weight": linear(_KV_HEADS * _DIM, _HIDDEN),
+            f"{prefix}.self_attn.o_proj.weight": linear(_HIDDEN, _HEADS * _DIM),
+            f"{prefix}.post_attention_layernorm.weight": norm(),
+            f"{prefix}.mlp.gate_proj.weight": linear(_INNER, _HIDDEN),
+            f"{prefix}.mlp.up_proj.weight": linear(_INNER, _HIDDEN),
+            f"{prefix}.mlp.down_proj.weight": linear(_HIDDEN, _INNER),
+        }
+    return {**weights, "model.norm.weight": norm(), "lm_head.weight": linear(VOCAB_SIZE, _HIDDEN)}
+
+
+def _write_tokenizer(folder: Path, max_context_tokens: int) -> None:
+    """A byte-level tokenizer: specials, the 256 bytes, then pairs of letters."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    num_pairs = VOCAB_SIZE - len(_SPECIAL) - 256
+    pairs = [a + b for a in letters for b in letters][:num_pairs]
+    symbols = [*_SPECIAL, *_byte_symbols(), *pairs]
+    byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": index,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for index, token in enumerate(_SPECIAL)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "add_prefix_space": False},
+        "post_processor": None,
+        "decoder": {**byte_level, "add_prefix_space": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {symbol: index for index, symbol in enumerate(symbols)},
+            "merges": [list(pair) for pair in pairs],
+        },
+    }
+    settings = {
+        "bos_token": _SPECIAL[1],
+        "chat_template": _CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": _SPECIAL[2],
+        "model_max_length": max_context_tokens,
+        "pad_token": _SPECIAL[0],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _byte_symbols() -> list[str]:
+    """The visible character that byte-level BPE writes for each byte, in byte order."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

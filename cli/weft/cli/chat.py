@@ -1,0 +1,178 @@
+"""`weft chat`: a conversation in the terminal.
+
+/reset forgets it, /quit or end of input ends it; Ctrl-C stops the answer being written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import grpc
+from rich.console import Console
+from weft.cli.channel import (
+    add_address_flag,
+    api_key_metadata,
+    cli_identity,
+    explain,
+    open_blocking_channel,
+)
+from weft.engine.errors import ConfigError
+from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+PROMPT = "> "
+_TIMEOUT_S = 10.0
+
+
+class Conversation:
+    """What was said, and the calls that carry it on."""
+
+    def __init__(
+        self,
+        stub: gateway_pb2_grpc.GatewayServiceStub,
+        request: gateway_pb2.ChatRequest,
+        console: Console,
+    ) -> None:
+        """`request` has the model, the settings and perhaps a system message."""
+        self._stub = stub
+        self._request = request
+        self._console = console
+        self._first = len(request.messages)
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        del self._request.messages[self._first :]
+
+    def say(self, text: str) -> None:
+        """Sends `text` and writes the answer as it comes; both are remembered.
+
+        Raises:
+            grpc.RpcError: The call failed; then neither is.
+        """
+        self._request.messages.add(role="user", content=text)
+        pieces: list[str] = []
+        begin_s = time.monotonic()
+        last: gateway_pb2.ChatResponse | None = None
+        call = self._stub.Chat(self._request, metadata=api_key_metadata())
+        # Not KeyboardInterrupt: raised inside of gRPC's own code it may be swallowed there.
+        before = signal.signal(signal.SIGINT, lambda *_: call.cancel())
+        try:
+            for last in call:
+                for choice in last.choices:
+                    pieces.append(choice.text)
+                    self._write(choice.text)
+        except grpc.RpcError:
+            if call.code() is not grpc.StatusCode.CANCELLED:
+                self._request.messages.pop()
+                raise
+            self._write(" [stopped]")
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self._write("\n")
+        self._request.messages.add(role="assistant", content="".join(pieces))
+        if last is not None and last.HasField("usage"):
+            text = summary(last, time.monotonic() - begin_s)
+            self._console.print(text, style="dim", highlight=False, soft_wrap=True)
+
+    def _write(self, text: str) -> None:
+        # Not through rich: an answer may contain what looks like markup.
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+def summary(last: gateway_pb2.ChatResponse, seconds: float) -> str:
+    """What an answer cost, from its last message."""
+    tokens = last.usage.completion_tokens
+    parts = [f"{tokens} tokens", f"{tokens / max(seconds, 1e-9):.0f} tokens/s"]
+    timeline = last.timeline
+    if timeline.HasField("first_token_time"):
+        first_s = timeline.first_token_time.ToTimedelta().total_seconds()
+        parts.append(f"first after {first_s:.2f} s")
+    parts.append(f"prompt {last.usage.prompt_tokens}: {timeline.matched_tokens} cached here")
+    for fill in timeline.fills:
+        if fill.accepted_tokens:
+            parts.append(f"{fill.accepted_tokens} from {fill.worker_id}")
+    parts.append(f"{timeline.local_prefill_tokens} computed by {timeline.worker_id}")
+    return ", ".join(parts)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `weft chat`; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    console = Console()
+    try:
+        identity = cli_identity(arguments.tls_dir)
+    except ConfigError as error:
+        sys.stderr.write(f"weft chat: {error}\n")
+        return 1
+    with open_blocking_channel(arguments.address, "gateway", identity) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        try:
+            model = arguments.model or _first_model(stub)
+        except grpc.RpcError as error:
+            sys.stderr.write(f"weft chat: {explain(error, arguments.address)}\n")
+            return 1
+        console.print(f"{model} at {arguments.address}; /reset, /quit", style="dim")
+        conversation = Conversation(stub, _request(arguments, model), console)
+        for line in _lines():
+            if line == "/quit":
+                break
+            if line == "/reset":
+                conversation.reset()
+                continue
+            try:
+                conversation.say(line)
+            except grpc.RpcError as error:
+                console.print(explain(error, arguments.address), style="red", markup=False)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary_line, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="weft chat", description=summary_line, epilog=rest.strip()
+    )
+    add_address_flag(parser)
+    parser.add_argument("--model", help="name of the model; default: the first that is served")
+    parser.add_argument("--temperature", type=float, help="0 = always the likeliest token")
+    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
+    parser.add_argument("--system", help="system message")
+    return parser
+
+
+def _request(arguments: argparse.Namespace, model: str) -> gateway_pb2.ChatRequest:
+    request = gateway_pb2.ChatRequest(
+        model=model,
+        stream=True,
+        sampling=common_pb2.SamplingParams(temperature=arguments.temperature),
+        stop=common_pb2.StopCriteria(max_tokens=arguments.max_tokens),
+    )
+    if arguments.system:
+        request.messages.add(role="system", content=arguments.system)
+    return request
+
+
+def _first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
+    request = gateway_pb2.ListModelsRequest()
+    models = stub.ListModels(request, timeout=_TIMEOUT_S, metadata=api_key_metadata()).models
+    return models[0].name if models else ""
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, without empty lines; ends with the input."""
+    with contextlib.suppress(ImportError):  # line editing, where there is some
+        import readline  # noqa: F401
+    while True:
+        try:
+            line = input(PROMPT if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            sys.stdout.write("\n(/quit ends)\n")
+            continue
+        if line:
+            yield line

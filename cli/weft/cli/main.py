@@ -1,0 +1,61 @@
+"""The `weft` command: finds the subcommand and loads only what it needs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One subcommand."""
+
+    module: str
+    """Module with `main(argv) -> int`."""
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "up": Command("weft.cli.up.command", "start a mesh on this machine and watch over it"),
+    "serve": Command("weft.cli.serve", "run one service: gateway, prefill, decode, kvstore, rest"),
+    "chat": Command("weft.cli.chat", "talk to a model in the terminal"),
+    "status": Command("weft.cli.status", "show workers, load, pages and transports"),
+    "trace": Command("weft.cli.trace", "show what happened to one request, as a tree"),
+    "replay": Command("weft.cli.replay", "send the requests of a log again, and compare"),
+    "flush": Command("weft.cli.flush", "drop cached KV that nobody uses"),
+    "fault": Command("weft.cli.fault", "make services and links fail on purpose, for tests"),
+    "certs": Command("weft.cli.certs", "make certificates for the services of a mesh"),
+    "keys": Command("weft.cli.keys", "add, list and revoke the API keys of tenants"),
+    "chaos": Command("weft.cli.chaos.command", "fault runs against a mesh of its own, with checks"),
+    "model": Command("weft.cli.model", "list, verify and convert models"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `weft`; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"weft {version('weft')}\n")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        sys.stderr.write(f"weft: no command {name!r}\n\n{_help()}")
+        return 2
+    run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
+    try:
+        return run(arguments[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _help() -> str:
+    lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: weft COMMAND [flags]", "", *lines, "", "`weft COMMAND --help` shows its flags.\n"]
+    )

@@ -1,0 +1,147 @@
+"""`weft model`: what can be served here, and whether its files are whole."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+from weft.engine.errors import ModelError, WeftError
+from weft.engine.models import demo
+from weft.engine.models.config import ModelConfig
+from weft.engine.models.digest import combine_digests, file_digest
+from weft.engine.models.dtypes import DTYPES, resolve_dtype
+from weft.engine.models.files import Progress as Report
+from weft.engine.models.files import weight_files
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `weft model`; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    out, err = Console(), Console(stderr=True)
+    try:
+        if arguments.action == "list":
+            return _list(out)
+        if arguments.action == "convert":
+            return _convert(out, err, arguments.force)
+        return _verify(out, err, arguments.model, arguments.dtype)
+    except WeftError as error:
+        err.print(f"weft model: {error.message}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+
+
+@contextmanager
+def progress_bar(console: Console, title: str) -> Iterator[Report]:
+    """A bar in bytes that appears with the first report; one line where there is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True)
+    with ExitStack() as stack:
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            if not bar.tasks:
+                bar.add_task(title)
+                if console.is_terminal:
+                    stack.enter_context(bar)
+                else:
+                    console.print(f"{title} ({total_bytes / 1e6:,.0f} MB)", highlight=False)
+            bar.update(bar.task_ids[0], completed=done_bytes, total=total_bytes)
+
+        yield report
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weft model", description="Models that can be served, and their files."
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="show the demo model's state and folder")
+    verify = actions.add_parser("verify", help="read a model's files and show their digests")
+    verify.add_argument("model", nargs="?", default=demo.DEMO_NAME, metavar="demo|DIR")
+    verify.add_argument(
+        "--dtype", default="auto", choices=("auto", *DTYPES), help="part of the model's digest"
+    )
+    convert = actions.add_parser("convert", help="convert the demo model, unless that was done")
+    convert.add_argument("--force", action="store_true", help="convert it again")
+    return parser
+
+
+def _list(out: Console) -> int:
+    folder = demo.demo_dir()
+    table = Table("--model", "name", "state", "size", Column("folder", overflow="fold"), box=None)
+    if demo.is_complete(folder):
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        state, text = "converted", f"{size / 1e6:,.0f} MB"
+    else:
+        state, text = _source_state(), ""
+    table.add_row(demo.DEMO_NAME, demo.DEMO_MODEL, state, text, str(folder))
+    out.print(table)
+    out.print(
+        "\nAny Hugging Face folder of a supported architecture is served by --model DIR.",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _source_state() -> str:
+    try:
+        demo.find_source()
+    except ModelError as error:
+        return error.message
+    return "not converted yet"
+
+
+def _convert(out: Console, err: Console, force: bool) -> int:
+    with progress_bar(err, "converting the demo model") as report:
+        folder = demo.convert_demo(report, force=force)
+    out.print(str(folder), soft_wrap=True, highlight=False)
+    return 0
+
+
+def _verify(out: Console, err: Console, model: str, dtype: str) -> int:
+    """Digests of all files; the demo model's are compared with those of its conversion."""
+    resolved = resolve_dtype(dtype)
+    is_demo = model == demo.DEMO_NAME
+    folder = demo.demo_dir() if is_demo else demo.resolve_model(model)
+    expected = demo.manifest_digests() if is_demo else {}
+    config = ModelConfig.load(folder)
+    weights = weight_files(folder)
+    others = {folder / name for name in expected} - set(weights)
+    with progress_bar(err, "reading") as report:
+        digests = _read_digests([*sorted(others), *weights], report)
+    changed = {name for name in expected if digests[folder / name].hex() != expected[name]}
+    for path, digest in digests.items():
+        state = " CHANGED" if path.name in changed else " ok" if path.name in expected else ""
+        out.print(f"{digest.hex()}  {path.name}{state}", soft_wrap=True, highlight=False)
+    if changed:
+        raise ModelError("files have changed; `weft model convert --force` makes them again")
+    name = combine_digests(config, resolved, [digests[path] for path in weights]).hex()
+    text = f"{config.architecture}, {resolved}, model digest {name}"
+    out.print(text, soft_wrap=True, highlight=False)
+    return 0
+
+
+def _read_digests(paths: Sequence[Path], report: Report) -> dict[Path, bytes]:
+    """BLAKE2b-256 of each file, read now whatever was cached before."""
+    digests: dict[Path, bytes] = {}
+    done_bytes = total_bytes = 0
+
+    def advance(read_bytes: int) -> None:
+        report(done_bytes + read_bytes, total_bytes)
+
+    try:
+        total_bytes = sum(path.stat().st_size for path in paths)
+        for path in paths:
+            digests[path] = file_digest(path, advance)
+            done_bytes += path.stat().st_size
+    except OSError as error:
+        raise ModelError(f"cannot read the model's files: {error}") from error
+    return digests

@@ -1,0 +1,344 @@
+"""`weft status`: the workers and KV stores of a mesh, what they do and what they hold."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import grpc
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from weft.cli.channel import (
+    Metadata,
+    add_gateway_flags,
+    cli_identity,
+    explain,
+    find_gateway,
+    open_channel,
+)
+from weft.common.tls import Identity
+from weft.engine.errors import ConfigError
+from weft.v1 import (
+    common_pb2,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    kv_pb2,
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+_TIMEOUT_S = 3.0
+_BREAKERS = {
+    gateway_pb2.BREAKER_STATE_CLOSED: "closed",
+    gateway_pb2.BREAKER_STATE_OPEN: "open",
+    gateway_pb2.BREAKER_STATE_HALF_OPEN: "half_open",
+}
+_TRANSPORTS = {
+    common_pb2.TRANSPORT_KIND_DATA: "data",
+    common_pb2.TRANSPORT_KIND_NIXL: "nixl",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Pages:
+    """KV pages of one worker."""
+
+    free: int = 0
+    cached: int = 0
+    used: int = 0
+    quarantined: int = 0
+    total: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class TierStatus:
+    """One place where a worker or store keeps pages."""
+
+    name: str
+    """device, host, disk, arena, or store: a KV store as a worker sees it."""
+    held_pages: int = 0
+    total_pages: int = 0
+    """0: not counted here."""
+    hit_rate: float | None = None
+    """Of what was looked for in it; None: nothing was."""
+    load_bytes_per_s: float = 0.0
+    """Measured over loads; 0: unknown."""
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerStatus:
+    """One worker: what the gateway sees, and what the worker itself says if it answers."""
+
+    worker_id: str
+    role: str
+    address: str
+    healthy: bool
+    problem: str = ""
+    breaker: str = ""
+    """closed, open or half_open: whether the gateway trusts it with requests."""
+    epoch: str = ""
+    model: str = ""
+    dtype: str = ""
+    running_requests: int = 0
+    waiting_requests: int = 0
+    filling_requests: int = 0
+    queued_tokens: int = 0
+    pages: Pages = field(default_factory=Pages)
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+    transports: list[str] = field(default_factory=list)
+    transport_detail: str = ""
+    notices: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    kvstores: list[str] = field(default_factory=list)
+    """host:port of the KV stores that it uses."""
+    tiers: list[TierStatus] = field(default_factory=list)
+    """Where its pages are, the nearest first."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `weft status`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="weft status", description=__doc__)
+    add_gateway_flags(parser)
+    parser.add_argument("--json", action="store_true", help="everything there is, as JSON")
+    arguments = parser.parse_args(argv)
+    address = arguments.address
+    try:
+        address, metadata = find_gateway(arguments)
+        identity = cli_identity(arguments.tls_dir)
+        load, workers = asyncio.run(read_status(address, identity, metadata))
+    except ConfigError as error:
+        sys.stderr.write(f"weft status: {error}\n")
+        return 1
+    except grpc.aio.AioRpcError as error:
+        sys.stderr.write(f"weft status: {explain(error, address)}\n")
+        return 1
+    if arguments.json:
+        sys.stdout.write(json.dumps([asdict(worker) for worker in workers], indent=2) + "\n")
+    else:
+        show(Console(), workers)
+        Console().print(describe_load(load), style="dim", highlight=False, soft_wrap=True)
+    return 0
+
+
+async def read_status(
+    address: str, identity: Identity | None = None, metadata: Metadata = ()
+) -> tuple[gateway_pb2.GatewayLoad, list[WorkerStatus]]:
+    """Asks the gateway for its workers, and each of them and of their KV stores for its state.
+
+    Returns:
+        What is at the gateway itself, and all the others.
+
+    Raises:
+        grpc.aio.AioRpcError: The gateway does not answer. A worker that does not is in the list.
+    """
+    async with open_channel(address, "gateway", identity) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        fleet = await stub.GetFleet(
+            gateway_pb2.GetFleetRequest(), timeout=_TIMEOUT_S, metadata=metadata
+        )
+    workers = await asyncio.gather(*(_read_worker(worker, identity) for worker in fleet.workers))
+    stores = dict.fromkeys(store for worker in workers for store in worker.kvstores)
+    reading = [_read_store(address, identity) for address in stores]
+    return fleet.load, [*workers, *await asyncio.gather(*reading)]
+
+
+async def _read_worker(seen: gateway_pb2.FleetWorker, identity: Identity | None) -> WorkerStatus:
+    status = WorkerStatus(
+        worker_id=seen.worker_id or "?",
+        role=seen.role,
+        address=seen.address,
+        healthy=seen.healthy,
+        problem=seen.problem,
+        breaker=_BREAKERS.get(seen.breaker, ""),
+    )
+    async with open_channel(seen.address, seen.role, identity) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)
+            _add_info(status, info)
+            watch = stub.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=_TIMEOUT_S)
+            async for load in watch:
+                _add_load(status, load)
+                watch.cancel()
+                break
+        except grpc.aio.AioRpcError as error:
+            status.problem = status.problem or f"does not answer: {error.code().name}"
+    return status
+
+
+async def _read_store(address: str, identity: Identity | None) -> WorkerStatus:
+    status = WorkerStatus(worker_id="kvstore ?", role="kvstore", address=address, healthy=False)
+    async with open_channel(address, "kvstore", identity) as channel:
+        stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+        try:
+            info = await stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=_TIMEOUT_S)
+            stats = await stub.Stats(kvstore_pb2.StatsRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            status.problem = f"{address} does not answer: {error.code().name}"
+            return status
+    status.healthy = True
+    status.worker_id, status.epoch = info.store_id, f"{info.epoch:016x}"
+    status.transports, status.transport_detail = list(info.transports), info.transport_detail
+    status.versions = dict(info.versions)
+    status.counters = dict(stats.counters)
+    status.filling_requests = status.counters.get("open_fills", 0)
+    status.pages = Pages(
+        free=stats.free_pages,
+        cached=stats.cached_pages,
+        used=stats.pinned_pages,
+        quarantined=stats.quarantined_pages,
+        total=stats.total_pages,
+    )
+    asked, found = (status.counters.get(name, 0) for name in ("lookup_pages", "hit_pages"))
+    _add_tiers(status, "arena", _rate(found, asked), stats.tiers)
+    return status
+
+
+def _add_info(status: WorkerStatus, info: worker_pb2.GetInfoResponse) -> None:
+    status.worker_id = info.worker_id
+    status.epoch = f"{info.epoch:016x}"
+    status.model, status.dtype = info.model, info.dtype
+    status.transports = [_TRANSPORTS.get(kind, str(kind)) for kind in info.transports]
+    status.transport_detail = info.transport_detail
+    status.notices = list(info.notices)
+    status.versions = dict(info.versions)
+    status.kvstores = list(info.kvstores)
+
+
+def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
+    status.running_requests = load.running_requests
+    status.waiting_requests = load.waiting_requests
+    status.filling_requests = load.filling_requests
+    status.queued_tokens = load.queued_tokens
+    status.pages = Pages(
+        free=load.free_pages,
+        cached=load.cached_pages,
+        used=load.used_pages,
+        quarantined=load.quarantined_pages,
+        total=load.total_pages,
+    )
+    status.prefill_tokens_per_second = load.prefill_tokens_per_second
+    status.decode_tokens_per_second = load.decode_tokens_per_second
+    status.counters = dict(load.counters)
+    if load.draining and not status.problem:
+        status.problem = "draining"
+    counters = status.counters
+    asked, found = (counters.get(f"prefix_{name}_tokens", 0) for name in ("query", "hit"))
+    _add_tiers(status, "device", _rate(found, asked), load.tiers)
+
+
+def _add_tiers(
+    status: WorkerStatus, first: str, hit_rate: float | None, tiers: Sequence[kv_pb2.TierState]
+) -> None:
+    """Adds the pool or arena, and what is below it."""
+    pages = status.pages
+    held = pages.cached + pages.used
+    status.tiers = [
+        TierStatus(name=first, held_pages=held, total_pages=pages.total, hit_rate=hit_rate)
+    ]
+    for tier in tiers:
+        asked, found = (tier.counters[f"{name}_pages"] for name in ("queried", "hit"))
+        status.tiers.append(
+            TierStatus(
+                name=tier.name,
+                held_pages=tier.cached_pages + tier.used_pages,
+                total_pages=tier.total_pages,
+                hit_rate=_rate(found, asked),
+                load_bytes_per_s=tier.load_bytes_per_second,
+            )
+        )
+
+
+def _rate(found: int, asked: int) -> float | None:
+    return found / asked if asked else None
+
+
+def describe_load(load: gateway_pb2.GatewayLoad) -> str:
+    """One line on what is at the gateway itself."""
+    parts = [
+        f"gateway: {load.running_prompts:,} prompts in work, {load.queued_prompts:,} queued, "
+        f"{load.held_requests:,} held"
+    ]
+    if load.HasField("first_token"):
+        seconds = load.first_token.ToNanoseconds() / 1e9
+        parts.append(f"a short prompt would wait about {seconds:.2f} s for its first token")
+    if load.requests_with_target:
+        share = load.requests_within_target / load.requests_with_target
+        parts.append(f"{share:.1%} of {load.requests_with_target:,} requests met their targets")
+    if load.limit_scale not in (0, 1):
+        parts.append(f"rate limits are at {load.limit_scale:.0%}")
+    return "; ".join(parts)
+
+
+def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
+    """Prints a table of the workers, then what is special about each."""
+    # Narrow enough for 80 columns: requests, then pages.
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    has_models = len({worker.model for worker in workers if worker.model}) > 1
+    table.add_column("worker", no_wrap=True)
+    table.add_column("health", no_wrap=True)
+    for name in ("run", "wait", "fill", "tok/s", "free", "cached", "used", "quar.", "pages"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("transport")
+    if has_models:
+        table.add_column("model")
+    for worker in workers:
+        table.add_row(*_row(worker), *([escape(worker.model)] if has_models else []))
+    console.print(table)
+    if any(len(worker.tiers) > 1 for worker in workers):
+        console.print()
+        console.print(_tier_table(workers))
+    for worker in workers:
+        details = [worker.transport_detail, *worker.notices, worker.problem]
+        for text in dict.fromkeys(detail for detail in details if detail):
+            line = f"{worker.worker_id}: {text}"
+            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _tier_table(workers: Sequence[WorkerStatus]) -> Table:
+    """Where pages are: how many, how often they are found, how fast they come."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("worker", no_wrap=True)
+    table.add_column("tier", no_wrap=True)
+    for name in ("held", "pages", "hit rate", "MB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in workers:
+        for tier in worker.tiers:
+            is_counted = tier.total_pages > 0
+            speed = tier.load_bytes_per_s / 1e6
+            table.add_row(
+                worker.worker_id,
+                tier.name,
+                f"{tier.held_pages:,}" if is_counted else "-",
+                f"{tier.total_pages:,}" if is_counted else "-",
+                "-" if tier.hit_rate is None else f"{tier.hit_rate:.0%}",
+                f"{speed:,.0f}" if speed else "-",
+            )
+    return table
+
+
+def _row(worker: WorkerStatus) -> list[str]:
+    rate = worker.prefill_tokens_per_second
+    if worker.role == "decode":
+        rate = worker.decode_tokens_per_second
+    pages = worker.pages
+    counts = (worker.running_requests, worker.waiting_requests, worker.filling_requests)
+    held = (pages.free, pages.cached, pages.used, pages.quarantined, pages.total)
+    told = worker.worker_id.startswith(worker.role)
+    return [
+        worker.worker_id if told else f"{worker.worker_id} ({worker.role})",
+        "[green]ok" if worker.healthy else "[red]not ok",
+        *(str(count) for count in counts),
+        f"{rate:,.0f}",
+        *(f"{count:,}" for count in held),
+        "+".join(worker.transports),
+    ]

@@ -1,0 +1,173 @@
+"""`weft trace ID`: what happened to one request, as a tree with times and sizes.
+
+The spans come from the services themselves, which keep those of recent requests; no collector is
+needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from weft.cli.channel import (
+    Metadata,
+    add_gateway_flags,
+    cli_identity,
+    explain,
+    find_gateway,
+    open_channel,
+)
+from weft.cli.trace_tree import Node, build_trees
+from weft.common.tls import Identity
+from weft.engine.errors import ConfigError
+from weft.v1 import trace_pb2, trace_pb2_grpc
+
+_TIMEOUT_S = 10.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `weft trace`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="weft trace", description=__doc__)
+    parser.add_argument(
+        "id", help="`id` of the answer (chatcmpl-..., cmpl-...), or a trace id (32 hex digits)"
+    )
+    add_gateway_flags(parser)
+    parser.add_argument("--json", action="store_true", help="the spans as JSON")
+    arguments = parser.parse_args(argv)
+    address = arguments.address
+    try:
+        address, metadata = find_gateway(arguments)
+        identity = cli_identity(arguments.tls_dir)
+        found = asyncio.run(read_spans(address, arguments.id, identity, metadata))
+    except ConfigError as error:
+        sys.stderr.write(f"weft trace: {error}\n")
+        return 1
+    except grpc.aio.AioRpcError as error:
+        sys.stderr.write(f"weft trace: {explain(error, address)}\n")
+        return 1
+    for silent in found.silent:
+        sys.stderr.write(f"{silent.address} does not answer: {silent.problem}\n")
+    if not found.spans:
+        sys.stderr.write(
+            f"weft trace: no spans of {arguments.id}; it is unknown here, too long ago, or the "
+            "services run with --no-tracing\n"
+        )
+        return 1
+    if arguments.json:
+        spans = [MessageToDict(span, preserving_proto_field_name=True) for span in found.spans]
+        sys.stdout.write(json.dumps(spans, indent=2) + "\n")
+    else:
+        show(Console(), list(found.spans))
+    return 0
+
+
+async def read_spans(
+    address: str, wanted: str, identity: Identity | None = None, metadata: Metadata = ()
+) -> trace_pb2.ListSpansResponse:
+    """What a gateway and the services behind it remember of a request or trace.
+
+    Raises:
+        grpc.aio.AioRpcError: The gateway does not answer.
+    """
+    async with open_channel(address, "gateway", identity) as channel:
+        stub = trace_pb2_grpc.TraceServiceStub(channel)
+        request = trace_pb2.ListSpansRequest(id=wanted, fan_out=True)
+        answer: trace_pb2.ListSpansResponse = await stub.ListSpans(
+            request, timeout=_TIMEOUT_S, metadata=metadata
+        )
+        return answer
+
+
+def show(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
+    """Prints the spans as trees."""
+    requests = sorted({span.request_id for span in spans if span.request_id}, key=len)
+    console.print(
+        f"request {requests[0] if requests else '?'}  trace {spans[0].trace_id.hex()}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("span", no_wrap=True)
+    table.add_column("service", no_wrap=True)
+    table.add_column("after", justify="right", no_wrap=True)
+    table.add_column("took", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for root in build_trees(spans):
+        _add(table, root, "", "")
+    console.print(table)
+
+
+def _add(table: Table, node: Node, lead: str, below: str) -> None:
+    span = node.span
+    name = f"[red]{escape(span.name)}[/]" if span.error else escape(span.name)
+    after = "" if node.after_s is None else f"{'~' if node.is_shifted else ''}{_ms(node.after_s)}"
+    table.add_row(
+        f"[dim]{lead}[/]{name}",
+        escape(span.instance or span.service),
+        after,
+        _ms(node.duration_s),
+        _details(span),
+    )
+    for index, child in enumerate(node.children):
+        is_last = index == len(node.children) - 1
+        _add(
+            table,
+            child,
+            below + ("└ " if is_last else "├ "),
+            below + ("  " if is_last else "│ "),
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 10 else f"{seconds:,.2f} s"
+
+
+def _details(span: trace_pb2.Span) -> str:
+    """What is known beside the times, the failure first."""
+    values = dict(span.attributes.items())
+    words = [say(values[name]) for name, say in _WORDS.items() if values.get(name)]
+    if "weft.pages_asked" in values:
+        words.append(f"{values['weft.pages']:.0f} of {values['weft.pages_asked']:.0f} pages held")
+    text = escape(", ".join(word for word in words if word))
+    return f"[red]{escape(span.error)}[/]{'; ' if text else ''}{text}" if span.error else text
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} GiB"
+
+
+def _counted(what: str) -> Callable[[Any], str]:
+    return lambda value: f"{value:,.0f} {what}"
+
+
+_WORDS: dict[str, Callable[[Any], str]] = {
+    "weft.worker_id": str,
+    "weft.source": lambda source: "" if source == "prefill" else str(source),
+    "weft.transport": str,
+    "gen_ai.usage.input_tokens": _counted("prompt tokens"),
+    "weft.prompt_tokens": _counted("prompt tokens"),
+    "weft.matched_tokens": _counted("matched"),
+    "weft.cached_tokens": _counted("cached"),
+    "gen_ai.usage.output_tokens": _counted("output tokens"),
+    "weft.completion_tokens": _counted("output tokens"),
+    "weft.tokens": _counted("tokens"),
+    "weft.bytes": _size,
+    "weft.steps": _counted("steps"),
+    "weft.preemptions": _counted("pre-emptions"),
+    "weft.sample": lambda sample: f"sample {sample:.0f}",
+    "weft.finish_reason": str,
+}
+"""Attributes that are shown, in this order, and how."""

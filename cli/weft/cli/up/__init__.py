@@ -1,0 +1,1 @@
+"""`weft up`: a mesh of child processes on one machine."""

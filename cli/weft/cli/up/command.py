@@ -1,0 +1,138 @@
+"""`weft up`: a mesh on this machine, watched over until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from weft.cli.channel import cli_identity
+from weft.cli.rest_binary import find_rest_binary
+from weft.cli.up.console import ConsoleReporter
+from weft.cli.up.exits import report_exit
+from weft.cli.up.liveness import health_checker
+from weft.cli.up.mesh import run_mesh
+from weft.cli.up.plan import MeshPlan, ModelFolder, plan_mesh
+from weft.cli.up.ports import check_free
+from weft.cli.up.process import ExitedEarly
+from weft.cli.up.readiness import wait_for_mesh
+from weft.cli.up.settings import UpSettings
+from weft.cli.up.state import StateFolder, locked_state_folder
+from weft.common.settings import load_settings
+from weft.engine.errors import ConfigError, WeftError
+
+_TAIL_LINES = 25
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `weft up`; returns the exit status."""
+    settings = load_settings(UpSettings, argv)
+    console = Console()
+    try:
+        _check_platform()
+        for index in range(settings.gateways):
+            check_free(settings.host, settings.grpc_port + index, "--grpc-port")
+        with locked_state_folder(settings.state_folder()) as state:
+            return _run(settings, state, console)
+    except WeftError as error:
+        sys.stderr.write(f"weft up: {error}\n")
+        return 1
+
+
+def _run(settings: UpSettings, state: StateFolder, console: Console) -> int:
+    reporter = ConsoleReporter(console)
+    rest_binary = _rest_binary(settings, reporter)
+    plan = plan_mesh(settings, state, _models(settings, console), rest_binary)
+    try:
+        with reporter.coming_up():
+            asyncio.run(_serve(settings, state, plan, reporter))
+    except ExitedEarly as error:
+        _show_failure(console, error, state.logs / f"{error.name}.log")
+        return 1
+    except TimeoutError as error:
+        sys.stderr.write(f"weft up: {error}; the services' logs are in {state.logs}\n")
+        return 1
+    return 0
+
+
+async def _serve(
+    settings: UpSettings, state: StateFolder, plan: MeshPlan, reporter: ConsoleReporter
+) -> None:
+    identity = cli_identity(settings.tls_dir)
+
+    async def tell_workers(worker_id: str, epoch: int) -> None:
+        others = {name: at for name, at in plan.worker_addresses.items() if name != worker_id}
+        released = await report_exit(others, worker_id, epoch, identity)
+        if pages := sum(released.values()):
+            reporter.notice(f"{pages} pages that {worker_id} was filling are free again")
+
+    async def wait_ready() -> None:
+        edges = plan.rest_edges.values() or [None] * len(plan.gateways)
+        for gateway, edge in zip(plan.gateways.values(), edges, strict=True):
+            await wait_for_mesh(gateway, edge, settings.ready_timeout_s, identity)
+
+    await run_mesh(
+        plan.services,
+        reporter,
+        tell_workers,
+        wait_ready,
+        lambda: reporter.banner(plan, state.logs),
+        settings.drain_grace_s,
+        is_alive=health_checker(identity),
+        stall_timeout_s=settings.stall_timeout_s,
+    )
+
+
+def _check_platform() -> None:
+    if not hasattr(os, "pidfd_open"):
+        raise ConfigError(
+            "weft up watches its processes through pidfds, which this system lacks (Linux 5.3 or "
+            "later has them); start the services one by one with `weft serve`"
+        )
+
+
+def _rest_binary(settings: UpSettings, reporter: ConsoleReporter) -> Path | None:
+    if not settings.rest:
+        return None
+    binary = find_rest_binary()
+    if binary is None:
+        reporter.notice("REST is off: weft-rest is not built; `make rest` builds it (needs Go)")
+    else:
+        for index in range(settings.gateways):
+            check_free(settings.host, settings.rest_port + index, "--rest-port")
+    return binary
+
+
+def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
+    """Names and directories of the models; the demo model is converted first if need be."""
+    # Here, for `weft up --help` to be quick.
+    from weft.cli.model import progress_bar
+    from weft.engine.models.demo import DEMO_MODEL, DEMO_NAME, resolve_model
+
+    models: list[ModelFolder] = []
+    for number, model in enumerate(settings.model):
+        with progress_bar(console, "converting the demo model") as progress:
+            path = resolve_model(model, progress)
+        given = settings.model_name[number] if number < len(settings.model_name) else ""
+        default = DEMO_MODEL if model == DEMO_NAME else path.name
+        models.append(ModelFolder(given or default, path))
+    names = [model.name for model in models]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"each model needs a name of its own, and these are {', '.join(names)}; give "
+            "--model-name for each"
+        )
+    return models
+
+
+def _show_failure(console: Console, error: ExitedEarly, log: Path) -> None:
+    try:
+        tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    except OSError:
+        tail = []
+    console.print(f"[bold red]{error}[/]; the end of {log}:", highlight=False, soft_wrap=True)
+    for line in tail:
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,136 @@
+"""What `weft up` shows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from weft.cli.up.plan import BACK, MeshPlan
+
+
+class ConsoleReporter:
+    """Shows services coming up, on a terminal as a live list, and later events as lines."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._begin_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def coming_up(self) -> Iterator[None]:
+        """Live until the mesh is ready or failed; the banner ends it early."""
+        if self._console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(finished_text="[green]✓"),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[state]}"),
+                TimeElapsedColumn(),
+                console=self._console,
+            )
+            self._progress.start()
+        try:
+            yield
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def starting(self, name: str) -> None:
+        """See `Reporter`."""
+        if self._progress is not None and name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=None, state="starting")
+
+    def loading(self, name: str, done: int, total: int) -> None:
+        """See `Reporter`."""
+        if self._progress is not None:
+            self._progress.update(
+                self._tasks[name], completed=done, total=total, state="loading the model"
+            )
+
+    def ready(self, name: str, seconds: float) -> None:
+        """See `Reporter`."""
+        if self._progress is not None:
+            self._progress.update(self._tasks[name], completed=1, total=1, state="[green]ready")
+        else:
+            self._line(f"{name} is ready after {seconds:.1f} s")
+
+    def died(self, name: str, how: str) -> None:
+        """See `Reporter`."""
+        self._line(f"[red]{name} {how}")
+
+    def stalled(self, name: str, seconds: float) -> None:
+        """See `Reporter`."""
+        self._line(f"[red]{name} has stood still for {seconds:g} s and is killed")
+
+    def restarting(self, name: str, delay_s: float) -> None:
+        """See `Reporter`."""
+        self._line(f"{name} starts again in {delay_s:.1f} s")
+
+    def killed(self, name: str) -> None:
+        """See `Reporter`."""
+        self._line(f"[yellow]{name} did not stop in time and was killed")
+
+    def notice(self, text: str) -> None:
+        """Something the user should know, and that is no failure."""
+        self._line(f"[yellow]{text}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {text}", highlight=False)
+
+    def banner(self, plan: MeshPlan, logs: Path) -> None:
+        """The mesh is ready: where it is, and a first request."""
+        self._finish()
+        seconds = time.monotonic() - self._begin_s
+        workers = [service.name for service in plan.services if service.stop_phase == BACK]
+        rows = [
+            ("gRPC", ", ".join(plan.gateways.values())),
+            ("models" if plan.model_names[1:] else "model", ", ".join(plan.model_names)),
+            ("workers", ", ".join(workers)),
+            ("logs", str(logs)),
+        ]
+        if plan.rest_address is not None:
+            edges = [f"{plan.rest_scheme}://{at}/v1" for at in plan.rest_edges.values()]
+            rows.insert(0, ("REST", ", ".join(edges)))
+        self._console.print(
+            f"\n[bold green]Weft is ready[/] after {seconds:.1f} s", highlight=False
+        )
+        for name, value in rows:
+            self._plain(f"  {name:<8} {value}")
+        self._plain("\nTry it:\n")
+        self._plain(first_request(plan) + "\n")
+        self._plain("Ctrl-C ends it.")
+
+    def _plain(self, text: str) -> None:
+        # No wrapping: lines are there to be copied.
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def first_request(plan: MeshPlan) -> str:
+    """A command line that asks the mesh something."""
+    if plan.rest_address is None:
+        return f"weft chat --address {plan.grpc_address}"
+    body = {
+        "model": plan.model_names[0],
+        "messages": [{"role": "user", "content": "What is a loom?"}],
+    }
+    url = f"{plan.rest_scheme}://{plan.rest_address}/v1/chat/completions"
+    header = shlex.quote("Content-Type: application/json")
+    return f"curl {url} -H {header} -d {shlex.quote(json.dumps(body))}"

@@ -1,0 +1,54 @@
+"""Tells workers that an incarnation of another process is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import grpc
+from weft.cli.channel import open_channel
+from weft.common.tls import Identity
+from weft.v1 import worker_pb2, worker_pb2_grpc
+
+_TIMEOUT_S = 2.0
+_ATTEMPTS = 3
+
+
+async def report_exit(
+    workers: Mapping[str, str], worker_id: str, epoch: int, identity: Identity | None = None
+) -> dict[str, int]:
+    """Ends the quarantine of pages that the gone incarnation was filling.
+
+    Call it only when the worker's server and engine are both gone for sure.
+
+    Args:
+        workers: host:port of every worker that it may have filled, by names as `decode-0`.
+        worker_id: Stable id of the worker or store.
+        epoch: Its incarnation that ended.
+        identity: Of the command line; None: the mesh runs without TLS.
+
+    Returns:
+        Pages released, by name. A worker that cannot be reached is left out: it finds out when
+        it meets the new incarnation.
+    """
+    request = worker_pb2.ReportExitRequest(worker_id=worker_id, epoch=epoch)
+    answers = await asyncio.gather(
+        *(_tell(name, address, request, identity) for name, address in workers.items())
+    )
+    pairs = zip(workers, answers, strict=True)
+    return {name: pages for name, pages in pairs if pages is not None}
+
+
+async def _tell(
+    name: str, address: str, request: worker_pb2.ReportExitRequest, identity: Identity | None
+) -> int | None:
+    async with open_channel(address, name.rpartition("-")[0], identity) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        for attempt in range(_ATTEMPTS):
+            try:
+                answer = await stub.ReportExit(request, timeout=_TIMEOUT_S)
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.1 * 2**attempt)
+            else:
+                return int(answer.released_pages)
+    return None

@@ -1,0 +1,65 @@
+"""Finds workers that live and yet do nothing: engines that stand still, servers that hang."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from weft.cli.channel import open_channel
+from weft.common.server import LIVENESS
+from weft.common.tls import Identity
+
+IsAlive = Callable[[str, str], Awaitable[bool]]
+"""Whether the worker of this name, at this host:port, is alive."""
+
+_LOOKS = 10
+"""In the time that a worker may be away: each opens a connection."""
+_CALL_TIMEOUT_S = 5.0
+
+
+async def wait_stalled(
+    is_alive: Callable[[], Awaitable[bool]], timeout_s: float, interval_s: float | None = None
+) -> None:
+    """Returns once a worker was not alive at any look during `timeout_s`.
+
+    Only the time between looks counts: when this process stood still itself, or the whole machine,
+    that says nothing about the worker.
+
+    Args:
+        is_alive: Asks it.
+        timeout_s: How long it may be away.
+        interval_s: Between looks; None: a tenth of `timeout_s`.
+    """
+    interval_s = timeout_s / _LOOKS if interval_s is None else interval_s
+    stalled_s = 0.0
+    before = time.monotonic()
+    while stalled_s < timeout_s:
+        await asyncio.sleep(interval_s)
+        alive = await is_alive()
+        now = time.monotonic()
+        stalled_s = 0.0 if alive else stalled_s + min(now - before, interval_s + _CALL_TIMEOUT_S)
+        before = now
+
+
+def health_checker(identity: Identity | None) -> IsAlive:
+    """Asks grpc.health.v1 as a kubelet's liveness probe would; no answer is a no.
+
+    Args:
+        identity: Of the command line; None: the mesh runs without TLS.
+    """
+
+    async def is_alive(name: str, address: str) -> bool:
+        request = health_pb2.HealthCheckRequest(service=LIVENESS)
+        # A connection of its own for each look: an old one that is stuck says nothing.
+        async with open_channel(address, name.rpartition("-")[0], identity) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = await stub.Check(request, timeout=_CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    return is_alive

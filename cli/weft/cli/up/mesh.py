@@ -1,0 +1,101 @@
+"""The life of a mesh: start, readiness, watch, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from weft.cli.up.liveness import IsAlive
+from weft.cli.up.process import ServiceSpec
+from weft.cli.up.supervisor import ExitReporter, Reporter, Supervisor
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+async def run_mesh(
+    services: Sequence[ServiceSpec],
+    reporter: Reporter,
+    report_exit: ExitReporter,
+    wait_ready: Callable[[], Awaitable[None]],
+    on_ready: Callable[[], None],
+    drain_grace_s: float,
+    *,
+    is_alive: IsAlive | None = None,
+    stall_timeout_s: float | None = None,
+) -> None:
+    """Runs the services until SIGINT, SIGTERM or SIGHUP; a second signal cuts draining short.
+
+    Returns or raises only when every process is gone.
+
+    Args:
+        services: What to start.
+        reporter: Hears what happens.
+        report_exit: See `Supervisor`.
+        wait_ready: Returns once the mesh as a whole answers.
+        on_ready: Called then.
+        drain_grace_s: Time that running requests get at the end.
+        is_alive: See `Supervisor`.
+        stall_timeout_s: See `Supervisor`.
+
+    Raises:
+        ExitedEarly: A service ended before it was ready for the first time.
+        TimeoutError: From wait_ready.
+    """
+    stop, at_once = asyncio.Event(), asyncio.Event()
+    supervisor = Supervisor(
+        services, reporter, report_exit, is_alive=is_alive, stall_timeout_s=stall_timeout_s
+    )
+
+    async def serve() -> None:
+        watch = asyncio.create_task(supervisor.watch())
+        try:
+            await wait_ready()
+            on_ready()
+            await watch
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    with _signals(stop, at_once):
+        try:
+            if await _until(stop, supervisor.start()):
+                await _until(stop, serve())
+        finally:
+            await supervisor.stop(drain_grace_s, at_once)
+
+
+async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Runs `work` until it ends (True, or its exception) or `stop` is set (False)."""
+    task = asyncio.create_task(work)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        for each in (task, stopping):
+            each.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event, at_once: asyncio.Event) -> Iterator[None]:
+    """The first signal sets `stop`, the next one `at_once`."""
+    loop = asyncio.get_running_loop()
+
+    def received() -> None:
+        (at_once if stop.is_set() else stop).set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, received)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,328 @@
+"""Which processes make up a mesh, and with which flags."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from weft.cli.certs import files_of
+from weft.cli.up.ports import free_ports
+from weft.cli.up.process import ServiceSpec
+from weft.cli.up.settings import UpSettings
+from weft.cli.up.state import StateFolder
+
+WORKER_HOST = "127.0.0.1"
+FRONT, BACK = 0, 1
+"""Stop phases: who takes requests ends before who answers them."""
+
+
+class Dial(Protocol):
+    """Tells what to dial to reach a service: its address, or something that stands before it."""
+
+    def __call__(self, source: str, target: str, address: str) -> str:
+        """host:port to dial.
+
+        Args:
+            source: Who dials: gateway, decode, or worker (prefill and decode).
+            target: Who is to be reached, as `decode-0`.
+            address: host:port where it listens.
+        """
+        ...
+
+
+def directly(source: str, target: str, address: str) -> str:
+    """Implements `Dial`: nothing stands in between."""
+    return address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """The services of one mesh."""
+
+    services: tuple[ServiceSpec, ...]
+    model_names: tuple[str, ...]
+    gateways: dict[str, str]
+    """Where a client on this machine finds each gateway, by name."""
+    rest_edges: dict[str, str]
+    """Likewise; empty: REST is off."""
+    rest_scheme: str
+    """http or https."""
+    worker_addresses: dict[str, str]
+    """Of prefill and decode workers, by id: whoever may be filled by another process."""
+
+    @property
+    def grpc_address(self) -> str:
+        """Of the first gateway."""
+        return next(iter(self.gateways.values()))
+
+    @property
+    def rest_address(self) -> str | None:
+        """Of the first REST edge; None: REST is off."""
+        return next(iter(self.rest_edges.values()), None)
+
+
+class ModelFolder(NamedTuple):
+    """A model of the mesh."""
+
+    name: str
+    """In requests."""
+    folder: Path
+
+
+def plan_mesh(
+    settings: UpSettings,
+    state: StateFolder,
+    models: Sequence[ModelFolder],
+    rest_binary: Path | None,
+    dial: Dial = directly,
+) -> MeshPlan:
+    """Picks ports for the workers and writes every command line.
+
+    Each model has workers and stores of its own, numbered through over all models.
+
+    Args:
+        settings: What was asked for.
+        state: Where logs and ready files go.
+        models: At least one.
+        rest_binary: The Go edge; None leaves REST out.
+        dial: Tells what to dial to reach a service.
+    """
+    counts = {"kvstore": settings.kvstore, "prefill": settings.prefill, "decode": settings.decode}
+    ports = free_ports(WORKER_HOST, len(models) * sum(counts.values()))
+    services: list[ServiceSpec] = []
+    workers: dict[str, str] = {}
+    ways: dict[str, list[str]] = {"prefill": [], "decode": []}
+    for number, model in enumerate(models):
+        names = {
+            role: [f"{role}-{number * count + index}" for index in range(count)]
+            for role, count in counts.items()
+        }
+        at = {name: f"{WORKER_HOST}:{ports.pop()}" for role in counts for name in names[role]}
+        services += _model_services(settings, state, model, names, at, dial)
+        for role, found in ways.items():
+            found += [dial("gateway", name, at[name]) for name in names[role]]
+            workers |= {name: at[name] for name in names[role]}
+    suffixes = [f"-{index}" if settings.gateways > 1 else "" for index in range(settings.gateways)]
+    gateways = {
+        f"gateway{suffix}": _reachable(_join(settings.host, settings.grpc_port + index))
+        for index, suffix in enumerate(suffixes)
+    }
+    rest_edges: dict[str, str] = {}
+    for index, suffix in enumerate(suffixes):
+        port = settings.grpc_port + index
+        command = _gateway(settings, state, port, models, ways["prefill"], ways["decode"])
+        services.append(_spec(state, f"gateway{suffix}", command, FRONT))
+        if rest_binary is not None:
+            rest_address = _join(settings.host, settings.rest_port + index)
+            rest_edges[f"rest{suffix}"] = _reachable(rest_address)
+            # All of them: an edge goes on when a gateway does not.
+            command = [str(rest_binary), *_rest(settings, gateways.values(), rest_address)]
+            services.append(_spec(state, f"rest{suffix}", command, FRONT))
+    return MeshPlan(
+        services=tuple(services),
+        model_names=tuple(model.name for model in models),
+        gateways=gateways,
+        rest_edges=rest_edges,
+        rest_scheme="http" if settings.tls_dir is None else "https",
+        worker_addresses=workers,
+    )
+
+
+def _model_services(
+    settings: UpSettings,
+    state: StateFolder,
+    model: ModelFolder,
+    names: Mapping[str, Sequence[str]],
+    at: Mapping[str, str],
+    dial: Dial,
+) -> list[ServiceSpec]:
+    """Stores and workers of one model.
+
+    Args:
+        settings: What was asked for.
+        state: Where logs and ready files go.
+        model: The model.
+        names: By role.
+        at: Address of each, by name.
+        dial: Tells what to dial to reach a service.
+    """
+    stores = names["kvstore"]
+    services = [
+        _spec(state, name, _kvstore(settings, state, name, at[name]), BACK) for name in stores
+    ]
+    for role in ("prefill", "decode"):
+        for name in names[role]:
+            command = _worker(settings, state, role, name, at[name])
+            if stores:
+                ways = [dial("worker", store, at[store]) for store in stores]
+                command += _flags({"kvstore": ",".join(ways)})
+            if role == "prefill" and (way := dial("decode", name, at[name])) != at[name]:
+                command += _flags({"advertise": way})
+            command += ["--model-dir", str(model.folder), "--model-name", model.name]
+            services.append(_spec(state, name, command, BACK))
+    return services
+
+
+def _spec(state: StateFolder, name: str, command: Sequence[str], phase: int) -> ServiceSpec:
+    return ServiceSpec(
+        name=name,
+        command=tuple(command),
+        ready_file=state.run / f"{name}.json",
+        log_file=state.logs / f"{name}.log",
+        stop_phase=phase,
+    )
+
+
+def _worker(
+    settings: UpSettings, state: StateFolder, role: str, name: str, address: str
+) -> list[str]:
+    command = [
+        *_serve(role),
+        *_flags(
+            {
+                "worker-id": name,
+                "host": WORKER_HOST,
+                "port": address.rpartition(":")[2],
+                "dtype": settings.dtype,
+                "transport": settings.transport,
+                "kv-memory-bytes": settings.kv_memory_bytes,
+                "host-cache-bytes": settings.host_cache_bytes,
+                **_disk(settings),
+                "crash-dir": state.crashes,
+                **_common(settings, state),
+                **_tls(settings, role),
+            }
+        ),
+    ]
+    if role == "decode":
+        command += _flags({"local-prefill-max-tokens": settings.local_prefill_max_tokens})
+    return command + shlex.split(
+        settings.decode_args if role == "decode" else settings.prefill_args
+    )
+
+
+def _disk(settings: UpSettings) -> dict[str, object]:
+    if settings.disk_cache_dir is None:
+        return {}
+    folder = settings.disk_cache_dir.resolve()
+    return {"disk-cache-dir": folder, "disk-cache-bytes": settings.disk_cache_bytes}
+
+
+def _kvstore(settings: UpSettings, state: StateFolder, name: str, address: str) -> list[str]:
+    return [
+        *_serve("kvstore"),
+        *_flags(
+            {
+                "store-id": name,
+                "host": WORKER_HOST,
+                "port": address.rpartition(":")[2],
+                "transport": settings.transport,
+                "memory-bytes": settings.kvstore_memory_bytes,
+                **_disk(settings),
+                **_common(settings, state),
+                **_tls(settings, "kvstore"),
+            }
+        ),
+        *shlex.split(settings.kvstore_args),
+    ]
+
+
+def _gateway(
+    settings: UpSettings,
+    state: StateFolder,
+    port: int,
+    models: Sequence[ModelFolder],
+    prefill: Sequence[str],
+    decode: Sequence[str],
+) -> list[str]:
+    further = [f"{model.name}={model.folder}" for model in models[1:]]
+    return [
+        *_serve("gateway"),
+        *_flags(
+            {
+                "model-dir": models[0].folder,
+                "model-name": models[0].name,
+                "models": ",".join(further) or None,
+                "replicas": settings.gateways if settings.gateways > 1 else None,
+                "host": settings.host,
+                "port": port,
+                "decode": ",".join(decode),
+                "prefill": ",".join(prefill) or None,
+                "api-keys-file": settings.api_keys_file,
+                "insecure": settings.insecure or None,
+                **_common(settings, state),
+                **_tls(settings, "gateway"),
+            }
+        ),
+        *shlex.split(settings.gateway_args),
+    ]
+
+
+def _common(settings: UpSettings, state: StateFolder) -> dict[str, object]:
+    """Flags of every service but the REST edge. The operators' ports are on loopback, any ones."""
+    return {
+        "admin-port": 0,
+        "admin-token-file": state.admin_token,
+        "log-level": settings.log_level,
+        "drain-grace-s": settings.drain_grace_s,
+        "enable-faults": settings.enable_faults or None,
+    }
+
+
+def _tls(settings: UpSettings, service: str) -> dict[str, object]:
+    if settings.tls_dir is None:
+        return {}
+    files = files_of(settings.tls_dir, service)
+    return {"tls-cert": files.cert, "tls-key": files.key, "tls-ca": files.ca}
+
+
+def _rest(settings: UpSettings, gateways: Iterable[str], rest_address: str) -> list[str]:
+    return [
+        *_flags(
+            {
+                "listen": rest_address,
+                "backend": ",".join(gateways),
+                "metrics-listen": f"{WORKER_HOST}:0",
+                "drain-timeout": f"{settings.drain_grace_s}s",
+                "insecure": settings.insecure or None,
+                **_tls(settings, "rest"),
+                **_https(settings),
+            }
+        ),
+        *shlex.split(settings.rest_args),
+    ]
+
+
+def _https(settings: UpSettings) -> dict[str, object]:
+    """Clients of REST have no certificates, they check the edge's."""
+    if settings.tls_dir is None:
+        return {}
+    files = files_of(settings.tls_dir, "rest")
+    return {"https-cert": files.cert, "https-key": files.key}
+
+
+def _serve(service: str) -> list[str]:
+    return [sys.executable, "-m", "weft.cli", "serve", service]
+
+
+def _flags(values: dict[str, object]) -> list[str]:
+    """Flags of the values that are not None; of True, the flag alone."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return [
+        part
+        for name, value in given.items()
+        for part in ((f"--{name}",) if value is True else (f"--{name}", str(value)))
+    ]
+
+
+def _reachable(address: str) -> str:
+    """Where a client on this machine finds a listener on all addresses."""
+    return address.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,216 @@
+"""One incarnation of a service: its process, its engine, its log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+LAUNCHER = Path(__file__).with_name("launch.py")
+_POLL_S = 0.05
+_SERVER_GRACE_S = 5.0
+
+
+class ReadyFile(BaseModel):
+    """What a service writes once it serves. The last three are a worker's."""
+
+    address: str
+    pid: int
+    metrics_address: str = ""
+    admin_address: str = ""
+    engine_pid: int | None = None
+    worker_id: str | None = None
+    epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSpec:
+    """How to start a service; the same for every incarnation."""
+
+    name: str
+    """Unique in the mesh, as `decode-0`; a worker's id."""
+    command: tuple[str, ...]
+    """Without --ready-file, which is added."""
+    ready_file: Path
+    log_file: Path
+    stop_phase: int = 0
+    """Services of a lower phase are stopped first."""
+
+
+class ExitedEarly(Exception):
+    """A service ended before it was ready."""
+
+    def __init__(self, name: str, status: int) -> None:
+        self.name = name
+        self.how = f"{describe_status(status)} before it was ready"
+        super().__init__(f"{name} {self.how}")
+
+
+def describe_status(status: int) -> str:
+    """Exit status in words: as Popen has it, negative for signals."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+class ProcessWatch:
+    """Tells when a process is gone, whoever its parent is. Immune to reuse of the pid."""
+
+    def __init__(self, pid: int) -> None:
+        """Begins to watch; needs a running loop.
+
+        Raises:
+            ProcessLookupError: There is no such process.
+        """
+        self._descriptor = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._on_exit)
+        self.gone = asyncio.Event()
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self.gone.set()
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal; nothing happens when the process is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def close(self) -> None:
+        """Stops watching."""
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+
+
+class ServiceProcess:
+    """A started service; reaped by itself when it ends."""
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        """Starts the process; needs a running loop and the main thread.
+
+        The parent-death signal follows the thread that forked, so that has to be one that lasts.
+        """
+        self.spec = spec
+        self.ready: ReadyFile | None = None
+        self._started_at_s = time.monotonic()
+        self._engine: ProcessWatch | None = None
+        self._follower: asyncio.Task[None] | None = None
+        self._progress_file = spec.ready_file.with_suffix(".progress")
+        self._remove_files()
+        launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
+        with spec.log_file.open("ab") as log:
+            self._popen = subprocess.Popen(
+                [*launcher, *spec.command, "--ready-file", str(spec.ready_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in the terminal is the supervisor's to handle, in its order.
+                start_new_session=True,
+            )
+        self._server = ProcessWatch(self._popen.pid)
+        self._reaper = asyncio.create_task(self._reap())
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started_at_s
+
+    @property
+    def is_gone(self) -> bool:
+        """Server and engine have ended."""
+        return self._reaper.done()
+
+    async def wait_ready(self, on_progress: Callable[[int, int], None]) -> ReadyFile:
+        """The ready file, as soon as it is there.
+
+        Args:
+            on_progress: Called with (done, total) of what a worker loads.
+
+        Raises:
+            ExitedEarly: The process ended first.
+        """
+        while not self._server.gone.is_set():
+            if (ready := self._read_ready_file()) is not None:
+                return ready
+            if (loaded := self._read_progress()) is not None:
+                on_progress(*loaded)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._server.gone.wait(), _POLL_S)
+        raise ExitedEarly(self.spec.name, await self.gone())
+
+    async def gone(self) -> int:
+        """Waits until the server and its engine are gone, both for sure; the exit status.
+
+        When one of them ends, what is left of the other is killed: the engine at once, the server
+        after a grace, since it notices by itself.
+        """
+        return await asyncio.shield(self._reaper)
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the server process."""
+        if not self.is_gone:
+            self._server.send(number)
+
+    def kill(self) -> None:
+        """Ends the server and its engine at once."""
+        self.send(signal.SIGKILL)  # the engine follows in _reap
+
+    def _read_ready_file(self) -> ReadyFile | None:
+        try:
+            content = self.spec.ready_file.read_bytes()
+            self.ready = ReadyFile.model_validate_json(content)
+        except (FileNotFoundError, ValidationError):  # not there yet, or being written
+            return None
+        if self.ready.engine_pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # gone: then the server ends by itself
+                self._engine = ProcessWatch(self.ready.engine_pid)
+                self._follower = asyncio.create_task(self._follow_engine(self._engine))
+        return self.ready
+
+    def _read_progress(self) -> tuple[int, int] | None:
+        """A worker keeps a line `done total` beside its ready file while it loads."""
+        try:
+            done, total = map(int, self._progress_file.read_text().split())
+        except (FileNotFoundError, ValueError):  # not there yet, or being written
+            return None
+        return done, total
+
+    async def _follow_engine(self, engine: ProcessWatch) -> None:
+        await engine.gone.wait()
+        try:
+            await asyncio.wait_for(self._server.gone.wait(), _SERVER_GRACE_S)
+        except TimeoutError:
+            self._server.send(signal.SIGKILL)
+
+    async def _reap(self) -> int:
+        await self._server.gone.wait()
+        # Not waited for yet, so its pid, and with it the group's id, cannot have been reused.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        if self.ready is None:
+            self._read_ready_file()
+        if self._engine is not None:
+            self._engine.send(signal.SIGKILL)
+            await self._engine.gone.wait()
+            self._engine.close()
+        if self._follower is not None:
+            self._follower.cancel()
+        self._server.close()
+        self._remove_files()
+        return self._popen.wait()
+
+    def _remove_files(self) -> None:
+        self.spec.ready_file.unlink(missing_ok=True)
+        self._progress_file.unlink(missing_ok=True)

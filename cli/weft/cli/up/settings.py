@@ -1,0 +1,151 @@
+"""Settings of `weft up`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from weft.common.settings import LogLevel, Settings, is_loopback
+
+
+class UpSettings(Settings):
+    """Starts workers, a KV store if wanted, a gateway and the REST edge on this machine."""
+
+    program: ClassVar[str] = "up"
+    command: ClassVar[str] = "weft"
+
+    prefill: int = Field(1, ge=0, le=64, description="number of prefill workers of each model")
+    decode: int = Field(1, ge=1, le=64, description="number of decode workers of each model")
+    kvstore: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="number of KV stores of each model, each with a share of the pages",
+    )
+    gateways: int = Field(
+        1, ge=1, le=16, description="number of gateways, each with a REST edge if there is REST"
+    )
+    model: list[str] = Field(
+        ["demo"],
+        min_length=1,
+        max_length=16,
+        description="`demo`, or a Hugging Face model directory; several are served side by side",
+    )
+    model_name: list[str] = Field(
+        [],
+        description="names in requests, in the order of the models; where there is none, the "
+        "directory's, or demo's own",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="number format of the weights; auto = what the machine does fast"
+    )
+    host: str = Field("127.0.0.1", description="address that REST and gRPC listen on")
+    rest: bool = Field(True, description="serve REST")
+    rest_port: int = Field(
+        8000, ge=1, le=65520, description="port of the first REST edge; the next ones follow"
+    )
+    grpc_port: int = Field(
+        50051, ge=1, le=65520, description="port of the first gateway; the next ones follow"
+    )
+    state_dir: Path | None = Field(
+        None, description="folder for logs and state, one mesh each; none = by the gRPC port"
+    )
+    local_prefill_max_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="decode workers prefill this much themselves, in tokens; none = what is faster",
+    )
+    kv_memory_bytes: int | None = Field(
+        None,
+        ge=1 << 20,
+        description="KV pool of each worker, in bytes; none = its default",
+    )
+    kvstore_memory_bytes: int | None = Field(
+        None, ge=1 << 20, description="arena of the KV store, in bytes; none = its default"
+    )
+    host_cache_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="host memory of each worker for KV pages that its pool gives up, in bytes; "
+        "none = its default",
+    )
+    disk_cache_dir: Path | None = Field(
+        None, description="folder for KV pages of workers and KV stores on disk; none = no such"
+    )
+    disk_cache_bytes: int | None = Field(
+        None,
+        ge=1 << 12,
+        description="KV pages of each worker and store there, in bytes; none = its default",
+    )
+    transport: Literal["auto", "nixl", "data"] = Field(
+        "auto", description="how pages travel; auto = NIXL where it works, else gRPC data messages"
+    )
+    enable_faults: bool = Field(False, description="let `weft fault` inject faults, for tests")
+    tls_dir: Path | None = Field(
+        None, description="folder of `weft certs`: gRPC is mutual TLS and REST is HTTPS; none = off"
+    )
+    api_keys_file: Path | None = Field(
+        None, description="tenants' API keys, made by `weft keys`; none = nobody needs one"
+    )
+    insecure: bool = Field(
+        False, description="let --host be open to other machines without TLS or without API keys"
+    )
+    log_level: LogLevel = Field("info", description="least level that services log")
+    drain_grace_s: float = Field(
+        3.0, ge=0, le=600, description="time that running requests get at the end, in seconds"
+    )
+    stall_timeout_s: float | None = Field(
+        30.0,
+        gt=0,
+        description="a worker whose engine stands still, or that does not answer, for longer is "
+        "killed and started again, in seconds; none = never",
+    )
+    ready_timeout_s: float = Field(
+        900.0, gt=0, description="longest time until the mesh must be ready, in seconds"
+    )
+    prefill_args: str = Field("", description="further flags for prefill workers, in one string")
+    decode_args: str = Field("", description="further flags for decode workers, in one string")
+    kvstore_args: str = Field("", description="further flags for the KV store, in one string")
+    gateway_args: str = Field("", description="further flags for the gateway, in one string")
+    rest_args: str = Field("", description="further flags for the REST edge, in one string")
+
+    @field_validator("model", "model_name", mode="before")
+    @classmethod
+    def _take_one(cls, value: object) -> object:
+        """A file may have a single text."""
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("prefill_args", "decode_args", "kvstore_args", "gateway_args", "rest_args")
+    @classmethod
+    def _check_args(cls, text: str) -> str:
+        try:
+            shlex.split(text)
+        except ValueError as error:
+            raise ValueError(f"{error}; quote it as a shell would") from error
+        return text
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        if self.insecure or is_loopback(self.host):
+            return self
+        if self.tls_dir is None or self.api_keys_file is None:
+            raise ValueError(
+                f"--host {self.host} is open to other machines: give --tls-dir and "
+                "--api-keys-file (docs/security.md), or accept that with --insecure"
+            )
+        return self
+
+    def state_folder(self) -> Path:
+        """The state folder, given or default."""
+        if self.state_dir is not None:
+            return self.state_dir
+        return default_state_folder(self.grpc_port)
+
+
+def default_state_folder(grpc_port: int) -> Path:
+    """Where a mesh keeps its state unless told otherwise."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "weft" / f"mesh-{grpc_port}"

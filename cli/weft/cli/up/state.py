@@ -1,0 +1,80 @@
+"""The folder of one mesh: lock, logs, ready files, the operators' token."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StateFolder:
+    """Paths below the state folder."""
+
+    root: Path
+
+    @property
+    def logs(self) -> Path:
+        """One log per service, of the latest mesh."""
+        return self.root / "logs"
+
+    @property
+    def run(self) -> Path:
+        """Ready files; empty while no mesh runs."""
+        return self.root / "run"
+
+    @property
+    def crashes(self) -> Path:
+        """Dumps of engines that stalled or died; they outlive the mesh."""
+        return self.root / "crashes"
+
+    @property
+    def admin_token(self) -> Path:
+        """The token of the services' operators' ports; new for every mesh."""
+        return self.root / "admin-token"
+
+
+@contextlib.contextmanager
+def locked_state_folder(root: Path) -> Iterator[StateFolder]:
+    """Makes the folder and holds it for one mesh; logs of the one before are dropped.
+
+    Raises:
+        ConfigError: Another mesh has it, or it cannot be made.
+    """
+    folder = StateFolder(root)
+    try:
+        for path in (folder.logs, folder.run):
+            path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use {root}: {error.strerror}; choose another folder with --state-dir"
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"a mesh is already running in {root}; stop it, or give this one another "
+                "--state-dir"
+            ) from error
+        for old in (*folder.logs.glob("*.log"), *folder.run.iterdir()):
+            old.unlink()
+        _write_token(folder.admin_token)
+        yield folder
+    finally:
+        os.close(lock)  # and with it the lock
+
+
+def _write_token(path: Path) -> None:
+    """Replaces the token by a random one that only this user can read."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")

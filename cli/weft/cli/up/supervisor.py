@@ -1,0 +1,211 @@
+"""Starts services, restarts those that die, stops them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from weft.cli.up.liveness import IsAlive, wait_stalled
+from weft.cli.up.process import (
+    ExitedEarly,
+    ServiceProcess,
+    ServiceSpec,
+    describe_status,
+)
+
+ExitReporter = Callable[[str, int], Awaitable[None]]
+"""Tells those concerned that incarnation `epoch` of worker `worker_id` is gone."""
+
+_KILL_MARGIN_S = 2.0
+
+
+class Reporter(Protocol):
+    """Hears what happens to the services."""
+
+    def starting(self, name: str) -> None:
+        """A process was started."""
+
+    def loading(self, name: str, done: int, total: int) -> None:
+        """It has loaded so much of its model, in bytes."""
+
+    def ready(self, name: str, seconds: float) -> None:
+        """It serves, this long after its start."""
+
+    def died(self, name: str, how: str) -> None:
+        """It ended without being told to."""
+
+    def stalled(self, name: str, seconds: float) -> None:
+        """It was not alive for so long and is killed, to be started again."""
+
+    def restarting(self, name: str, delay_s: float) -> None:
+        """It will be started again after a delay."""
+
+    def killed(self, name: str) -> None:
+        """It did not stop in time and was killed."""
+
+
+class Backoff:
+    """Delays between restarts: doubled by every death that follows soon, with jitter."""
+
+    def __init__(self, first_s: float = 0.5, most_s: float = 30.0, calm_s: float = 60.0) -> None:
+        """A service that ran for `calm_s` begins again at `first_s`."""
+        self._first_s, self._most_s, self._calm_s = first_s, most_s, calm_s
+        self._next_s = first_s
+
+    def after(self, uptime_s: float) -> float:
+        """Delay before the next start of a service that ran for `uptime_s`."""
+        if uptime_s >= self._calm_s:
+            self._next_s = self._first_s
+        delay_s = self._next_s * random.uniform(0.8, 1.2)
+        self._next_s = min(self._most_s, 2 * self._next_s)
+        return delay_s
+
+
+class Supervisor:
+    """Owns the child processes of a mesh, from `start` to `stop`.
+
+    Args:
+        specs: What to start.
+        reporter: Hears what happens.
+        report_exit: Told of workers that are gone for sure.
+        make_backoff: Delays of one service's restarts.
+        is_alive: Tells whether a worker does anything; None: processes that live are left alone.
+        stall_timeout_s: A worker that was not alive for longer is killed; None: never.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ServiceSpec],
+        reporter: Reporter,
+        report_exit: ExitReporter,
+        make_backoff: Callable[[], Backoff] = Backoff,
+        *,
+        is_alive: IsAlive | None = None,
+        stall_timeout_s: float | None = None,
+    ) -> None:
+        self._specs = tuple(specs)
+        self._reporter = reporter
+        self._report_exit = report_exit
+        self._make_backoff = make_backoff
+        self._is_alive = is_alive
+        self._stall_timeout_s = stall_timeout_s
+        self._running: dict[str, ServiceProcess] = {}
+
+    def process(self, name: str) -> ServiceProcess | None:
+        """The running incarnation of a service; None between two of them."""
+        return self._running.get(name)
+
+    async def start(self) -> None:
+        """Starts everything at once and returns when all are ready.
+
+        Raises:
+            ExitedEarly: A service ended before it was ready; `stop` is still to be called.
+        """
+        ready = [asyncio.create_task(self._start(spec)) for spec in self._specs]
+        try:
+            await asyncio.gather(*ready)
+        finally:
+            await _cancel(ready)
+
+    async def _start(self, spec: ServiceSpec) -> None:
+        process = ServiceProcess(spec)
+        self._running[spec.name] = process
+        self._reporter.starting(spec.name)
+        try:
+            await process.wait_ready(partial(self._reporter.loading, spec.name))
+        except ExitedEarly:
+            del self._running[spec.name]
+            raise
+        self._reporter.ready(spec.name, process.uptime_s)
+
+    async def watch(self) -> None:
+        """Restarts what dies; runs until it is cancelled."""
+        tasks = [asyncio.create_task(self._keep_alive(spec)) for spec in self._specs]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await _cancel(tasks)
+
+    async def _keep_alive(self, spec: ServiceSpec) -> None:
+        backoff = self._make_backoff()
+        while True:
+            uptime_s = 0.0
+            if (process := self._running.get(spec.name)) is not None:
+                status = await self._until_gone(process)
+                uptime_s = process.uptime_s
+                del self._running[spec.name]
+                self._reporter.died(spec.name, describe_status(status))
+                await self._tell(process)
+            delay_s = backoff.after(uptime_s)
+            self._reporter.restarting(spec.name, delay_s)
+            await asyncio.sleep(delay_s)
+            try:
+                await self._start(spec)
+            except ExitedEarly as error:
+                self._reporter.died(spec.name, error.how)
+
+    async def _until_gone(self, process: ServiceProcess) -> int:
+        """The exit status; a worker that stands still for too long is killed first."""
+        stalling = asyncio.create_task(self._kill_stalled(process))
+        try:
+            return await process.gone()
+        finally:
+            await _cancel([stalling])
+
+    async def _kill_stalled(self, process: ServiceProcess) -> None:
+        ask, timeout_s, ready = self._is_alive, self._stall_timeout_s, process.ready
+        if ask is None or timeout_s is None or ready is None or ready.worker_id is None:
+            return
+        await wait_stalled(partial(ask, process.spec.name, ready.address), timeout_s)
+        self._reporter.stalled(process.spec.name, timeout_s)
+        # By SIGKILL: it would drain first, and wait for an engine that does nothing.
+        process.kill()
+
+    async def _tell(self, process: ServiceProcess) -> None:
+        """Both processes of the worker are gone by now: its writes cannot arrive any more."""
+        ready = process.ready
+        if ready is not None and ready.worker_id is not None and ready.epoch is not None:
+            await self._report_exit(ready.worker_id, ready.epoch)
+
+    async def stop(self, grace_s: float, at_once: asyncio.Event) -> None:
+        """Stops everything, phase by phase, and returns when every process is gone.
+
+        Args:
+            grace_s: Time that each phase has before it is killed.
+            at_once: When set, what is left is killed now.
+        """
+        for phase in sorted({spec.stop_phase for spec in self._specs}):
+            processes = [p for p in self._running.values() if p.spec.stop_phase == phase]
+            for process in processes:
+                process.send(signal.SIGTERM)
+            await self._wait_or_kill(processes, grace_s + _KILL_MARGIN_S, at_once)
+        self._running.clear()
+
+    async def _wait_or_kill(
+        self, processes: Sequence[ServiceProcess], timeout_s: float, at_once: asyncio.Event
+    ) -> None:
+        async def wait_all() -> None:
+            await asyncio.gather(*(process.gone() for process in processes))
+
+        all_gone = asyncio.create_task(wait_all())
+        hurry = asyncio.create_task(at_once.wait())
+        waits: list[asyncio.Task[Any]] = [all_gone, hurry]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        for process in processes:
+            if not process.is_gone:
+                process.kill()
+                self._reporter.killed(process.spec.name)
+        await all_gone
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,277 @@
+"""The operators' port of a service: AdminService, and what it adds, behind a bearer token."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+from weft.common.authorize import OPERATORS, AuthorizeInterceptor
+from weft.common.errors import abort
+from weft.common.faults import faults_to_proto, spec_from_proto
+from weft.common.interceptors import ErrorInterceptor
+from weft.common.listen import add_port
+from weft.common.settings import LogLevel, ServiceSettings
+from weft.common.tls import Identity
+from weft.engine.errors import ConfigError, InvalidRequest, Unauthenticated
+from weft.engine.faults import BOARD, FaultSpec, FaultState
+from weft.v1 import admin_pb2, admin_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+SERVICE_NAME = "weft.v1.AdminService"
+LEAST_TOKEN_CHARS, MOST_TOKEN_CHARS = 16, 1024
+DEFAULT_ENTRIES, MOST_ENTRIES = 1000, 10_000
+MOST_STATE_BYTES = 8 << 20
+_MOST_REQUEST_BYTES = 64 << 10
+_REFUSALS_LOGGED_EVERY_S = 1.0
+_LEVELS: dict[int, LogLevel] = {
+    admin_pb2.LOG_LEVEL_DEBUG: "debug",
+    admin_pb2.LOG_LEVEL_INFO: "info",
+    admin_pb2.LOG_LEVEL_WARNING: "warning",
+    admin_pb2.LOG_LEVEL_ERROR: "error",
+}
+
+
+class AdminBackend(Protocol):
+    """What of AdminService is a service's own."""
+
+    async def flush_cache(self) -> int:
+        """Forgets cached pages that nobody uses; returns how many."""
+        ...
+
+    async def dump_state(self, max_entries: int) -> Mapping[str, object]:
+        """What JSON can hold of the service's state now: ids and numbers, no texts, no tokens.
+
+        Args:
+            max_entries: Of each list.
+        """
+        ...
+
+    async def order_faults(
+        self, *, add: FaultSpec | None = None, clear: str | None = None
+    ) -> list[FaultState]:
+        """Arms or disarms faults in the service's other processes.
+
+        Args:
+            add: To be armed.
+            clear: Point whose faults are disarmed; empty = all points; None = nothing is.
+
+        Returns:
+            Those armed there then.
+        """
+        ...
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Sets the level of the service's other processes; this one's is set already."""
+        ...
+
+
+class AdminServer:
+    """A gRPC server of its own for one service's operators."""
+
+    def __init__(
+        self, settings: ServiceSettings, backend: AdminBackend, identity: Identity | None = None
+    ) -> None:
+        """Reads the token; nothing listens yet. `settings.admin_port` must not be None.
+
+        Raises:
+            ConfigError: There is no usable token.
+        """
+        self._settings = settings
+        if settings.enable_faults:
+            BOARD.enable()
+        assert settings.admin_token_file is not None, "checked with the settings"
+        token = read_token(settings.admin_token_file)
+        self._identity = identity
+        authorize = () if identity is None else (AuthorizeInterceptor(among=OPERATORS),)
+        self.grpc = grpc.aio.server(
+            interceptors=(*authorize, TokenInterceptor(token), ErrorInterceptor()),
+            options=(
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", _MOST_REQUEST_BYTES),
+            ),
+        )
+        """Add what else is for operators before `start`."""
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(backend), self.grpc)
+        reflection.enable_server_reflection((SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+        self.address = ""
+        """host:port, once started."""
+
+    async def start(self) -> None:
+        """Binds the port and answers.
+
+        Raises:
+            ConfigError: The port is taken or the address cannot be bound.
+        """
+        settings = self._settings
+        assert settings.admin_port is not None
+        flags = ("--admin-port", "--admin-host")
+        identity = self._identity
+        credentials = None if identity is None else identity.server_credentials(True)
+        self.address = add_port(
+            self.grpc, settings.admin_host, settings.admin_port, flags, credentials
+        )
+        await self.grpc.start()
+
+    async def stop(self) -> None:
+        """Ends calls that are under way."""
+        await self.grpc.stop(None)
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Implements weft.v1.AdminService over a backend."""
+
+    def __init__(self, backend: AdminBackend) -> None:
+        self._backend = backend
+
+    async def FlushCache(
+        self,
+        request: admin_pb2.FlushCacheRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> admin_pb2.FlushCacheResponse:
+        """See admin.proto."""
+        flushed = await self._backend.flush_cache()
+        _log.info("cache flushed", extra={"pages": flushed})
+        return admin_pb2.FlushCacheResponse(flushed_pages=flushed)
+
+    async def DumpState(
+        self,
+        request: admin_pb2.DumpStateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> admin_pb2.DumpStateResponse:
+        """See admin.proto."""
+        max_entries = request.max_entries if request.HasField("max_entries") else DEFAULT_ENTRIES
+        if not 1 <= max_entries <= MOST_ENTRIES:
+            message = f"max_entries is {max_entries}; give 1 to {MOST_ENTRIES:,}"
+            raise InvalidRequest(message, stage="validate", param="max_entries")
+        state = json.dumps(await self._backend.dump_state(max_entries))
+        if len(state) > MOST_STATE_BYTES:
+            message = f"the state has {len(state):,} bytes; ask for fewer max_entries"
+            raise InvalidRequest(message, stage="admin", param="max_entries")
+        return admin_pb2.DumpStateResponse(state=state)
+
+    async def InjectFault(
+        self,
+        request: admin_pb2.InjectFaultRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> admin_pb2.InjectFaultResponse:
+        """See admin.proto."""
+        BOARD.check_enabled()
+        spec = spec_from_proto(request.fault)
+        # Each process arms it; the one whose code has the point will pass it.
+        BOARD.arm(spec)
+        await self._backend.order_faults(add=spec)
+        _log.warning("fault armed", extra={"point": spec.point, "kind": spec.kind})
+        return admin_pb2.InjectFaultResponse()
+
+    async def ListFaults(
+        self,
+        request: admin_pb2.ListFaultsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> admin_pb2.ListFaultsResponse:
+        """See admin.proto."""
+        BOARD.check_enabled()
+        return faults_to_proto(BOARD.states(), await self._backend.order_faults())
+
+    async def ClearFaults(
+        self,
+        request: admin_pb2.ClearFaultsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> admin_pb2.ClearFaultsResponse:
+        """See admin.proto."""
+        BOARD.check_enabled()
+        cleared = BOARD.clear(request.point)
+        await self._backend.order_faults(clear=request.point)
+        _log.warning("faults cleared", extra={"faults": cleared})
+        return admin_pb2.ClearFaultsResponse(cleared_faults=cleared)
+
+    async def SetLogLevel(
+        self,
+        request: admin_pb2.SetLogLevelRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> admin_pb2.SetLogLevelResponse:
+        """See admin.proto."""
+        level = _LEVELS.get(request.level)
+        if level is None:
+            raise InvalidRequest("level: give one of LogLevel", stage="validate", param="level")
+        root = logging.getLogger()
+        previous = f"LOG_LEVEL_{logging.getLevelName(root.level)}"
+        root.setLevel(level.upper())
+        self._backend.set_log_level(level)
+        _log.info("log level set", extra={"log_level": level})
+        response = admin_pb2.SetLogLevelResponse()
+        with contextlib.suppress(ValueError):  # a level without a name here stays unspecified
+            response.previous_level = admin_pb2.LogLevel.Value(previous)
+        return response
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Lets calls in whose `authorization` is `Bearer TOKEN`; refuses all others, unknown ones too.
+
+    Nothing of what a caller sent reaches the log.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._expected = _digest(f"Bearer {token}")
+        self._log_at = 0.0
+
+    async def intercept_service(
+        self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Checks the call before its method is looked up."""
+        given = ""
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == "authorization" and isinstance(value, str):
+                given = value
+        # Digests, so that the time taken tells neither content nor length.
+        if hmac.compare_digest(_digest(given), self._expected):
+            return await continuation(handler_call_details)
+        now = time.monotonic()
+        if now >= self._log_at:
+            self._log_at = now + _REFUSALS_LOGGED_EVERY_S
+            _log.warning("a call to the admin port had no valid token")
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    await abort(
+        context,
+        Unauthenticated(
+            "the admin port needs the metadata `authorization: Bearer TOKEN` with the token of "
+            "--admin-token-file",
+            stage="admin",
+        ),
+    )
+
+
+def read_token(path: Path) -> str:
+    """The token of a file, without the white space around it.
+
+    Raises:
+        ConfigError: The file cannot be read or holds no usable token; says nothing of its content.
+    """
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"--admin-token-file {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"--admin-token-file {path}: not plain ASCII text") from None
+    if not LEAST_TOKEN_CHARS <= len(token) <= MOST_TOKEN_CHARS or not token.isprintable():
+        raise ConfigError(
+            f"--admin-token-file {path}: a token is one line of {LEAST_TOKEN_CHARS} to "
+            f"{MOST_TOKEN_CHARS} printable characters"
+        )
+    return token
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="replace")).digest()

@@ -1,0 +1,171 @@
+"""The one place where gRPC channels to Weft's services are made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from weft.common.tls import Identity, Material, service_name
+
+Options = Sequence[tuple[str, Any]]
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    # A restarted peer is found within a second; retries are our own affair.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # How long one attempt may take; a peer on a busy machine needs more than a moment.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),
+    # The services of a mesh are reached directly, whatever proxy the environment names.
+    ("grpc.enable_http_proxy", 0),
+)
+"""Options for channels between Weft's services."""
+
+
+def open_channel(
+    address: str, service: str, identity: Identity | None, options: Options = CHANNEL_OPTIONS
+) -> grpc.aio.Channel:
+    """A channel to a service.
+
+    Args:
+        address: host:port.
+        service: Which service must answer there, such as "decode"; checked with TLS.
+        identity: Of this process; None: no TLS.
+        options: Of gRPC.
+    """
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return RotatingChannel(address, service, identity, options)
+
+
+def open_blocking_channel(
+    address: str, service: str, identity: Identity | None, options: Options = CHANNEL_OPTIONS
+) -> grpc.Channel:
+    """As `open_channel`, without an event loop, for programs that end soon."""
+    if identity is None:
+        return grpc.insecure_channel(address, options=options)
+    credentials = _credentials(identity.current())
+    return grpc.secure_channel(address, credentials, options=_named(options, service))
+
+
+def _credentials(material: Material) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+
+
+def _named(options: Options, service: str) -> Options:
+    """Addresses change and are often bare IP addresses: the peer is checked by its service."""
+    return (*options, ("grpc.ssl_target_name_override", service_name(service)))
+
+
+class RotatingChannel(grpc.aio.Channel):
+    """A channel whose new calls use the certificate that is current.
+
+    gRPC fixes a channel's certificate when it is made. So a change of the files makes a new inner
+    channel, with a connection of its own, for the calls that begin from then on; the old one is
+    closed when its last call has ended.
+    """
+
+    def __init__(self, address: str, service: str, identity: Identity, options: Options) -> None:
+        self._address = address
+        self._identity = identity
+        self._options = _named(options, service)
+        self._material = identity.current()
+        self._inner = self._connect()
+        self._open_calls: dict[grpc.aio.Channel, int] = {self._inner: 0}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def _connect(self) -> grpc.aio.Channel:
+        credentials = _credentials(self._material)
+        return grpc.aio.secure_channel(self._address, credentials, options=self._options)
+
+    def current(self) -> grpc.aio.Channel:
+        """The inner channel for what begins now."""
+        material = self._identity.current()
+        if material is not self._material:
+            old = self._inner
+            self._material = material
+            self._inner = self._connect()
+            self._open_calls[self._inner] = 0
+            self._drop_unused(old)
+        return self._inner
+
+    def track(self, inner: grpc.aio.Channel, call: grpc.aio.RpcContext) -> None:
+        """Keeps an inner channel for as long as a call on it lasts."""
+        self._open_calls[inner] += 1
+
+        def done(_: object) -> None:
+            self._open_calls[inner] -= 1
+            self._drop_unused(inner)
+
+        call.add_done_callback(done)
+
+    def _drop_unused(self, inner: grpc.aio.Channel) -> None:
+        if inner is not self._inner and self._open_calls.get(inner) == 0:
+            del self._open_calls[inner]
+            task = asyncio.get_running_loop().create_task(inner.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        """See `grpc.aio.Channel.close`."""
+        await asyncio.gather(*(inner.close(grace) for inner in list(self._open_calls)))
+        await asyncio.gather(*self._closing)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """See `grpc.aio.Channel.get_state`."""
+        return self.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """See `grpc.aio.Channel.wait_for_state_change`."""
+        await self.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """See `grpc.aio.Channel.channel_ready`."""
+        await self.current().channel_ready()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """See `grpc.aio.Channel.unary_unary`."""
+        return self._method(lambda inner: inner.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """See `grpc.aio.Channel.unary_stream`."""
+        return self._method(lambda inner: inner.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """See `grpc.aio.Channel.stream_unary`."""
+        return self._method(lambda inner: inner.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """See `grpc.aio.Channel.stream_stream`."""
+        return self._method(lambda inner: inner.stream_stream(*args, **kwargs))
+
+    def _method(self, make: Callable[[grpc.aio.Channel], Any]) -> Callable[..., Any]:
+        inner: grpc.aio.Channel | None = None
+        method: Any = None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inner, method
+            current = self.current()
+            if current is not inner:
+                inner, method = current, make(current)
+            started = method(*args, **kwargs)
+            self.track(current, started)
+            return started
+
+        return call

@@ -1,0 +1,60 @@
+"""Binding of gRPC ports."""
+
+from __future__ import annotations
+
+import os
+
+import grpc
+from weft.common.settings import is_loopback
+from weft.engine.errors import ConfigError
+
+
+def bracket(host: str) -> str:
+    """A host as it stands before `:port`."""
+    return f"[{host}]" if ":" in host else host
+
+
+def add_port(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    flags: tuple[str, str],
+    credentials: grpc.ServerCredentials | None = None,
+) -> str:
+    """Binds a port of a server that is not started yet.
+
+    Args:
+        server: Gets the port.
+        host: Address of this machine.
+        port: 0 = any free one.
+        flags: Names of the settings of port and host, for the error.
+        credentials: For TLS; None: without.
+
+    Returns:
+        host:port as bound.
+
+    Raises:
+        ConfigError: The port is taken or the address cannot be bound.
+    """
+    try:
+        address = f"{bracket(host)}:{port}"
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: the port is in use or the address is not this "
+            f"machine's; choose another {flags[0]} or {flags[1]}"
+        ) from error
+    return f"{bracket(host)}:{bound}"
+
+
+def keep_nixl_on_loopback(host: str) -> None:
+    """Makes NIXL listen on loopback alone in a service that does; call it before NIXL starts.
+
+    UCX, below NIXL, opens ports on every network device by default, and they know no passwords.
+    What the environment says already stays.
+    """
+    if is_loopback(host):
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")

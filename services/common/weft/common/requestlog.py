@@ -1,0 +1,163 @@
+"""The log of requests: one JSON line a prompt, written when it has ended, read for replays.
+
+What a prompt or an answer says is in it only where that was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+from weft.engine.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+MAX_QUEUED = 4096
+"""Lines that wait to be written; more are dropped and counted."""
+CLOSE_TIMEOUT_S = 5.0
+
+
+class LoggedSample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One answer to a prompt."""
+
+    finish_reason: str = ""
+    """stop, length or cancelled; empty = it had not ended."""
+    num_tokens: int = 0
+    ids: list[int] | None = None
+    text: str | None = None
+
+
+class LoggedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One prompt and what became of it."""
+
+    time: float
+    """Unix time of its arrival."""
+    request_id: str
+    """As the client got it; with several prompts `-0`, `-1`, ... follow."""
+    client_request_id: str = ""
+    """As the client or the REST edge called it (`X-Request-Id`); empty = it did not."""
+    trace_id: str = ""
+    model: str = ""
+    sampling: dict[str, Any] = {}
+    """weft.v1.SamplingParams as protobuf's JSON, with the seed that was used."""
+    stop: dict[str, Any] = {}
+    """weft.v1.StopCriteria likewise."""
+    top_logprobs: int | None = None
+    num_prompt_tokens: int = 0
+    prompt_ids: list[int] | None = None
+    prompt_text: str | None = None
+    outcome: str = ""
+    """ok, or the failure's reason in lower case; empty = it ran when the service ended."""
+    duration_s: float = 0.0
+    samples: list[LoggedSample] = []
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(LoggedPrompt)
+
+
+def to_line(prompt: LoggedPrompt) -> str:
+    """A prompt as a line of the log, without its end."""
+    return _encoder.encode(prompt).decode()
+
+
+def read_log(file: TextIO) -> Iterator[LoggedPrompt]:
+    """The prompts of a log.
+
+    Raises:
+        ConfigError: A line is not of such a log; says which.
+    """
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            yield _decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"line {number} is not of a request log: {error}") from error
+
+
+class RequestLog:
+    """Writes prompts to a file that rotates, in a thread of its own; callers never wait.
+
+    Args:
+        path: Of the newest file; older ones have `.1`, `.2`, ... behind it.
+        max_bytes: Of each file.
+        num_files: Kept, the newest included.
+        finish: Called in the writing thread before a prompt is written, to add what takes time.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        num_files: int,
+        finish: Callable[[LoggedPrompt], None] = lambda prompt: None,
+    ) -> None:
+        try:
+            self._file = _PrivateFile(path, max_bytes, num_files)
+        except OSError as error:
+            raise ConfigError(f"--request-log {path}: {error.strerror}") from error
+        self._finish = finish
+        self._queue: queue.Queue[LoggedPrompt | None] = queue.Queue(MAX_QUEUED)
+        self.num_dropped = 0
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    def write(self, prompt: LoggedPrompt) -> None:
+        """Queues a prompt; drops it when the file cannot keep up."""
+        try:
+            self._queue.put_nowait(prompt)
+        except queue.Full:
+            self.num_dropped += 1
+            if self.num_dropped.bit_count() == 1:  # 1, 2, 4, ...
+                _log.warning("the request log cannot keep up: %d dropped", self.num_dropped)
+
+    def close(self) -> None:
+        """Writes what is queued, for a bounded time."""
+        try:
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_TIMEOUT_S)
+        self._file.close()
+
+    def _run(self) -> None:
+        while (prompt := self._queue.get()) is not None:
+            try:
+                self._finish(prompt)
+                self._file.write_line(to_line(prompt))
+            except Exception:
+                _log.exception("a prompt could not be logged")
+
+
+class _PrivateFile(RotatingFileHandler):
+    """A rotating file that only its owner can read."""
+
+    def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
+        super().__init__(
+            path, maxBytes=max_bytes, backupCount=num_files - 1, encoding="utf-8", delay=False
+        )
+
+    def _open(self) -> Any:
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags, 0o600)
+
+        return open(self.baseFilename, "a", encoding="utf-8", opener=opener)
+
+    def write_line(self, line: str) -> None:
+        """Writes one line; begins a new file where it does not fit any more."""
+        self.emit(logging.makeLogRecord({"msg": line}))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk is the caller's to hear of."""
+        raise

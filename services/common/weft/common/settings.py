@@ -1,0 +1,398 @@
+"""Typed settings of a service: defaults < TOML file < environment < flags."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import os
+import re
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+_log = logging.getLogger(__name__)
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "json", "text"]
+
+
+class Settings(BaseModel):
+    """Base of all settings. Subclasses name their program and describe every field with its unit.
+
+    Values of fields with `repr=False` are never shown, not even wrong ones.
+
+    A field `kv_memory_bytes` of program `decode` is the TOML key `kv_memory_bytes`, the
+    environment variable `WEFT_DECODE_KV_MEMORY_BYTES` and the flag `--kv-memory-bytes`. Lists are
+    comma-separated in the environment and in flags, which can also be repeated; `none` clears an
+    optional field.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    program: ClassVar[str] = "service"
+    """Name in `--help`, and in the environment prefix `WEFT_<PROGRAM>_`."""
+    command: ClassVar[str] = "weft serve"
+    """What comes before that name on a command line."""
+
+    def describe(self) -> dict[str, object]:
+        """The effective values as plain JSON types, for the start-up log."""
+        hidden = {name for name, field in type(self).model_fields.items() if not field.repr}
+        return self.model_dump(mode="json", exclude=hidden)
+
+
+class ServiceSettings(Settings):
+    """What every Weft gRPC service has."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any free one")
+    metrics_port: int | None = Field(
+        0, ge=0, le=65535, description="Prometheus HTTP port; 0 = any free one, none = off"
+    )
+    ready_file: Path | None = Field(
+        None, description="JSON file written when the service is ready (addresses, pid)"
+    )
+    drain_grace_s: float = Field(
+        10.0, ge=0, le=3600, description="time for running requests after SIGTERM, in seconds"
+    )
+    max_message_bytes: int = Field(
+        16 << 20, ge=1 << 16, le=1 << 30, description="largest gRPC message received, in bytes"
+    )
+    admin_port: int | None = Field(
+        None, ge=0, le=65535, description="operators' gRPC port; 0 = any free one, none = off"
+    )
+    admin_host: str = Field("127.0.0.1", description="address that the operators' port listens on")
+    admin_token_file: Path | None = Field(
+        None, description="file with the token that calls to the operators' port must bring"
+    )
+    tracing: bool = Field(
+        True, description="keep the spans of recent requests, for `weft trace` and for export"
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="share of traces begun here that are exported"
+    )
+    trace_buffer_spans: int = Field(
+        10_000, ge=1, le=1_000_000, description="newest spans kept for `weft trace`"
+    )
+    otlp_endpoint: str = Field(
+        "",
+        max_length=1024,
+        description="collector that spans are exported to, as http://HOST:4317; empty = "
+        "$OTEL_EXPORTER_OTLP_ENDPOINT, and nowhere without it",
+    )
+    enable_faults: bool = Field(
+        False, description="let operators inject faults, for tests of the mesh"
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM certificate that names this service; with it all gRPC is mutual TLS"
+    )
+    tls_key: Path | None = Field(None, description="PEM key of that certificate")
+    tls_ca: Path | None = Field(
+        None, description="PEM certificates of the authorities whose peers are trusted"
+    )
+    insecure: bool = Field(
+        False, description="listen beyond loopback although nothing protects the port"
+    )
+    health_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of gRPC health alone, never with TLS, for probes that have no "
+        "certificate; 0 = any free one, none = off",
+    )
+    log_level: LogLevel = Field("info", description="least level that is logged")
+    log_format: LogFormat = Field("auto", description="auto = text on a terminal, else JSON lines")
+
+    @model_validator(mode="after")
+    def _check_admin(self) -> Self:
+        if self.admin_port is not None and self.admin_token_file is None:
+            raise ValueError(
+                "--admin-port needs --admin-token-file, a file with a token of at least 16 "
+                "characters"
+            )
+        if self.enable_faults and self.admin_port is None:
+            raise ValueError("--enable-faults needs --admin-port, where faults are injected")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        given = [self.tls_cert, self.tls_key, self.tls_ca]
+        if any(given) and not all(given):
+            raise ValueError("--tls-cert, --tls-key and --tls-ca: give all three, or none")
+        if not self.insecure and (problem := self.exposure):
+            raise ValueError(f"{problem}; accept that with --insecure, or see docs/security.md")
+        return self
+
+    @property
+    def has_tls(self) -> bool:
+        """gRPC is mutual TLS."""
+        return self.tls_cert is not None
+
+    @property
+    def exposure(self) -> str:
+        """What listens beyond this machine without protection, in words; empty if nothing does."""
+        if not self.has_tls and not is_loopback(self.host):
+            return f"--host {self.host} is open to other machines, and there is no --tls-cert"
+        if self.admin_port is not None and not self.has_tls and not is_loopback(self.admin_host):
+            return (
+                f"--admin-host {self.admin_host} is open to other machines, and without "
+                "--tls-cert its token travels in the clear"
+            )
+        return ""
+
+
+class PageSettings(ServiceSettings):
+    """What every service that holds KV pages has besides."""
+
+    transport: Literal["auto", "nixl", "data"] = Field(
+        "auto",
+        description="how KV pages travel; auto = NIXL where it works and the port is protected, "
+        "else gRPC data messages",
+    )
+
+    @property
+    def page_transport(self) -> Literal["auto", "nixl", "data"]:
+        """`transport`, without NIXL on a port that anybody reaches unless it was asked for.
+
+        NIXL takes over gRPC where to write and read: only TLS tells from whom.
+        """
+        if self.transport == "auto" and self._is_open:
+            return "data"
+        return self.transport
+
+    @property
+    def _is_open(self) -> bool:
+        return not self.has_tls and not is_loopback(self.host)
+
+    def tell_of_pages(self, has_nixl: bool) -> None:
+        """Says at the start what protects pages on their way.
+
+        Args:
+            has_nixl: It is used.
+        """
+        if has_nixl and self._is_open:
+            _log.warning(
+                "insecure: without --tls-cert NIXL takes metadata, that is where to write and "
+                "read, from anybody who reaches --host %s",
+                self.host,
+            )
+        elif self._is_open and self.transport == "auto":
+            _log.warning(
+                "KV pages travel as gRPC data, several times slower than over NIXL, which takes "
+                "anybody's metadata without --tls-cert; accept that with --transport nixl"
+            )
+        if has_nixl and (self.has_tls or not is_loopback(self.host)):
+            _log.warning("KV pages travel over NIXL, which encrypts nothing: confine its ports")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> S:
+    """Reads settings from all sources and checks them as a whole.
+
+    Args:
+        cls: The settings class.
+        argv: Flags without the program name; `--config FILE` names a TOML file.
+        environ: Environment, default the process's.
+
+    Returns:
+        The validated settings.
+
+    Raises:
+        SystemExit: With status 2 and a readable message on the first set of problems, or with
+            status 0 after `--help`.
+    """
+    flags = _parse_flags(cls, argv)
+    config = flags.pop("config", None)
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    problems: list[str] = []
+    sources = (
+        _from_file(cls, config, problems),
+        _from_environment(cls, os.environ if environ is None else environ, problems),
+        {name: (value, _flag(name)) for name, value in flags.items()},
+    )
+    for source in sources:
+        for name, (value, where) in source.items():
+            values[name], origin[name] = value, where
+    if not problems:
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            problems = _explain(cls, error, origin)
+    lines = "\n".join(f"  {problem}" for problem in problems)
+    sys.stderr.write(f"{cls.command} {cls.program}: settings are not valid\n{lines}\n")
+    raise SystemExit(2)
+
+
+def env_prefix(cls: type[Settings]) -> str:
+    """Prefix of the environment variables that `cls` reads."""
+    return f"WEFT_{cls.program.upper().replace('-', '_')}_"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parse_flags(cls: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
+    """Flags given on the command line, by field name; values still unchecked."""
+    parser = argparse.ArgumentParser(
+        prog=f"{cls.command} {cls.program}",
+        description=(cls.__doc__ or "").split("\n\n")[0],
+        epilog=f"Every setting is also an environment variable {env_prefix(cls)}<NAME> and a key "
+        "of the TOML file. Order: defaults < file < environment < flags.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", default=argparse.SUPPRESS)
+    for name, field in cls.model_fields.items():
+        if name == "config":
+            raise TypeError("a settings field cannot be called `config`")
+        text = f"{field.description} {_default_text(field)}".replace("%", "%%")
+        if _plain_type(field) is bool:
+            parser.add_argument(
+                _flag(name),
+                dest=name,
+                help=text,
+                default=argparse.SUPPRESS,
+                action=argparse.BooleanOptionalAction,
+            )
+        else:
+            parser.add_argument(
+                _flag(name),
+                dest=name,
+                help=text,
+                default=argparse.SUPPRESS,
+                metavar=_metavar(field),
+                action="append" if _is_list(field) else "store",
+            )
+    given = vars(parser.parse_args(list(argv)))
+    return {name: _parse_flag(cls.model_fields.get(name), value) for name, value in given.items()}
+
+
+def _parse_flag(field: FieldInfo | None, value: Any) -> Any:
+    if field is not None and isinstance(value, list):
+        parts = [_parse_text(field, text) for text in value]
+        return None if None in parts else [item for part in parts for item in part]
+    return _parse_text(field, value) if field is not None and isinstance(value, str) else value
+
+
+def _from_environment(
+    cls: type[Settings], environ: Mapping[str, str], problems: list[str]
+) -> dict[str, tuple[Any, str]]:
+    prefix = env_prefix(cls)
+    found: dict[str, tuple[Any, str]] = {}
+    for key, text in environ.items():
+        if not key.startswith(prefix):
+            continue
+        name = key[len(prefix) :].lower()
+        if name in cls.model_fields:
+            found[name] = (_parse_text(cls.model_fields[name], text), key)
+        else:
+            problems.append(f"{key}: no such setting; unset it ({_nearest(cls, name)})")
+    return found
+
+
+def _from_file(
+    cls: type[Settings], path: Path | None, problems: list[str]
+) -> dict[str, tuple[Any, str]]:
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"--config {path}: cannot be read: {error.strerror}")
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        problems.append(f"--config {path}: not a TOML file: {error}")
+        return {}
+    for name in table:
+        if name not in cls.model_fields:
+            problems.append(f"{path}: {name}: no such setting ({_nearest(cls, name)})")
+    return {name: (value, f"{path}: {name}") for name, value in table.items()}
+
+
+def _plain_type(field: FieldInfo) -> object:
+    """The field's type without `None`."""
+    annotation = field.annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [m for m in typing.get_args(annotation) if m is not type(None)]
+        annotation = members[0] if len(members) == 1 else annotation
+    return annotation
+
+
+def _parse_text(field: FieldInfo, text: str) -> Any:
+    """Turns the text of a flag or variable into what pydantic can check."""
+    plain = _plain_type(field)
+    if plain is not field.annotation and text.lower() == "none":
+        return None
+    if _is_list(field):
+        return [item.strip() for item in text.split(",") if item.strip()]
+    return text
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return typing.get_origin(_plain_type(field)) in (list, tuple, frozenset, set)
+
+
+def _metavar(field: FieldInfo) -> str:
+    plain = _plain_type(field)
+    if typing.get_origin(plain) is Literal:
+        return "{" + ",".join(str(choice) for choice in typing.get_args(plain)) + "}"
+    if _is_list(field):
+        return "A,B,..."
+    return getattr(plain, "__name__", "VALUE").upper()
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "(required)"
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, (list, tuple)):
+        default = ",".join(str(item) for item in default) or "empty"
+    return f"(default {'none' if default is None else default})"
+
+
+def _nearest(cls: type[Settings], name: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, cls.model_fields, n=1)
+    return f"did you mean {close[0]}?" if close else f"see `{cls.command} {cls.program} --help`"
+
+
+def _explain(cls: type[Settings], error: ValidationError, origin: dict[str, str]) -> list[str]:
+    """One line a problem: where the value came from, the value, what is wrong, what to give."""
+    lines: list[str] = []
+    for item in error.errors(include_url=False):
+        name = str(item["loc"][0]) if item["loc"] else ""
+        message = re.sub(r"^(Value|Assertion) error, ", "", item["msg"])
+        if item["type"] == "missing":
+            lines.append(f"{_flag(name)}: required; {cls.model_fields[name].description}")
+        elif not name:
+            lines.append(message)
+        else:
+            where = origin.get(name, _flag(name))
+            description = cls.model_fields[name].description
+            shown = f" = {item['input']!r}" if cls.model_fields[name].repr else ""
+            lines.append(f"{where}{shown}: {message}; {name}: {description}")
+    return lines

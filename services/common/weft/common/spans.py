@@ -1,0 +1,168 @@
+"""Spans as plain values: what a service did for a request, and for how long.
+
+They are recorded once they have ended, from times that were taken anyway. Their ids and the
+`traceparent` that carries them follow W3C Trace Context, so that any collector can join them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+REQUEST_ID_KEY = "x-weft-request-id"
+"""Metadata of calls between services, beside `traceparent`."""
+
+SpanKind = Literal["internal", "server", "client"]
+Attribute = str | bool | int | float
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TRACE_ID = re.compile(r"[0-9a-f]{32}")
+_new_bits = random.SystemRandom().getrandbits
+_ids = random.Random(_new_bits(256))
+
+
+class SpanContext(NamedTuple):
+    """What a span's children need of it, on this machine or another."""
+
+    trace_id: int
+    """128 bits, not 0."""
+    span_id: int
+    """64 bits, not 0."""
+    is_sampled: bool
+    """It is exported, where spans are exported."""
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C header of calls that this span makes."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
+
+    def child(self, span_id: int | None = None) -> SpanContext:
+        """The context of a new span in the same trace."""
+        return SpanContext(self.trace_id, span_id or new_span_id(), self.is_sampled)
+
+
+def new_span_id() -> int:
+    """64 random bits, not all 0."""
+    return _ids.getrandbits(64) or 1
+
+
+def new_trace(is_sampled: bool) -> SpanContext:
+    """The context of a root span."""
+    return SpanContext(_ids.getrandbits(128) or 1, new_span_id(), is_sampled)
+
+
+def parse_traceparent(text: str) -> SpanContext | None:
+    """The context in a W3C traceparent; None where there is none or it is not valid."""
+    match = _TRACEPARENT.fullmatch(text)
+    if match is None:
+        return None
+    version, trace, span, flags, more = match.groups()
+    context = SpanContext(int(trace, 16), int(span, 16), bool(int(flags, 16) & 1))
+    if version == "ff" or (version == "00" and more) or not context.trace_id or not context.span_id:
+        return None
+    return context
+
+
+def lease_span_id(lease_id: bytes) -> int:
+    """The id of the span of a fill: its lease's first half.
+
+    Owner and engine tell of the fill at different times, without a word about spans between them.
+    """
+    return int.from_bytes(lease_id[:8], "big") or 1
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that has ended. Times are seconds on this host's monotonic clock."""
+
+    name: str
+    context: SpanContext
+    parent_id: int
+    """0 = none."""
+    start_s: float
+    end_s: float
+    request_id: str = ""
+    kind: SpanKind = "internal"
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    error: str = ""
+    """Why it failed; empty when it did not."""
+
+
+class Tracer:
+    """Keeps the spans that one service made lately, and passes sampled ones on.
+
+    It belongs to one thread. Recording a span costs about a microsecond.
+
+    Args:
+        service: Name of the service: gateway, decode, prefill or kvstore.
+        instance: Stable id of this one.
+        is_on: Off, nothing is recorded and every call returns at once.
+        sample_ratio: Share of new traces that are exported, 0..1; a trace that a caller has begun
+            is exported if the caller says so.
+        max_spans: Kept; the oldest go first.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        instance: str = "",
+        *,
+        is_on: bool = True,
+        sample_ratio: float = 1.0,
+        max_spans: int = 10_000,
+    ) -> None:
+        self.service = service
+        self.instance = instance
+        self.is_on = is_on
+        self.export: Callable[[Span], None] | None = None
+        """Gets every sampled span; must not block."""
+        self._sample_ratio = sample_ratio
+        self._spans: deque[Span] = deque(maxlen=max_spans)
+
+    def begin(self, traceparent: str) -> tuple[SpanContext, int]:
+        """The context of a span that serves a call.
+
+        Args:
+            traceparent: The caller's, or whatever came in its place.
+
+        Returns:
+            The context, and the id of its parent: 0 where it begins a trace.
+        """
+        caller = parse_traceparent(traceparent)
+        if caller is None:
+            return new_trace(_ids.random() < self._sample_ratio), 0
+        return caller.child(), caller.span_id
+
+    def record(self, span: Span) -> None:
+        """Keeps a span that has ended."""
+        if not self.is_on:
+            return
+        self._spans.append(span)
+        if span.context.is_sampled and self.export is not None:
+            self.export(span)
+
+    def find(self, wanted: str, limit: int) -> list[Span]:
+        """The newest spans of a request or trace, oldest first.
+
+        Args:
+            wanted: A request id, with the spans of each of its prompts, or 32 hex digits of a
+                trace id.
+            limit: Returned at most.
+        """
+        if _TRACE_ID.fullmatch(wanted):
+            trace_id = int(wanted, 16)
+            found = [span for span in self._spans if span.context.trace_id == trace_id]
+        else:
+            part = re.compile(re.escape(wanted) + r"(-\d+)?")
+            found = [span for span in self._spans if part.fullmatch(span.request_id)]
+        return found[-limit:]
+
+
+def wall_offset_s() -> float:
+    """What to add to a time of the monotonic clock to get Unix time, now."""
+    return time.time() - time.monotonic()

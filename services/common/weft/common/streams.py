@@ -1,0 +1,27 @@
+"""What every service does with streams of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from weft.engine.errors import DeadlineExceeded
+
+FIRST_MESSAGE_TIMEOUT_S = 10.0
+"""A caller that opens a stream has its first message at hand."""
+T = TypeVar("T")
+
+
+async def first_message(requests: AsyncIterator[T]) -> T | None:
+    """The first message of a stream; None: it ended without one.
+
+    Raises:
+        DeadlineExceeded: It does not come.
+    """
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
+            return await anext(aiter(requests), None)
+    except TimeoutError:
+        message = f"the first message did not come within {FIRST_MESSAGE_TIMEOUT_S:g} s"
+        raise DeadlineExceeded(message, stage="stream") from None

@@ -1,0 +1,1 @@
+"""What prefill and decode workers share: the engine process and the services around it."""

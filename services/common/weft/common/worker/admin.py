@@ -1,0 +1,55 @@
+"""What operators may do to a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+
+from weft.common.settings import LogLevel
+from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.service import Queries
+from weft.engine.errors import PeerUnavailable
+from weft.engine.faults import FaultSpec, FaultState
+from weft.engine.messages import Inbox
+
+
+class WorkerAdmin:
+    """Implements `AdminBackend` over the engine.
+
+    Args:
+        engine: Of this worker.
+        queries: Ask it.
+        sizes: Lengths of what the server process keeps, by name.
+    """
+
+    def __init__(
+        self, engine: EngineClient, queries: Queries, sizes: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self._engine = engine
+        self._queries = queries
+        self._sizes = sizes
+
+    async def flush_cache(self) -> int:
+        """See `AdminBackend`."""
+        return await self._queries.flush_cache()
+
+    async def dump_state(self, max_entries: int) -> Mapping[str, object]:
+        """See `AdminBackend`."""
+        engine = json.loads(await self._queries.dump_state(max_entries))
+        return {
+            "engine": engine,
+            "server": {"tasks": len(asyncio.all_tasks()), **self._sizes()},
+        }
+
+    async def order_faults(
+        self, *, add: FaultSpec | None = None, clear: str | None = None
+    ) -> list[FaultState]:
+        """See `AdminBackend`."""
+        return await self._queries.order_faults(add=add, clear=clear)
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """See `AdminBackend`."""
+        with contextlib.suppress(PeerUnavailable):  # it ends, and this process with it
+            self._engine.send(Inbox(log_level=level))

@@ -1,0 +1,92 @@
+"""What an engine process leaves for those who look into its stall or death.
+
+The server gives it a folder. Stacks are written by faulthandler, which needs no interpreter lock;
+the state by a thread, as long as the engine's own thread lets others run; the plan of each step
+before it runs, into memory that outlives the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, Protocol
+
+from weft.engine.flight import FlightRecorder
+
+logger = logging.getLogger(__name__)
+
+STACKS, PLAN, STATE = "stacks.txt", "plan.bin", "state.json"
+STACKS_SIGNAL, STATE_SIGNAL = signal.SIGUSR2, signal.SIGUSR1
+"""Ask for the stacks, and for the state."""
+STATE_ENTRIES = 1000
+_TRIES = 5
+"""The engine's thread may change a list while it is read."""
+
+
+class Watched(Protocol):
+    """What is needed of an engine."""
+
+    flight: FlightRecorder | None
+
+    def snapshot(self, max_entries: int) -> dict[str, Any]:
+        """What it is doing now, as JSON can hold it."""
+        ...
+
+
+class BlackBox:
+    """The engine's side: handlers of the whole process, installed once.
+
+    Args:
+        folder: Where the files go; it is there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Open for the life of the process: a crash handler cannot open files.
+        self._stacks = (folder / STACKS).open("wb", buffering=0)
+        faulthandler.enable(self._stacks, all_threads=True)
+        # The engine's thread only, which gets the signal: walking the frames of threads that run
+        # meanwhile, as the one that tells the state does, can end the process.
+        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=False, chain=False)
+
+    def watch(self, engine: Watched) -> None:
+        """Records the engine's plans, and writes its state when `STATE_SIGNAL` asks for it."""
+        engine.flight = FlightRecorder(self._folder / PLAN)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        # The number reaches the pipe at once, also while the main thread is stuck in a step.
+        signal.signal(STATE_SIGNAL, lambda number, frame: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(
+            target=self._answer, args=(reader, engine), name="black-box", daemon=True
+        ).start()
+
+    def failed(self) -> None:
+        """The main thread ends by the exception that is being handled."""
+        self._stacks.write(traceback.format_exc().encode(errors="replace"))
+
+    def _answer(self, reader: int, engine: Watched) -> None:
+        while numbers := os.read(reader, 64):
+            if STATE_SIGNAL in numbers:
+                try:
+                    self._write_state(engine)
+                except Exception:
+                    logger.exception("the state could not be written")
+
+    def _write_state(self, engine: Watched) -> None:
+        for attempt in range(_TRIES):
+            try:
+                state = json.dumps(engine.snapshot(STATE_ENTRIES))
+                break
+            except RuntimeError:  # a list changed while it was read
+                if attempt == _TRIES - 1:
+                    raise
+        temporary = self._folder / f"{STATE}.tmp"
+        temporary.write_text(state)
+        temporary.replace(self._folder / STATE)

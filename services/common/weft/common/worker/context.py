@@ -1,0 +1,23 @@
+"""What a role's service is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.common.spans import Tracer
+from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.service import Queries
+from weft.common.worker.settings import WorkerSettings
+from weft.engine.messages import EngineInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """One worker's parts that its role's service uses."""
+
+    settings: WorkerSettings
+    engine: EngineClient
+    info: EngineInfo
+    worker_id: str
+    queries: Queries
+    tracer: Tracer

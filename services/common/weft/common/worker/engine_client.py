@@ -1,0 +1,218 @@
+"""The server process's end: spawns the engine, sends inboxes, hands out outboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.common.settings import LogFormat, LogLevel
+from weft.common.worker.frames import (
+    HEADER,
+    MAX_FRAME_BYTES,
+    FromEngine,
+    frame,
+    merge,
+    parse_from_engine,
+)
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError, Internal, PeerUnavailable, error_class
+from weft.engine.messages import EngineInfo, Inbox, LoadReport, Outbox
+
+logger = logging.getLogger(__name__)
+
+SPIN_COUNT = "1000"
+"""GOMP_SPINCOUNT: engines that share cores must not spin (docs/decisions)."""
+EXIT_GRACE_S = 3.0
+
+
+class EngineClient:
+    """One engine process and the socket to it.
+
+    Args:
+        config: what the engine is told.
+        on_outbox: called on the loop for every outbox.
+        on_progress: called with (bytes read, bytes in all) while weights load.
+        black_box: folder for what the process leaves of itself; None: nothing.
+        log_level: least level that it logs.
+        log_format: how.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_outbox: Callable[[Outbox], None],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        black_box: Path | None = None,
+        *,
+        log_level: LogLevel = "info",
+        log_format: LogFormat = "auto",
+    ) -> None:
+        self._config = config
+        self._on_outbox = on_outbox
+        self._on_progress = on_progress
+        self._black_box = black_box
+        self._logging = (log_level, log_format)
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._orders: asyncio.StreamWriter | None = None
+        self._pending: Inbox | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._reading_orders: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self.info: EngineInfo | None = None
+        self.load: LoadReport | None = None
+        self.last_turn_at = 0.0
+        """Monotonic time of the engine's last word."""
+        self.gone: asyncio.Future[str] = self._loop.create_future()
+        """Resolves with the reason when the engine process has died."""
+
+    async def start(self) -> EngineInfo:
+        """Spawns the engine and waits until it is ready.
+
+        Raises:
+            WeftError: it could not start; the message says why.
+        """
+        ours, theirs = socket.socketpair()
+        our_orders, their_orders = socket.socketpair()
+        environment = dict(os.environ)
+        threads = self._config.num_threads or os.cpu_count() or 1
+        environment["OMP_NUM_THREADS"] = str(threads)
+        environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "weft.common.worker.engine_main",
+                str(theirs.fileno()),
+                str(their_orders.fileno()),
+                str(os.getpid()),
+                f"{self._config.role}-engine",
+                *self._logging,
+                *([] if self._black_box is None else [str(self._black_box)]),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), their_orders.fileno()),
+                env=environment,
+            )
+        finally:
+            theirs.close()
+            their_orders.close()
+        replies, self._orders = await asyncio.open_connection(sock=our_orders)
+        self._reading_orders = asyncio.create_task(self._read_orders(replies))
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        self._writer.write(frame(self._config))
+        ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._reading = asyncio.create_task(self._read(reader, ready))
+        return await ready
+
+    @property
+    def loop_age_s(self) -> float:
+        """Time since the engine's last word."""
+        return time.monotonic() - self.last_turn_at
+
+    def send(self, inbox: Inbox) -> None:
+        """Sends an inbox with everything else of this turn of the loop.
+
+        Raises:
+            PeerUnavailable: the engine is gone.
+        """
+        if self.gone.done():
+            raise PeerUnavailable(f"the engine is gone: {self.gone.result()}", stage="decode")
+        if self._pending is None:
+            self._pending = inbox
+            self._loop.call_soon(self._flush)
+        else:
+            merge(self._pending, inbox)
+
+    def order(self, inbox: Inbox) -> None:
+        """Sends fault orders, which are obeyed also while the engine's loop does not turn.
+
+        Raises:
+            PeerUnavailable: the engine is gone.
+        """
+        if self.gone.done() or self._orders is None:
+            raise PeerUnavailable("the engine is gone", stage="faults")
+        self._orders.write(frame(inbox))
+
+    async def stop(self) -> None:
+        """Closes the socket, on which the engine ends; kills it when it does not."""
+        if self._process is None:
+            return
+        if self._writer is not None:
+            self._writer.close()
+        if self._orders is not None:
+            self._orders.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), EXIT_GRACE_S)
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+        reading = (self._reading, self._reading_orders)
+        await asyncio.gather(*(task for task in reading if task), return_exceptions=True)
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(pending))
+
+    async def _read(self, reader: asyncio.StreamReader, ready: asyncio.Future[EngineInfo]) -> None:
+        reason = "its socket closed"
+        try:
+            while True:
+                message = await _message(reader)
+                self.last_turn_at = time.monotonic()
+                if message.outbox is not None:
+                    self.load = message.outbox.load or self.load
+                    self._on_outbox(message.outbox)
+                elif message.info is not None:
+                    self.info = message.info
+                    ready.set_result(message.info)
+                elif message.progress is not None:
+                    self._on_progress(*message.progress)
+                elif message.failure is not None:
+                    error = error_class(message.failure.reason)(message.failure.message)
+                    ready.set_exception(error)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except Exception as error:
+            logger.exception("reading from the engine failed")
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            status = await self._exit_status()
+            if not ready.done():
+                ready.set_exception(ConfigError(f"the engine ended at its start ({status})"))
+            if not self.gone.done():
+                self.gone.set_result(f"{reason}, {status}")
+
+    async def _read_orders(self, reader: asyncio.StreamReader) -> None:
+        """Replies to fault orders: no sign of life of the engine's loop."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while (message := await _message(reader)).outbox is not None:
+                self._on_outbox(message.outbox)
+
+    async def _exit_status(self) -> str:
+        assert self._process is not None
+        try:
+            code = await asyncio.wait_for(self._process.wait(), EXIT_GRACE_S)
+        except TimeoutError:
+            self._kill()
+            code = await self._process.wait()
+        return f"exit status {code}" if code >= 0 else f"signal {-code}"
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):  # gone meanwhile, if not noticed yet
+            self._process.kill()
+
+
+async def _message(reader: asyncio.StreamReader) -> FromEngine:
+    (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    if length > MAX_FRAME_BYTES:
+        raise Internal(f"the engine sent a frame of {length} bytes")
+    return parse_from_engine(await reader.readexactly(length))

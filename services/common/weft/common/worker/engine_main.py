@@ -1,0 +1,233 @@
+"""The engine process of a worker.
+
+`python -m weft.common.worker.engine_main FD ORDERS_FD PARENT_PID NAME LOG_LEVEL LOG_FORMAT [DIR]`
+
+It is spawned by the server process with one end of a socket pair, and of a second one for fault
+orders. It ends when the first one closes, and the kernel ends it when the server process dies in
+any other way. In DIR it leaves what helps to explain its stall or death.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import cast
+
+from weft.common.logging import configure_logging
+from weft.common.settings import LogFormat, LogLevel
+from weft.common.worker.black_box import BlackBox
+from weft.common.worker.fault_orders import obey_orders
+from weft.common.worker.frames import (
+    HEADER,
+    MAX_FRAME_BYTES,
+    FromEngine,
+    frame,
+    merge,
+    parse_config,
+    parse_inbox,
+)
+from weft.engine import faults
+from weft.engine.engine import Engine
+from weft.engine.errors import ConfigError, WeftError
+from weft.engine.messages import Inbox, Outbox
+from weft.engine.outgoing import failure_of
+from weft.engine.parts import load_parts
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+FILL_POLL_S = 0.001
+"""NIXL notifications have no file descriptor: they are polled for while fills are open."""
+IDLE_POLL_S = 0.05
+READ_BYTES = 1 << 20
+
+
+_EMPTY = Outbox()
+
+
+class ServerGone(Exception):
+    """The server process closed its end."""
+
+
+class ServerLink:
+    """The engine's end of the socket; reads never wait, writes are buffered."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._received = bytearray()
+        self._unsent: deque[memoryview] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        self._poll.register(sock, select.POLLIN)
+
+    def wake(self) -> None:
+        """Ends a `wait` from another thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for a message, a wake-up or the time-out."""
+        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        self._poll.modify(self._sock, events)
+        for descriptor, _ in self._poll.poll(timeout_s * 1e3):
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+
+    def read(self) -> list[bytes]:
+        """Bodies of the frames that have arrived.
+
+        Raises:
+            ServerGone: the other end is closed.
+        """
+        while True:
+            try:
+                data = self._sock.recv(READ_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionError as error:
+                raise ServerGone from error
+            if not data:
+                raise ServerGone
+            self._received += data
+            if len(data) < READ_BYTES:
+                break
+        return self._split()
+
+    def write(self, message: FromEngine) -> None:
+        """Queues a frame and sends what the socket takes."""
+        self._unsent.append(memoryview(frame(message)))
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket takes now."""
+        try:
+            while self._unsent:
+                sent = self._sock.send(self._unsent[0])
+                if sent == len(self._unsent[0]):
+                    self._unsent.popleft()
+                else:
+                    self._unsent[0] = self._unsent[0][sent:]
+        except BlockingIOError:
+            pass
+        except ConnectionError as error:
+            raise ServerGone from error
+
+    def _split(self) -> list[bytes]:
+        bodies, start = [], 0
+        while len(self._received) - start >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._received, start)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes")
+            end = start + HEADER.size + length
+            if len(self._received) < end:
+                break
+            bodies.append(bytes(self._received[start + HEADER.size : end]))
+            start = end
+        del self._received[:start]
+        return bodies
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Asks the kernel for SIGKILL when the parent dies; ends at once if it is dead already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def load(link: ServerLink) -> Engine:
+    """Reads the config frame and loads the engine, telling progress."""
+    bodies: list[bytes] = []
+    while not bodies:
+        link.wait(1.0)
+        bodies = link.read()
+    config = parse_config(bodies[0])
+    if config.enable_faults:
+        faults.BOARD.enable()
+    last = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done == total or now - last > 0.1:
+            last = now
+            link.write(FromEngine(progress=(done, total)))
+
+    engine = Engine(config, load_parts(config, wake=link.wake, progress=progress))
+    # What was loaded lives as long as the process: the collector need not walk it again.
+    gc.collect()
+    gc.freeze()
+    link.write(FromEngine(info=engine.info))
+    return engine
+
+
+def run(engine: Engine, link: ServerLink) -> None:
+    """Turns the engine until the server goes away."""
+    while True:
+        inbox: Inbox | None = None
+        for body in link.read():
+            received = parse_inbox(body)
+            inbox = received if inbox is None else merge(inbox, received)
+        if inbox is not None and inbox.log_level:
+            logging.getLogger().setLevel(inbox.log_level.upper())
+        outbox = engine.turn(inbox)
+        if outbox != _EMPTY:
+            link.write(FromEngine(outbox=outbox))
+        else:
+            link.flush()
+        if not engine.ran_step:
+            link.wait(FILL_POLL_S if engine.fills.num_open or engine.has_work else IDLE_POLL_S)
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of the process."""
+    descriptor, orders_descriptor, parent_pid = (int(number) for number in argv[:3])
+    die_with_parent(parent_pid)
+    # Ctrl-C reaches the whole process group; the server decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    level, fmt = cast("LogLevel", argv[4]), cast("LogFormat", argv[5])
+    configure_logging(argv[3], level, fmt)
+    black_box = BlackBox(Path(argv[6])) if len(argv) > 6 else None
+    link = ServerLink(socket.socket(fileno=descriptor))
+    try:
+        engine = load(link)
+    except ServerGone:
+        return 1
+    except (WeftError, MemoryError, RuntimeError) as error:
+        known = error if isinstance(error, WeftError) else ConfigError(str(error))
+        link.write(FromEngine(failure=failure_of(known)))
+        return 1
+    if black_box is not None:
+        black_box.watch(engine)
+    if faults.BOARD.is_enabled:
+        obey_orders(socket.socket(fileno=orders_descriptor))
+    logger.info("the engine is loaded", extra={"pid": os.getpid(), "pages": engine.info.num_pages})
+    try:
+        run(engine, link)
+    except ServerGone:
+        engine.close()
+        return 0
+    except Exception:
+        logger.exception("the engine ends")
+        if black_box is not None:
+            black_box.failed()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # Not sys.exit: native threads of back ends must not hold up the end.
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)

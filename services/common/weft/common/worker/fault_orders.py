@@ -1,0 +1,54 @@
+"""Fault orders in the engine's process, on a line of their own.
+
+A fault may hold up the engine's thread for minutes. Orders are obeyed by a thread that waits for
+nothing else, so that what is held up can be looked at and let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+
+from weft.common.worker.frames import HEADER, MAX_FRAME_BYTES, FromEngine, frame, parse_inbox
+from weft.engine import faults
+from weft.engine.errors import WeftError
+from weft.engine.faults import FaultState
+from weft.engine.messages import FaultOrder, Outbox
+
+logger = logging.getLogger(__name__)
+
+
+def obey_orders(sock: socket.socket) -> None:
+    """Starts the thread; it ends when the other end of the line closes.
+
+    Args:
+        sock: The line: inboxes with nothing but fault orders come in, outboxes with the replies
+            to them go out.
+    """
+    sock.setblocking(True)
+    threading.Thread(target=_obey_all, args=(sock,), name="fault-orders", daemon=True).start()
+
+
+def _obey_all(sock: socket.socket) -> None:
+    with sock, sock.makefile("rb") as stream, contextlib.suppress(ConnectionError):
+        while len(header := stream.read(HEADER.size)) == HEADER.size:
+            (length,) = HEADER.unpack(header)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes")
+            inbox = parse_inbox(stream.read(length))
+            replies = [_obey(order) for order in inbox.fault_orders]
+            sock.sendall(frame(FromEngine(outbox=Outbox(fault_replies=replies))))
+
+
+def _obey(order: FaultOrder) -> tuple[int, list[FaultState]]:
+    """Arms or disarms faults of this process; the server has checked the order."""
+    try:
+        if order.clear is not None:
+            faults.BOARD.clear(order.clear)
+        if order.add is not None:
+            faults.BOARD.arm(order.add)
+    except WeftError as error:
+        logger.error("a fault order was not obeyed: %s", error.message)
+    return order.query, faults.BOARD.states()

@@ -1,0 +1,207 @@
+"""Carries the engine's fill commands to fillers and their events back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc
+from weft.common.channel import open_channel
+from weft.common.spans import lease_span_id, parse_traceparent
+from weft.common.tls import Identity
+from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.fills import LEASE_STATE_NAMES, event_from_proto, handle_to_proto
+from weft.engine import faults
+from weft.engine.errors import InjectedFault, PeerUnavailable
+from weft.engine.messages import FillCommand, FillerEvent, Inbox, LeaseAnswer
+from weft.engine.transfer.handle import FillEvent
+from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+LAST_EVENTS = frozenset({"declined", "stopped", "done", "failed", "broken"})
+QUERY_TIMEOUT_S = 2.0
+STOP_TIMEOUT_S = 20.0
+"""A filler that was told to stop has answered by then: posted writes have had the time to end, and
+its agent the time to be destroyed. After that only queries ask it."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _OpenFill:
+    """What is still to be said to a filler, and until when it may answer."""
+
+    controls: asyncio.Queue[kv_pb2.FillControl] = field(default_factory=asyncio.Queue)
+    deadline: asyncio.Timeout | None = None
+    """Of the stream, once that is open."""
+    stop_by: float | None = None
+    """On the loop's clock; None: it was not told to stop."""
+
+    def stop(self) -> None:
+        """It was told to stop: from now on its answer is awaited for so long only."""
+        if self.stop_by is None:
+            self.stop_by = asyncio.get_running_loop().time() + STOP_TIMEOUT_S
+            if self.deadline is not None:
+                self.deadline.reschedule(self.stop_by)
+
+
+class FillClient:
+    """Streams to fillers, one a lease, over one channel an address.
+
+    Args:
+        engine: Where events go.
+        identity: Of this worker; None: without TLS.
+    """
+
+    def __init__(self, engine: EngineClient, identity: Identity | None = None) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._open: dict[bytes, _OpenFill] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, command: FillCommand) -> None:
+        """Carries out one command; never waits."""
+        if command.action == "start":
+            self._open[command.lease_id] = _OpenFill()
+            self._spawn(self._fill(command, self._open[command.lease_id]))
+        elif command.action == "query":
+            self._spawn(self._query(command))
+        elif command.action == "report":
+            self._spawn(self._report(command))
+        elif (open_fill := self._open.get(command.lease_id)) is not None:
+            control = kv_pb2.FillControl()
+            getattr(control, command.action).SetInParent()
+            open_fill.controls.put_nowait(control)
+            if command.action == "stop":
+                open_fill.stop()
+
+    def sizes(self) -> dict[str, int]:
+        """Streams to fillers, work under way, and channels."""
+        return {
+            "fill_calls": len(self._open),
+            "fill_tasks": len(self._tasks),
+            "channels": len(self._channels),
+        }
+
+    async def close(self) -> None:
+        """Cancels streams and closes channels."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _stub(
+        self, command: FillCommand
+    ) -> kvstore_pb2_grpc.KvStoreServiceAsyncStub | prefill_pb2_grpc.PrefillServiceAsyncStub:
+        channel = self.channel(command.address, command.kind)
+        if command.kind == "kvstore":
+            return kvstore_pb2_grpc.KvStoreServiceStub(channel)
+        return prefill_pb2_grpc.PrefillServiceStub(channel)
+
+    def channel(self, address: str, service: str) -> grpc.aio.Channel:
+        """The channel to a service, shared by everything that this worker sends there."""
+        channel = self._channels.get((address, service))
+        if channel is None:
+            channel = open_channel(address, service, self._identity)
+            self._channels[address, service] = channel
+        return channel
+
+    async def _fill(self, command: FillCommand, open_fill: _OpenFill) -> None:
+        """One lease's stream, from `start` to its last event."""
+        assert command.handle is not None
+        start = kv_pb2.FillControl()
+        start.start.handle.CopyFrom(handle_to_proto(command.handle))
+        start.start.request_id = command.request_id
+        parent = parse_traceparent(command.traceparent)
+        if parent is not None:
+            start.start.traceparent = parent.child(lease_span_id(command.lease_id)).traceparent
+
+        last = FillEvent(kind="broken", message="the filler ended the stream")
+        call = self._stub(command).Fill()
+        writing: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout_at(open_fill.stop_by) as open_fill.deadline:
+                for message in await _passed(faults.FILL_START, start):
+                    await call.write(message)
+                writing = asyncio.create_task(_forward(open_fill.controls, call))
+                while isinstance(received := await call.read(), kv_pb2.FillEvent):
+                    event = event_from_proto(received)
+                    if event.kind in LAST_EVENTS:
+                        last = event
+                        break
+                    for passed in await _passed(faults.FILL_EVENT_IN, event):
+                        self._tell(command.lease_id, passed)
+        except TimeoutError:
+            why = f"the filler did not answer a stop within {STOP_TIMEOUT_S:g} s"
+            last = FillEvent(kind="broken", message=why)
+        except grpc.aio.AioRpcError as error:
+            last = FillEvent(kind="broken", message=f"{error.code().name}: {error.details()}")
+        except asyncio.InvalidStateError as error:  # a write when the stream has just ended
+            last = FillEvent(kind="broken", message=str(error))
+        except InjectedFault as error:
+            last = FillEvent(kind="broken", message=error.message)
+        finally:
+            if writing is not None:
+                writing.cancel()
+            call.cancel()
+            del self._open[command.lease_id]
+            self._tell(command.lease_id, last)
+
+    async def _query(self, command: FillCommand) -> None:
+        """Asks what became of a lease; no answer is no answer, the engine asks again."""
+        request = kv_pb2.FillStatusRequest(lease_id=command.lease_id)
+        try:
+            status = await self._stub(command).FillStatus(request, timeout=QUERY_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            logger.debug("no answer about a lease: %s", error.code().name)
+            return
+        answer = LeaseAnswer(
+            lease_id=command.lease_id,
+            worker_id=command.worker_id,
+            filler_epoch=status.filler_epoch,
+            state=LEASE_STATE_NAMES.get(status.state, "active"),
+        )
+        with contextlib.suppress(PeerUnavailable):
+            self._engine.send(Inbox(lease_answers=[answer]))
+
+    async def _report(self, command: FillCommand) -> None:
+        """Tells a store of a corrupt page; it finds out by itself if this is lost."""
+        assert command.corrupt is not None
+        key, digest = command.corrupt
+        request = kvstore_pb2.ReportCorruptRequest(key=key, digest=digest)
+        stub = kvstore_pb2_grpc.KvStoreServiceStub(self.channel(command.address, "kvstore"))
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await stub.ReportCorrupt(request, timeout=QUERY_TIMEOUT_S)
+
+    def _tell(self, lease_id: bytes, event: FillEvent) -> None:
+        with contextlib.suppress(PeerUnavailable):
+            self._engine.send(Inbox(filler_events=[FillerEvent(lease_id=lease_id, event=event)]))
+
+
+async def _forward(
+    controls: asyncio.Queue[kv_pb2.FillControl],
+    call: grpc.aio.StreamStreamCall[kv_pb2.FillControl, kv_pb2.FillEvent],
+) -> None:
+    """Sends renewals and stops until the stream ends; its end is told by the reading side."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, InjectedFault):
+        while True:
+            control = await controls.get()
+            is_stop = control.WhichOneof("control") == "stop"
+            for message in await _passed(
+                faults.FILL_STOP if is_stop else faults.FILL_RENEW, control
+            ):
+                await call.write(message)
+
+
+async def _passed(point: faults.FaultPoint, message: T) -> Sequence[T]:
+    return await point.repeat_async(message) if point.is_armed else (message,)

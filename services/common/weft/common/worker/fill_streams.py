@@ -1,0 +1,139 @@
+"""The gRPC side of a filler: one stream a lease, controls in, events out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from weft.common.spans import Tracer
+from weft.common.streams import first_message
+from weft.common.worker.fill_trace import FillTrace
+from weft.common.worker.fills import event_to_proto, handle_from_proto
+from weft.engine import faults
+from weft.engine.errors import InvalidRequest, PeerUnavailable
+from weft.engine.messages import FillReply, FillStart
+from weft.engine.transfer.handle import FillEvent
+from weft.v1 import kv_pb2
+
+LAST_EVENTS = frozenset({"declined", "stopped", "done", "failed"})
+
+
+class FillPort(Protocol):
+    """Whoever fills: gets what owners say, and answers through `FillStreams.deliver`."""
+
+    async def start(self, start: FillStart) -> None:
+        """A handle came on a new stream."""
+        ...
+
+    def renew(self, lease_id: bytes) -> None:
+        """The owner goes on waiting."""
+        ...
+
+    def stop(self, lease_id: bytes) -> None:
+        """The owner wants no more."""
+        ...
+
+    def broken(self, stream: int) -> None:
+        """Nobody listens on the stream any more."""
+        ...
+
+    def taken(self, stream: int, num_events: int) -> None:
+        """All events that were delivered to a stream of data so far, this many, are with gRPC."""
+        ...
+
+
+class FillStreams:
+    """All open Fill streams of a service.
+
+    Args:
+        port: who fills.
+        tracer: keeps spans of the fills.
+    """
+
+    def __init__(self, port: FillPort, tracer: Tracer) -> None:
+        self._port = port
+        self._tracer = tracer
+        self._streams: dict[int, asyncio.Queue[FillEvent]] = {}
+        self._ids = itertools.count(1)
+
+    async def serve(
+        self, requests: AsyncIterator[kv_pb2.FillControl]
+    ) -> AsyncIterator[kv_pb2.FillEvent]:
+        """One Fill call from `start` to its last event.
+
+        Raises:
+            InvalidRequest: The stream does not begin with a `start`, or that is malformed.
+            PeerUnavailable: The filler broke.
+            DeadlineExceeded: The `start` does not come.
+        """
+        first = await first_message(requests)
+        if first is None or first.WhichOneof("control") != "start":
+            raise InvalidRequest("the first message of a Fill is `start`", param="control")
+        handle = handle_from_proto(first.start.handle)
+        stream = next(self._ids)
+        start = FillStart(
+            stream=stream,
+            handle=handle,
+            request_id=first.start.request_id,
+            traceparent=first.start.traceparent,
+        )
+        trace = FillTrace(self._tracer, start)
+        events: asyncio.Queue[FillEvent] = asyncio.Queue()
+        self._streams[stream] = events
+        controls: asyncio.Task[None] | None = None
+        is_over = False
+        num_taken = 0
+        try:
+            await self._port.start(start)
+            controls = asyncio.create_task(self._controls(stream, handle.lease_id, requests))
+            while not is_over:
+                event = await events.get()
+                trace.on_event(event)
+                is_over = event.kind in LAST_EVENTS
+                if event.kind == "broken":
+                    raise PeerUnavailable(event.message, stage="fill")
+                sent: Sequence[FillEvent] = (event,)
+                if faults.FILL_EVENT_OUT.is_armed:
+                    sent = await faults.FILL_EVENT_OUT.repeat_async(event)
+                for each in sent:
+                    yield event_to_proto(each)
+                num_taken += 1
+                if handle.nixl is None and events.empty():
+                    self._port.taken(stream, num_taken)
+        finally:
+            if controls is not None:
+                controls.cancel()
+            del self._streams[stream]
+            trace.end()
+            if not is_over:
+                self._port.broken(stream)
+
+    def deliver(self, reply: FillReply) -> None:
+        """Hands an event to its stream; one that is gone has been reported as broken."""
+        events = self._streams.get(reply.stream)
+        if events is not None:
+            events.put_nowait(reply.event)
+
+    def break_all(self, why: str) -> None:
+        """Breaks every stream: whether its writes have ended cannot be told any more."""
+        for events in self._streams.values():
+            events.put_nowait(FillEvent(kind="broken", message=why))
+
+    @property
+    def num_open(self) -> int:
+        """Streams that are not over."""
+        return len(self._streams)
+
+    async def _controls(
+        self, stream: int, lease_id: bytes, requests: AsyncIterator[kv_pb2.FillControl]
+    ) -> None:
+        """Forwards renewals and stops; the end of the owner's side breaks the lease."""
+        async for control in requests:
+            kind = control.WhichOneof("control")
+            if kind == "renew":
+                self._port.renew(lease_id)
+            elif kind == "stop":
+                self._port.stop(lease_id)
+        self._port.broken(stream)

@@ -1,0 +1,79 @@
+"""The local socket between a worker's two processes: length-prefixed, schema-checked msgpack."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from weft.engine.config import EngineConfig
+from weft.engine.messages import EngineInfo, Failure, Inbox, Outbox
+
+MAX_FRAME_BYTES = 1 << 30
+HEADER = struct.Struct("<I")
+
+
+@dataclass(slots=True, kw_only=True)
+class FromEngine:
+    """One frame of the engine: exactly one field is set."""
+
+    outbox: Outbox | None = None
+    info: EngineInfo | None = None
+    """Sent once, when the engine is ready."""
+    progress: tuple[int, int] | None = None
+    """(bytes read, bytes in all) while weights load."""
+    failure: Failure | None = None
+    """The engine could not start."""
+
+
+def _encode_other(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot cross the socket")
+
+
+def _decode_other(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"{kind.__name__} cannot cross the socket")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+_config_decoder = msgspec.msgpack.Decoder(EngineConfig, dec_hook=_decode_other)
+_inbox_decoder = msgspec.msgpack.Decoder(Inbox)
+_outbox_decoder = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: EngineConfig | Inbox | FromEngine) -> bytes:
+    """A message with its length in front."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(body)} bytes")
+    return HEADER.pack(len(body)) + body
+
+
+def parse_config(body: bytes) -> EngineConfig:
+    """The first frame to the engine."""
+    return _config_decoder.decode(body)
+
+
+def parse_inbox(body: bytes) -> Inbox:
+    """Any later frame to the engine."""
+    return _inbox_decoder.decode(body)
+
+
+def parse_from_engine(body: bytes) -> FromEngine:
+    """A frame of the engine."""
+    return _outbox_decoder.decode(body)
+
+
+def merge(first: Inbox, second: Inbox) -> Inbox:
+    """Both inboxes as one, `first` before `second` within each kind."""
+    for name in first.__dataclass_fields__:
+        value = getattr(second, name)
+        if isinstance(value, list):
+            getattr(first, name).extend(value)
+        elif value:
+            setattr(first, name, value)
+    return first

@@ -1,0 +1,154 @@
+"""What the engine's prefix cache holds, as its server tells it to any number of gateways.
+
+The feed mirrors the cache from the engine's changes, so a snapshot never waits for a step, and it
+keeps the latest changes in one log for all watchers. A watcher is a position in that log and has no
+queue: one that has fallen behind its end is given a snapshot, and goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from itertools import islice
+
+from weft.engine.memory.kv_events import MAX_CHANGE_PAGES, KvChange, KvRun, runs_of
+from weft.v1 import worker_pb2
+
+MAX_LOG_PAGES = 1 << 16
+"""Changes remembered, in pages: some megabytes."""
+MIN_INTERVAL_S = 0.01
+"""Between two messages to one watcher: what changes meanwhile goes into the next one."""
+_RUN_PAGES = 16
+
+
+class KvFeed:
+    """Mirror and log of one engine's prefix cache; belongs to the server's event loop.
+
+    Args:
+        worker_id: Whose.
+        epoch: Of the engine.
+        max_log_pages: Bound of the log.
+        min_interval_s: Between two messages to one watcher.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        *,
+        max_log_pages: int = MAX_LOG_PAGES,
+        min_interval_s: float = MIN_INTERVAL_S,
+    ) -> None:
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._max_log_pages = max_log_pages
+        self._min_interval_s = min_interval_s
+        self._held: dict[int, int] = {}
+        """Parent by key, in the order in which they were stored."""
+        self._log: deque[KvChange] = deque()
+        self._log_pages = 0
+        self._news = asyncio.Event()
+        self._is_closed = False
+        self.sequence = 0
+        """Of the last change taken."""
+
+    @property
+    def num_pages(self) -> int:
+        """Held now."""
+        return len(self._held)
+
+    def take(self, changes: Iterable[KvChange]) -> None:
+        """Takes what the engine said changed."""
+        for change in changes:
+            for key in change.removed:
+                self._held.pop(key, None)
+            for run in change.stored:
+                parent = run.parent
+                for key in run.keys:
+                    self._held[key] = parent
+                    parent = key
+            self._log.append(change)
+            self._log_pages += change.num_pages
+            self.sequence = change.sequence
+        while self._log_pages > self._max_log_pages:
+            self._log_pages -= self._log.popleft().num_pages
+        self._wake()
+
+    def close(self) -> None:
+        """The engine is gone: ends all watches."""
+        self._is_closed = True
+        self._wake()
+
+    async def watch(
+        self, request: worker_pb2.WatchKvRequest
+    ) -> AsyncIterator[worker_pb2.WatchKvResponse]:
+        """Yields a snapshot, unless the watcher can go on without, then changes until `close`."""
+        position = -1
+        if request.HasField("after_sequence") and request.epoch == self._epoch:
+            position = request.after_sequence
+        while not self._is_closed:
+            if not self._covers(position):
+                position = self.sequence
+                for part in self._snapshot():
+                    yield part
+            elif position < self.sequence:
+                changes = self._since(position)
+                position = changes[-1].sequence
+                yield self._response(changes)
+                await asyncio.sleep(self._min_interval_s)
+            else:
+                await self._news.wait()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _covers(self, position: int) -> bool:
+        """All changes after a position are in the log."""
+        oldest = self._log[0].sequence if self._log else self.sequence + 1
+        return oldest - 1 <= position <= self.sequence
+
+    def _since(self, position: int) -> list[KvChange]:
+        """The next changes, at most one message full of them."""
+        found: list[KvChange] = []
+        num_pages = 0
+        start = position + 1 - self._log[0].sequence
+        for change in islice(self._log, start, None):
+            num_pages += change.num_pages
+            if found and num_pages > MAX_CHANGE_PAGES:
+                break
+            found.append(change)
+        return found
+
+    def _response(self, changes: Iterable[KvChange]) -> worker_pb2.WatchKvResponse:
+        return worker_pb2.WatchKvResponse(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            changes=[
+                worker_pb2.KvChange(
+                    sequence=change.sequence,
+                    stored=_runs(change.stored),
+                    removed_keys=change.removed,
+                )
+                for change in changes
+            ],
+        )
+
+    def _snapshot(self) -> Iterable[worker_pb2.WatchKvResponse]:
+        """Parts of what is held at this moment, however long their sending takes."""
+        as_of, held = self.sequence, list(self._held.items())
+        for start in range(0, max(1, len(held)), MAX_CHANGE_PAGES):
+            end = start + MAX_CHANGE_PAGES
+            snapshot = worker_pb2.KvSnapshotPart(
+                as_of_sequence=as_of,
+                held=_runs(runs_of(held[start:end], _RUN_PAGES)),
+                is_last=end >= len(held),
+            )
+            yield worker_pb2.WatchKvResponse(
+                worker_id=self._worker_id, epoch=self._epoch, snapshot=snapshot
+            )
+
+
+def _runs(runs: Iterable[KvRun]) -> list[worker_pb2.KvRun]:
+    return [worker_pb2.KvRun(parent_key=run.parent, page_keys=run.keys) for run in runs]

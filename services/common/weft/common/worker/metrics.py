@@ -1,0 +1,189 @@
+"""A worker's Prometheus metrics: its engine's newest load report, read when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from weft.engine.messages import LoadReport, TierReport
+from weft.engine.transfer.staging import StagingCounts
+
+COUNTERS = {
+    "fills_started": "Fills asked for, as their owner",
+    "fills_done": "Fills that ended with all of their pages, as their owner",
+    "fills_declined": "Fills that the filler did not take, as their owner",
+    "fills_failed": "Fills that ended early, as their owner",
+    "fills_avoided": "Fillers passed over since they had not answered about earlier fills",
+    "accepted_pages": "Pages filled by others and accepted",
+    "accepted_bytes": "Bytes of pages filled by others and accepted",
+    "digest_mismatches": "Chunks that arrived damaged",
+    "stale_events": "Events of leases that were closed or stopping",
+    "local_decisions": "Prompt remainders that ran here though there was a filler",
+    "leases_accepted": "Fills taken, as their filler",
+    "leases_declined": "Fills declined, as their filler",
+    "leases_done": "Fills ended with all of their pages, as their filler",
+    "leases_stopped": "Fills stopped by their owner, as their filler",
+    "computed_tokens": "Prompt tokens computed for others",
+    "shipped_pages": "Pages written into other workers' pools",
+    "shipped_bytes": "Bytes written into other workers' pools",
+    "store_lookups": "Prompts looked up in the KV store",
+    "store_lookup_pages": "Pages of those prompts",
+    "store_hit_pages": "Pages that the KV store said it holds",
+    "store_put_pages": "Pages offered to the KV store",
+    "store_stored_pages": "Pages that the KV store took",
+    "store_dropped_pages": "Pages not offered for want of room in the queue",
+    "steps": "Engine steps",
+    "prompt_tokens": "Prompt tokens computed here",
+    "generated_tokens": "Tokens generated here",
+    "surplus_tokens": "Tokens drawn for requests that ended while the step was under way",
+    "preemptions": "Running requests that gave their pages back",
+    "urgent_preemptions": "Of these, for a more urgent request",
+    "prefix_waits": "Requests that waited for pages that another one was computing",
+    "prefix_query_tokens": "Prompt tokens looked up in this worker's prefix cache",
+    "prefix_hit_tokens": "Prompt tokens found in this worker's prefix cache",
+    "partial_page_hits": "Matches that ended inside a page, which was copied",
+    "evicted_pages": "Cached pages given up for others",
+}
+"""What the engine counts, and what that means; others are shown under their bare names."""
+TIER_COUNTERS = {
+    "queried_pages": "Pages that requests lacked and looked for in a tier",
+    "hit_pages": "Of these, found",
+    "loaded_pages": "Pages loaded from a tier",
+    "loaded_bytes": "Bytes of pages loaded from a tier",
+    "load_us": "Time that loads from a tier took",
+    "saved_pages": "Pages saved to a tier",
+    "saved_bytes": "Bytes of pages saved to a tier",
+    "save_us": "Time that saves to a tier took, those within a step not counted",
+    "evicted_pages": "Pages of a tier given up for others",
+    "dropped_pages": "Pages that a tier did not take, or lost on their way to the next one",
+    "corrupt_pages": "Pages loaded that were not what was saved",
+    "failed_loads": "Pages of a tier that could not be read",
+    "failed_saves": "Pages that could not be written to a tier",
+}
+QUARANTINE_METRIC = "weft_kv_quarantine_over_limit_seconds"
+QUARANTINE_TEXT = "Time for which more than --max-quarantine-fraction has been in quarantine"
+
+
+class EngineCollector(Collector):
+    """Turns load reports into metrics.
+
+    Args:
+        load: the newest report, None before the first.
+        loop_age_s: age of the engine's last turn.
+    """
+
+    def __init__(
+        self, load: Callable[[], LoadReport | None], loop_age_s: Callable[[], float]
+    ) -> None:
+        self._load = load
+        self._loop_age_s = loop_age_s
+
+    def collect(self) -> Iterator[Metric]:
+        """Metrics now."""
+        load = self._load()
+        if load is None:
+            return
+        yield from _gauges(load, self._loop_age_s())
+        yield from tier_metrics(load.tiers)
+        for name, value in load.counters.items():
+            if name == "open_fills":
+                yield GaugeMetricFamily("weft_open_fills", "Leases not closed yet", value)
+            elif name == "busy_us":
+                text = "Time that the engine spent in steps"
+                yield CounterMetricFamily("weft_engine_busy_seconds", text, value / 1e6)
+            else:
+                yield CounterMetricFamily(f"weft_engine_{name}", COUNTERS.get(name, name), value)
+
+
+def tier_metrics(tiers: Sequence[TierReport]) -> Iterator[Metric]:
+    """Metrics of the tiers below a pool or an arena; none where there are none."""
+    if not tiers:
+        return
+    pages = GaugeMetricFamily(
+        "weft_tier_pages", "Pages of a tier below the pool, by state", labels=["tier", "state"]
+    )
+    speed = GaugeMetricFamily(
+        "weft_tier_load_bytes_per_second", "Measured speed of loads from a tier", labels=["tier"]
+    )
+    for tier in tiers:
+        pages.add_metric([tier.name, "free"], tier.free_pages)
+        pages.add_metric([tier.name, "cached"], tier.cached_pages)
+        pages.add_metric([tier.name, "used"], tier.used_pages)
+        speed.add_metric([tier.name], tier.load_bytes_per_s)
+    yield pages
+    yield speed
+    for name, text in TIER_COUNTERS.items():
+        is_time = name.endswith("_us")
+        shown = f"{name.removesuffix('_us')}_seconds" if is_time else name
+        family = CounterMetricFamily(f"weft_tier_{shown}", text, labels=["tier"])
+        for tier in tiers:
+            value = tier.counters.get(name, 0)
+            family.add_metric([tier.name], value / 1e6 if is_time else value)
+        yield family
+
+
+def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
+    requests = GaugeMetricFamily("weft_requests", "Requests by state", labels=["state"])
+    requests.add_metric(["running"], load.running_requests)
+    requests.add_metric(["waiting"], load.waiting_requests)
+    requests.add_metric(["filling"], load.filling_requests)
+    yield requests
+    pages = GaugeMetricFamily("weft_kv_pages", "KV pages by state", labels=["state"])
+    pages.add_metric(["free"], load.free_pages)
+    pages.add_metric(["cached"], load.cached_pages)
+    pages.add_metric(["used"], load.used_pages)
+    pages.add_metric(["quarantined"], load.quarantined_pages)
+    yield pages
+    text = "Pages of host memory in front of a KV pool on a GPU, by state"
+    staging = GaugeMetricFamily("weft_staging_pages", text, labels=["state"])
+    counts = load.staging or StagingCounts(free=0, used=0, quarantined=0, total=0)
+    staging.add_metric(["free"], counts.free)
+    staging.add_metric(["used"], counts.used)
+    staging.add_metric(["quarantined"], counts.quarantined)
+    yield staging
+    in_use = load.used_pages + load.quarantined_pages
+    for name, text, value in (
+        (
+            "weft_kv_usage_ratio",
+            "Share of the KV pool that is in use or quarantined, 0 to 1",
+            in_use / max(1, load.total_pages),
+        ),
+        (
+            QUARANTINE_METRIC,
+            QUARANTINE_TEXT,
+            load.quarantine_over_s,
+        ),
+        (
+            "weft_queued_tokens",
+            "Prompt tokens not computed yet, nor cached as far as is known",
+            load.queued_tokens,
+        ),
+        ("weft_engine_loop_age_seconds", "Age of the engine's last turn", loop_age_s),
+        (
+            "weft_engine_stale_after_seconds",
+            "Age from which the engine counts as stalled",
+            load.stale_after_s,
+        ),
+        (
+            "weft_prefill_tokens_per_second",
+            "Measured prefill rate",
+            load.prefill_tokens_per_second,
+        ),
+        (
+            "weft_decode_tokens_per_second",
+            "Tokens generated a second, over all requests",
+            load.decode_tokens_per_second,
+        ),
+        (
+            "weft_decode_step_seconds",
+            "Mean time of the latest steps in which requests decoded",
+            load.decode_step_s,
+        ),
+        (
+            "weft_new_token_ratio",
+            "Share of their max_tokens that requests are expected to generate, for admission",
+            load.new_token_ratio,
+        ),
+    ):
+        yield GaugeMetricFamily(name, text, value)

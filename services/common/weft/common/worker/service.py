@@ -1,0 +1,286 @@
+"""WorkerService: what every worker tells about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+from weft.common.durations import duration
+from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.kv_feed import KvFeed
+from weft.common.worker.tiers import tier_to_proto
+from weft.engine.errors import PeerUnavailable
+from weft.engine.faults import FaultSpec, FaultState
+from weft.engine.messages import (
+    EngineInfo,
+    FaultOrder,
+    Inbox,
+    LeaseQuery,
+    Outbox,
+    ProcessExited,
+)
+from weft.v1 import common_pb2, kv_pb2, worker_pb2, worker_pb2_grpc
+
+LEAST_INTERVAL_S = 0.02
+DEFAULT_INTERVAL_S = 0.2
+QUERY_TIMEOUT_S = 5.0
+HAND_BACK_S = 2.0
+"""For the engine to end its step and give requests back, and for the word of it to leave."""
+_IDLE_POLL_S = 0.02
+TRANSPORTS = {
+    "data": common_pb2.TRANSPORT_KIND_DATA,
+    "nixl": common_pb2.TRANSPORT_KIND_NIXL,
+}
+
+
+class Queries:
+    """Questions to the engine that it answers by number."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._ids = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Any]] = {}
+
+    def on_outbox(self, outbox: Outbox) -> None:
+        """Resolves what the engine answered."""
+        for lease in outbox.lease_replies:
+            self._resolve(lease.query, lease.state)
+        replies = (outbox.exit_replies, outbox.flush_replies, outbox.state_replies)
+        for query, value in itertools.chain(*replies):
+            self._resolve(query, value)
+        for query, states in outbox.fault_replies:
+            self._resolve(query, states)
+
+    async def lease_state(self, lease_id: bytes) -> str:
+        """What became of a lease; stops it."""
+        query = next(self._ids)
+        lease = LeaseQuery(query=query, lease_id=lease_id)
+        return str(await self._ask(query, Inbox(lease_queries=[lease])))
+
+    async def report_exit(self, worker_id: str, epoch: int) -> int:
+        """Tells of a dead incarnation; pages that leave quarantine."""
+        query = next(self._ids)
+        exited = ProcessExited(worker_id=worker_id, epoch=epoch, query=query)
+        return int(await self._ask(query, Inbox(exits=[exited])))
+
+    async def flush_cache(self) -> int:
+        """Forgets cached pages that nobody uses; how many."""
+        query = next(self._ids)
+        return int(await self._ask(query, Inbox(flush_cache=[query])))
+
+    async def dump_state(self, max_entries: int) -> str:
+        """The engine's snapshot, a JSON object."""
+        query = next(self._ids)
+        return str(await self._ask(query, Inbox(dump_state=[(query, max_entries)])))
+
+    async def order_faults(
+        self, *, add: FaultSpec | None = None, clear: str | None = None
+    ) -> list[FaultState]:
+        """Arms or disarms faults in the engine's process; those armed there then."""
+        query = next(self._ids)
+        order = FaultOrder(query=query, add=add, clear=clear)
+        inbox = Inbox(fault_orders=[order])
+        states: list[FaultState] = await self._ask(query, inbox, self._engine.order)
+        return states
+
+    async def _ask(
+        self, query: int, inbox: Inbox, send: Callable[[Inbox], None] | None = None
+    ) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open[query] = future
+        try:
+            (send or self._engine.send)(inbox)
+            return await asyncio.wait_for(future, QUERY_TIMEOUT_S)
+        except TimeoutError:
+            message = f"the engine did not answer within {QUERY_TIMEOUT_S:.0f} s"
+            raise PeerUnavailable(message, stage="engine") from None
+        finally:
+            del self._open[query]
+
+    def _resolve(self, query: int, value: object) -> None:
+        future = self._open.get(query)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Implements weft.v1.WorkerService over an engine client.
+
+    Args:
+        engine: the started engine.
+        info: what it said when it was ready.
+        kv_feed: what its prefix cache holds.
+        role: of this worker.
+        worker_id: stable id.
+        model_name: served name.
+        server_pid: this process.
+        kvstores: host:port of the KV stores in use.
+        advertised: host:port at which other workers reach this one; empty = as gateways do.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        queries: Queries,
+        info: EngineInfo,
+        kv_feed: KvFeed,
+        role: worker_pb2.WorkerRole.ValueType,
+        worker_id: str,
+        model_name: str,
+        server_pid: int,
+        kvstores: Sequence[str] = (),
+        advertised: str = "",
+    ) -> None:
+        self._engine = engine
+        self._queries = queries
+        self._info = info
+        self._kv_feed = kv_feed
+        engine.gone.add_done_callback(lambda _: kv_feed.close())
+        self._role = role
+        self._worker_id = worker_id
+        self._model_name = model_name
+        self._server_pid = server_pid
+        self._kvstores = tuple(kvstores)
+        self._advertised = advertised
+
+    async def GetInfo(
+        self,
+        request: worker_pb2.GetInfoRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> worker_pb2.GetInfoResponse:
+        """See worker.proto."""
+        info = self._info
+        parts = [
+            kv_pb2.PlanePart(name=name, dim=info.head_dim, dtype=info.dtype) for name in ("k", "v")
+        ]
+        plane = kv_pb2.Plane(name="target", layers=info.layers, heads=info.kv_heads, parts=parts)
+        return worker_pb2.GetInfoResponse(
+            worker_id=self._worker_id,
+            epoch=info.epoch,
+            role=self._role,
+            model=self._model_name,
+            model_digest=info.model_digest,
+            max_context_tokens=info.max_context_tokens,
+            vocabulary_size=info.vocab_size,
+            planes=[plane],
+            page_size=info.page_size,
+            num_pages=info.num_pages,
+            dtype=info.dtype,
+            versions=info.versions,
+            transports=[TRANSPORTS[name] for name in info.transports],
+            transport_detail=self._transport_detail(),
+            server_pid=self._server_pid,
+            engine_pid=info.engine_pid,
+            notices=info.notices,
+            kvstores=self._kvstores,
+            advertised_address=self._advertised,
+        )
+
+    async def WatchLoad(
+        self,
+        request: worker_pb2.WatchLoadRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        """See worker.proto."""
+        interval = DEFAULT_INTERVAL_S
+        if request.HasField("interval"):
+            interval = max(LEAST_INTERVAL_S, request.interval.ToNanoseconds() / 1e9)
+        while not self._engine.gone.done():
+            yield self._load()
+            await asyncio.sleep(interval)
+        raise PeerUnavailable(f"the engine is gone: {self._engine.gone.result()}", stage="engine")
+
+    async def WatchKv(
+        self,
+        request: worker_pb2.WatchKvRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[worker_pb2.WatchKvResponse]:
+        """See worker.proto."""
+        async for response in self._kv_feed.watch(request):
+            yield response
+        raise PeerUnavailable(f"the engine is gone: {self._engine.gone.result()}", stage="engine")
+
+    async def Drain(
+        self,
+        request: worker_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> worker_pb2.DrainResponse:
+        """See worker.proto."""
+        timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else 60.0
+        return worker_pb2.DrainResponse(idle=await self.drain(timeout))
+
+    async def ReportExit(
+        self,
+        request: worker_pb2.ReportExitRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> worker_pb2.ReportExitResponse:
+        """See worker.proto."""
+        released = await self._queries.report_exit(request.worker_id, request.epoch)
+        return worker_pb2.ReportExitResponse(released_pages=released)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new work and hands back what waits; what runs may finish.
+
+        Args:
+            timeout_s: Until what still runs is handed back too, and leases are stopped.
+
+        Returns:
+            Nothing is left.
+        """
+        if self._engine.gone.done():
+            return False
+        self._engine.send(Inbox(drain=True))
+        if await self._becomes_idle(timeout_s):
+            return True
+        if not self._engine.gone.done():
+            self._engine.send(Inbox(hand_back=True))
+        return await self._becomes_idle(HAND_BACK_S)
+
+    async def _becomes_idle(self, timeout_s: float) -> bool:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self._engine.gone.done():
+            load = self._engine.load
+            if load is not None and load.is_draining and load.is_idle:
+                return True
+            if loop.time() >= deadline:
+                break
+            await asyncio.sleep(_IDLE_POLL_S)
+        return False
+
+    def _transport_detail(self) -> str:
+        load = self._engine.load
+        return load.transport_detail if load is not None else self._info.transport_detail
+
+    def _load(self) -> worker_pb2.WatchLoadResponse:
+        response = worker_pb2.WatchLoadResponse(
+            worker_id=self._worker_id,
+            epoch=self._info.epoch,
+            loop_age=duration(self._engine.loop_age_s),
+        )
+        load = self._engine.load
+        if load is None:
+            return response
+        response.stale_after.CopyFrom(duration(load.stale_after_s))
+        response.draining = load.is_draining
+        response.running_requests = load.running_requests
+        response.waiting_requests = load.waiting_requests
+        response.filling_requests = load.filling_requests
+        response.queued_tokens = load.queued_tokens
+        response.request_tokens = load.request_tokens
+        response.total_pages = load.total_pages
+        response.free_pages = load.free_pages
+        response.cached_pages = load.cached_pages
+        response.used_pages = load.used_pages
+        response.quarantined_pages = load.quarantined_pages
+        response.prefill_tokens_per_second = load.prefill_tokens_per_second
+        response.decode_tokens_per_second = load.decode_tokens_per_second
+        if load.decode_step_s:
+            response.decode_step.CopyFrom(duration(load.decode_step_s))
+            response.decode_step_requests = load.decode_step_requests
+        response.counters.update(load.counters)
+        response.tiers.extend(tier_to_proto(tier) for tier in load.tiers)
+        return response

@@ -1,0 +1,213 @@
+"""Settings that prefill and decode workers share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from weft.common.settings import PageSettings
+from weft.engine.config import EngineConfig, Role
+from weft.engine.memory.eviction import EvictionName
+from weft.engine.scheduler.policies import PolicyName
+
+_CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
+_GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
+"""Of steps, where nothing is set: what keeps the device busy."""
+
+
+class WorkerSettings(PageSettings):
+    """A worker: a gRPC server and its engine process."""
+
+    worker_id: str = Field(
+        "", max_length=64, description="id that is stable over restarts; empty = role and port"
+    )
+    advertise: str = Field(
+        "",
+        max_length=256,
+        description="host:port at which other workers reach this one; empty = as gateways do",
+    )
+    model_dir: Path = Field(description="Hugging Face model directory")
+    model_name: str = Field("", max_length=256, description="served name; empty = directory's name")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="what weights and KV are held in; auto = what the machine does fast"
+    )
+    device: str = Field("cpu", description="torch device")
+    page_size: int = Field(16, ge=1, le=256, description="tokens a KV page")
+    kv_memory_bytes: int | None = Field(
+        None,
+        ge=1 << 16,
+        description="size of the KV pool, in bytes; default 1 GiB, on a GPU what is left there",
+    )
+    num_pages: int | None = Field(
+        None, ge=4, description="size of the KV pool in pages, instead of kv_memory_bytes"
+    )
+    max_context_tokens: int | None = Field(
+        None, ge=2, description="longest prompt plus output in tokens; default the model's"
+    )
+    max_running_requests: int | None = Field(
+        None, ge=1, le=4096, description="requests in one step; default 64, on a GPU 256"
+    )
+    max_waiting_requests: int = Field(1024, ge=1, description="requests queued behind those")
+    max_step_tokens: int | None = Field(
+        None, ge=16, description="new tokens in one step; default 512, on a GPU 8192"
+    )
+    prefill_chunk_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="largest chunk of one prompt in a step, in tokens; default 256, on a GPU 4096",
+    )
+    inter_token_target_s: float = Field(
+        0.1,
+        gt=0,
+        description="what prompts may add to a step that others decode in, in seconds: their "
+        "chunks are cut to it",
+    )
+    scheduling_policy: PolicyName = Field(
+        "fcfs",
+        description="who is admitted next: first come first served, longest cached prefix, most "
+        "urgent priority, or fair (the tenant that was served the fewest tokens)",
+    )
+    ageing_s: float = Field(
+        30.0,
+        gt=0,
+        le=1e6,
+        description="waiting that counts as one level of priority, and after which a longer "
+        "prefix does not overtake, in seconds",
+    )
+    preemption_threshold: int | None = Field(
+        10,
+        ge=1,
+        le=2_000_000,
+        description="with scheduling_policy = priority: levels by which a request must be more "
+        "urgent than a running one to take its place; none = it never does",
+    )
+    overlap: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="plan and start a step while the device still runs the one before; auto = on "
+        "a GPU, for a CPU gains nothing by it",
+    )
+    num_threads: int | None = Field(
+        None, ge=1, le=1024, description="compute threads; default all cores"
+    )
+    kvstore: str = Field(
+        "",
+        max_length=4096,
+        description="KV store, host:port; its replicas with commas between; empty = none is there",
+    )
+    lease_s: float = Field(10.0, gt=0, le=3600, description="life of a fill's lease, in seconds")
+    renew_interval_s: float = Field(3.0, gt=0, description="between lease renewals, in seconds")
+    fill_progress_timeout_s: float = Field(
+        5.0, gt=0, description="a fill without progress is given to another filler, in seconds"
+    )
+    max_quarantine_fraction: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of the KV pool that may be in quarantine; a worker that has had more in "
+        "it for longer than a lease lasts drains and ends, to be started again; 1 = never",
+    )
+    deterministic: bool = Field(
+        False, description="same bits alone, in any batch and in any chunks, or refuse to start"
+    )
+    constraint_compile_s: float = Field(
+        10.0, gt=0, le=600, description="to compile one constraint of output, in processor seconds"
+    )
+    constraint_compile_bytes: int = Field(
+        1 << 30, ge=1 << 26, description="memory to compile one constraint, in bytes"
+    )
+    constraint_cache_bytes: int = Field(
+        256 << 20, ge=1 << 20, description="compiled constraints that are kept, in bytes"
+    )
+    early_compiler: bool = Field(
+        True,
+        description="start what compiles constraints, about 150 MiB, once the mesh has had a "
+        "constrained request; off: with this worker's first, which waits for it",
+    )
+    prefix_cache: bool = Field(True, description="reuse KV of earlier prompts")
+    kv_eviction_policy: EvictionName = Field(
+        "lru",
+        description="which cached KV page is given up first: least recently, least frequently or "
+        "most recently used, first in, last in (filo), of least urgent requests, or slru: those "
+        "never found again before the others",
+    )
+    host_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="host memory for KV pages that the pool gives up, in bytes; 0 = none",
+    )
+    disk_cache_dir: Path | None = Field(
+        None,
+        description="folder for KV pages on local disk, which outlive the worker; each worker has "
+        "a folder of its id in it; none = none are kept",
+    )
+    disk_cache_bytes: int = Field(
+        10 << 30, ge=1 << 12, description="KV pages on disk at most, in bytes"
+    )
+    write_through_threshold: int = Field(
+        0,
+        ge=0,
+        description="requests that find a KV page before it is copied to host memory, disk and KV "
+        "store; 0 = it is when it is computed; what the pool gives up goes to host memory anyway",
+    )
+    load_back_threshold: int | None = Field(
+        None,
+        ge=0,
+        description="tokens from which pages are loaded from tiers or the KV store; none = where "
+        "that is faster than computing them, as measured",
+    )
+    poison_free_pages: bool = Field(
+        False, description="fill free KV pages with NaN, so that a wrong read shows (slow)"
+    )
+    page_digests: bool = Field(
+        True,
+        description="check pages that arrive against digests of their sender; off, damage on the "
+        "way goes unnoticed",
+    )
+    staging_bytes: int | None = Field(
+        None,
+        ge=1 << 12,
+        description="host memory that pages pass through on their way from and to a KV pool on a "
+        "GPU, in bytes; default 2 GiB, or as much as the pool",
+    )
+    force_staging: bool = Field(
+        False, description="stage the pages of a KV pool on a CPU too (tests; slower)"
+    )
+    crash_dir: Path | None = Field(
+        None, description="folder for dumps of an engine that stalls or dies; none = no dumps"
+    )
+    max_crash_dumps: int = Field(
+        8, ge=1, le=1000, description="dumps kept in that folder, the newest ones"
+    )
+    crash_dump_tokens: bool = Field(
+        False,
+        description="dumps hold the tokens of prompts under way, so that `weft replay` can send "
+        "them again",
+    )
+    stall_dump_after_s: float | None = Field(
+        None,
+        gt=0,
+        description="an engine whose loop stands still for longer is dumped, in seconds; none = "
+        "when it counts as stalled",
+    )
+    dummy_weights: bool = Field(False, description="random weights, for benchmarks")
+
+    def engine_config(self, role: Role, worker_id: str) -> EngineConfig:
+        """The engine's part of the settings: the fields of the same names."""
+        shared = EngineConfig.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        values = {name: getattr(self, name) for name in shared}
+        values |= {"role": role, "worker_id": worker_id, "model_name": self.served_name}
+        values |= {"has_store": bool(self.kvstore), "transport": self.page_transport}
+        sizes = _GPU_SIZES if self.device.startswith("cuda") else _CPU_SIZES
+        values |= {name: size for name, size in sizes.items() if values[name] is None}
+        return EngineConfig(**values)
+
+    @property
+    def kvstores(self) -> list[str]:
+        """Addresses of the KV store's replicas."""
+        return [address.strip() for address in self.kvstore.split(",") if address.strip()]
+
+    @property
+    def served_name(self) -> str:
+        """Name of the served model."""
+        return self.model_name or self.model_dir.resolve().name

@@ -1,0 +1,188 @@
+"""Carries the engine's lookups and puts to the KV store's replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.store_replica import Held, Stored
+from weft.engine import faults
+from weft.engine.errors import InjectedFault, PeerUnavailable
+from weft.engine.messages import (
+    Inbox,
+    StoreAnswer,
+    StoreLookup,
+    StorePut,
+    StorePutResult,
+    StoreSegment,
+)
+from weft.engine.shards import ranked, stretches
+
+
+class Replica(Protocol):
+    """One replica (`weft.common.worker.store_replica`)."""
+
+    address: str
+
+    @property
+    def is_resting(self) -> bool:
+        """See `StoreReplica.is_resting`."""
+        ...
+
+    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
+        """See `StoreReplica.look_up`."""
+        ...
+
+    async def put(self, put: StorePut, indices: Sequence[int]) -> Stored | None:
+        """See `StoreReplica.put`."""
+        ...
+
+
+class _Stretch(NamedTuple):
+    """Consecutive pages of a prompt that one replica should have."""
+
+    replica: Replica
+    first: int
+    end: int
+
+
+class StoreClient:
+    """One worker's calls to its KV store. A replica that is away is a miss, never an error.
+
+    Pages of a replica that is away belong to the next one in their order meanwhile.
+
+    Args:
+        engine: Where answers go.
+        replicas: At least one.
+    """
+
+    def __init__(self, engine: EngineClient, replicas: Sequence[Replica]) -> None:
+        self._engine = engine
+        self._replicas = {replica.address: replica for replica in replicas}
+        self._names = list(self._replicas)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def look_up(self, lookup: StoreLookup) -> None:
+        """Asks the store; the engine gets an answer in any case."""
+        self._spawn(self._look_up(lookup))
+
+    def put(self, put: StorePut) -> None:
+        """Offers pages; the engine gets a result in any case."""
+        self._spawn(self._put(put))
+
+    async def close(self) -> None:
+        """Cancels what is open."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _replica_of(self, shard: bytes) -> Replica | None:
+        """Who has the pages of a shard now; None: everybody is away."""
+        for name in ranked(self._names, shard):
+            replica = self._replicas[name]
+            if not replica.is_resting:
+                return replica
+        return None
+
+    async def _look_up(self, lookup: StoreLookup) -> None:
+        answer = StoreAnswer(lookup=lookup.lookup)
+        point = faults.STORE_LOOKUP
+        if not (point.is_armed and await _is_lost(point)):
+            answer = await self._ask(lookup)
+        with contextlib.suppress(PeerUnavailable):
+            self._engine.send(Inbox(store_answers=[answer]))
+
+    async def _ask(self, lookup: StoreLookup) -> StoreAnswer:
+        """Asks each replica for its stretches, all at once, and joins what they say."""
+        parts: list[_Stretch] = []
+        for first, end in stretches(len(lookup.keys)):
+            replica = self._replica_of(lookup.keys[first])
+            if replica is None:
+                break
+            parts.append(_Stretch(replica, first, end))
+        asked = list({part.replica.address: part.replica for part in parts}.values())
+        answers = await asyncio.gather(
+            *(replica.look_up(lookup, _keys_of(replica, parts, lookup.keys)) for replica in asked)
+        )
+        held = {replica.address: held for replica, held in zip(asked, answers, strict=True) if held}
+        return StoreAnswer(
+            lookup=lookup.lookup,
+            segments=_segments(parts, held),
+            epochs={address: answer.epoch for address, answer in held.items()},
+        )
+
+    async def _put(self, put: StorePut) -> None:
+        result = StorePutResult(put=put.put, is_answered=False)
+        point = faults.STORE_PUT
+        if not (point.is_armed and await _is_lost(point)):
+            result = await self._offer(put)
+        with contextlib.suppress(PeerUnavailable):
+            self._engine.send(Inbox(store_put_results=[result]))
+
+    async def _offer(self, put: StorePut) -> StorePutResult:
+        """Offers each replica its pages, all at once."""
+        indices: dict[str, list[int]] = {}
+        is_complete = True
+        for index, shard in enumerate(put.shards):
+            replica = self._replica_of(shard)
+            if replica is None:
+                is_complete = False
+            else:
+                indices.setdefault(replica.address, []).append(index)
+        results = await asyncio.gather(
+            *(self._replicas[address].put(put, wanted) for address, wanted in indices.items())
+        )
+        answered = [stored for stored in results if stored is not None]
+        return StorePutResult(
+            put=put.put,
+            is_answered=is_complete and len(answered) == len(results),
+            stored_pages=sum(stored.num_pages for stored in answered),
+            wants_data=any(stored.wants_data for stored in answered),
+        )
+
+
+def _keys_of(replica: Replica, parts: Iterable[_Stretch], keys: Sequence[bytes]) -> list[bytes]:
+    """Keys of all stretches of a replica, in their order."""
+    return [key for part in parts if part.replica is replica for key in keys[part.first : part.end]]
+
+
+def _segments(parts: Sequence[_Stretch], held: dict[str, Held]) -> list[StoreSegment]:
+    """What is held from the first page on, without a gap; neighbours of one replica are one."""
+    segments: list[StoreSegment] = []
+    left = {address: answer.num_pages for address, answer in held.items()}
+    for part in parts:
+        address = part.replica.address
+        num_pages = min(left.get(address, 0), part.end - part.first)
+        if num_pages:
+            left[address] -= num_pages
+            if segments and segments[-1].address == address:
+                segments[-1].num_pages += num_pages
+            else:
+                answer = held[address]
+                segments.append(
+                    StoreSegment(
+                        num_pages=num_pages,
+                        store_id=answer.store_id,
+                        address=address,
+                        epoch=answer.epoch,
+                    )
+                )
+        if num_pages < part.end - part.first:
+            break
+    return segments
+
+
+async def _is_lost(point: faults.FaultPoint) -> bool:
+    """Passes a fault point; True when the store is not to be asked."""
+    try:
+        return await point.fire_async() == "drop"
+    except InjectedFault:
+        return True

@@ -1,0 +1,195 @@
+"""Calls to one replica of the KV store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+import grpc
+from weft.common.spans import REQUEST_ID_KEY, Span, Tracer
+from weft.common.worker.fill_client import FillClient
+from weft.common.worker.fills import target_to_proto
+from weft.engine.clock import monotonic
+from weft.engine.messages import StoreLookup, StorePut
+from weft.engine.transfer.handle import DATA_CHUNK_BYTES
+from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 0.08
+PUT_TIMEOUT_S = 10.0
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+REST_S = 1.0
+"""A replica that did not answer is left alone for this long."""
+
+
+class Held(NamedTuple):
+    """A replica's answer to a lookup."""
+
+    num_pages: int
+    """Leading ones of those asked for."""
+    store_id: str
+    epoch: int
+
+
+class Stored(NamedTuple):
+    """A replica's answer to a put."""
+
+    num_pages: int
+    wants_data: bool
+
+
+class StoreReplica:
+    """One worker's calls to one replica.
+
+    Args:
+        fills: Owns the channels.
+        address: host:port.
+        worker_id: This worker, and its incarnation.
+        epoch: See `worker_id`.
+        page_bytes: Of its pool.
+        tracer: Keeps spans of lookups.
+    """
+
+    def __init__(
+        self,
+        fills: FillClient,
+        address: str,
+        worker_id: str,
+        epoch: int,
+        page_bytes: int,
+        tracer: Tracer,
+    ) -> None:
+        self.address = address
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._page_bytes = page_bytes
+        self._tracer = tracer
+        self._stub = kvstore_pb2_grpc.KvStoreServiceStub(fills.channel(address, "kvstore"))
+        self._store_id = ""
+        self._store_epoch = 0
+        self._rests_until = 0.0
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_resting(self) -> bool:
+        """It did not answer a moment ago: it is not to be asked."""
+        return self._loop.time() < self._rests_until
+
+    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
+        """How many of these keys it holds; None: it does not answer."""
+        trace = _LookupTrace(self._tracer, lookup, len(keys))
+        request = kvstore_pb2.LookupRequest(namespace=lookup.namespace, keys=keys)
+        held: Held | None = None
+        try:
+            response = await self._stub.Lookup(
+                request, timeout=LOOKUP_TIMEOUT_S, metadata=trace.metadata
+            )
+            if response.num_pages:
+                await self._identify(response.epoch)
+            held = Held(min(response.num_pages, len(keys)), self._store_id, response.epoch)
+        except grpc.aio.AioRpcError as error:
+            self._failed("look up a prompt", error)
+            trace.error = error.code().name
+        trace.end(held.num_pages if held else 0)
+        return held
+
+    async def put(self, put: StorePut, indices: Sequence[int]) -> Stored | None:
+        """Offers some of a put's pages; None: it does not answer."""
+        header = self._header(put, indices)
+        try:
+            if put.source is not None:
+                response = await self._stub.Put(header, timeout=PUT_TIMEOUT_S)
+            else:
+                parts = _parts(header, [put.data[index] for index in indices])
+                answer = await self._stub.PutData(parts, timeout=PUT_TIMEOUT_S)
+                response = answer.result
+            return Stored(response.stored_pages, response.send_data)
+        except grpc.aio.AioRpcError as error:
+            self._failed("take pages", error)
+            return None
+
+    def _failed(self, what: str, error: grpc.aio.AioRpcError) -> None:
+        if error.code() not in AWAY:
+            logger.info("the KV store at %s would not %s: %s", self.address, what, error.details())
+            return
+        if not self.is_resting:
+            logger.warning(
+                "the KV store at %s did not %s: %s", self.address, what, error.code().name
+            )
+        self._rests_until = self._loop.time() + REST_S
+
+    async def _identify(self, epoch: int) -> None:
+        """Learns the stable id of the incarnation that answered."""
+        if epoch != self._store_epoch:
+            info = await self._stub.GetStoreInfo(
+                kvstore_pb2.GetStoreInfoRequest(), timeout=LOOKUP_TIMEOUT_S
+            )
+            self._store_id, self._store_epoch = info.store_id, info.epoch
+
+    def _header(self, put: StorePut, indices: Sequence[int]) -> kvstore_pb2.PutRequest:
+        header = kvstore_pb2.PutRequest(
+            source_id=self._worker_id,
+            source_epoch=self._epoch,
+            namespace=put.namespace,
+            page_bytes=self._page_bytes,
+        )
+        for index in indices:
+            header.pages.add(
+                key=put.keys[index],
+                digest=put.digests[index],
+                page=put.pages[index],
+                parent_key=put.parents[index],
+            )
+        if put.source is not None:
+            header.source.CopyFrom(target_to_proto(put.source))
+        return header
+
+
+class _LookupTrace:
+    """The span of a lookup, if its request has a trace context."""
+
+    def __init__(self, tracer: Tracer, lookup: StoreLookup, num_keys: int) -> None:
+        self._tracer = tracer
+        self._lookup = lookup
+        self._num_keys = num_keys
+        self._start_s = monotonic()
+        self._is_on = tracer.is_on and bool(lookup.traceparent)
+        self.error = ""
+        self.metadata: tuple[tuple[str, str], ...] | None = None
+        if self._is_on:
+            self._context, self._parent_id = tracer.begin(lookup.traceparent)
+            self.metadata = (
+                ("traceparent", self._context.traceparent),
+                (REQUEST_ID_KEY, lookup.request_id),
+            )
+
+    def end(self, num_pages: int) -> None:
+        """The store has answered, or has not."""
+        if not self._is_on:
+            return
+        self._tracer.record(
+            Span(
+                name="lookup",
+                context=self._context,
+                parent_id=self._parent_id,
+                start_s=self._start_s,
+                end_s=monotonic(),
+                request_id=self._lookup.request_id,
+                kind="client",
+                attributes={"weft.pages_asked": self._num_keys, "weft.pages": num_pages},
+                error=self.error,
+            )
+        )
+
+
+async def _parts(
+    header: kvstore_pb2.PutRequest, pages: Sequence[bytes]
+) -> AsyncIterator[kvstore_pb2.PutDataRequest]:
+    yield kvstore_pb2.PutDataRequest(header=header)
+    for index, content in enumerate(pages):
+        for offset in range(0, len(content), DATA_CHUNK_BYTES):
+            data = content[offset : offset + DATA_CHUNK_BYTES]
+            yield kvstore_pb2.PutDataRequest(index=index, offset=offset, data=data)

@@ -1,0 +1,5 @@
+"""`python -m weft.decode`."""
+
+from weft.decode.main import main
+
+raise SystemExit(main())

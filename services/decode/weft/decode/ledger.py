@@ -1,0 +1,68 @@
+"""Which requests a decode worker has under way, for dumps of crashes."""
+
+from __future__ import annotations
+
+import time
+
+from google.protobuf.json_format import MessageToDict
+from weft.common.requestlog import LoggedPrompt
+from weft.engine.messages import SessionBatch
+from weft.v1 import decode_pb2
+
+_Key = tuple[int, str, int]
+
+
+class Ledger:
+    """Submits whose end has not been reported, as lines of a request log.
+
+    Args:
+        has_tokens: Keep the prompts' tokens too; without them they cannot be replayed.
+    """
+
+    def __init__(self, has_tokens: bool) -> None:
+        self._has_tokens = has_tokens
+        self._open: dict[_Key, tuple[LoggedPrompt, set[int]]] = {}
+
+    def on_submit(self, message: decode_pb2.Submit, session: int, prompt: list[int]) -> None:
+        """Takes a submit on its way to the engine.
+
+        Args:
+            message: As it came.
+            session: It came on.
+            prompt: All tokens.
+        """
+        line = LoggedPrompt(
+            time=time.time(),
+            request_id=message.request_id,
+            trace_id=message.traceparent[3:35],
+            model=message.model,
+            sampling=MessageToDict(message.sampling, preserving_proto_field_name=True),
+            stop=MessageToDict(message.stop, preserving_proto_field_name=True),
+            top_logprobs=message.logprobs.top_logprobs if message.HasField("logprobs") else None,
+            num_prompt_tokens=len(prompt),
+            prompt_ids=prompt if self._has_tokens else None,
+        )
+        samples = set(range(max(1, message.sampling.n)))
+        samples -= {entry.sample for entry in message.progress if entry.finished}
+        self._open[session, message.request_id, message.attempt] = (line, samples)
+
+    def on_batch(self, batch: SessionBatch) -> None:
+        """Takes what a step brought for a session."""
+        for finished in batch.finished:
+            key = (batch.session, finished.request_id, finished.attempt)
+            known = self._open.get(key)
+            if known is not None:
+                known[1].discard(finished.sample)
+                if not known[1]:
+                    del self._open[key]
+        for failed in batch.failed:
+            self._open.pop((batch.session, failed.request_id, failed.attempt), None)
+
+    def on_session_closed(self, session: int) -> None:
+        """Its requests are cancelled."""
+        for key in [key for key in self._open if key[0] == session]:
+            del self._open[key]
+
+    def prompts(self) -> list[LoggedPrompt]:
+        """What is under way, oldest first."""
+        return [line for line, _ in self._open.values()]

@@ -1,0 +1,36 @@
+"""The decode worker: `weft serve decode`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import Field
+from weft.common.server import run
+from weft.common.settings import load_settings
+from weft.common.worker.host import run_worker
+from weft.common.worker.settings import WorkerSettings
+from weft.decode.service import DecodeService
+
+
+class DecodeSettings(WorkerSettings):
+    """Owns requests and generates their tokens."""
+
+    program: ClassVar[str] = "decode"
+
+    local_prefill_max_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="prompt remainders of at most this many tokens are prefilled here, longer ones "
+        "by prefill workers; 0 = ship whenever there is a full page; none = by measured cost",
+    )
+    max_fill_fraction: float = Field(
+        0.3, gt=0, le=1, description="share of the KV pool that remote fills may reserve"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the service; returns the exit status."""
+    settings = load_settings(DecodeSettings, sys.argv[1:] if argv is None else argv)
+    return run(run_worker(settings, "decode", DecodeService))

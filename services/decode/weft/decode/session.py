@@ -1,0 +1,206 @@
+"""One gateway's Session: submits in, one merged message per step out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from weft.common.worker.engine_client import EngineClient
+from weft.decode.assembly import Assembly
+from weft.decode.convert import batch_to_proto, merge_batches, submit_from_proto
+from weft.engine import faults
+from weft.engine.errors import InvalidRequest, Overloaded, PeerUnavailable, WeftError
+from weft.engine.messages import Cancel, Failed, Inbox, Ping, SessionBatch, Submit
+from weft.engine.outgoing import failure_of
+from weft.v1 import decode_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_PARTIAL_SUBMITS = 256
+MAX_ASKED = 2000
+DRAIN_TIMEOUT_S = 5.0
+"""A gateway that takes nothing for this long loses its Session."""
+SILENCE_TIMEOUT_S = 5.0
+"""Likewise one that sends nothing, not even a ping, or misses so many in a row:"""
+MISSED_PINGS = 4
+
+
+class Session:
+    """State of one Session stream."""
+
+    def __init__(
+        self,
+        number: int,
+        engine: EngineClient,
+        worker_id: str,
+        on_submit: Callable[[decode_pb2.Submit, Submit], None],
+        ping_interval_s: float,
+    ) -> None:
+        """Makes it; nothing is read or written yet.
+
+        Args:
+            number: Of the Session on this worker.
+            engine: Gets the requests.
+            worker_id: Of this worker.
+            on_submit: Told of each request that goes to the engine; may change it.
+            ping_interval_s: Of the gateway.
+        """
+        self._number = number
+        self._engine = engine
+        self._worker_id = worker_id
+        self._on_submit = on_submit
+        self._silence_timeout_s = max(SILENCE_TIMEOUT_S, MISSED_PINGS * ping_interval_s)
+        self._unsent: list[SessionBatch] = []
+        self._has_unsent = asyncio.Event()
+        self._partial: dict[tuple[str, int], Assembly] = {}
+        self._end: WeftError | None = None
+
+    @property
+    def num_partial(self) -> int:
+        """Submits of which parts are missing."""
+        return len(self._partial)
+
+    async def _next(
+        self, requests: AsyncIterator[decode_pb2.SessionRequest]
+    ) -> decode_pb2.SessionRequest | None:
+        try:
+            return await asyncio.wait_for(anext(requests, None), self._silence_timeout_s)
+        except TimeoutError:
+            message = f"the gateway was silent for {self._silence_timeout_s:g} s"
+            raise PeerUnavailable(message, stage="session") from None
+
+    def push(self, batch: SessionBatch) -> None:
+        """Queues what a step brought; sent with whatever else is unsent."""
+        self._unsent.append(batch)
+        self._has_unsent.set()
+
+    def end(self, error: WeftError) -> None:
+        """Ends the stream with an error."""
+        self._end = error
+        self._has_unsent.set()
+
+    async def read(self, requests: AsyncIterator[decode_pb2.SessionRequest]) -> None:
+        """Forwards the gateway's requests until its side ends.
+
+        Raises:
+            PeerUnavailable: it is silent: its process or its host is stopped, or the network cut.
+        """
+        while (request := await self._next(requests)) is not None:
+            kind = request.WhichOneof("request")
+            if kind == "submit":
+                if faults.SESSION_SUBMIT.is_armed:
+                    for submit in await faults.SESSION_SUBMIT.repeat_async(request.submit):
+                        self._submit(submit)
+                    continue
+                self._submit(request.submit)
+            elif kind == "prompt_part":
+                self._prompt_part(request.prompt_part)
+            elif kind == "generated_part":
+                self._generated_part(request.generated_part)
+            elif kind == "cancel":
+                self._cancel(request.cancel)
+            elif kind == "ping":
+                self._ping(request.ping)
+
+    def _ping(self, message: decode_pb2.SessionRequest.Ping) -> None:
+        if len(message.asked) > MAX_ASKED:
+            raise InvalidRequest(f"a ping asks for at most {MAX_ASKED} requests", param="asked")
+        asked = [(key.request_id, key.attempt) for key in message.asked]
+        ping = Ping(
+            session=self._number,
+            nonce=message.nonce,
+            asked=asked,
+            expects_constraints=message.constraints,
+        )
+        self._engine.send(Inbox(pings=[ping]))
+
+    async def write(self, context: grpc.aio.ServicerContext[Any, decode_pb2.SessionEvent]) -> None:
+        """Sends batches until the Session ends.
+
+        Raises:
+            WeftError: the engine died, or the gateway takes nothing.
+        """
+        while True:
+            await self._has_unsent.wait()
+            self._has_unsent.clear()
+            if self._unsent:
+                unsent, self._unsent = self._unsent, []
+                batch = unsent[0] if len(unsent) == 1 else merge_batches(unsent)
+                for event in batch_to_proto(batch, self._worker_id, self._engine.loop_age_s):
+                    await self._send(context, event)
+            if self._end is not None:
+                raise self._end
+
+    async def _send(
+        self,
+        context: grpc.aio.ServicerContext[Any, decode_pb2.SessionEvent],
+        event: decode_pb2.SessionEvent,
+    ) -> None:
+        if faults.SESSION_EVENT.is_armed:
+            kind = await faults.SESSION_EVENT.fire_async()
+            if kind == "drop":
+                return
+            if kind == "duplicate":
+                await context.write(event)
+        try:
+            await asyncio.wait_for(context.write(event), DRAIN_TIMEOUT_S)
+        except TimeoutError:
+            message = f"the gateway took nothing for {DRAIN_TIMEOUT_S:.0f} s"
+            raise PeerUnavailable(message, stage="session") from None
+
+    def _submit(self, message: decode_pb2.Submit) -> None:
+        try:
+            assembly = Assembly(message)
+        except InvalidRequest as error:
+            self._refuse(message, error)
+            return
+        if not assembly.is_complete and len(self._partial) >= MAX_PARTIAL_SUBMITS:
+            full = Overloaded("too many requests are coming in parts", stage="queue")
+            self._refuse(message, full)
+            return
+        self._partial[message.request_id, message.attempt] = assembly
+        self._start_if_complete(assembly)
+
+    def _prompt_part(self, part: decode_pb2.PromptPart) -> None:
+        assembly = self._partial.get((part.request_id, part.attempt))
+        if assembly is not None:
+            assembly.add_prompt(part.tokens.ids)
+            self._start_if_complete(assembly)
+
+    def _generated_part(self, part: decode_pb2.GeneratedPart) -> None:
+        assembly = self._partial.get((part.request_id, part.attempt))
+        if assembly is not None:
+            assembly.add_generated(part.sample, part.tokens.ids)
+            self._start_if_complete(assembly)
+
+    def _start_if_complete(self, assembly: Assembly) -> None:
+        if not assembly.is_complete:
+            return
+        message = assembly.message
+        del self._partial[message.request_id, message.attempt]
+        try:
+            submit = submit_from_proto(assembly, self._number)
+        except InvalidRequest as error:
+            self._refuse(message, error)
+        else:
+            self._on_submit(message, submit)
+            self._engine.send(Inbox(submits=[submit]))
+
+    def _refuse(self, message: decode_pb2.Submit, error: WeftError) -> None:
+        failed = Failed(
+            request_id=message.request_id, attempt=message.attempt, failure=failure_of(error)
+        )
+        self.push(SessionBatch(session=self._number, failed=[failed]))
+
+    def _cancel(self, message: decode_pb2.Cancel) -> None:
+        self._partial.pop((message.request_id, message.attempt), None)
+        cancel = Cancel(
+            session=self._number,
+            request_id=message.request_id,
+            attempt=message.attempt,
+            sample=message.sample if message.HasField("sample") else None,
+        )
+        self._engine.send(Inbox(cancels=[cancel]))

@@ -1,0 +1,205 @@
+"""Spans of requests on a decode worker, made from what the engine reports when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from weft.common.spans import Attribute, Span, SpanContext, Tracer, lease_span_id
+from weft.engine.clock import monotonic
+from weft.engine.messages import Finished, SessionBatch, Submit
+from weft.engine.scheduler.state import FillRecord, Timeline
+
+_Key = tuple[int, str, int]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A submit whose end has not been reported."""
+
+    context: SpanContext
+    parent_id: int
+    start_s: float
+    num_prompt_tokens: int
+    unfinished: set[int]
+    """Samples."""
+    num_completion_tokens: int = 0
+
+
+class RequestSpans:
+    """Follows submits to their end and records what happened to them.
+
+    The engine's times are on the same clock as this process's.
+
+    Args:
+        tracer: Keeps the spans.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._open: dict[_Key, _Open] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Submits whose end has not been reported."""
+        return len(self._open)
+
+    def on_submit(self, submit: Submit) -> None:
+        """Takes a submit on its way to the engine; what it causes becomes part of its span.
+
+        Args:
+            submit: Its `traceparent` is changed to name the new span.
+        """
+        key = (submit.session, submit.request_id, submit.attempt)
+        if not self._tracer.is_on or not submit.traceparent or key in self._open:
+            return
+        context, parent_id = self._tracer.begin(submit.traceparent)
+        submit.traceparent = context.traceparent
+        finished = {entry.sample for entry in submit.progress if entry.is_finished}
+        self._open[key] = _Open(
+            context=context,
+            parent_id=parent_id,
+            start_s=monotonic(),
+            num_prompt_tokens=len(submit.prompt),
+            unfinished=set(range(submit.sampling.n)) - finished,
+        )
+
+    def on_batch(self, batch: SessionBatch) -> None:
+        """Takes what a step brought for a session."""
+        if not self._open:
+            return
+        for finished in batch.finished:
+            self._finished(batch.session, finished)
+        for failed in batch.failed:
+            key = (batch.session, failed.request_id, failed.attempt)
+            opened = self._open.pop(key, None)
+            if opened is not None:
+                if failed.timeline is not None:
+                    self._record(_prompt_stages(opened, key[1], failed.timeline))
+                failure = failed.failure
+                self._end(key, opened, {}, f"{failure.reason}: {failure.message}")
+
+    def on_session_closed(self, session: int) -> None:
+        """Its requests are cancelled, and nobody is told of their end."""
+        for key in [key for key in self._open if key[0] == session]:
+            self._end(key, self._open.pop(key), {}, "the session ended")
+
+    def _finished(self, session: int, finished: Finished) -> None:
+        key = (session, finished.request_id, finished.attempt)
+        opened = self._open.get(key)
+        if opened is None or finished.sample not in opened.unfinished:
+            return
+        opened.unfinished.discard(finished.sample)
+        opened.num_completion_tokens += finished.completion_tokens
+        timeline = finished.timeline
+        # Siblings share the first sample's prompt.
+        if finished.sample == 0 or timeline.fills or timeline.local_prefill_tokens:
+            self._record(_prompt_stages(opened, key[1], timeline))
+        self._record(_decode_stage(opened, finished))
+        if not opened.unfinished:
+            del self._open[key]
+            attributes: dict[str, Attribute] = {
+                "weft.matched_tokens": timeline.matched_tokens,
+                "weft.cached_tokens": finished.cached_prompt_tokens,
+                "weft.finish_reason": finished.reason,
+            }
+            self._end(key, opened, attributes, "")
+
+    def _record(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            self._tracer.record(span)
+
+    def _end(self, key: _Key, opened: _Open, attributes: dict[str, Attribute], error: str) -> None:
+        self._tracer.record(
+            Span(
+                name="request",
+                context=opened.context,
+                parent_id=opened.parent_id,
+                start_s=opened.start_s,
+                end_s=monotonic(),
+                request_id=key[1],
+                kind="server",
+                attributes={
+                    "weft.prompt_tokens": opened.num_prompt_tokens,
+                    "weft.completion_tokens": opened.num_completion_tokens,
+                    **attributes,
+                },
+                error=error,
+            )
+        )
+
+
+def _prompt_stages(opened: _Open, request_id: str, timeline: Timeline) -> Iterator[Span]:
+    """What happened to the prompt: waiting, fills, what was computed here."""
+
+    def stage(name: str, begin_s: float, end_s: float, attributes: dict[str, Attribute]) -> Span:
+        return _stage(opened, request_id, timeline, name, begin_s, end_s, attributes)
+
+    admitted_s = timeline.admitted_s
+    if admitted_s is not None:
+        yield stage("queue", 0.0, admitted_s, {})
+    for fill in timeline.fills:
+        end_s = fill.end_s or timeline.finish_s or fill.start_s
+        span = stage("fill", fill.start_s, end_s, _fill_attributes(fill))
+        span.error = fill.failure
+        if fill.lease_id:
+            span.context = opened.context.child(lease_span_id(bytes.fromhex(fill.lease_id)))
+        yield span
+    if timeline.local_prefill_tokens:
+        begin_s = max([admitted_s or 0.0, *(fill.end_s for fill in timeline.fills)])
+        end_s = max(begin_s, timeline.first_token_s or timeline.finish_s or 0.0)
+        yield stage("prefill", begin_s, end_s, {"weft.tokens": timeline.local_prefill_tokens})
+
+
+def _decode_stage(opened: _Open, finished: Finished) -> Iterator[Span]:
+    """From the first token to the last."""
+    timeline = finished.timeline
+    if timeline.first_token_s is None or timeline.finish_s is None:
+        return
+    attributes: dict[str, Attribute] = {
+        "weft.sample": finished.sample,
+        "weft.tokens": finished.completion_tokens,
+        "weft.steps": timeline.num_steps,
+        "weft.preemptions": timeline.num_preemptions,
+        "weft.finish_reason": finished.reason,
+    }
+    yield _stage(
+        opened,
+        finished.request_id,
+        timeline,
+        "decode",
+        timeline.first_token_s,
+        timeline.finish_s,
+        attributes,
+    )
+
+
+def _stage(
+    opened: _Open,
+    request_id: str,
+    timeline: Timeline,
+    name: str,
+    begin_s: float,
+    end_s: float,
+    attributes: dict[str, Attribute],
+) -> Span:
+    """A part of the request; its times are since the engine received the submit."""
+    return Span(
+        name=name,
+        context=opened.context.child(),
+        parent_id=opened.context.span_id,
+        start_s=timeline.submitted_at + begin_s,
+        end_s=timeline.submitted_at + end_s,
+        request_id=request_id,
+        attributes=attributes,
+    )
+
+
+def _fill_attributes(fill: FillRecord) -> dict[str, Attribute]:
+    return {
+        "weft.source": fill.source,
+        "weft.worker_id": fill.worker_id,
+        "weft.transport": fill.transport,
+        "weft.tokens": fill.accepted_tokens,
+        "weft.bytes": fill.bytes,
+    }

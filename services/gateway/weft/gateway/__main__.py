@@ -1,0 +1,7 @@
+"""`python -m weft.gateway`."""
+
+import sys
+
+from weft.gateway.main import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""What operators may do to a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import grpc
+from weft.common.settings import LogLevel
+from weft.engine.faults import FaultSpec, FaultState
+from weft.gateway.fleet import Fleet
+from weft.gateway.pipeline import Pipeline
+from weft.gateway.served import Catalogue
+from weft.v1 import gateway_pb2, gateway_pb2_grpc
+
+
+class GatewayAdmin:
+    """Implements `AdminBackend`.
+
+    Args:
+        fleet: Its workers.
+        models: Know what workers are believed to hold.
+        pipeline: What runs.
+    """
+
+    def __init__(self, fleet: Fleet, models: Catalogue, pipeline: Pipeline) -> None:
+        self._fleet = fleet
+        self._models = models
+        self._pipeline = pipeline
+
+    async def flush_cache(self) -> int:
+        """See `AdminBackend`."""
+        return sum(served.router.flush() for served in self._models)
+
+    async def dump_state(self, max_entries: int) -> Mapping[str, object]:
+        """See `AdminBackend`."""
+        now = asyncio.get_running_loop().time()
+        workers = list(self._fleet.workers())
+        requests, load = self._pipeline.running_ids, self._pipeline.load()
+        return {
+            "running_prompts": load.running_prompts,
+            "queued_prompts": load.queued_prompts,
+            "held_requests": load.held_requests,
+            "forecast_first_token_s": (
+                load.first_token.ToNanoseconds() / 1e9 if load.HasField("first_token") else None
+            ),
+            "requests_with_target": load.requests_with_target,
+            "requests_within_target": load.requests_within_target,
+            "models": {one.model.name: one.problem() or "ready" for one in self._models},
+            "rate_limits": self._pipeline.limits.describe(now, max_entries),
+            "num_requests": len(requests),
+            "requests": requests[:max_entries],
+            "num_workers": len(workers),
+            "workers": [worker.snapshot(now) for worker in workers[:max_entries]],
+            "server": {"tasks": len(asyncio.all_tasks())},
+        }
+
+    async def order_faults(
+        self, *, add: FaultSpec | None = None, clear: str | None = None
+    ) -> list[FaultState]:
+        """See `AdminBackend`; a gateway is one process."""
+        return []
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """See `AdminBackend`; a gateway is one process."""
+
+
+def add_fleet(face: gateway_pb2_grpc.GatewayServiceServicer, server: grpc.aio.Server) -> None:
+    """Serves `GatewayService/GetFleet`, and nothing else of it, on the operators' port too.
+
+    On the main port operators are known by their certificates, which a gateway without
+    `client_certificates` never sees.
+    """
+    handler = grpc.unary_unary_rpc_method_handler(
+        face.GetFleet,
+        gateway_pb2.GetFleetRequest.FromString,
+        gateway_pb2.GetFleetResponse.SerializeToString,
+    )
+    fleet = grpc.method_handlers_generic_handler("weft.v1.GatewayService", {"GetFleet": handler})
+    server.add_generic_rpc_handlers((fleet,))

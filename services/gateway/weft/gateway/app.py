@@ -1,0 +1,289 @@
+"""Puts the parts of one gateway together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Sequence
+
+from weft.common.server import ServiceServer
+from weft.common.tls import load_identity
+from weft.common.tracing import make_tracer
+from weft.engine.errors import ConfigError
+from weft.gateway.admin import GatewayAdmin, add_fleet
+from weft.gateway.admit import Admission
+from weft.gateway.authenticate import ApiKeys, TenantInterceptor
+from weft.gateway.discovery import Discovery, Endpoint, Role, make_discovery
+from weft.gateway.fleet import Fleet, Worker
+from weft.gateway.fleet_metrics import FleetCollector
+from weft.gateway.keys import parse_hash
+from weft.gateway.kv_follow import KvFollower
+from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.model import ServedModel, load_model
+from weft.gateway.openai.service import OpenAIFace
+from weft.gateway.pipeline import Pipeline
+from weft.gateway.prepare import Preparer
+from weft.gateway.request_log import GatewayRequestLog
+from weft.gateway.route import Router
+from weft.gateway.routing import PageIndex, make_policy
+from weft.gateway.served import Catalogue, Served
+from weft.gateway.settings import GatewaySettings
+from weft.gateway.slo import LatencyGate
+from weft.gateway.slo.turnstile import Turnstile
+from weft.gateway.tasks import log_failure
+from weft.gateway.tenants import Tenants
+from weft.gateway.trace_fan_out import TraceFanOut
+from weft.gateway.typed_face import TypedFace
+from weft.v1 import gateway_pb2_grpc, openai_pb2_grpc, worker_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_NOTICE_S = 0.5
+_LOOK_EVERY_S = 0.02
+_FIND_WORKERS_S = 10.0
+_EDGES_FACE = "weft.v1.OpenAIService"
+"""Edges send nothing to a gateway whose health service says NOT_SERVING of this."""
+SERVICES = ("weft.v1.GatewayService", _EDGES_FACE)
+
+
+def _tenants(settings: GatewaySettings) -> tuple[TenantInterceptor, ...]:
+    if not settings.has_api_keys:
+        return ()
+    fixed = [parse_hash(text) for text in settings.api_key_hashes]
+    return (TenantInterceptor(ApiKeys(settings.api_keys_file, fixed)),)
+
+
+class GatewayApp:
+    """One gateway: made from settings, started and stopped once."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        models: Sequence[ServedModel] = (),
+        discovery: Discovery | None = None,
+    ) -> None:
+        """Loads the model's texts and wires everything; nothing listens yet.
+
+        Args:
+            settings: Checked settings.
+            models: Default: loaded from the folders that the settings name.
+            discovery: Default: what the settings name.
+
+        Raises:
+            ModelError: The model directory cannot be used.
+            ConfigError: Two models have one name; the operators' token, the
+                certificate, the API keys or the tenants' terms cannot be used.
+        """
+        self._settings = settings
+        self._identity = load_identity(settings)
+        loaded = models or [
+            load_model(folder, name, settings.max_context_tokens)
+            for name, folder in settings.model_folders
+        ]
+        self._models = {model.name: model for model in loaded}
+        if len(self._models) < len(loaded):
+            names = ", ".join(model.name for model in loaded)
+            raise ConfigError(f"each model needs a name of its own: {names}")
+        self.metrics = GatewayMetrics(is_on=settings.metrics_port is not None)
+        self._gateway_id = f"gateway-{secrets.token_hex(4)}"
+        self._gateway_epoch = secrets.randbits(64)
+        self.fleet = Fleet(discovery or make_discovery(settings), self._make_worker, self._models)
+        self._admission = Admission(settings.max_running_requests, settings.max_queued_requests)
+        self._tenants = Tenants(settings.tenants_file)
+        self.catalogue = Catalogue([self._serve(model) for model in loaded])
+        """The models that requests can name."""
+        self._log = (
+            GatewayRequestLog(
+                settings, {name: model.tokenizer for name, model in self._models.items()}
+            )
+            if settings.request_log is not None
+            else None
+        )
+        tracer = make_tracer(settings, self._gateway_id)
+        self.pipeline = Pipeline(
+            settings,
+            self.catalogue,
+            self._admission,
+            self.metrics,
+            tracer,
+            self._tenants,
+            self._log,
+        )
+        admin = GatewayAdmin(self.fleet, self.catalogue, self.pipeline)
+        self.server = ServiceServer(
+            settings,
+            self.metrics.registry,
+            interceptors=_tenants(settings),
+            admin=admin,
+            identity=self._identity,
+            tracer=tracer,
+            fan_out=TraceFanOut(self.fleet, self._identity),
+            requires_client=settings.client_certificates,
+            options=(("grpc.max_connection_age_ms", round(settings.max_connection_age_s * 1000)),),
+        )
+        self._add_faces()
+        self._add_gauges()
+        self.metrics.registry.register(FleetCollector(self.fleet, self.catalogue))
+        self._fleet_task: asyncio.Task[None] | None = None
+        self._open_task: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> ServedModel:
+        """The model that was named first."""
+        return self.catalogue.first.model
+
+    def _serve(self, model: ServedModel) -> Served:
+        """All that is one model's own."""
+        settings, tenants = self._settings, self._tenants
+        fleet = self.fleet.of(model.name)
+        router = Router(
+            fleet,
+            make_policy(settings.decode_policy, settings.policy_options("decode")),
+            make_policy(settings.prefill_policy, settings.policy_options("prefill")),
+            settings.max_prefill_candidates,
+            settings.replicas,
+        )
+        gate = LatencyGate(router.outlook, settings.ahead_s, lambda: tenants.has_targets)
+        return Served(
+            model=model,
+            fleet=fleet,
+            preparer=Preparer(
+                model, settings, lambda: fleet.max_context_tokens(model.max_context_tokens)
+            ),
+            router=router,
+            turnstile=Turnstile(gate),
+        )
+
+    def _make_worker(self, endpoint: Endpoint) -> Worker:
+        return Worker(
+            endpoint,
+            self._models,
+            self._settings,
+            self._gateway_id,
+            self._gateway_epoch,
+            self.metrics.session_losses.inc,
+            self.fleet.has_constraints,
+            lambda stub, model: self._make_follower(endpoint, stub, model),
+            self._identity,
+        )
+
+    def _make_follower(
+        self, endpoint: Endpoint, stub: worker_pb2_grpc.WorkerServiceAsyncStub, model: str
+    ) -> KvFollower | None:
+        index = self.catalogue.named(model).router.index(endpoint.role)
+        return None if index is None else KvFollower(stub, index, self.metrics)
+
+    def _add_faces(self) -> None:
+        limit = self._settings.max_body_bytes
+        typed = TypedFace(self.pipeline, self.catalogue, self.fleet, limit)
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(typed, self.server.grpc)
+        if (operators := self.server.admin_grpc) is not None:
+            add_fleet(typed, operators)
+        self._openai = OpenAIFace(self.pipeline, self.catalogue, limit)
+        openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
+
+    def _add_gauges(self) -> None:
+        admission, fleet = self._admission, self.fleet
+        gates = [served.turnstile.gate for served in self.catalogue]
+        self.metrics.add_gauges(
+            {
+                "weft_requests_running": ("Prompts in work.", lambda: admission.num_running),
+                "weft_requests_queued": ("Prompts waiting.", lambda: admission.num_queued),
+                "weft_requests_held": (
+                    "Requests held so that others keep their latency targets.",
+                    lambda: sum(gate.num_held for gate in gates),
+                ),
+                "weft_forecast_bias_seconds": (
+                    "By which first tokens come later than forecast, in the mean; the model with "
+                    "the largest.",
+                    lambda: max(gate.bias_s for gate in gates),
+                ),
+                "weft_kv_index_pages": (
+                    "Pages that workers are known to hold, over all of them.",
+                    lambda: sum(index.num_pages for index in self._indexes()),
+                ),
+                "weft_kv_index_dropped_pages": (
+                    "Pages that the index had no room for, since the start.",
+                    lambda: sum(index.num_dropped for index in self._indexes()),
+                ),
+                "weft_decode_workers": (
+                    "Decode workers with an open Session.",
+                    lambda: sum(
+                        worker.session is not None and worker.session.is_open
+                        for worker in list(fleet.workers("decode"))
+                    ),
+                ),
+            }
+        )
+
+    def _indexes(self) -> list[PageIndex]:
+        roles: tuple[Role, ...] = ("decode", "prefill")
+        found = (served.router.index(role) for served in self.catalogue for role in roles)
+        return [index for index in found if index is not None]
+
+    async def start(self) -> None:
+        """Listens and begins to follow the workers.
+
+        Raises:
+            ConfigError: A port is taken.
+        """
+        await self.server.start(SERVICES)
+        self._fleet_task = asyncio.create_task(self.fleet.run())
+        self._fleet_task.add_done_callback(log_failure)
+        await self.server.set_serving(True, but=(_EDGES_FACE,))
+        self._open_task = asyncio.create_task(self._open_to_edges())
+        self._open_task.add_done_callback(log_failure)
+        self.server.write_ready_file()
+        _log.info(
+            "gateway ready",
+            extra={
+                "address": self.server.address,
+                "metrics_address": self.server.metrics_address,
+                "models": list(self._models),
+                "settings": self._settings.describe(),
+            },
+        )
+
+    async def _open_to_edges(self) -> None:
+        """Lets edges send requests once the workers are there, which other gateways know already.
+
+        Without workers it says so itself after a while.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIND_WORKERS_S):
+                while any(served.problem() for served in self.catalogue):
+                    await asyncio.sleep(_LOOK_EVERY_S)
+        await self.server.set_serving(True)
+
+    async def leave(self) -> None:
+        """Waits until edges know that this gateway is NOT_SERVING, then drains.
+
+        What reaches it until then is taken, not refused.
+        """
+        await asyncio.sleep(min(_NOTICE_S, self._settings.drain_grace_s / 4))
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Refuses new requests and returns when those running have ended."""
+        await self._admission.drain()
+
+    async def stop(self) -> None:
+        """Stops at once, after `drain` or without it."""
+        await self.server.stop()
+        await self.close()
+
+    async def close(self) -> None:
+        """Lets workers and threads go, after the server has stopped."""
+        for task in (self._open_task, self._fleet_task):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._openai.close()
+        for served in self.catalogue:
+            served.turnstile.close()
+            served.preparer.close()
+        if self._log is not None:
+            await asyncio.to_thread(self._log.close)

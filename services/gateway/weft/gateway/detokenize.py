@@ -1,0 +1,110 @@
+"""Incremental detokenisation that never splits a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.gateway.vocabulary import Vocabulary
+
+_REPLACEMENT = "\ufffd"
+_CONTEXT_TOKENS = 5
+"""Prompt tokens that give the first generated one its context (a leading space)."""
+_MAX_HELD_TOKENS = 16
+"""A text that seems incomplete for longer than this is not: no character has so many tokens."""
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one sample into text as they come.
+
+    The concatenation of all that is returned equals the decoded whole, and text that is valid
+    never shows U+FFFD on the way.
+    """
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text that is certain by now, often the empty one."""
+        ...
+
+    def finish(self) -> str:
+        """Returns the rest, with U+FFFD for a character that was never completed."""
+        ...
+
+
+def make_detokenizer(
+    vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool
+) -> Detokenizer:
+    """Makes the cheapest detokeniser that is exact for the vocabulary.
+
+    Args:
+        vocabulary: The model's.
+        prompt_ids: Tokens before the first one; only the last few are looked at.
+        skip_special_tokens: Special tokens give no text.
+    """
+    if vocabulary.is_byte_level:
+        return ByteDetokenizer(vocabulary, skip_special_tokens)
+    return WindowDetokenizer(vocabulary, prompt_ids, skip_special_tokens)
+
+
+class ByteDetokenizer:
+    """For byte-level tokenizers: a table look-up and an incremental UTF-8 decoder a token."""
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+        self._token_bytes = vocabulary.token_bytes
+        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer.push`."""
+        if token_id in self._skipped:
+            return ""
+        return self._decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        """See `Detokenizer.finish`."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For any tokenizer: decodes a short window with and without the new tokens.
+
+    ```
+    _ids:  | context: text returned already | held: text not certain yet |
+           0                             _split                       len(_ids)
+    ```
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = vocabulary.tokenizer
+        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
+        tail = prompt_ids[-_CONTEXT_TOKENS:]
+        self._ids = [token_id for token_id in tail if token_id not in self._skipped]
+        self._split = len(self._ids)
+        self._context = self._decode(self._ids)
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer.push`."""
+        if token_id in self._skipped:
+            return ""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        is_open = text.endswith(_REPLACEMENT) or len(text) <= len(self._context)
+        if is_open and len(self._ids) - self._split < _MAX_HELD_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        """See `Detokenizer.finish`."""
+        return self._advance(self._decode(self._ids))
+
+    def _advance(self, text: str) -> str:
+        delta = text[len(self._context) :]
+        self._ids = self._ids[self._split :]
+        self._split = len(self._ids)
+        self._context = self._decode(self._ids)
+        return delta
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""

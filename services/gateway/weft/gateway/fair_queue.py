@@ -1,0 +1,178 @@
+"""One queue of many tenants, of which none can hold up the others."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from itertools import count
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class _Entry(Generic[T]):
+    __slots__ = ("cost", "is_gone", "item", "number", "start", "tenant")
+
+    def __init__(self, tenant: str, item: T, cost: float, start: float, number: int) -> None:
+        self.tenant = tenant
+        self.item = item
+        self.cost = cost
+        self.start = start
+        self.number = number
+        self.is_gone = False
+
+    def __lt__(self, other: _Entry[T]) -> bool:
+        return (self.start, self.number) < (other.start, other.number)
+
+
+class _Tenant(Generic[T]):
+    __slots__ = ("cost", "entries", "finish", "weight")
+
+    def __init__(self) -> None:
+        self.entries: deque[_Entry[T]] = deque()
+        self.cost = 0.0
+        """Of all entries."""
+        self.finish = 0.0
+        """Virtual time at which its last entry will have been served."""
+        self.weight = 1.0
+
+
+class FairQueue(Generic[T]):
+    """Start-time fair queueing (Goyal, Vin, Cheng 1996): who waits gets service by weight.
+
+    Each item starts in virtual time where its tenant's item before it finishes, or now if there is
+    none; the least start leaves first. So a tenant with few items waits for few of the others',
+    however many those have, and one that was away has saved up nothing. Within a tenant it is first
+    come, first served; with one tenant it is that as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry[T]] = []
+        self._tenants: dict[str, _Tenant[T]] = {}
+        """Those that wait, and those whose last item has left and is not paid for yet."""
+        self._now = 0.0
+        self._numbers = count()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, item: T, tenant: str = "", cost: float = 1.0, weight: float = 1.0) -> None:
+        """Queues an item.
+
+        Args:
+            item: Equal to no other one that waits.
+            tenant: Whose it is.
+            cost: Above 0; in any unit, the same for all.
+            weight: Of the tenant, above 0: with twice the weight it gets twice the service.
+        """
+        known = self._tenants.get(tenant)
+        if known is None:
+            known = self._tenants[tenant] = _Tenant()
+        known.weight = weight
+        start = max(self._now, known.finish)
+        known.finish = start + cost / weight
+        entry = _Entry(tenant, item, cost, start, next(self._numbers))
+        known.entries.append(entry)
+        known.cost += cost
+        heapq.heappush(self._heap, entry)
+        self._size += 1
+
+    def head(self) -> T | None:
+        """What leaves next; None when nothing waits."""
+        while self._heap and self._heap[0].is_gone:
+            heapq.heappop(self._heap)
+        return self._heap[0].item if self._heap else None
+
+    def pop(self) -> T:
+        """Takes the head out, which must be there."""
+        if self.head() is None:
+            raise IndexError("nothing waits")
+        entry = heapq.heappop(self._heap)
+        self._now = max(self._now, entry.start)
+        self._take_out(entry)
+        if not self._size:
+            self._forget_paid()
+        return entry.item
+
+    def remove(self, item: T, tenant: str = "") -> bool:
+        """Takes an item out wherever it stands; False when it does not wait."""
+        known = self._tenants.get(tenant)
+        for entry in () if known is None else known.entries:
+            if entry.item is item:
+                self._take_out(entry)
+                self._give_back(entry)
+                return True
+        return False
+
+    def most_owed(self, tenant: str, cost: float, weight: float, missing: float) -> list[T]:
+        """What others give up so that an item of a tenant has room; they are not taken out.
+
+        Step by step the newest item of who has most waiting for its weight, as long as that is no
+        less than what the tenant would have with its new item.
+
+        Args:
+            tenant: Whose item it is.
+            cost: Of the item.
+            weight: Of the tenant.
+            missing: Cost for which there is no room.
+
+        Returns:
+            Items of at least the missing cost; empty: there are not so many.
+        """
+        own = (self.cost_of(tenant) + cost) / weight
+        shares = {name: known.cost / known.weight for name, known in self._tenants.items()}
+        newest = {name: reversed(known.entries) for name, known in self._tenants.items()}
+        found: list[T] = []
+        while missing > 0:
+            name = max(shares, key=shares.__getitem__, default=tenant)
+            entry = None if name == tenant or shares[name] < own else next(newest[name], None)
+            if entry is None:
+                return []
+            shares[name] -= entry.cost / self._tenants[name].weight
+            missing -= entry.cost
+            found.append(entry.item)
+        return found
+
+    def cost_of(self, tenant: str) -> float:
+        """Cost of what a tenant has waiting."""
+        known = self._tenants.get(tenant)
+        return 0.0 if known is None else known.cost
+
+    def cost_before(self, tenant: str, cost: float, weight: float = 1.0) -> float:
+        """Cost of what would leave before a new item, about: as if all were served at once.
+
+        While a tenant's own items are served, every other one is served as much by its weight, up
+        to what it has waiting.
+        """
+        own = self.cost_of(tenant)
+        share = (own + cost) / weight
+        others = sum(
+            min(known.cost, share * known.weight)
+            for name, known in self._tenants.items()
+            if name != tenant
+        )
+        return own + others
+
+    def _take_out(self, entry: _Entry[T]) -> None:
+        entry.is_gone = True
+        known = self._tenants[entry.tenant]
+        known.entries.remove(entry)
+        known.cost -= entry.cost
+        self._size -= 1
+
+    def _give_back(self, entry: _Entry[T]) -> None:
+        """What leaves unserved costs its tenant nothing."""
+        known = self._tenants[entry.tenant]
+        shift = entry.cost / known.weight
+        known.finish = max(self._now, known.finish - shift)
+        for later in known.entries:
+            if later.number > entry.number:
+                later.start = max(self._now, later.start - shift)
+        heapq.heapify(self._heap)
+
+    def _forget_paid(self) -> None:
+        """Nothing waits: a new busy time begins, and nobody owes anything."""
+        self._tenants.clear()
+        self._heap.clear()
+        self._now = 0.0

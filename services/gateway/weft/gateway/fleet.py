@@ -1,0 +1,467 @@
+"""The workers as this gateway sees them: reachable, fresh, how loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from weft.common.channel import open_channel
+from weft.common.errors import from_rpc_error
+from weft.common.tls import Identity
+from weft.engine.errors import Draining, Internal, PeerUnavailable, WeftError
+from weft.engine.memory.layout import PlaneLayout
+from weft.gateway.breaker import Breaker
+from weft.gateway.discovery import Discovery, Endpoint, Role
+from weft.gateway.kv_follow import KvFollower
+from weft.gateway.model import ServedModel
+from weft.gateway.pool import Pool
+from weft.gateway.routing import LoadEstimate, Speed, WorkerView
+from weft.gateway.session import Backoff, DecodeSession
+from weft.gateway.settings import GatewaySettings
+from weft.gateway.tasks import log_failure, run_together
+from weft.v1 import worker_pb2, worker_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_INFO_TIMEOUT_S = 5.0
+_MEET_S = 10.0
+_ROLES: dict[Role, worker_pb2.WorkerRole.ValueType] = {
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
+
+
+class Worker:
+    """One endpoint: follows its load, and for a decode worker keeps its Session.
+
+    Which model it serves is its own word.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        models: Mapping[str, ServedModel],
+        settings: GatewaySettings,
+        gateway_id: str,
+        gateway_epoch: int,
+        on_session_lost: Callable[[], None],
+        expects_constraints: Callable[[], bool],
+        make_follower: Callable[[worker_pb2_grpc.WorkerServiceAsyncStub, str], KvFollower | None],
+        identity: Identity | None = None,
+    ) -> None:
+        """Opens no connection yet.
+
+        Args:
+            endpoint: Where it is.
+            models: That the gateway serves, by name.
+            settings: Times and bounds.
+            gateway_id: Of this gateway.
+            gateway_epoch: Of its incarnation.
+            on_session_lost: Told when a Session breaks.
+            expects_constraints: Whether constrained requests have come to anybody.
+            make_follower: Follows the KV events of a worker of a model, if a policy needs them.
+            identity: Certificate; None = no TLS.
+        """
+        self.endpoint = endpoint
+        self._models = models
+        self._settings = settings
+        self._channel = open_channel(endpoint.address, endpoint.role, identity)
+        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._failure = "not reached yet"
+        self._load: worker_pb2.WatchLoadResponse | None = None
+        self._load_time = 0.0
+        self.load = LoadEstimate()
+        """What it has to do, as far as this gateway can tell."""
+        self.member: WorkerView | None = None
+        """What policies see of its incarnation; None = not met yet."""
+        self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s)
+        self._on_session_lost = on_session_lost
+        self._make_follower = make_follower
+        self._follower: tuple[str, KvFollower] | None = None
+        """With the model whose index it keeps."""
+        self.info: worker_pb2.GetInfoResponse | None = None
+        self.session: DecodeSession | None = None
+        if endpoint.role == "decode":
+            self.session = DecodeSession(
+                self._channel,
+                gateway_id,
+                gateway_epoch,
+                ping_interval_s=settings.ping_interval_s,
+                dead_after_s=settings.stale_after_s,
+                on_lost=self._lost,
+                expects_constraints=expects_constraints,
+            )
+
+    async def run(self) -> None:
+        """Follows the worker until cancelled."""
+        try:
+            session = [] if self.session is None else [self.session.run()]
+            await run_together(self._watch(), *session)
+        finally:
+            self._forget()
+            await self._channel.close()
+
+    async def _watch(self) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                await self._follow(backoff)
+            except grpc.aio.AioRpcError as error:
+                self._failure = f"not reachable: {from_rpc_error(error)}"
+            except PeerUnavailable as error:
+                self._failure = error.message
+            except TimeoutError:
+                self._failure = "sends no load reports"
+            except Exception:
+                # A fault of this gateway: the worker is well, and is not to be lost for it.
+                _log.exception("following a worker failed", extra={"worker": str(self.endpoint)})
+                self._failure = "could not be followed"
+            self._load = None
+            await backoff.sleep()
+
+    async def _follow(self, backoff: Backoff) -> None:
+        info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
+        self._check(info)
+        self.info = info
+        self.member = _member(self.endpoint, info)
+        follower = self._follower_of(info.model)
+        following: asyncio.Task[None] | None = None
+        interval = Duration()
+        interval.FromNanoseconds(int(self._settings.load_interval_s * 1e9))
+        call: Any = self._stub.WatchLoad(worker_pb2.WatchLoadRequest(interval=interval))
+        try:
+            while True:
+                async with asyncio.timeout(self._stale_limit_s()):
+                    report = await call.read()
+                if report is grpc.aio.EOF:
+                    raise PeerUnavailable("ended its load reports")
+                if report.epoch != info.epoch:
+                    raise PeerUnavailable("was restarted")
+                self._take(report)
+                backoff.reset()
+                if following is None and follower is not None:
+                    following = asyncio.create_task(follower.run(info))
+                    following.add_done_callback(log_failure)
+        finally:
+            call.cancel()
+            if following is not None:
+                following.cancel()
+
+    def _follower_of(self, model: str) -> KvFollower | None:
+        """The follower of its KV events: another one only when it serves another model now."""
+        if self._follower is None or self._follower[0] != model:
+            self._forget()
+            made = self._make_follower(self._stub, model)
+            self._follower = None if made is None else (model, made)
+        return None if self._follower is None else self._follower[1]
+
+    def _forget(self) -> None:
+        if self._follower is not None:
+            self._follower[1].forget()
+            self._follower = None
+
+    @property
+    def model(self) -> str:
+        """Name of the model that it serves; empty = not met yet."""
+        return "" if self.info is None else self.info.model
+
+    def _check(self, info: worker_pb2.GetInfoResponse) -> None:
+        role = _ROLES[self.endpoint.role]
+        if info.role != role:
+            raise PeerUnavailable(
+                f"is a {worker_pb2.WorkerRole.Name(info.role)}, not a {self.endpoint.role} worker; "
+                "correct the gateway's --decode or --prefill"
+            )
+        model = self._models.get(info.model)
+        if model is None:
+            names = " or ".join(repr(name) for name in self._models)
+            raise PeerUnavailable(f"serves model {info.model!r}, not {names}")
+        if info.vocabulary_size != model.vocabulary_size:
+            raise PeerUnavailable(
+                f"has a vocabulary of {info.vocabulary_size} tokens, the gateway's model "
+                f"{model.vocabulary_size}: they were given different model directories"
+            )
+
+    def _take(self, report: worker_pb2.WatchLoadResponse) -> None:
+        self._load = report
+        self._load_time = asyncio.get_running_loop().time()
+        self.load.report(
+            report.running_requests + report.waiting_requests + report.filling_requests,
+            report.queued_tokens,
+            report.request_tokens,
+        )
+        self.load.take_speed(
+            Speed(
+                report.prefill_tokens_per_second,
+                report.decode_step.ToNanoseconds() / 1e9,
+                report.decode_step_requests,
+            )
+        )
+        self._failure = ""
+        if self.session is not None:
+            self.session.stale_after_s = report.stale_after.ToNanoseconds() / 1e9
+
+    def _stale_limit_s(self) -> float:
+        """Silence after which the worker is not trusted: its own bound if that is longer."""
+        own_s = 0.0 if self._load is None else self._load.stale_after.ToNanoseconds() / 1e9
+        return max(self._settings.stale_after_s, own_s, 3 * self._settings.load_interval_s)
+
+    def _lost(self) -> None:
+        self._on_session_lost()
+        if self._load is None or not self._load.draining:
+            now = asyncio.get_running_loop().time()
+            self.breaker.failed(now, "its session broke")
+
+    @property
+    def own_requests(self) -> int:
+        """Requests of this gateway that are on the worker now."""
+        return self.load.own_requests
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Measured prefill rate; 0 = not known."""
+        return 0.0 if self._load is None else self._load.prefill_tokens_per_second
+
+    def judge_request(self, error: WeftError | None, *, is_proven: bool) -> None:
+        """A request left it; `breaker.begin` was told when it came.
+
+        Args:
+            error: How the worker failed it, if it did.
+            is_proven: It had brought something.
+        """
+        # The loss of a Session counts once, not for each of its requests; see `_lost`.
+        is_fault = isinstance(error, Internal) or (
+            isinstance(error, PeerUnavailable)
+            and not isinstance(error, Draining)
+            and error.stage != "session"
+        )
+        if error is not None and is_fault:
+            self.breaker.failed(asyncio.get_running_loop().time(), error.message)
+        elif not is_proven:
+            self.breaker.abandoned()
+
+    def problem(self, now: float) -> str:
+        """Why the worker gets no requests; empty when it may.
+
+        Args:
+            now: Event loop time.
+        """
+        return self.health_problem(now) or self.breaker.problem(now)
+
+    def health_problem(self, now: float) -> str:
+        """Likewise, whatever became of earlier requests."""
+        load = self._load
+        if load is None:
+            return self._failure
+        if load.draining:
+            return "draining"
+        age_s = load.loop_age.ToNanoseconds() / 1e9
+        if age_s > max(load.stale_after.ToNanoseconds() / 1e9, 0.1):
+            return f"its engine's loop has not turned for {age_s:.1f} s"
+        if now - self._load_time > self._stale_limit_s():
+            return f"no load report for {now - self._load_time:.1f} s"
+        if self.session is not None and not self.session.is_open:
+            return self.session.problem
+        return ""
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """What is known of it, for operators; `now` is event loop time."""
+        known = {
+            "role": self.endpoint.role,
+            "address": self.endpoint.address,
+            "model": self.model,
+            "problem": self.problem(now),
+            "breaker": self.breaker.state(now).value,
+            "own_requests": self.own_requests,
+        }
+        if self.session is not None:
+            known |= {"is_session_open": self.session.is_open, **self.session.sizes()}
+        load, member, info = self._load, self.member, self.info
+        if load is None or member is None or info is None:
+            return known
+        return {
+            **known,
+            "worker_id": member.worker_id,
+            "epoch": member.epoch,
+            "host": member.host,
+            "num_requests": self.load.num_requests,
+            "queued_tokens": self.load.queued_tokens,
+            "num_tokens": self.load.num_tokens,
+            "tokens_per_second": load.prefill_tokens_per_second,
+            "free_pages": load.free_pages + load.cached_pages,
+            "total_pages": member.total_pages,
+            "page_size": member.page_size,
+            "model_digest": member.model_digest.hex(),
+            "kv_layout": member.kv_layout,
+            "fill_address": info.advertised_address,
+        }
+
+
+def _member(endpoint: Endpoint, info: worker_pb2.GetInfoResponse) -> WorkerView:
+    return WorkerView(
+        worker_id=info.worker_id,
+        address=endpoint.address,
+        epoch=info.epoch,
+        host=endpoint.node or endpoint.address.rpartition(":")[0],
+        total_pages=info.num_pages,
+        page_size=info.page_size,
+        model_digest=info.model_digest,
+        kv_layout=_layout(info),
+    )
+
+
+def _layout(info: worker_pb2.GetInfoResponse) -> str:
+    """What the target plane's layout is called in namespaces; empty when it is not told."""
+    plane = next((plane for plane in info.planes if plane.name == "target"), None)
+    if plane is None or not plane.parts:
+        return ""
+    return PlaneLayout(
+        name=plane.name,
+        layers=plane.layers,
+        heads=plane.heads,
+        dim=plane.parts[0].dim,
+        dtype=plane.parts[0].dtype,
+        page_size=info.page_size,
+        parts=tuple(part.name for part in plane.parts),
+    ).describe()
+
+
+class ModelFleet:
+    """The workers of one model.
+
+    Args:
+        workers: Gives all workers of this model with a role, healthy or not.
+        may_come: Workers of a role were named that have not said yet what they serve.
+    """
+
+    def __init__(
+        self,
+        workers: Callable[[Role | None], Iterator[Worker]],
+        may_come: Callable[[Role], bool],
+    ) -> None:
+        self.workers = workers
+        """All workers of this model, or those of one role, healthy or not."""
+        self._may_come = may_come
+        self._pools: dict[Role, Pool[Worker]] = {
+            role: Pool(partial(workers, role)) for role in _ROLES
+        }
+        self._was_healthy: set[Role] = set()
+
+    def pool(self, role: Role) -> Pool[Worker]:
+        """Those of a role that may get requests."""
+        return self._pools[role]
+
+    def look_again(self, role: Role) -> None:
+        """Somebody came or left."""
+        self._pools[role].look_again()
+
+    def missing_roles(self) -> list[Role]:
+        """Roles without which no request should come.
+
+        A decode worker is always needed. Prefill workers are waited for at the start; when they
+        are lost later, decode workers prefill locally and service goes on.
+        """
+        now = asyncio.get_running_loop().time()
+        missing: list[Role] = []
+        roles: tuple[Role, ...] = ("decode", "prefill")
+        for role in roles:
+            workers = list(self.workers(role))
+            if any(not worker.health_problem(now) for worker in workers):
+                self._was_healthy.add(role)
+            elif role == "decode":
+                missing.append(role)
+            elif workers or self._may_come(role):
+                was_there = role in self._was_healthy or self._pools[role].was_healthy
+                missing += [] if was_there else [role]
+        return missing
+
+    def max_context_tokens(self, bound: int) -> int:
+        """The least context of all decode workers known, at most `bound`."""
+        known = (worker.info for worker in self.workers("decode"))
+        limits = [info.max_context_tokens for info in known if info is not None]
+        return min([bound, *(limit for limit in limits if limit)])
+
+
+class Fleet:
+    """All workers that discovery names.
+
+    Args:
+        discovery: Names them.
+        make_worker: Follows one of them.
+        models: Names of the models that are served.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        make_worker: Callable[[Endpoint], Worker],
+        models: Iterable[str],
+    ) -> None:
+        self._discovery = discovery
+        self._make_worker = make_worker
+        self._workers: dict[Endpoint, tuple[Worker, asyncio.Task[None]]] = {}
+        self._by_model = {
+            name: ModelFleet(partial(self.workers, model=name), self._may_come) for name in models
+        }
+        self._known_roles: set[Role] = set()
+        self._guesses_until: float | None = None
+        """Until then a worker that is not met yet may turn out to serve any of several models."""
+
+    async def run(self) -> None:
+        """Follows discovery until cancelled, then lets all workers go."""
+        try:
+            async for endpoints in self._discovery.watch():
+                await self._update(endpoints)
+        finally:
+            await self._update(())
+
+    async def _update(self, endpoints: tuple[Endpoint, ...]) -> None:
+        self._known_roles = {endpoint.role for endpoint in endpoints} or self._known_roles
+        if self._guesses_until is None:
+            self._guesses_until = asyncio.get_running_loop().time() + _MEET_S
+        for endpoint in [known for known in self._workers if known not in endpoints]:
+            _, task = self._workers.pop(endpoint)
+            for fleet in self._by_model.values():
+                fleet.look_again(endpoint.role)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for endpoint in endpoints:
+            if endpoint not in self._workers:
+                worker = self._make_worker(endpoint)
+                task = asyncio.create_task(worker.run())
+                task.add_done_callback(log_failure)
+                self._workers[endpoint] = (worker, task)
+
+    def workers(self, role: Role | None = None, model: str | None = None) -> Iterator[Worker]:
+        """All workers, healthy or not, or those of one role and of one model."""
+        for endpoint, (worker, _) in tuple(self._workers.items()):
+            if role in (None, endpoint.role) and model in (None, worker.model):
+                yield worker
+
+    def of(self, model: str) -> ModelFleet:
+        """Those of one of the models."""
+        return self._by_model[model]
+
+    def has_constraints(self) -> bool:
+        """Constrained requests have come: each decode worker may be the next to get one."""
+        sessions = [worker.session for worker in self.workers("decode")]
+        return any(session is not None and session.has_constraints for session in sessions)
+
+    def _may_come(self, role: Role) -> bool:
+        """See `ModelFleet`.
+
+        With several models only for a while: one's workers that never come must not keep the
+        others from serving.
+        """
+        if len(self._by_model) == 1:
+            return role in self._known_roles
+        if asyncio.get_running_loop().time() >= (self._guesses_until or float("inf")):
+            return False
+        return not self._known_roles or any(not worker.model for worker in self.workers(role))

@@ -1,0 +1,172 @@
+"""API keys of tenants: what a key looks like, and the file that remembers them.
+
+A key is `sk-weft-ID-SECRET`. The file holds SHA-256 digests, not keys. A slow password hash would
+add nothing: the secret is 32 random bytes, which nobody finds by trying, whatever a try costs, and
+every request pays for the hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from weft.engine.errors import ConfigError
+
+PREFIX = "sk-weft-"
+MAX_KEY_CHARS = 256
+TENANT = r"[a-zA-Z0-9][a-zA-Z0-9._@-]{0,63}"
+_ID = r"[0-9a-f]{12}"
+_KEY = re.compile(rf"{PREFIX}({_ID})-[A-Za-z0-9_-]{{43}}")
+_HASH_TEXT = re.compile(rf"({TENANT}):({_ID}):([0-9a-f]{{64}})")
+_NO_DIGEST = bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who sends a request."""
+
+    name: str
+    cache_group: str
+    """Tenants of one group may use each other's cached prefixes."""
+
+
+class KeyEntry(BaseModel):
+    """One key as the file has it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(pattern=rf"^{_ID}$")
+    """The part of the key that is no secret."""
+    tenant: str = Field(pattern=rf"^{TENANT}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the whole key."""
+    cache_group: str = Field("", pattern=rf"^({TENANT})?$")
+    """Empty: the tenant shares cached prefixes with nobody."""
+    created: AwareDatetime | None = None
+    expires: AwareDatetime | None = None
+    """Absent: never."""
+
+
+class _KeyFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    keys: list[KeyEntry] = []
+
+
+class KeySet:
+    """Keys to look up."""
+
+    def __init__(self, entries: Iterable[KeyEntry]) -> None:
+        """Raises ConfigError when two entries have one id."""
+        self._entries: dict[str, tuple[KeyEntry, bytes]] = {}
+        for entry in entries:
+            if entry.id in self._entries:
+                raise ConfigError(f"two API keys have the id {entry.id}")
+            self._entries[entry.id] = (entry, bytes.fromhex(entry.sha256))
+
+    def find(self, key: str, now: datetime.datetime) -> Tenant | None:
+        """Whose key it is; None: nobody's, or it has expired.
+
+        The time taken tells whether there is a key with that id, which is no secret, and nothing
+        about the secret.
+        """
+        match = _KEY.fullmatch(key) if len(key) <= MAX_KEY_CHARS else None
+        entry, expected = self._entries.get(match[1] if match else "", (None, _NO_DIGEST))
+        if not hmac.compare_digest(_digest(key), expected) or entry is None:
+            return None
+        if entry.expires is not None and entry.expires <= now:
+            return None
+        # Groups and tenants that happen to have one name stay apart.
+        group = f"group {entry.cache_group}" if entry.cache_group else f"tenant {entry.tenant}"
+        return Tenant(entry.tenant, group)
+
+
+def new_key(
+    tenant: str, cache_group: str = "", lifetime: datetime.timedelta | None = None
+) -> tuple[str, KeyEntry]:
+    """Draws a key; returns it and what is to be remembered of it.
+
+    Raises:
+        ConfigError: The tenant's or the group's name is not usable.
+    """
+    key_id = secrets.token_hex(6)
+    key = f"{PREFIX}{key_id}-{secrets.token_urlsafe(32)}"
+    now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    try:
+        entry = KeyEntry(
+            id=key_id,
+            tenant=tenant,
+            sha256=_digest(key).hex(),
+            cache_group=cache_group,
+            created=now,
+            expires=None if lifetime is None else now + lifetime,
+        )
+    except ValidationError as error:
+        raise ConfigError(
+            "names of tenants and groups have 1 to 64 letters, digits or ._@-, a letter or digit "
+            "first"
+        ) from error
+    return key, entry
+
+
+def read_keys(path: Path) -> list[KeyEntry]:
+    """The keys of a file.
+
+    Raises:
+        ConfigError: It cannot be read or is not such a file; says nothing of what it holds.
+    """
+    try:
+        return _KeyFile.model_validate_json(path.read_bytes()).keys
+    except OSError as error:
+        raise ConfigError(f"API key file {path}: {error.strerror}") from error
+    except ValidationError as error:
+        places = {".".join(map(str, item["loc"])) for item in error.errors(include_input=False)}
+        where = ", ".join(sorted(place for place in places if place)) or "it is not JSON"
+        raise ConfigError(f"API key file {path} is not valid: {where}") from None
+
+
+def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:
+    """Replaces the file in one step; only this user can read it.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    keys = [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write(json.dumps({"keys": keys}, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise ConfigError(f"API key file {path}: {error.strerror}") from error
+
+
+def parse_hash(text: str) -> KeyEntry:
+    """An entry written as `TENANT:ID:SHA256`, for the environment.
+
+    Raises:
+        ValueError: It is not such a text.
+    """
+    match = _HASH_TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError("give TENANT:ID:SHA256, as `weft keys list --hashes` prints it")
+    fields: Mapping[str, str] = {"tenant": match[1], "id": match[2], "sha256": match[3]}
+    return KeyEntry.model_validate(fields)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()

@@ -1,0 +1,51 @@
+"""Entry point of the gateway process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+
+from weft.common.logging import configure_logging
+from weft.common.server import run
+from weft.common.settings import load_settings
+from weft.engine.errors import ConfigError, ModelError
+from weft.gateway.app import GatewayApp
+from weft.gateway.settings import GatewaySettings
+
+_log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a gateway until SIGTERM or SIGINT.
+
+    Args:
+        argv: Flags, without the program's name.
+
+    Returns:
+        The exit status: 0 after a drain, 1 when it could not start.
+
+    Raises:
+        SystemExit: The settings are not valid (2), or help was asked for (0).
+    """
+    settings = load_settings(GatewaySettings, argv)
+    configure_logging("gateway", settings.log_level, settings.log_format)
+    return run(_serve(settings))
+
+
+async def _serve(settings: GatewaySettings) -> int:
+    try:
+        app = GatewayApp(settings)
+        # What start-up made stays for ever: full collections need not walk it beside streams.
+        # Before others know that it is ready: they may tell it to end at once, well.
+        gc.collect()
+        gc.freeze()
+        await app.start()
+    except (ConfigError, ModelError) as error:
+        _log.error("cannot start: %s", error.message)
+        return 1
+    try:
+        await app.server.run_until_signal(app.leave)
+    finally:
+        await app.close()
+    return 0

@@ -1,0 +1,181 @@
+"""The served model as the gateway needs it: tokenizer, chat template, limits. No weights."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from weft.engine.end_tokens import end_token_ids
+from weft.engine.errors import ModelError
+from weft.gateway.template import ChatTemplate
+from weft.gateway.vocabulary import Vocabulary
+
+_SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_DEFAULT_CONTEXT_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """Everything about the model that does not change while the gateway runs."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary
+    template: ChatTemplate | None
+    """Absent: the model has none, and chat requests are refused."""
+    eos_ids: frozenset[int]
+    vocabulary_size: int
+    """Ids at or above it are refused; the model's, which may exceed the tokenizer's."""
+    max_context_tokens: int
+    max_token_bytes: int
+    """The longest token; bounds from below how many tokens a text has. 0 = no such bound."""
+    created: int
+    """Unix time of the load, in seconds."""
+
+
+def load_model(folder: Path, name: str = "", max_context_tokens: int | None = None) -> ServedModel:
+    """Reads a Hugging Face model directory.
+
+    Args:
+        folder: With tokenizer.json and config.json; tokenizer_config.json, chat_template.jinja and
+            generation_config.json are used when there.
+        name: Served name; empty = the folder's.
+        max_context_tokens: Bound below the model's own.
+
+    Raises:
+        ModelError: A file is missing or cannot be understood; the message names it.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such directory; --model-dir takes a Hugging Face model")
+    config = _text_config(_read_json(folder / "config.json", required=True))
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    generation_config = _read_json(folder / "generation_config.json")
+    tokenizer = _read_tokenizer(folder / "tokenizer.json")
+    vocabulary = Vocabulary(tokenizer)
+    context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
+    specials = _special_tokens(
+        {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}
+    )
+    source = _template_source(folder, tokenizer_config)
+    return ServedModel(
+        name=name or folder.resolve().name,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        template=None if source is None else ChatTemplate(source, specials),
+        eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
+        vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),
+        max_context_tokens=min(context, max_context_tokens or context),
+        max_token_bytes=_max_token_bytes(tokenizer, vocabulary),
+        created=int(time.time()),
+    )
+
+
+def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise ModelError(f"{path}: missing; --model-dir takes a Hugging Face model") from None
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: a JSON object is expected")
+    return content
+
+
+def _integer(config: dict[str, Any], name: str, default: int) -> int:
+    value = config.get(name, default)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {name} is {value!r}; a positive integer is expected")
+    return value
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language part of a composite model's config."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise ModelError(f"{path}: missing; a model with a fast tokenizer is needed")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise ModelError(f"{path}: not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = tokenizer_config.get("chat_template")
+    if source is None:
+        source = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _eos_ids(
+    config: dict[str, Any],
+    generation_config: dict[str, Any],
+    tokenizer: Tokenizer,
+    specials: dict[str, str],
+) -> frozenset[int]:
+    """Those that the model's files name; else the tokenizer's."""
+    ids = end_token_ids(config, generation_config)
+    if ids:
+        return frozenset(ids)
+    eos = tokenizer.token_to_id(specials["eos_token"]) if "eos_token" in specials else None
+    return frozenset() if eos is None else frozenset({eos})
+
+
+def _max_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int:
+    """Largest number of bytes of text that one token stands for; 0 when it cannot be told."""
+    lossless = vocabulary.is_byte_level and tokenizer.normalizer is None
+    trims = any(t.lstrip or t.rstrip for t in tokenizer.get_added_tokens_decoder().values())
+    if not lossless or trims:
+        return 0
+    # A character of the byte-level alphabet is one byte; of an added token, at most four.
+    return max(_upper_bound(token) for token in tokenizer.get_vocab())
+
+
+def _upper_bound(token: str) -> int:
+    return max(len(token), len(token.encode("utf-8", "surrogatepass")))
+
+
+def least_tokens(model: ServedModel, texts: Sequence[str]) -> int:
+    """A lower bound of the tokens of a text, without tokenising it; 0 when there is none."""
+    if not model.max_token_bytes:
+        return 0
+    return sum(len(text) for text in texts) // model.max_token_bytes

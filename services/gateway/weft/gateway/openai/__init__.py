@@ -1,0 +1,1 @@
+"""The OpenAI face: JSON bodies in, JSON or server-sent events out."""

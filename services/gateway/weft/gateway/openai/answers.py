@@ -1,0 +1,209 @@
+"""Answers of the OpenAI face, as pydantic models: the documented shape of what is sent.
+
+Chunks are built from pre-encoded bytes (`chunks.py`), not from these; tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Answer(BaseModel):
+    """Base: nothing undocumented is sent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class PromptTokensDetails(Answer):
+    """Part of the usage."""
+
+    cached_tokens: int = Field(description="prompt tokens found in a cache")
+
+
+class UsageAnswer(Answer):
+    """Tokens counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class WeftAnswer(Answer):
+    """Only with `weft_timeline: true`."""
+
+    request_id: str
+    trace_id: str | None = Field(None, description="32 hex digits, unless tracing is off")
+    timeline: dict[str, Any] | None = Field(
+        None, description="weft.v1.Timeline of the first prompt, as protobuf's JSON"
+    )
+    timelines: list[dict[str, Any]] | None = Field(None, description="with several prompts")
+
+
+class TopLogprobAnswer(Answer):
+    """An alternative."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class LogprobAnswer(TopLogprobAnswer):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprobAnswer]
+
+
+class ChatLogprobs(Answer):
+    """Log-probabilities of a chat choice."""
+
+    content: list[LogprobAnswer]
+    refusal: None = None
+
+
+class ChatMessageAnswer(Answer):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Answer):
+    """One choice of a chat completion."""
+
+    index: int
+    message: ChatMessageAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatAnswer(Answer):
+    """Of POST /v1/chat/completions without `stream`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+    weft: WeftAnswer | None = None
+
+
+class ChatDelta(Answer):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: None = None
+
+
+class ChatChunkChoice(Answer):
+    """One choice of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(Answer):
+    """Event of POST /v1/chat/completions with `stream`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageAnswer | None = None
+    weft: WeftAnswer | None = None
+
+
+class CompletionLogprobs(Answer):
+    """Log-probabilities of a completion choice."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    """One choice of a completion, or of a chunk of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class CompletionAnswer(Answer):
+    """Of POST /v1/completions; with `stream`, of each event."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer | None = None
+    weft: WeftAnswer | None = None
+
+
+class ModelAnswer(Answer):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int = Field(description="context length, in tokens")
+
+
+class ModelListAnswer(Answer):
+    """Of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class TokenizeAnswer(Answer):
+    """Of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(Answer):
+    """Of POST /detokenize."""
+
+    prompt: str
+
+
+class ReadyAnswer(Answer):
+    """Of GET /readyz, with status 200."""
+
+    status: Literal["ready"]
+    models: dict[str, str] | None = Field(
+        None, description="with several models: ready, or what each lacks"
+    )
+
+
+class ErrorBody(Answer):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Answer):
+    """Of every failure, as the REST edge writes it."""
+
+    error: ErrorBody

@@ -1,0 +1,224 @@
+"""Request bodies of the OpenAI API, as far as they are served, with vLLM's extra names.
+
+Unknown fields are ignored; `null` is the same as absent. Types are strict; ranges are checked later
+for both faces (`weft.gateway.validate`), but for lengths, which bound what checking costs: a list
+ends at its first bad item, and no list of objects is longer than anybody needs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+from weft.gateway.settings import MAX_PROMPTS
+from weft.gateway.validate import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+)
+
+_CONFIG = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+_MAX_PARTS = 1024
+_MAX_TOOLS = 1024
+
+
+def _few_entries(value: object) -> object:
+    """Before the entries are looked at: a mapping would collect an error for each of them."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError(
+            "too_long",
+            "at most {max_length} entries",
+            {"max_length": MAX_LOGIT_BIAS, "actual_length": len(value)},
+        )
+    return value
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+Parts = Annotated[list["ContentPart"], Field(fail_fast=True, max_length=_MAX_PARTS)]
+Tools = Annotated[list[Any], Field(max_length=_MAX_TOOLS)]
+Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
+StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
+Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
+Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+LogitBias = Annotated[dict[str, float], BeforeValidator(_few_entries)]
+
+
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = _CONFIG
+
+    model: str | None = Field(None, description="a served model; may be absent where there is one")
+
+
+class StreamOptions(BaseModel):
+    """Of `stream_options`."""
+
+    model_config = _CONFIG
+
+    include_usage: bool | None = Field(None, description="send a last chunk with the usage")
+
+
+class ContentPart(BaseModel):
+    """One part of a message's content."""
+
+    model_config = _CONFIG
+
+    type: str = Field(description="`text`; others are not supported")
+    text: str | None = Field(None, description="of a text part")
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = _CONFIG
+
+    role: Annotated[str, Field(min_length=1)] = Field(
+        description="system, developer, user, assistant, or what the chat template knows"
+    )
+    content: str | Parts | None = Field(
+        None, description="text, or text parts; an assistant's may be absent"
+    )
+    name: str | None = Field(None, description="passed on to the chat template")
+    tool_calls: Tools | None = Field(None, description="not supported yet")
+    function_call: Any = Field(None, description="not supported yet")
+
+
+class JsonSchemaFormat(BaseModel):
+    """Of `response_format`."""
+
+    model_config = _CONFIG
+
+    name: str | None = Field(None, description="not used")
+    description: str | None = Field(None, description="not used")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="what the answer must be valid under; absent = any object"
+    )
+    strict: bool | None = Field(None, description="always strict: the answer is valid")
+
+
+class ResponseFormat(BaseModel):
+    """Of `response_format`."""
+
+    model_config = _CONFIG
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="with type json_schema")
+
+
+class StructuredOutputs(BaseModel):
+    """Of `structured_outputs`, vLLM's name for constraints. Exactly one."""
+
+    model_config = _CONFIG
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json", description="a JSON schema")
+    regex: str | None = Field(None, description="matches the whole text")
+    choice: Choices | None = Field(None, description="the text is one of these")
+    grammar: str | None = Field(None, description="GBNF, beginning at `root`")
+    json_object: bool | None = Field(None, description="any JSON object")
+
+
+class GenerationBody(Body):
+    """What chat and completions share."""
+
+    max_tokens: int | None = Field(None, description="most tokens generated per choice")
+    temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default 1")
+    top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default 1")
+    n: int | None = Field(None, description="choices per prompt, 1 to 128, default 1")
+    stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
+    seed: int | None = Field(None, description="64-bit; same seed, same text")
+    presence_penalty: float | None = Field(None, description="-2 to 2, default 0")
+    frequency_penalty: float | None = Field(None, description="-2 to 2, default 0")
+    logit_bias: LogitBias | None = Field(None, description="token id -> -100 to 100")
+    stream: bool | None = Field(None, description="answer as server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="only with `stream`")
+    user: str | None = Field(None, description="accepted, not used")
+    top_k: int | None = Field(None, description="candidates kept; 0 or -1 = all, the default")
+    min_p: float | None = Field(None, description="0 to 1, default 0")
+    min_tokens: int | None = Field(None, description="no stop before so many tokens, default 0")
+    repetition_penalty: float | None = Field(None, description="0.001 to 100, default 1")
+    stop_token_ids: StopIds | None = Field(None, description="at most 256 token ids")
+    ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
+    include_stop_str_in_output: bool | None = Field(None, description="keep the stop's text")
+    skip_special_tokens: bool | None = Field(None, description="default true")
+    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
+    priority: int | None = Field(
+        None,
+        description="-1000000 to 1000000, default 0: less is more urgent, where workers run with "
+        "the scheduling policy `priority`",
+    )
+    routing_key: str | None = Field(
+        None, description="keeps requests of one key on one worker, if so set up; 256 bytes"
+    )
+    ttft_target_ms: float | None = Field(
+        None,
+        description="from arrival to the first token, 1 to 3600000 ms; refused at once when it "
+        "would come later. Default: the tenant's",
+    )
+    itl_target_ms: float | None = Field(
+        None, description="mean time between tokens, 1 to 3600000 ms. Default: the tenant's"
+    )
+    weft_timeline: bool | None = Field(None, description="add `weft.timeline` to the answer")
+    response_format: ResponseFormat | None = Field(None, description="JSON, or text")
+    guided_json: str | dict[str, Any] | None = Field(None, description="a JSON schema")
+    guided_regex: str | None = Field(None, description="matches the whole text")
+    guided_choice: Choices | None = Field(None, description="the text is one of these")
+    guided_grammar: str | None = Field(None, description="GBNF, beginning at `root`")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="vLLM's newer form of the `guided_` fields; one constraint in all"
+    )
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Messages = Field(description="the conversation, at least one message")
+    max_completion_tokens: int | None = Field(None, description="newer name of max_tokens")
+    logprobs: bool | None = Field(None, description="return log-probabilities")
+    top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
+    tools: Tools | None = Field(None, description="only with `tool_choice: none`, and not used")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="`none`; tools are not used")
+    functions: Tools | None = Field(None, description="not supported yet")
+    modalities: Items[str] | None = Field(None, description="`['text']`; others not supported")
+    add_generation_prompt: bool | None = Field(None, description="default true")
+    continue_final_message: bool | None = Field(None, description="continue the last message")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="more variables for the chat template, such as enable_thinking"
+    )
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | Items[int] | Prompts[str] | Prompts[Items[int]] = Field(
+        description="a text, several texts, token ids, or several lists of token ids"
+    )
+    max_tokens: int | None = Field(None, description="most tokens generated, default 16")
+    logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
+    echo: bool | None = Field(None, description="begin with the prompt's text")
+    best_of: int | None = Field(None, description="only equal to n")
+    suffix: str | None = Field(None, description="not supported")
+    add_special_tokens: bool | None = Field(None, description="of the tokenizer, default true")
+
+
+class TokenizeBody(Body):
+    """POST /tokenize, as vLLM's. Either `prompt` or `messages`."""
+
+    prompt: str | None = Field(None, description="a text")
+    messages: Messages | None = Field(None, description="a conversation")
+    add_special_tokens: bool | None = Field(None, description="for a text; default true")
+    add_generation_prompt: bool | None = Field(None, description="for messages; default true")
+    continue_final_message: bool | None = Field(None, description="for messages")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="for messages")
+    return_token_strs: bool | None = Field(None, description="add `token_strs`")
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize, as vLLM's."""
+
+    tokens: Items[int] = Field(description="token ids")

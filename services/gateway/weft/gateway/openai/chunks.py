@@ -1,0 +1,246 @@
+"""Deltas as OpenAI's JSON: whole answers, and server-sent events from pre-encoded pieces."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from google.protobuf.json_format import MessageToDict
+from weft.gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from weft.gateway.stream import Delta
+from weft.gateway.vocabulary import Vocabulary
+from weft.v1 import common_pb2
+
+DONE = b"data: [DONE]\n\n"
+_FINISH = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "abort",
+}
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def to_json(value: object) -> bytes:
+    """Compact JSON in UTF-8."""
+    return _encode(value).encode()
+
+
+def usage_json(usage: common_pb2.Usage) -> dict[str, object]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+    }
+
+
+def weft_json(
+    request_id: str, trace_id: str, timelines: Sequence[common_pb2.Timeline]
+) -> dict[str, object]:
+    """The extension object that `weft_timeline` asks for."""
+    shown = [
+        MessageToDict(
+            timeline,
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
+        )
+        for timeline in timelines
+    ]
+    extension: dict[str, object] = {"request_id": request_id, "timeline": shown[0]}
+    if trace_id:
+        extension["trace_id"] = trace_id
+    if len(shown) > 1:
+        extension["timelines"] = shown
+    return extension
+
+
+class AnswerWriter(ABC):
+    """Writes one request's answer, streamed or whole."""
+
+    object_name: str
+    chunk_name: str
+
+    def __init__(
+        self, request_id: str, model: str, vocabulary: Vocabulary, *, include_usage: bool = False
+    ) -> None:
+        """Prepares the constant parts.
+
+        Args:
+            request_id: Of the answer.
+            model: Served name.
+            vocabulary: For log-probabilities.
+            include_usage: Every chunk has a `usage` field, null until the last.
+        """
+        self._vocabulary = vocabulary
+        self._created = int(time.time())
+        self._request_id = request_id
+        self._model = model
+        self._head = b"data: " + to_json(self._frame(self.chunk_name))[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def _frame(self, name: str) -> dict[str, object]:
+        return {
+            "id": self._request_id,
+            "object": name,
+            "created": self._created,
+            "model": self._model,
+        }
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """The events of some deltas, one after the other."""
+        return b"".join([self._event(delta) for delta in deltas])
+
+    @abstractmethod
+    def _event(self, delta: Delta) -> bytes: ...
+
+    def last_event(self, fields: Mapping[str, object]) -> bytes:
+        """An event without choices, with the given fields."""
+        frame = {**self._frame(self.chunk_name), "choices": [], **fields}
+        return b"data: " + to_json(frame) + b"\n\n"
+
+    def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
+        """A whole answer.
+
+        Args:
+            deltas: One for each sample, in order, complete.
+            fields: More fields: usage, extensions.
+        """
+        # One by one: the encoder holds Python's lock for the whole of a value.
+        choices = b",".join([to_json(self._choice(delta)) for delta in deltas])
+        head = to_json(self._frame(self.object_name))[:-1]
+        more = b"," + to_json(fields)[1:] if fields else b"}"
+        return b"".join((head, b',"choices":[', choices, b"]", more))
+
+    @abstractmethod
+    def _choice(self, delta: Delta) -> dict[str, object]: ...
+
+
+class ChatWriter(AnswerWriter):
+    """chat.completion and chat.completion.chunk."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(
+        self, request_id: str, model: str, vocabulary: Vocabulary, *, include_usage: bool = False
+    ) -> None:
+        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
+        self._prefixes: dict[int, bytes] = {}
+        self._suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
+
+    def _event(self, delta: Delta) -> bytes:
+        prefix = self._prefixes.get(delta.sample)
+        opening = b""
+        if prefix is None:
+            prefix, opening = self._open(delta.sample)
+        if delta.logprobs:
+            body = self._with_logprobs(delta)
+        elif delta.text:
+            body = prefix + b'"content":' + _encode(delta.text).encode() + self._suffix
+        else:
+            body = b""
+        if delta.finish_reason is None:
+            return opening + body
+        reason = _encode(_FINISH.get(delta.finish_reason, "stop")).encode()
+        return b"".join(
+            (opening, body, prefix, b'},"logprobs":null,"finish_reason":', reason, b"}", self._tail)
+        )
+
+    def _open(self, index: int) -> tuple[bytes, bytes]:
+        """Prefix of a choice's events, and its first event."""
+        prefix = self._head + b'{"index":%d,"delta":{' % index
+        self._prefixes[index] = prefix
+        return prefix, prefix + b'"role":"assistant","content":"","refusal":null' + self._suffix
+
+    def _with_logprobs(self, delta: Delta) -> bytes:
+        choice = {
+            "index": delta.sample,
+            "delta": {"content": delta.text},
+            "logprobs": chat_logprobs(self._vocabulary, delta.logprobs),
+            "finish_reason": None,
+        }
+        return self._head + to_json(choice) + self._tail
+
+    def _choice(self, delta: Delta) -> dict[str, object]:
+        return {
+            "index": delta.sample,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": (
+                chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
+            ),
+            "finish_reason": _FINISH.get(
+                delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED, "stop"
+            ),
+        }
+
+
+class CompletionWriter(AnswerWriter):
+    """text_completion, whole and streamed."""
+
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        include_usage: bool = False,
+        echoes: Sequence[str] = (),
+        samples_per_prompt: int = 1,
+    ) -> None:
+        """Prepares the constant parts.
+
+        Args:
+            request_id: Of the answer.
+            model: Served name.
+            vocabulary: For log-probabilities.
+            include_usage: As in `AnswerWriter`.
+            echoes: Text of each prompt, to begin its choices with; empty = no echo.
+            samples_per_prompt: Choices of each prompt.
+        """
+        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
+        self._echoes = echoes
+        self._samples_per_prompt = samples_per_prompt
+        self._offsets: dict[int, int] = {}
+
+    def _event(self, delta: Delta) -> bytes:
+        if delta.logprobs or delta.sample not in self._offsets:
+            return self._head + to_json(self._choice(delta)) + self._tail
+        reason = b"null"
+        if delta.finish_reason is not None:
+            reason = _encode(_FINISH.get(delta.finish_reason, "stop")).encode()
+        return b"".join(
+            (
+                self._head,
+                b'{"index":%d,"text":' % delta.sample,
+                _encode(delta.text).encode(),
+                b',"logprobs":null,"finish_reason":',
+                reason,
+                b"}",
+                self._tail,
+            )
+        )
+
+    def _choice(self, delta: Delta) -> dict[str, object]:
+        offset = self._offsets.get(delta.sample)
+        text = delta.text
+        if offset is None:
+            offset = 0
+            if self._echoes:
+                text = self._echoes[delta.sample // self._samples_per_prompt] + text
+        logprobs = None
+        if delta.logprobs:
+            logprobs, offset = completion_logprobs(self._vocabulary, delta.logprobs, offset)
+        self._offsets[delta.sample] = offset
+        reason = delta.finish_reason
+        return {
+            "index": delta.sample,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": None if reason is None else _FINISH.get(reason, "stop"),
+        }

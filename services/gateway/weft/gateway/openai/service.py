@@ -1,0 +1,261 @@
+"""The REST face over gRPC: weft.v1.OpenAIService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import cached_property
+
+from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
+from weft.engine.errors import Draining, PeerUnavailable
+from weft.gateway.edge import Context, begin_answer, call_facts
+from weft.gateway.model import ServedModel
+from weft.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
+from weft.gateway.openai.chunks import (
+    DONE,
+    AnswerWriter,
+    ChatWriter,
+    CompletionWriter,
+    to_json,
+    usage_json,
+    weft_json,
+)
+from weft.gateway.openai.document import openapi_document
+from weft.gateway.openai.parse import BodyParser
+from weft.gateway.openai.translate import chat_request, completion_request, tokenize_prompt
+from weft.gateway.pipeline import Pipeline
+from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
+from weft.gateway.served import Catalogue, Served
+from weft.gateway.stream import Delta, TokenStream
+from weft.gateway.validate import check_ids
+from weft.v1 import openai_pb2, openai_pb2_grpc
+
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_READY_RETRY_S = 1.0
+_LARGE = 32 << 10
+_LOGPROB_CHARS = 100
+"""Of one token's log-probabilities, at least."""
+
+
+class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
+    """Parses bodies, translates them, and writes answers. No logic of its own."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        models: Catalogue,
+        max_body_bytes: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._models = models
+        self._bodies = BodyParser(max_body_bytes)
+
+    def close(self) -> None:
+        """Lets threads go."""
+        self._bodies.close()
+
+    async def ChatCompletions(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See openai.proto."""
+        facts = call_facts(context, "chatcmpl")
+        body, generate = await self._bodies.parse(
+            ChatBody, request.data, lambda body: chat_request(body, facts)
+        )
+
+        def write(model: ServedModel) -> AnswerWriter:
+            return ChatWriter(
+                generate.request_id,
+                model.name,
+                model.vocabulary,
+                include_usage=_includes_usage(body),
+            )
+
+        await self._answer(generate, body, write, context)
+
+    async def Completions(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See openai.proto."""
+        facts = call_facts(context, "cmpl")
+        body, generate = await self._bodies.parse(
+            CompletionBody, request.data, lambda body: completion_request(body, facts)
+        )
+        echoes = await self._echoes(generate) if body.echo else ()
+
+        def write(model: ServedModel) -> AnswerWriter:
+            return CompletionWriter(
+                generate.request_id,
+                model.name,
+                model.vocabulary,
+                include_usage=_includes_usage(body),
+                echoes=echoes,
+                samples_per_prompt=generate.sampling.n,
+            )
+
+        await self._answer(generate, body, write, context)
+
+    async def _answer(
+        self,
+        request: GenerateRequest,
+        body: GenerationBody,
+        write: Callable[[ServedModel], AnswerWriter],
+        context: Context,
+    ) -> None:
+        async with self._pipeline.open(request) as stream:
+            writer = write(self._models.find(request.model).model)
+            kind = _EVENTS if body.stream else _JSON
+            await begin_answer(context, request.request_id, kind, stream.headers)
+            if body.stream:
+                last = await self._stream(stream, body, writer, context)
+            else:
+                last = await self._collect(stream, body, writer)
+        await context.write(last)
+
+    async def _stream(
+        self, stream: TokenStream, body: GenerationBody, writer: AnswerWriter, context: Context
+    ) -> HttpBody:
+        """Sends the deltas as they come; returns the last message."""
+        while deltas := await stream.next_deltas():
+            if data := writer.events(deltas):
+                await context.write(HttpBody(content_type=_EVENTS, data=data))
+        fields = {}
+        if _includes_usage(body) or body.weft_timeline:
+            await stream.settle()
+            fields = _closing_fields(stream, body, with_usage=_includes_usage(body))
+        last = writer.last_event(fields) + DONE if fields else DONE
+        return HttpBody(content_type=_EVENTS, data=last)
+
+    async def _collect(
+        self, stream: TokenStream, body: GenerationBody, writer: AnswerWriter
+    ) -> HttpBody:
+        """Waits for everything; returns the one message."""
+        parts: dict[int, list[Delta]] = {}
+        while deltas := await stream.next_deltas():
+            for delta in deltas:
+                parts.setdefault(delta.sample, []).append(delta)
+        await stream.settle()
+        choices = [_join(parts[index]) for index in sorted(parts)]
+        fields = _closing_fields(stream, body, with_usage=True)
+        size = sum(len(choice.text) + len(choice.logprobs) * _LOGPROB_CHARS for choice in choices)
+        return await _build(size, lambda: writer.whole(choices, fields))
+
+    async def _echoes(self, request: GenerateRequest) -> list[str]:
+        served = self._models.find(request.model)
+        texts = [prompt.text for prompt in request.prompts if isinstance(prompt, TextPrompt)]
+        if texts:
+            return texts
+        lists = [prompt.ids for prompt in request.prompts if isinstance(prompt, TokenPrompt)]
+        for ids in lists:
+            check_ids("prompt", ids, served.model.vocabulary_size)
+        return await served.preparer.detokenize(lists)
+
+    async def Models(self, request: Empty, context: Context) -> HttpBody:
+        """See openai.proto."""
+        return _json({"object": "list", "data": [_describe(one) for one in self._models]})
+
+    async def RetrieveModel(
+        self, request: openai_pb2.RetrieveModelRequest, context: Context
+    ) -> HttpBody:
+        """See openai.proto."""
+        return _json(_describe(self._models.named(request.model)))
+
+    async def TokenizeText(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        body, prompt = await self._bodies.parse(TokenizeBody, request.data, tokenize_prompt)
+        served = self._models.find(body.model or "")
+        ids = await served.preparer.tokenize(prompt)
+        with_texts = bool(body.return_token_strs)
+        return await _build(len(ids), lambda: self._tokenized(served, ids, with_texts))
+
+    def _tokenized(self, served: Served, ids: list[int], with_texts: bool) -> bytes:
+        answer: dict[str, object] = {
+            "count": len(ids),
+            "max_model_len": served.context_tokens,
+            "tokens": ids,
+        }
+        if with_texts:
+            answer["token_strs"] = [served.model.tokenizer.id_to_token(i) or "" for i in ids]
+        return to_json(answer)
+
+    async def DetokenizeTokens(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        body, ids = await self._bodies.parse(DetokenizeBody, request.data, lambda body: body.tokens)
+        served = self._models.find(body.model or "")
+        check_ids("tokens", ids, served.model.vocabulary_size)
+        (text,) = await served.preparer.detokenize([ids])
+        return await _build(len(text), lambda: to_json({"prompt": text}))
+
+    async def Ready(self, request: Empty, context: Context) -> HttpBody:
+        """See openai.proto."""
+        if self._pipeline.is_draining:
+            raise Draining("not ready: shutting down", stage="queue", retry_after_s=_READY_RETRY_S)
+        problems = {one.model.name: one.problem() for one in self._models}
+        if all(problems.values()):
+            told = [f"{name}: {problem}" for name, problem in problems.items()]
+            raise PeerUnavailable(
+                f"not ready: {'; '.join(told if len(told) > 1 else problems.values())}",
+                stage="route",
+                retry_after_s=_READY_RETRY_S,
+            )
+        answer: dict[str, object] = {"status": "ready"}
+        if len(problems) > 1:
+            answer["models"] = {name: problem or "ready" for name, problem in problems.items()}
+        return _json(answer)
+
+    async def OpenApi(self, request: Empty, context: Context) -> HttpBody:
+        """See openai.proto."""
+        return HttpBody(content_type=_JSON, data=self._document)
+
+    @cached_property
+    def _document(self) -> bytes:
+        return to_json(openapi_document())
+
+
+def _describe(served: Served) -> dict[str, object]:
+    return {
+        "id": served.model.name,
+        "object": "model",
+        "created": served.model.created,
+        "owned_by": "weft",
+        "max_model_len": served.context_tokens,
+    }
+
+
+def _includes_usage(body: GenerationBody) -> bool:
+    return bool(body.stream_options is not None and body.stream_options.include_usage)
+
+
+def _closing_fields(
+    stream: TokenStream, body: GenerationBody, *, with_usage: bool
+) -> dict[str, object]:
+    fields: dict[str, object] = {}
+    if with_usage:
+        fields["usage"] = usage_json(stream.usage())
+    if body.weft_timeline:
+        fields["weft"] = weft_json(stream.request_id, stream.trace_id, stream.timelines())
+    return fields
+
+
+def _join(parts: list[Delta]) -> Delta:
+    return Delta(
+        parts[0].sample,
+        "".join([part.text for part in parts]),
+        (),
+        [entry for part in parts for entry in part.logprobs],
+        parts[-1].finish_reason,
+    )
+
+
+async def _build(size: int, build: Callable[[], bytes]) -> HttpBody:
+    """An answer of some `size`, in characters or numbers: a large one is built in a thread."""
+    data = build() if size <= _LARGE else await asyncio.to_thread(build)
+    return HttpBody(content_type=_JSON, data=data)
+
+
+def _json(value: object) -> HttpBody:
+    return HttpBody(content_type=_JSON, data=to_json(value))

@@ -1,0 +1,241 @@
+"""The one translation of the OpenAI face: from bodies to the gateway's own request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from weft.engine.errors import InvalidRequest
+from weft.engine.request import Constraint
+from weft.gateway.edge import CallFacts
+from weft.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    TokenizeBody,
+)
+from weft.gateway.openai.constrain import constraint_of
+from weft.gateway.request import (
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    Stopping,
+    TextPrompt,
+    TokenPrompt,
+)
+from weft.gateway.slo.targets import Targets
+from weft.gateway.validate import invalid
+
+_DEFAULT_COMPLETION_TOKENS = 16
+"""As OpenAI's and vLLM's completions; chat goes on up to the context."""
+
+
+def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a chat body.
+
+    Raises:
+        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """
+    if body.tools and body.tool_choice != "none":
+        raise invalid(
+            "tools",
+            "tools are not supported by this server; leave them out, or set tool_choice to none",
+        )
+    if body.tool_choice not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", "calling tools")
+    if body.functions:
+        raise _unsupported("functions", "calling functions")
+    if body.modalities is not None and set(body.modalities) - {"text"}:
+        raise _unsupported("modalities", "output other than text")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    tokens = body.max_completion_tokens
+    return _request(
+        body,
+        facts,
+        prompts=(chat_prompt(body),),
+        max_tokens=body.max_tokens if tokens is None else tokens,
+        max_tokens_param="max_tokens" if tokens is None else "max_completion_tokens",
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a completions body: every prompt becomes one of the request's.
+
+    Raises:
+        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """
+    if body.suffix:
+        raise _unsupported("suffix", "text behind the completion")
+    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
+        raise _unsupported("best_of", "best_of other than n")
+    if body.echo and body.logprobs is not None:
+        raise _unsupported("echo", "log-probabilities of an echoed prompt")
+    return _request(
+        body,
+        facts,
+        prompts=_text_prompts(body),
+        max_tokens=_DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        top_logprobs=body.logprobs,
+        top_logprobs_param="logprobs",
+    )
+
+
+def tokenize_prompt(body: TokenizeBody) -> Prompt:
+    """Translates a tokenize body.
+
+    Raises:
+        InvalidRequest: It has not one of prompt and messages.
+    """
+    if body.messages is not None and body.prompt is not None:
+        raise invalid("prompt", "contradicts messages: give one of prompt and messages")
+    if body.messages is not None:
+        return chat_prompt(body)
+    if body.prompt is None:
+        raise invalid("prompt", "give a prompt or messages")
+    return TextPrompt(text=body.prompt, add_special_tokens=body.add_special_tokens is not False)
+
+
+def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
+    """The conversation of a body, its content parts joined.
+
+    Raises:
+        InvalidRequest: A message is empty or has content other than text.
+    """
+    if not body.messages:
+        raise invalid("messages", "at least one message is needed")
+    continues = bool(body.continue_final_message)
+    add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and add_prompt:
+        raise invalid(
+            "continue_final_message", "contradicts add_generation_prompt: true; set one of them"
+        )
+    return ChatPrompt(
+        messages=tuple(_message(i, message) for i, message in enumerate(body.messages)),
+        add_generation_prompt=add_prompt,
+        continue_final_message=continues,
+        template_variables=body.chat_template_kwargs or {},
+    )
+
+
+def _request(
+    body: GenerationBody,
+    facts: CallFacts,
+    *,
+    prompts: tuple[Prompt, ...],
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    max_tokens_param: str = "max_tokens",
+    top_logprobs_param: str = "top_logprobs",
+) -> GenerateRequest:
+    constraint = constraint_of(body)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "needs stream: true")
+    return GenerateRequest(
+        request_id=facts.request_id,
+        client_request_id=facts.client_request_id,
+        model=body.model or "",
+        prompts=prompts,
+        sampling=_sampling(body, None if constraint is None else constraint.value),
+        stopping=_stopping(body, max_tokens),
+        top_logprobs=top_logprobs,
+        constraint_param="constraint" if constraint is None else constraint.param,
+        max_tokens_param=max_tokens_param,
+        top_logprobs_param=top_logprobs_param,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        timeout_s=facts.timeout_s,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        routing_key=body.routing_key or facts.routing_key,
+        traceparent=facts.traceparent,
+        targets=_targets(body).over(facts.targets),
+        tenant=facts.tenant,
+    )
+
+
+def _targets(body: GenerationBody) -> Targets:
+    first, between = body.ttft_target_ms, body.itl_target_ms
+    return Targets(
+        None if first is None else first / 1e3, None if between is None else between / 1e3
+    )
+
+
+def _sampling(body: GenerationBody, constraint: Constraint | None) -> Sampling:
+    names = (
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty", "seed", "n"),
+    )
+    given: dict[str, Any] = {
+        name: value for name in names if (value := getattr(body, name)) is not None
+    }
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    bias = _logit_bias(body.logit_bias or {})
+    return Sampling(**given, logit_bias=bias, constraint=constraint)
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10:
+            raise invalid("logit_bias", f"{key[:20]!r} is not a token id")
+        bias[int(key)] = value
+    return bias
+
+
+def _stopping(body: GenerationBody, max_tokens: int | None) -> Stopping:
+    stop = body.stop
+    return Stopping(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop=bool(body.include_stop_str_in_output),
+    )
+
+
+def _message(index: int, message: Message) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if message.tool_calls or message.function_call is not None:
+        raise _unsupported(f"{where}.tool_calls", "tool calls")
+    content = message.content
+    if content is None and message.role == "assistant":
+        content = ""  # as SDKs send back a turn without text
+    if content is None:
+        raise invalid(f"{where}.content", "is missing; give a text")
+    if not isinstance(content, str):
+        texts: list[str] = []
+        for number, part in enumerate(content):
+            if part.type != "text":
+                raise _unsupported(f"{where}.content[{number}].type", f"content `{part.type}`")
+            if part.text is None:
+                raise invalid(f"{where}.content[{number}].text", "is missing")
+            texts.append(part.text)
+        content = "\n".join(texts)
+    translated: dict[str, Any] = {"role": message.role, "content": content}
+    if message.name is not None:
+        translated["name"] = message.name
+    return translated
+
+
+def _text_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
+    prompt = body.prompt
+    add_special = body.add_special_tokens is not False
+    if isinstance(prompt, str):
+        return (TextPrompt(text=prompt, add_special_tokens=add_special),)
+    if prompt and isinstance(prompt[0], int):
+        return (TokenPrompt(ids=tuple(prompt)),)
+    return tuple(
+        TextPrompt(text=item, add_special_tokens=add_special)
+        if isinstance(item, str)
+        else TokenPrompt(ids=tuple(item))
+        for item in cast("list[str] | list[list[int]]", prompt)
+    )
+
+
+def _unsupported(param: str, what: str) -> InvalidRequest:
+    return invalid(param, f"{what} is not supported by this server; leave it out")

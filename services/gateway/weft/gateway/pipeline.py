@@ -1,0 +1,404 @@
+"""The way of a request through the gateway: check, admit, prepare, route, run, render."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from weft.common.durations import duration
+from weft.common.logging import trace_id as current_trace_id
+from weft.common.spans import Tracer
+from weft.engine.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Overloaded,
+    PeerUnavailable,
+    WeftError,
+)
+from weft.gateway.admit import Admission
+from weft.gateway.authenticate import in_tenant_cache
+from weft.gateway.keys import Tenant
+from weft.gateway.limits import ASSUMED_OUTPUT_TOKENS, Charge, RateLimits
+from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.model import ServedModel
+from weft.gateway.render import RenderPlan
+from weft.gateway.request import GenerateRequest, PreparedPrompt
+from weft.gateway.request_log import GatewayRequestLog
+from weft.gateway.resume import ResumeLimits
+from weft.gateway.routing import RoutingRequest
+from weft.gateway.run import Generation
+from weft.gateway.served import Catalogue, Served
+from weft.gateway.settings import GatewaySettings
+from weft.gateway.slo import NO_TARGETS
+from weft.gateway.slo.passage import Passage
+from weft.gateway.stream import TokenStream
+from weft.gateway.tenants import Rates, Tenants
+from weft.gateway.trace import RequestTrace
+from weft.gateway.validate import check_request
+from weft.v1 import gateway_pb2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Account:
+    """What is known of one request so far."""
+
+    request: GenerateRequest
+    arrival: float
+    """Event loop time."""
+    trace: RequestTrace
+    passage: Passage
+    model: str = ""
+    """Empty = it named none that there is."""
+    charge: Charge | None = None
+    stream: TokenStream | None = None
+    """Absent = it was refused."""
+    outcome: str = "error"
+    failure: BaseException | None = None
+
+
+class Pipeline:
+    """Runs requests of both faces."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        models: Catalogue,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        tracer: Tracer,
+        tenants: Tenants,
+        log: GatewayRequestLog | None = None,
+    ) -> None:
+        self._settings = settings
+        self._models = models
+        self._admission = admission
+        self._metrics = metrics
+        self._tracer = tracer
+        self._tenants = tenants
+        self.limits = RateLimits(
+            Rates(
+                requests_per_minute=settings.requests_per_minute,
+                tokens_per_minute=settings.tokens_per_minute,
+            ),
+            settings.replicas,
+            settings.limit_backlog_s,
+            self._backlog_s,
+            lambda scope, kind: metrics.rate_limited.labels(scope, kind).inc(),
+        )
+        """Rates of requests and tokens."""
+        self._log = log
+        self._running: dict[str, tuple[Tenant | None, TokenStream]] = {}
+
+    def _backlog_s(self) -> float | None:
+        """Of the model whose workers have most to do."""
+        known = [one.router.outlook.backlog_s() for one in self._models]
+        return max((seconds for seconds in known if seconds is not None), default=None)
+
+    @property
+    def is_draining(self) -> bool:
+        """New requests are refused: this gateway is shutting down."""
+        return self._admission.is_draining
+
+    def load(self) -> gateway_pb2.GatewayLoad:
+        """What is here, and how it fares with latency targets."""
+        gates, metrics = [one.turnstile.gate for one in self._models], self._metrics
+        firsts = [seconds for gate in gates if (seconds := gate.first_token_s()) is not None]
+        return gateway_pb2.GatewayLoad(
+            running_prompts=self._admission.num_running,
+            queued_prompts=self._admission.num_queued,
+            held_requests=sum(gate.num_held for gate in gates),
+            first_token=duration(max(firsts)) if firsts else None,
+            requests_with_target=metrics.num_with_target,
+            requests_within_target=metrics.num_within_target,
+            limit_scale=self.limits.scale,
+        )
+
+    @property
+    def running_ids(self) -> list[str]:
+        """Ids of the requests that run, oldest first."""
+        return list(self._running)
+
+    def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
+        """Ends a request of a tenant as cancelled; False when the tenant has none such here."""
+        owner, stream = self._running.get(request_id, (None, None))
+        if stream is None or owner != tenant:
+            return False
+        stream.cancel()
+        return True
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
+        """Runs a request for as long as the block lasts; leaving it ends what is unfinished.
+
+        Args:
+            request: As translated by a face; not checked yet.
+
+        Yields:
+            The stream of its deltas.
+
+        Raises:
+            WeftError: The request was refused.
+        """
+        arrival = asyncio.get_running_loop().time()
+        trace = RequestTrace(self._tracer, request.request_id, request.traceparent)
+        current_trace_id.set(trace.trace_id)
+        account = _Account(
+            request=request,
+            arrival=arrival,
+            trace=trace,
+            passage=Passage(None, NO_TARGETS, arrival),
+        )
+        try:
+            async with self._run(account) as stream:
+                yield stream
+            account.outcome = "ok"
+        except WeftError as error:
+            account.outcome, account.failure = error.reason.lower(), error
+            if error.param == "constraint":
+                error.blame(request.constraint_param)
+            if error.http_status >= 500:
+                _warn(request, error)
+            raise
+        except BaseException as error:
+            account.failure = error
+            if isinstance(error, asyncio.CancelledError):
+                account.outcome = Cancelled.reason.lower()
+            raise
+        finally:
+            self._close(account)
+
+    @asynccontextmanager
+    async def _run(self, account: _Account) -> AsyncIterator[TokenStream]:
+        """The way of a request; `account` says how far it has come."""
+        loop = asyncio.get_running_loop()
+        request, trace = account.request, account.trace
+        served = self._models.find(request.model)
+        account.model = served.model.name
+        check_request(request, served.model, self._settings.max_prompts)
+        limit_s = self._settings.request_timeout_s
+        timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
+        deadline = account.arrival + timeout_s
+        terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
+        request = in_tenant_cache(request)
+        request = replace(request, targets=request.targets.over(terms.targets))
+        account.request = request
+        passage = account.passage = self._passage(served, request, account.arrival)
+        charge = account.charge = self.limits.begin(tenant, terms, account.arrival)
+        with trace.stage("queue"):
+            place = await self._admission.admit(
+                len(request.prompts), deadline, tenant, terms.weight
+            )
+        with place:
+            with trace.stage("prepare"):
+                prompts = await self._prepare(served, request, deadline)
+            self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
+            routing = _routing(request, prompts)
+            await self._pass_gate(passage, request, prompts, routing, deadline, trace)
+            stream = account.stream = TokenStream(
+                request.request_id, self._settings.max_unsent_bytes, place.release
+            )
+            stream.trace_id = trace.trace_id
+            stream.headers = self.limits.headers(tenant, loop.time())
+            timer = loop.call_at(deadline, self._expire, stream, timeout_s)
+            try:
+                stream.start(self._generations(served, account, prompts, routing, stream, deadline))
+                passage.began()
+                self._running[request.request_id] = (request.tenant, stream)
+                yield stream
+            finally:
+                timer.cancel()
+                self._running.pop(request.request_id, None)
+                stream.close()
+
+    def _close(self, account: _Account) -> None:
+        """A request is over: everybody who keeps books is told."""
+        stream = account.stream
+        duration_s = asyncio.get_running_loop().time() - account.arrival
+        self._judge(account.passage, stream, account.failure)
+        if account.charge is not None:
+            self.limits.settle(account.charge, _num_tokens(account))
+        self._count(account.model, stream, account.outcome, duration_s)
+        if self._log is not None and stream is not None:
+            self._log.write(
+                account.request,
+                stream.generations,
+                model=account.model,
+                trace_id=account.trace.trace_id,
+                outcome=account.outcome,
+                duration_s=duration_s,
+            )
+        account.trace.end(account.outcome, account.model, account.request, stream)
+
+    async def _prepare(
+        self, served: Served, request: GenerateRequest, deadline: float
+    ) -> list[PreparedPrompt]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await served.preparer.prepare(request.prompts, request.stopping)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the request's time ran out while it was tokenised", stage="prepare"
+            ) from None
+
+    def _generations(
+        self,
+        served: Served,
+        account: _Account,
+        prompts: list[PreparedPrompt],
+        routing: list[RoutingRequest],
+        stream: TokenStream,
+        deadline: float,
+    ) -> list[Generation]:
+        request = account.request
+        seed = request.sampling.seed
+        seed = secrets.randbits(64) if seed is None else seed % 2**64
+        limits = ResumeLimits(
+            max_attempts=self._settings.max_attempts, timeout_s=self._settings.resume_timeout_s
+        )
+        return [
+            Generation(
+                request,
+                prompt,
+                placing,
+                first_index=number * request.sampling.n,
+                model=served.model.name,
+                seed=seed,
+                plan=_plan(served.model, request, prompt),
+                router=served.router,
+                metrics=self._metrics,
+                listener=stream,
+                arrival=account.arrival,
+                deadline=deadline,
+                limits=limits,
+                trace=account.trace,
+            )
+            for number, (prompt, placing) in enumerate(zip(prompts, routing, strict=True))
+        ]
+
+    def _passage(self, served: Served, request: GenerateRequest, arrival: float) -> Passage:
+        is_needed = bool(request.targets) or self._tenants.has_targets
+        return Passage(served.turnstile if is_needed else None, request.targets, arrival)
+
+    async def _pass_gate(
+        self,
+        passage: Passage,
+        request: GenerateRequest,
+        prompts: list[PreparedPrompt],
+        routing: list[RoutingRequest],
+        deadline: float,
+        trace: RequestTrace,
+    ) -> None:
+        if not passage.is_needed:
+            return
+        with trace.stage("admit"):
+            await passage.enter(
+                routing,
+                tenant=_name(request.tenant),
+                weight=self._tenants.of(request.tenant).weight,
+                max_tokens=sum(prompt.max_tokens for prompt in prompts) * request.sampling.n,
+                deadline=deadline,
+            )
+
+    def _judge(
+        self, passage: Passage, stream: TokenStream | None, failure: BaseException | None
+    ) -> None:
+        """Tells the gate and the metrics what became of a request."""
+        samples = [] if stream is None else [one.samples for one in stream.generations]
+        outcome = passage.outcome(samples, failure)
+        passage.ended(samples)
+        if outcome is not None:
+            self._metrics.observe_targets(outcome)
+
+    def _expire(self, stream: TokenStream, timeout_s: float) -> None:
+        stream.fail(
+            DeadlineExceeded(f"the request took longer than {timeout_s:g} s", stage="decode")
+        )
+
+    def _count(
+        self, model: str, stream: TokenStream | None, outcome: str, duration_s: float
+    ) -> None:
+        metrics = self._metrics
+        metrics.requests.labels(outcome).inc()
+        if model:
+            metrics.model_requests.labels(model, outcome).inc()
+        metrics.request_duration.observe(duration_s)
+        if stream is not None:
+            usage = stream.usage()
+            metrics.prompt_tokens.inc(usage.prompt_tokens)
+            metrics.cached_prompt_tokens.inc(usage.cached_prompt_tokens)
+            metrics.generation_tokens.inc(usage.completion_tokens)
+            for generation in stream.generations:
+                num_generated = sum(len(sample.ids) for sample in generation.samples)
+                metrics.observe_prompt(
+                    generation.timeline, generation.num_prompt_tokens, num_generated
+                )
+
+
+def _warn(request: GenerateRequest, error: WeftError) -> None:
+    _log.warning(
+        "request failed: %s",
+        error.message,
+        extra={
+            "client_request_id": request.client_request_id,
+            "reason": error.reason,
+            "stage": error.stage,
+            "worker_id": error.worker_id,
+            "attempt": error.attempt,
+        },
+    )
+
+
+def _name(tenant: Tenant | None) -> str:
+    return "" if tenant is None else tenant.name
+
+
+def _plan(model: ServedModel, request: GenerateRequest, prompt: PreparedPrompt) -> RenderPlan:
+    stopping = request.stopping
+    eos_ids = () if stopping.ignore_eos else model.eos_ids
+    return RenderPlan(
+        model.vocabulary,
+        prompt.ids,
+        stops=stopping.stops,
+        stop_ids={*stopping.stop_token_ids, *eos_ids},
+        min_tokens=stopping.min_tokens,
+        include_stop=stopping.include_stop,
+        skip_special_tokens=request.skip_special_tokens,
+    )
+
+
+def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:
+    """What a request may come to, as far as it says."""
+    given = request.stopping.max_tokens
+    output = [min(prompt.max_tokens, given or ASSUMED_OUTPUT_TOKENS) for prompt in prompts]
+    return sum(len(prompt.ids) for prompt in prompts) + request.sampling.n * sum(output)
+
+
+def _num_tokens(account: _Account) -> int | None:
+    """What it has come to; None = it was refused, here or by all the workers that were asked."""
+    if account.stream is None:
+        return None
+    usage = account.stream.usage()
+    if not usage.completion_tokens and isinstance(account.failure, (Overloaded, PeerUnavailable)):
+        return None
+    return usage.prompt_tokens + usage.completion_tokens
+
+
+def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[RoutingRequest]:
+    """Each prompt as policies see it, named as on Sessions."""
+    base = request.request_id
+    return [
+        RoutingRequest(
+            request_id=base if len(prompts) == 1 else f"{base}-{number}",
+            prompt_ids=prompt.ids,
+            cache_salt=request.cache_salt,
+            routing_key=request.routing_key,
+            first_token_s=request.targets.first_token_s,
+        )
+        for number, prompt in enumerate(prompts)
+    ]

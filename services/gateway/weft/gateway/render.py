@@ -1,0 +1,101 @@
+"""From the tokens of one sample to the text that its client may see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from weft.gateway.detokenize import make_detokenizer
+from weft.gateway.stops import StopAutomaton, StopScanner
+from weft.gateway.vocabulary import Vocabulary
+
+
+class RenderPlan:
+    """What all samples of a prompt share."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompt_ids: Sequence[int],
+        *,
+        stops: Sequence[str],
+        stop_ids: Iterable[int],
+        min_tokens: int,
+        include_stop: bool,
+        skip_special_tokens: bool,
+    ) -> None:
+        """Prepares the rendering.
+
+        Args:
+            vocabulary: The model's.
+            prompt_ids: Tokens of the prompt.
+            stops: Stop strings, not empty ones.
+            stop_ids: Tokens that end a sample; the last one's text is not shown.
+            min_tokens: Stop strings count only after so many tokens.
+            include_stop: Keep the text of the stop string or token.
+            skip_special_tokens: Special tokens give no text.
+        """
+        self.vocabulary = vocabulary
+        self.prompt_ids = prompt_ids
+        self.automaton = StopAutomaton(stops) if stops else None
+        self.stop_ids = frozenset(stop_ids)
+        self.min_tokens = min_tokens
+        self.include_stop = include_stop
+        self.skip_special_tokens = skip_special_tokens
+
+
+class SampleRenderer:
+    """Detokenises one sample and applies its stop strings."""
+
+    def __init__(self, plan: RenderPlan) -> None:
+        self._detokenizer = make_detokenizer(
+            plan.vocabulary, plan.prompt_ids, plan.skip_special_tokens
+        )
+        self._scanner = (
+            StopScanner(plan.automaton, plan.include_stop) if plan.automaton is not None else None
+        )
+        self._stop_ids = plan.stop_ids
+        self._include_stop = plan.include_stop
+        self._min_tokens = plan.min_tokens
+        self._pending_stop: int | None = None
+        self._num_tokens = 0
+        self.is_stopped = False
+        """A stop string was found; nothing more is shown."""
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text to show, and sets `is_stopped`."""
+        text = ""
+        if self._pending_stop is not None:  # it did not end the sample: it is text like any other
+            pending, self._pending_stop = self._pending_stop, None
+            text = self._show(pending)
+            if self.is_stopped:
+                return text
+        if token_id in self._stop_ids:
+            self._pending_stop = token_id
+            return text
+        return text + self._show(token_id)
+
+    def _show(self, token_id: int) -> str:
+        self._num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        if self._scanner is None or self._num_tokens <= self._min_tokens:
+            return text
+        text, self.is_stopped = self._scanner.push(text)
+        return text
+
+    def finish(self, by_stop_token: bool) -> str:
+        """Ends the sample; returns the last text to show.
+
+        Args:
+            by_stop_token: The last token pushed ended it.
+        """
+        text = ""
+        if self._pending_stop is not None and (self._include_stop or not by_stop_token):
+            text = self._show(self._pending_stop)
+        self._pending_stop = None
+        if self.is_stopped:
+            return text
+        rest = self._detokenizer.finish()
+        if self._scanner is None:
+            return text + rest
+        rest, self.is_stopped = self._scanner.push(rest)
+        return text + rest + ("" if self.is_stopped else self._scanner.finish())

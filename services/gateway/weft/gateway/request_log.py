@@ -1,0 +1,133 @@
+"""What a gateway logs of the requests that have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from google.protobuf.json_format import MessageToDict
+from tokenizers import Tokenizer
+from weft.common.requestlog import LoggedPrompt, LoggedSample, RequestLog
+from weft.gateway.request import GenerateRequest, Stopping
+from weft.gateway.run import Generation
+from weft.gateway.settings import GatewaySettings
+from weft.gateway.submit import sampling_to_proto
+from weft.gateway.tokens import decode
+from weft.v1 import common_pb2
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+class GatewayRequestLog:
+    """Turns requests into lines of the log.
+
+    Args:
+        settings: Where they go and what is in them; `request_log` must not be None.
+        tokenizers: By the model's name; they make texts, where they are asked for.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+
+    def __init__(self, settings: GatewaySettings, tokenizers: Mapping[str, Tokenizer]) -> None:
+        assert settings.request_log is not None
+        self._tokenizers = tokenizers
+        self._has_ids = settings.request_log_content != "none"
+        self._has_texts = settings.request_log_content == "text"
+        self._log = RequestLog(
+            settings.request_log,
+            settings.request_log_bytes,
+            settings.request_log_files,
+            self._add_texts,
+        )
+
+    def write(
+        self,
+        request: GenerateRequest,
+        generations: Sequence[Generation],
+        *,
+        model: str,
+        trace_id: str,
+        outcome: str,
+        duration_s: float,
+    ) -> None:
+        """Logs the prompts of a request that has ended.
+
+        Args:
+            request: The client's.
+            generations: Its prompts.
+            model: Name of the one that served it.
+            trace_id: 32 hex digits; empty = it was not traced.
+            outcome: ok, or the failure's reason in lower case.
+            duration_s: Of the whole.
+        """
+        arrived_at = time.time() - duration_s
+        for generation in generations:
+            self._log.write(
+                LoggedPrompt(
+                    time=arrived_at,
+                    request_id=generation.wire_id,
+                    client_request_id=request.client_request_id,
+                    trace_id=trace_id,
+                    model=model,
+                    sampling=_as_dict(sampling_to_proto(request.sampling, generation.seed)),
+                    stop=_as_dict(_stop(request.stopping, generation.prompt.max_tokens)),
+                    top_logprobs=request.top_logprobs,
+                    num_prompt_tokens=generation.num_prompt_tokens,
+                    prompt_ids=generation.prompt.ids if self._has_ids else None,
+                    outcome=outcome,
+                    duration_s=round(duration_s, 6),
+                    samples=self._samples(generation),
+                )
+            )
+
+    def close(self) -> None:
+        """Writes what is queued."""
+        self._log.close()
+
+    def _samples(self, generation: Generation) -> list[LoggedSample]:
+        return [
+            LoggedSample(
+                finish_reason=_reason(sample.finish_reason),
+                num_tokens=len(sample.ids),
+                ids=list(sample.ids) if self._has_ids else None,
+            )
+            for sample in generation.samples
+        ]
+
+    def _add_texts(self, prompt: LoggedPrompt) -> None:
+        """In the log's own thread: detokenising takes time."""
+        if not self._has_texts:
+            return
+        tokenizer = self._tokenizers[prompt.model]
+        prompt.prompt_text = _text(tokenizer, prompt.prompt_ids or [])
+        for sample in prompt.samples:
+            sample.text = _text(tokenizer, sample.ids or [])
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    (text,) = decode(tokenizer, [ids])
+    return text
+
+
+def _reason(reason: common_pb2.FinishReason.ValueType | None) -> str:
+    return "" if reason is None else _REASONS.get(reason, "")
+
+
+def _as_dict(message: common_pb2.SamplingParams | common_pb2.StopCriteria) -> dict[str, object]:
+    return MessageToDict(message, preserving_proto_field_name=True)
+
+
+def _stop(stopping: Stopping, max_tokens: int) -> common_pb2.StopCriteria:
+    return common_pb2.StopCriteria(
+        max_tokens=max_tokens,
+        min_tokens=stopping.min_tokens,
+        stop=stopping.stops,
+        stop_token_ids=stopping.stop_token_ids,
+        ignore_eos=stopping.ignore_eos,
+        include_stop_in_output=stopping.include_stop,
+    )

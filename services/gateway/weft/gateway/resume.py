@@ -1,0 +1,103 @@
+"""How long a request is carried on after it lost its owner, and what the client learns of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+from weft.engine.errors import DeadlineExceeded, Draining, Overloaded, WeftError
+from weft.v1 import common_pb2
+
+_REFUSALS = (Draining, Overloaded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeLimits:
+    """Bounds of one prompt; its deadline holds as well."""
+
+    max_attempts: int
+    """Owners that may be lost; with the last of them the request fails. Those that are draining or
+    too busy to take it do not count."""
+    timeout_s: float
+    """Longest time without any owner."""
+
+
+@dataclass(slots=True)
+class _Loss:
+    attempt: int
+    worker_id: str
+    error: WeftError
+    num_tokens: int
+    at: float
+    pause_s: float | None = None
+    """None: it lasts."""
+
+
+class Losses:
+    """The lost attempts of one prompt. Times are those of the event loop, in seconds."""
+
+    def __init__(self, limits: ResumeLimits) -> None:
+        """Nothing is lost yet."""
+        self._limits = limits
+        self._losses: list[_Loss] = []
+        self._ownerless_since: float | None = None
+
+    def add(
+        self, attempt: int, worker_id: str, error: WeftError, num_tokens: int, at: float
+    ) -> None:
+        """An attempt was lost.
+
+        Args:
+            attempt: Its number.
+            worker_id: Who had it.
+            error: How it ended.
+            num_tokens: What all samples had by then.
+            at: When.
+        """
+        self.end_pause(at)
+        self._losses.append(_Loss(attempt, worker_id, error, num_tokens, at))
+        if self._ownerless_since is None:
+            self._ownerless_since = at
+
+    def owned(self) -> None:
+        """A worker has accepted the request."""
+        self._ownerless_since = None
+
+    def end_pause(self, now: float) -> float | None:
+        """The client gets something again; how long it waited, None if it was not waiting."""
+        if not self._losses or self._losses[-1].pause_s is not None:
+            return None
+        self._losses[-1].pause_s = now - self._losses[-1].at
+        return self._losses[-1].pause_s
+
+    def is_over(self, error: WeftError) -> bool:
+        """After the latest loss: the request is not to be submitted again."""
+        if not error.retryable or isinstance(error, DeadlineExceeded):
+            return True
+        num_counted = sum(not isinstance(loss.error, _REFUSALS) for loss in self._losses)
+        return num_counted >= self._limits.max_attempts
+
+    def has_waited_enough(self, now: float) -> bool:
+        """Nobody has had the request for longer than it may be so."""
+        since = self._ownerless_since
+        return since is not None and now - since >= self._limits.timeout_s
+
+    def describe(self) -> list[common_pb2.LostAttempt]:
+        """For the timeline."""
+        return [
+            common_pb2.LostAttempt(
+                attempt=loss.attempt,
+                worker_id=loss.worker_id,
+                code=loss.error.reason,
+                message=loss.error.message,
+                generated_tokens=loss.num_tokens,
+                pause=_duration(loss.pause_s or 0.0),
+            )
+            for loss in self._losses
+        ]
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
+    return duration

@@ -1,0 +1,178 @@
+"""Where a request goes: one decode worker, and prefill workers that may help it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from weft.engine.errors import PeerUnavailable, WeftError
+from weft.gateway.discovery import Role
+from weft.gateway.fleet import ModelFleet, Worker
+from weft.gateway.routing import PageIndex, Policy, PoolView, RoutingRequest
+from weft.gateway.session import DecodeSession
+from weft.gateway.slo.outlook import Outlook, Side
+from weft.v1 import common_pb2, decode_pb2
+
+_RETRY_AFTER_S = 1.0
+_NOBODY = PoolView(())
+
+
+@dataclass(slots=True, kw_only=True)
+class Placement:
+    """Where one attempt of a request runs, and what it weighs there."""
+
+    worker: Worker
+    session: DecodeSession
+    candidates: tuple[decode_pb2.PrefillCandidate, ...]
+    """Who may fill, best first."""
+    filler: Worker | None
+    """The first of those."""
+    num_tokens: int
+    """Of the prompt."""
+    to_compute: int
+    """Of those, tokens that nobody of the two holds."""
+    _is_computed: bool = True
+
+    def begin(self) -> None:
+        """The request was sent."""
+        self._is_computed = False
+        self.worker.breaker.begin()
+        self.worker.load.begin(self.num_tokens, 0 if self.filler else self.to_compute)
+        if self.filler is not None:
+            self.filler.load.begin(self.num_tokens, self.to_compute)
+
+    def computed(self) -> None:
+        """The request has its first token, so that its prompt is no load any more."""
+        if self._is_computed:
+            return
+        self._is_computed = True
+        if self.filler is None:
+            self.worker.load.computed(self.to_compute)
+        else:
+            self.filler.load.computed(self.to_compute)
+            self.filler.load.end(self.num_tokens)
+
+    def end(self, error: WeftError | None, *, is_proven: bool) -> None:
+        """The request left its owner; see `Worker.judge_request`."""
+        self.computed()
+        self.worker.load.end(self.num_tokens)
+        self.worker.judge_request(error, is_proven=is_proven)
+
+    @property
+    def incarnation(self) -> tuple[str, int]:
+        """Address and epoch: what a later attempt avoids."""
+        return (self.worker.endpoint.address, self.session.worker_epoch)
+
+
+class Router:
+    """Applies each pool's policy to the workers of one model."""
+
+    def __init__(
+        self,
+        fleet: ModelFleet,
+        decode: Policy,
+        prefill: Policy,
+        max_prefill_candidates: int,
+        num_replicas: int = 1,
+    ) -> None:
+        self._fleet = fleet
+        self._decode = decode
+        self._prefill = prefill
+        self._max_prefill_candidates = max_prefill_candidates
+        self.outlook = Outlook(
+            partial(self._side, "prefill"), partial(self._side, "decode"), num_replicas
+        )
+        """What a request would get now."""
+
+    def _side(self, role: Role) -> Side:
+        if role == "prefill" and not self._max_prefill_candidates:
+            return Side(_NOBODY, None)
+        view = self._fleet.pool(role).view(asyncio.get_running_loop().time())
+        return Side(view, self.index(role))
+
+    def place(
+        self, request: RoutingRequest, excluded: Collection[tuple[str, int]] = ()
+    ) -> Placement:
+        """Chooses the workers of one attempt.
+
+        Args:
+            request: What is to be placed.
+            excluded: Incarnations of decode workers that failed this request before.
+
+        Raises:
+            PeerUnavailable: No decode worker is healthy.
+        """
+        now = asyncio.get_running_loop().time()
+        fillers = self._choose_prefill(request, now)
+        if fillers and (member := fillers[0][0].member) is not None:
+            request = request.beside(member.host)
+
+        def is_excluded(worker: Worker) -> bool:
+            session = worker.session
+            return session is None or (worker.endpoint.address, session.worker_epoch) in excluded
+
+        pool = self._fleet.pool("decode")
+        owners = pool.choose(self._decode, request, 1, now, is_excluded if excluded else None)
+        if not owners or owners[0][0].session is None:
+            raise PeerUnavailable(
+                "no decode worker is ready; send the request again",
+                stage="route",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        worker, match_tokens = owners[0]
+        num_tokens = len(request.prompt_ids)
+        if fillers:
+            match_tokens = max(match_tokens, fillers[0][1])
+        return Placement(
+            worker=worker,
+            session=owners[0][0].session,
+            candidates=tuple(_candidate(filler, match) for filler, match in fillers),
+            filler=fillers[0][0] if fillers else None,
+            num_tokens=num_tokens,
+            to_compute=num_tokens - match_tokens,
+        )
+
+    def filled(self, fills: Iterable[common_pb2.FillTimeline]) -> None:
+        """Tells prefill workers' breakers how fills ended, as their owner reported."""
+        breakers = {
+            worker.info.worker_id: worker.breaker
+            for worker in self._fleet.workers("prefill")
+            if worker.info is not None
+        }
+        now = asyncio.get_running_loop().time()
+        for fill in fills:
+            breaker = breakers.get(fill.worker_id)
+            if breaker is None:
+                continue
+            if fill.filler_failed:
+                breaker.failed(now, fill.failure)
+            elif not fill.failure:
+                breaker.succeeded()
+
+    def index(self, role: Role) -> PageIndex | None:
+        """What a pool's policy knows of who holds what; None when it needs no such knowledge."""
+        return (self._decode if role == "decode" else self._prefill).index
+
+    def flush(self) -> int:
+        """Forgets what workers were sent; returns the entries forgotten."""
+        return self._decode.flush() + self._prefill.flush()
+
+    def _choose_prefill(self, request: RoutingRequest, now: float) -> list[tuple[Worker, int]]:
+        if not self._max_prefill_candidates:
+            return []
+        pool = self._fleet.pool("prefill")
+        return pool.choose(self._prefill, request, self._max_prefill_candidates, now)
+
+
+def _candidate(worker: Worker, match_tokens: int) -> decode_pb2.PrefillCandidate:
+    assert worker.info is not None
+    return decode_pb2.PrefillCandidate(
+        worker_id=worker.info.worker_id,
+        address=worker.info.advertised_address or worker.endpoint.address,
+        epoch=worker.info.epoch,
+        match_tokens=match_tokens,
+        queued_tokens=worker.load.queued_tokens,
+        tokens_per_second=worker.tokens_per_second,
+    )

@@ -1,0 +1,91 @@
+"""The worker that has the least left to compute, by the workers' own word."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.page_index import PageIndex
+from weft.gateway.routing.view import Column, PoolView, Rates
+
+_LATE = 1 << 40
+"""Above every cost."""
+_MAX_ENDS = 1 << 16
+
+
+def _to_come(view: PoolView) -> Rates:
+    """Share of its cache that each worker fills with what it has queued."""
+    page_size = max(view.workers[0].page_size, 1)
+    shares: Rates = view.queued_tokens / np.maximum(view.total_pages * page_size, 1)
+    return shares
+
+
+class CacheAware(Policy):
+    """Least cost first, in prompt tokens:
+
+        cost = queued_tokens + compute_weight * (prompt - match) + request_tokens * num_requests
+               + spread_tokens * inflow, of a prompt that may go anywhere
+
+    `match` is the longest page-aligned prefix that the worker holds, exact to its KV events. What
+    is computed a second time weighs more than what waits: it also pushes other pages out of a full
+    cache. `request_tokens` is what a request that is on a worker costs those that come. `inflow` is
+    the share of its cache that a worker has filled anew lately, and will with what is queued: new
+    conversations go where the cache has had rest, or those with popular beginnings would all meet
+    in few caches, and push one another out while other caches keep what nobody asks for. Equal
+    ones take turns. For a request with a target for its first token, workers that would be in time
+    come before those that would not, whatever the cost.
+    """
+
+    def __init__(self, options: PolicyOptions | None = None) -> None:
+        """See `Policy`."""
+        super().__init__(options)
+        self.index: PageIndex = PageIndex(self.options.index_pages)
+        self._ends: OrderedDict[int, None] = OrderedDict()
+        """Pages at which longest matches ended, the least recent first."""
+
+    def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
+        """See `Policy.choose`."""
+        matches = self.index.matches(view, request)
+        cost = (
+            view.queued_tokens
+            + self.options.request_tokens * view.num_requests
+            - (self.options.compute_weight * matches).astype(np.int64)
+        )
+        if self.options.spread_tokens and self._is_free(view, request, int(matches.max())):
+            spread = self.options.spread_tokens * (self.index.inflow(view) + _to_come(view))
+            cost = cost + spread.astype(np.int64)
+        if request.first_token_s is not None:
+            cost = cost + _LATE * self._is_late(view, request, matches, request.first_token_s)
+        best = self.least(view, count, cost)  # the prompt's length is the same for all
+        return [Choice(position, int(matches[position])) for position in best]
+
+    def _is_free(self, view: PoolView, request: RoutingRequest, match: int) -> bool:
+        """Nothing of the prompt is known but what others begin with, too.
+
+        The longest match of a conversation's next turn ends where nobody's match has ended before.
+        That of a new conversation ends where its system prompt does, as others' have.
+        """
+        worker = view.workers[0]
+        if not match or not worker.page_size:
+            return True
+        last = match // worker.page_size - 1
+        key = request.page_keys(worker).upto(last + 1)[last]
+        is_known = key in self._ends
+        self._ends[key] = None
+        self._ends.move_to_end(key)
+        if len(self._ends) > _MAX_ENDS:
+            self._ends.popitem(last=False)
+        return is_known
+
+    @staticmethod
+    def _is_late(
+        view: PoolView, request: RoutingRequest, matches: Column, target_s: float
+    ) -> NDArray[np.bool_]:
+        """Who would have computed the prompt later than that; of unknown speed nobody."""
+        left = view.queued_tokens + len(request.prompt_ids) - matches
+        late: NDArray[np.bool_] = left > target_s * np.where(
+            view.tokens_per_s > 0, view.tokens_per_s, np.inf
+        )
+        return late

@@ -1,0 +1,25 @@
+"""A key's worker by hashing, with as little change as can be when workers come and go."""
+
+from __future__ import annotations
+
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.rendezvous import Rendezvous
+from weft.gateway.routing.view import PoolView
+
+
+class ConsistentHashing(Policy):
+    """The first choice of the routing key; without one, of the request's own id.
+
+    Gateways need no word with each other to agree. When one of n workers leaves, only its keys
+    move; a new one takes 1/n of all.
+    """
+
+    def __init__(self, options: PolicyOptions | None = None) -> None:
+        """See `Policy`."""
+        super().__init__(options)
+        self._hashing = Rendezvous()
+
+    def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
+        """See `Policy.choose`."""
+        key = (request.routing_key or request.request_id).encode()
+        return [Choice(position) for position in self._hashing.first(view, key, count)]

@@ -1,0 +1,257 @@
+"""Which worker holds which pages: one dictionary from page key to a set of workers, as bits.
+
+A decision walks the prompt's pages once for all workers together. At each page the workers that
+hold everything so far are one integer, a bit a worker, so the walk costs the same for 4 workers and
+for 512. Keys are chained (`weft.engine.memory.keys`), so a key stands for the whole prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine import faults
+from weft.gateway.routing.view import Column, PoolView, Rates, WorkerView
+
+if TYPE_CHECKING:
+    from weft.gateway.routing.base import RoutingRequest
+
+_BLOCK_PAGES = 16
+"""Pages of a prompt looked at in one go."""
+_INFLOW_WINDOW = 1 / 3
+"""Of all caches: so many new pages ago a new page counts 1/e."""
+
+
+class _Group:
+    """Workers of a view whose pages have the same keys."""
+
+    def __init__(self, view: PoolView, index: PageIndex, positions: Sequence[int]) -> None:
+        self.member = view.workers[positions[0]]
+        self.mask = 0
+        self.position_of_bit: dict[int, int] = {}
+        slots: list[int] = []
+        for position in positions:
+            slot = index.slot(view.workers[position])
+            if slot is not None:
+                self.mask |= 1 << slot
+                self.position_of_bit[1 << slot] = position
+                slots.append(slot)
+        self.known = np.array(list(self.position_of_bit.values()), np.int64)
+        self.slots = np.array(slots, np.int64)
+        self._num_bytes = max(slots, default=0) // 8 + 1
+
+    def positions(self, mask: int) -> NDArray[np.int64] | int:
+        """Where the workers of a mask are in the view."""
+        single = self.position_of_bit.get(mask)
+        if single is not None:
+            return single
+        packed = np.frombuffer(mask.to_bytes(self._num_bytes, "little"), np.uint8)
+        bits = np.unpackbits(packed, bitorder="little")
+        found: NDArray[np.int64] = self.known[bits[self.slots] != 0]
+        return found
+
+
+class PageIndex:
+    """Pages of all workers of a pool.
+
+    Args:
+        max_pages: Bound over all workers. What is told beyond it is counted and not remembered.
+    """
+
+    def __init__(self, max_pages: int) -> None:
+        self._max_pages = max_pages
+        self._holders: dict[int, int] = {}
+        self._held: dict[str, tuple[int, int, set[int]]] = {}
+        """By worker: epoch, slot, keys."""
+        self._free_slots: list[int] = []
+        self._sizes: Column = np.zeros(64, np.int64)
+        """Pages, by slot."""
+        self._inflow: Rates = np.zeros(64)
+        """New pages lately, by slot."""
+        self._num_unaged = 0
+        """New pages over all workers since `inflow` was last asked for."""
+        self._version = 0
+        self._groups: tuple[PoolView | None, int, list[_Group]] = (None, 0, [])
+        self.num_pages = 0
+        """Remembered, over all workers."""
+        self.num_dropped = 0
+        """Pages that the bound kept out, since the start."""
+
+    @property
+    def num_keys(self) -> int:
+        """Different pages."""
+        return len(self._holders)
+
+    def sizes(self, view: PoolView) -> Column:
+        """Pages remembered of each worker, by position in the view."""
+        found: Column = np.zeros(len(view), np.int64)
+        for group in self._groups_of(view):
+            found[group.known] = self._sizes[group.slots]
+        return found
+
+    def inflow(self, view: PoolView) -> Rates:
+        """Share of its cache that each worker has filled with new pages lately.
+
+        Lately means: while all of them together filled a third of all their caches. So it does not
+        depend on how fast that is, and is a third for each where they are even.
+        """
+        window = _INFLOW_WINDOW * float(view.total_pages.sum())
+        found: Rates = np.zeros(len(view))
+        if not window:
+            return found
+        if self._num_unaged:
+            self._inflow *= math.exp(-self._num_unaged / window)
+            self._num_unaged = 0
+        for group in self._groups_of(view):
+            found[group.known] = self._inflow[group.slots]
+        return found / np.maximum(view.total_pages, 1)
+
+    def slot(self, worker: WorkerView) -> int | None:
+        """Bit of this incarnation; None when nothing is known of it."""
+        held = self._held.get(worker.worker_id)
+        return held[1] if held is not None and held[0] == worker.epoch else None
+
+    def replace(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
+        """Takes a snapshot: from now on the worker holds these pages and no others."""
+        self.forget(worker_id)
+        self._add(worker_id, epoch, keys)
+
+    def add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
+        """Notes that an incarnation has new pages; another one's are forgotten."""
+        slot, count = self._add(worker_id, epoch, keys)
+        self._inflow[slot] += count
+        self._num_unaged += count
+
+    def _add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> tuple[int, int]:
+        """Returns the worker's slot, and how many of the pages were not known."""
+        held = self._held.get(worker_id)
+        if held is None or held[0] != epoch:
+            self.forget(worker_id)
+            slot = self._free_slots.pop() if self._free_slots else len(self._held)
+            held = self._held[worker_id] = (epoch, slot, set())
+            self._version += 1
+            if slot >= len(self._sizes):
+                self._sizes = np.concatenate([self._sizes, np.zeros_like(self._sizes)])
+                self._inflow = np.concatenate([self._inflow, np.zeros_like(self._inflow)])
+        _, slot, known = held
+        bit, holders, room = 1 << slot, self._holders, self._max_pages - self.num_pages
+        before = len(known)
+        for key in keys:
+            if key in known:
+                continue
+            if not room:
+                self.num_dropped += 1
+                continue
+            room -= 1
+            known.add(key)
+            others = holders.get(key)
+            holders[key] = bit if others is None else others | bit
+        self.num_pages += len(known) - before
+        self._sizes[slot] = len(known)
+        return slot, len(known) - before
+
+    def remove(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
+        """Notes that an incarnation does not hold pages any more."""
+        held = self._held.get(worker_id)
+        if held is None or held[0] != epoch:
+            return
+        _, slot, known = held
+        before = len(known)
+        for key in keys:
+            if key in known:
+                known.remove(key)
+                self._clear(key, 1 << slot)
+        self.num_pages -= before - len(known)
+        self._sizes[slot] = len(known)
+
+    def forget(self, worker_id: str) -> int:
+        """Forgets a worker; returns the pages that were remembered of it."""
+        held = self._held.pop(worker_id, None)
+        if held is None:
+            return 0
+        _, slot, known = held
+        for key in known:
+            self._clear(key, 1 << slot)
+        self._free_slots.append(slot)
+        self._sizes[slot] = 0
+        self._inflow[slot] = 0
+        self._version += 1
+        self.num_pages -= len(known)
+        return len(known)
+
+    def clear(self) -> int:
+        """Forgets everything; returns the pages that were remembered."""
+        count, self.num_pages = self.num_pages, 0
+        self._holders.clear()
+        self._held.clear()
+        self._free_slots.clear()
+        self._sizes[:] = 0
+        self._inflow[:] = 0
+        self._version += 1
+        return count
+
+    def matches(self, view: PoolView, request: RoutingRequest) -> Column:
+        """Leading prompt tokens that each worker holds, by position in the view.
+
+        Only those that others may fill count: whole pages, and never the last token. A worker that
+        has lost a page amid a prefix may seem to hold more than it does; it looks itself.
+        """
+        found: Column = np.zeros(len(view), np.int64)
+        if not self.num_pages:
+            return found
+        if faults.SABOTAGE_INDEX.is_armed and faults.SABOTAGE_INDEX.fire():
+            return found
+        for group in self._groups_of(view):
+            size = group.member.page_size
+            if not group.mask or not size:
+                continue
+            for num_pages, mask in self._levels(group, request, size):
+                found[group.positions(mask)] = num_pages * size
+        return found
+
+    def _levels(
+        self, group: _Group, request: RoutingRequest, page_size: int
+    ) -> list[tuple[int, int]]:
+        """(pages, workers that hold at least so many), the fewest pages first."""
+        keys, num_pages = request.page_keys(group.member), request.num_useful_pages(page_size)
+        get, held, start = self._holders.get, group.mask, 0
+        levels: list[tuple[int, int]] = []
+        if num_pages and not (get(keys.upto(1)[0], 0) & held):  # mostly so
+            return levels
+        while held and start < num_pages:
+            end = min(start + _BLOCK_PAGES, num_pages)
+            known = keys.upto(end)
+            # Nobody loses a page before those behind it, so the last one speaks for the block.
+            if get(known[end - 1], 0) & held != held:
+                for index in range(start, end):
+                    still = get(known[index], 0) & held
+                    if still != held:
+                        if index:
+                            levels.append((index, held))
+                        held = still
+                        if not held:
+                            break
+            start = end
+        if held and num_pages:
+            levels.append((num_pages, held))
+        return levels
+
+    def _groups_of(self, view: PoolView) -> list[_Group]:
+        known, version, groups = self._groups
+        if known is not view or version != self._version:
+            by_naming: dict[tuple[bytes, str, int], list[int]] = {}
+            for position, worker in enumerate(view.workers):
+                by_naming.setdefault(worker.naming, []).append(position)
+            groups = [_Group(view, self, positions) for positions in by_naming.values()]
+            self._groups = (view, self._version, groups)
+        return groups
+
+    def _clear(self, key: int, bit: int) -> None:
+        left = self._holders[key] & ~bit
+        if left:
+            self._holders[key] = left
+        else:
+            del self._holders[key]

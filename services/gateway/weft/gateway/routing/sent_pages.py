@@ -1,0 +1,88 @@
+"""What each worker was sent, for want of its own word; the longest unused is forgotten."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from weft.gateway.routing.page_index import PageIndex
+from weft.gateway.routing.view import WorkerView
+
+_MOST_EXCESS = 2
+"""Times its bound that a worker's pages may be between two looks."""
+_ABSENT_INTERVALS = 60
+"""Looks after which a worker that was sent nothing is forgotten."""
+
+
+class _Sent:
+    """Pages of one incarnation, the least recently sent first.
+
+    A page is always more recent than those that follow it in a prompt, so what is left after
+    evictions is whole prefixes.
+    """
+
+    __slots__ = ("pages", "used_at", "worker")
+
+    def __init__(self, worker: WorkerView) -> None:
+        self.worker = worker
+        self.pages: OrderedDict[int, None] = OrderedDict()
+        self.used_at = 0.0
+
+
+class SentPages:
+    """Keeps an index of what was sent.
+
+    Args:
+        max_pages: Remembered of each worker; less where its pool is smaller.
+        interval_s: Between looks for what is to be forgotten.
+    """
+
+    def __init__(self, max_pages: int, interval_s: float) -> None:
+        self.index = PageIndex(1 << 62)  # each worker has its own bound
+        self._max_pages = max_pages
+        self._interval_s = interval_s
+        self._look_at = 0.0
+        self._sent: dict[str, _Sent] = {}
+
+    def add(self, worker: WorkerView, keys: Sequence[int], now: float) -> None:
+        """Notes that a worker was sent a prefix.
+
+        Args:
+            worker: Who.
+            keys: Of the prefix's pages, from the first page on.
+            now: Seconds.
+        """
+        sent = self._sent.get(worker.worker_id)
+        if sent is None or sent.worker.epoch != worker.epoch:
+            sent = self._sent[worker.worker_id] = _Sent(worker)
+        sent.used_at = now
+        for key in reversed(keys):
+            sent.pages[key] = None
+            sent.pages.move_to_end(key)
+        self.index.add(worker.worker_id, worker.epoch, keys)
+        if now >= self._look_at:
+            self._look_at = now + self._interval_s
+            self._look(now)
+        elif len(sent.pages) > _MOST_EXCESS * self._bound(worker):
+            self._shrink(sent)
+
+    def clear(self) -> int:
+        """Forgets everything; returns the pages that were remembered."""
+        self._sent.clear()
+        return self.index.clear()
+
+    def _look(self, now: float) -> None:
+        for worker_id, sent in list(self._sent.items()):
+            if now - sent.used_at > _ABSENT_INTERVALS * self._interval_s:
+                del self._sent[worker_id]
+                self.index.forget(worker_id)
+            else:
+                self._shrink(sent)
+
+    def _bound(self, worker: WorkerView) -> int:
+        return min(self._max_pages, worker.total_pages or self._max_pages)
+
+    def _shrink(self, sent: _Sent) -> None:
+        num_excess = len(sent.pages) - self._bound(sent.worker)
+        evicted = [sent.pages.popitem(last=False)[0] for _ in range(num_excess)]
+        self.index.remove(sent.worker.worker_id, sent.worker.epoch, evicted)

@@ -1,0 +1,50 @@
+"""How long a worker's decode step takes with so many requests, from what it reports."""
+
+from __future__ import annotations
+
+_KEPT = 0.98
+"""Of earlier reports' weight, with every new one."""
+_LEAST_SPREAD = 0.25
+"""Variance of the number of requests from which on a slope is believed, in requests squared."""
+
+
+class StepModel:
+    """A straight line through the latest reports, by least squares with exponential forgetting.
+
+    Reading the weights once a step costs the same for any number of requests, each request adds
+    its own part: `base_s + request_s * requests`. Neither is taken to be negative. While the
+    number of requests hardly changes the line is level.
+    """
+
+    __slots__ = ("_last", "_n", "_nn", "_ns", "_s", "_weight", "base_s", "request_s")
+
+    def __init__(self) -> None:
+        self._weight = self._n = self._nn = self._s = self._ns = 0.0
+        self._last = (0.0, 0.0)
+        self.base_s = 0.0
+        """Of a step without requests; 0 with `request_s` = not known yet."""
+        self.request_s = 0.0
+        """That each request adds."""
+
+    def observe(self, num_requests: float, step_s: float) -> None:
+        """Takes a report: steps with so many requests took so long. Repetitions count once."""
+        if step_s <= 0 or (num_requests, step_s) == self._last:
+            return
+        self._last = (num_requests, step_s)
+        self._weight = _KEPT * self._weight + 1
+        self._n = _KEPT * self._n + num_requests
+        self._nn = _KEPT * self._nn + num_requests * num_requests
+        self._s = _KEPT * self._s + step_s
+        self._ns = _KEPT * self._ns + num_requests * step_s
+        mean_n, mean_s = self._n / self._weight, self._s / self._weight
+        spread = self._nn / self._weight - mean_n * mean_n
+        slope = 0.0
+        if spread > _LEAST_SPREAD:
+            slope = max(0.0, (self._ns / self._weight - mean_n * mean_s) / spread)
+        # A steeper line than through the origin would make empty steps last less than nothing.
+        self.request_s = min(slope, mean_s / mean_n) if mean_n > 0 else 0.0
+        self.base_s = max(0.0, mean_s - self.request_s * mean_n)
+
+    def step_s(self, num_requests: float) -> float:
+        """Of a step with so many requests; 0 = not known."""
+        return self.base_s + self.request_s * num_requests

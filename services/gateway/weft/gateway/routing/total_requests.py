@@ -1,0 +1,15 @@
+"""The worker with the fewest requests."""
+
+from __future__ import annotations
+
+from weft.gateway.routing.base import Choice, Policy, RoutingRequest
+from weft.gateway.routing.view import PoolView
+
+
+class TotalRequests(Policy):
+    """Fewest requests first; then fewest prompt tokens waiting; equal ones in turn."""
+
+    def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
+        """See `Policy.choose`."""
+        best = self.least(view, count, view.num_requests, view.queued_tokens)
+        return [Choice(position) for position in best]

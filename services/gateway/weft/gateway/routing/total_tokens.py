@@ -1,0 +1,19 @@
+"""The worker with the fewest tokens."""
+
+from __future__ import annotations
+
+from weft.gateway.routing.base import Choice, Policy, RoutingRequest
+from weft.gateway.routing.view import PoolView
+
+
+class TotalTokens(Policy):
+    """Fewest tokens of all its requests first; then fewest requests; equal ones in turn.
+
+    The view counts a request from the moment it is sent (`LoadEstimate`), so that requests between
+    two reports do not all go to one worker.
+    """
+
+    def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
+        """See `Policy.choose`."""
+        best = self.least(view, count, view.num_tokens, view.num_requests)
+        return [Choice(position) for position in best]

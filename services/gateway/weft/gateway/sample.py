@@ -1,0 +1,57 @@
+"""What one sample has received, and what of it the client does not have yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.gateway.render import SampleRenderer
+from weft.v1 import common_pb2
+
+
+class Sample:
+    """One sample of one prompt. It outlives the attempts: text goes on where it was."""
+
+    __slots__ = (
+        "finish_reason",
+        "first_token_time",
+        "ids",
+        "index",
+        "is_dirty",
+        "last_token_time",
+        "logprobs",
+        "num_ids_taken",
+        "renderer",
+        "text",
+    )
+
+    def __init__(self, index: int, renderer: SampleRenderer) -> None:
+        self.index = index
+        """Among all samples of the client's request."""
+        self.renderer = renderer
+        self.ids: list[int] = []
+        """All tokens so far; an owner that takes over goes on from these."""
+        self.num_ids_taken = 0
+        self.text = ""
+        """Not taken yet."""
+        self.logprobs: list[common_pb2.TokenLogprob] = []
+        """Not taken yet."""
+        self.finish_reason: common_pb2.FinishReason.ValueType | None = None
+        self.is_dirty = False
+        """There is something to take."""
+        self.first_token_time = 0.0
+        """Event loop time; 0 = there is no token yet."""
+        self.last_token_time = 0.0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Takes tokens up to the one that completes a stop string; returns the text to show."""
+        renderer = self.renderer
+        if len(ids) == 1:
+            self.ids.append(ids[0])
+            return renderer.push(ids[0])
+        text = ""
+        for token_id in ids:
+            self.ids.append(token_id)
+            text += renderer.push(token_id)
+            if renderer.is_stopped:
+                break
+        return text

@@ -1,0 +1,334 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from weft.common.settings import ServiceSettings, is_loopback
+from weft.gateway.addresses import split_address, split_service
+from weft.gateway.keys import parse_hash
+from weft.gateway.routing import PolicyOptions
+
+if TYPE_CHECKING:
+    from weft.gateway.discovery import Role  # which takes these settings
+
+DiscoveryName = Literal["static", "dns", "file", "kubernetes"]
+PrefillPolicyName = Literal[
+    "random",
+    "round_robin",
+    "total_requests",
+    "total_tokens",
+    "power_of_two",
+    "bucket",
+    "manual",
+    "consistent_hashing",
+    "prefix_hash",
+    "cache_aware",
+]
+DecodePolicyName = Literal[PrefillPolicyName, "follow"]
+
+_MAX_NAME_CHARS = 256
+MAX_PROMPTS = 4096
+"""Upper end of `max_prompts`."""
+
+
+class GatewaySettings(ServiceSettings):
+    """Front door of a Weft mesh: templates, tokenises, routes, streams."""
+
+    program: ClassVar[str] = "gateway"
+
+    port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0 = any free one")
+    model_dir: Path = Field(
+        description="Hugging Face model directory (tokenizer.json, config.json, chat template)"
+    )
+    model_name: str = Field(
+        "",
+        max_length=_MAX_NAME_CHARS,
+        description="name of the served model; empty = the directory's name",
+    )
+    models: list[str] = Field(
+        [], description="further models, NAME=DIRECTORY each; workers say which one they serve"
+    )
+    discovery: DiscoveryName = Field(
+        "static",
+        description="where workers are found: in the lists, in every address of their DNS names, "
+        "in a file, or in the EndpointSlices of Kubernetes Services",
+    )
+    decode: list[str] = Field(
+        [],
+        description="decode workers, host:port each; for kubernetes SERVICE:PORT, PORT a name",
+    )
+    prefill: list[str] = Field([], description="prefill workers, likewise")
+    discovery_file: Path | None = Field(
+        None, description="with discovery = file: TOML or JSON with the lists decode and prefill"
+    )
+    discovery_interval_s: float = Field(
+        2.0, ge=0.1, le=3600, description="between looks at names or file, in seconds"
+    )
+    kubernetes_api: str = Field(
+        "", max_length=1024, description="API server, https://host:port; empty = this cluster's"
+    )
+    kubernetes_namespace: str = Field(
+        "", max_length=63, description="of the Services; empty = that of the service account"
+    )
+    kubernetes_token_file: Path | None = Field(
+        None, description="bearer token for the API server; none = the service account's"
+    )
+    kubernetes_ca_file: Path | None = Field(
+        None, description="PEM authorities of the API server; none = the service account's"
+    )
+    client_certificates: bool = Field(
+        True,
+        description="with TLS, callers need a certificate of the mesh; without, their API keys "
+        "alone tell who they are",
+    )
+    api_keys_file: Path | None = Field(
+        None, description="JSON file of tenants' API keys, made by `weft keys`; re-read on change"
+    )
+    api_key_hashes: list[str] = Field(
+        [],
+        repr=False,
+        description="further keys, TENANT:ID:SHA256 each, for environments without files",
+    )
+    tenants_file: Path | None = Field(
+        None,
+        description="TOML file of tenants' latency targets, shares and rates; re-read on change",
+    )
+    requests_per_minute: float | None = Field(
+        None,
+        gt=0,
+        le=1e12,
+        description="of all tenants together, in requests; none = no such limit",
+    )
+    tokens_per_minute: float | None = Field(
+        None,
+        gt=0,
+        le=1e12,
+        description="likewise, in prompt and generated tokens",
+    )
+    limit_backlog_s: float = Field(
+        0.0,
+        ge=0,
+        le=3600,
+        description="rates shrink in proportion while workers have more prompts queued than they "
+        "all compute in so long, to a tenth at most; 0 = never, in seconds",
+    )
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="gateways that share workers and tenants, this one included: each takes its "
+        "part of what is spare and of what tenants may use",
+    )
+    ahead_s: float = Field(
+        0.25,
+        ge=0.001,
+        le=3600,
+        description="with a target in the tenants file, requests are held at the gateway, tenants "
+        "in fair turn, while workers have more prompts queued than they all compute in so long, in "
+        "seconds",
+    )
+    decode_policy: DecodePolicyName = Field(
+        "total_requests", description="how decode workers are chosen"
+    )
+    prefill_policy: PrefillPolicyName = Field(
+        "cache_aware", description="how prefill workers are ordered"
+    )
+    kv_events: bool = Field(
+        True,
+        description="cache_aware follows what workers say that they hold; without, what they were "
+        "sent",
+    )
+    index_pages: int = Field(
+        1 << 20, ge=1, description="bound of what cache_aware knows of a pool, in pages"
+    )
+    compute_weight: float = Field(
+        8.0,
+        ge=0,
+        le=1024,
+        description="cache_aware: what a prompt token to compute counts for, in queued tokens",
+    )
+    spread_tokens: int = Field(
+        80_000,
+        ge=0,
+        le=1 << 30,
+        description="cache_aware: what a cache that was filled anew lately counts for where a new "
+        "conversation may go, in queued tokens; 0 = caches may fill unevenly",
+    )
+    request_tokens: int = Field(
+        1024,
+        ge=0,
+        le=1 << 20,
+        description="cache_aware of decode workers: what a request costs those that come, in "
+        "prompt tokens",
+    )
+    balance_abs_threshold: int = Field(
+        32, ge=0, description="loads are balanced within this difference, in requests"
+    )
+    balance_rel_threshold: float = Field(
+        1.0001, ge=1, description="loads are balanced within this ratio of most to least"
+    )
+    cache_threshold: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="cache_aware without events: share of a prompt that a match must have",
+    )
+    max_tree_pages: int = Field(
+        1 << 16, ge=1, description="cache_aware without events: known of a worker, in pages"
+    )
+    eviction_interval_s: float = Field(
+        60.0, gt=0, le=86400, description="between cuts to that bound, in seconds"
+    )
+    load_factor: float = Field(
+        1.25, ge=1, le=16, description="prefix_hash: a worker's bound, as a multiple of the mean"
+    )
+    prefix_tokens: int = Field(
+        256, ge=1, description="prefix_hash: how much of a prompt counts, in tokens"
+    )
+    max_pins: int = Field(1 << 17, ge=1, description="manual: routing keys remembered, in keys")
+    pin_idle_s: float = Field(
+        14_400.0, gt=0, description="manual: life of a key that nobody uses, in seconds"
+    )
+    max_prefill_candidates: int = Field(
+        3, ge=0, le=16, description="prefill workers offered to the decode worker per request"
+    )
+    max_context_tokens: int | None = Field(
+        None, ge=2, description="context length in tokens, if less than the model's"
+    )
+    max_running_requests: int = Field(
+        1024, ge=1, description="prompts in work at once, in requests"
+    )
+    max_queued_requests: int = Field(
+        1024, ge=0, description="prompts waiting behind those; more are refused, in requests"
+    )
+    max_prompts: int = Field(
+        256, ge=1, le=MAX_PROMPTS, description="prompts in one completions request"
+    )
+    max_connection_age_s: float = Field(
+        300.0,
+        ge=1,
+        le=86400,
+        description="age at which a connection takes no more calls, so that clients look up which "
+        "gateways there are; calls on it go on, in seconds",
+    )
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes")
+    max_unsent_bytes: int = Field(
+        1 << 20, ge=1024, description="unsent text at which a slow client is cut off, in bytes"
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="longest life of a request, in seconds"
+    )
+    max_attempts: int = Field(
+        5, ge=1, le=64, description="decode workers that a request may be lost on, in attempts"
+    )
+    resume_timeout_s: float = Field(
+        60.0,
+        ge=0,
+        le=86400,
+        description="a request that lost its decode worker waits for another one, in seconds",
+    )
+    breaker_failures: int = Field(
+        5, ge=0, description="failures in a row after which a worker rests; 0 = never, in failures"
+    )
+    breaker_open_s: float = Field(
+        1.0, gt=0, le=600, description="its first rest; it doubles from rest to rest, in seconds"
+    )
+    request_log: Path | None = Field(
+        None, description="file that gets one JSON line a prompt, for `weft replay`; none = off"
+    )
+    request_log_content: Literal["none", "tokens", "text"] = Field(
+        "none",
+        description="what the request log holds of prompts and answers; only logs with tokens or "
+        "text can be replayed",
+    )
+    request_log_bytes: int = Field(
+        64 << 20, ge=1024, description="largest file of the request log, in bytes"
+    )
+    request_log_files: int = Field(
+        5, ge=1, le=1000, description="files of the request log, the newest included"
+    )
+    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that tokenise")
+    max_queued_tokenizations: int = Field(
+        64,
+        ge=0,
+        description="texts and ids of /tokenize, /detokenize and echo that wait for a thread; more "
+        "are refused, in calls",
+    )
+    load_interval_s: float = Field(
+        0.2, ge=0.02, le=10, description="interval of the workers' load reports, in seconds"
+    )
+    stale_after_s: float = Field(
+        2.0, ge=0.1, le=60, description="a worker silent for longer gets no requests, in seconds"
+    )
+    ping_interval_s: float = Field(
+        1.0, ge=0.05, le=10, description="interval of Session pings, in seconds"
+    )
+
+    @field_validator("api_key_hashes")
+    @classmethod
+    def _check_hashes(cls, hashes: list[str]) -> list[str]:
+        for text in hashes:
+            parse_hash(text)
+        return hashes
+
+    @field_validator("models")
+    @classmethod
+    def _check_models(cls, models: list[str]) -> list[str]:
+        for text in models:
+            name, _, folder = text.partition("=")
+            if not name or not folder or len(name) > _MAX_NAME_CHARS:
+                raise ValueError(f"{text!r} is not NAME=DIRECTORY")
+        return models
+
+    @property
+    def model_folders(self) -> list[tuple[str, Path]]:
+        """Name and directory of all models; an empty name = the directory's."""
+        further = (text.partition("=") for text in self.models)
+        return [
+            (self.model_name, self.model_dir),
+            *((name, Path(folder)) for name, _, folder in further),
+        ]
+
+    def policy_options(self, role: Role) -> PolicyOptions:
+        """What of this the routing policies take, for the pool of a role."""
+        names = {option.name for option in fields(PolicyOptions)} - {"seed", "clock"}
+        options = PolicyOptions(**{name: getattr(self, name) for name in names})
+        # In a prefill worker requests do not share steps: one costs only the tokens it brings.
+        return replace(options, request_tokens=0) if role == "prefill" else options
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Calls must bring a key."""
+        return self.api_keys_file is not None or bool(self.api_key_hashes)
+
+    @property
+    def exposure(self) -> str:
+        """See `ServiceSettings.exposure`."""
+        if not self.has_api_keys and not is_loopback(self.host):
+            return f"--host {self.host} is open to other machines, and there is no --api-keys-file"
+        return super().exposure
+
+    @field_validator("decode", "prefill")
+    @classmethod
+    def _check_names(cls, names: list[str], info: ValidationInfo) -> list[str]:
+        split = split_service if info.data.get("discovery") == "kubernetes" else split_address
+        for name in names:
+            split(name)
+        if len(set(names)) != len(names):
+            raise ValueError("an address is given twice; name each worker once")
+        return names
+
+    @model_validator(mode="after")
+    def _check_discovery(self) -> Self:
+        if self.discovery == "file":
+            if self.discovery_file is None:
+                raise ValueError("discovery = file needs --discovery-file")
+            if self.decode or self.prefill:
+                raise ValueError("discovery = file: the file has the workers, not --decode")
+        elif not self.decode:
+            raise ValueError("no decode worker; give at least one, as in --decode 127.0.0.1:50052")
+        return self

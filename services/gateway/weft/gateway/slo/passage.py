@@ -1,0 +1,137 @@
+"""A request's way through the gate, and what became of its targets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.engine.errors import Cancelled, Overloaded, WeftError
+from weft.gateway.routing import RoutingRequest
+from weft.gateway.slo.gate import Ask
+from weft.gateway.slo.targets import Targets
+from weft.gateway.slo.turnstile import Turnstile
+
+
+class Answered(Protocol):
+    """A sample's times; see `Sample`."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Tokens."""
+
+    first_token_time: float
+    last_token_time: float
+
+
+class Passage:
+    """One request at the gate of its model.
+
+    Args:
+        turnstile: Of the model; None = no targets are in force, and there is nothing to pass.
+        targets: Of the request.
+        arrival: Event loop time.
+    """
+
+    def __init__(self, turnstile: Turnstile | None, targets: Targets, arrival: float) -> None:
+        self._turnstile = turnstile
+        self._targets = targets
+        self._arrival = arrival
+        self._ask: Ask | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Targets are in force: this request's, or those of others beside it."""
+        return self._turnstile is not None
+
+    async def enter(
+        self,
+        prompts: Sequence[RoutingRequest],
+        *,
+        tenant: str,
+        weight: float,
+        max_tokens: int,
+        deadline: float,
+    ) -> None:
+        """Waits until the request may be sent.
+
+        Args:
+            prompts: Its prompts.
+            tenant: Whose it is.
+            weight: Of the tenant.
+            max_tokens: Generated at most, over all prompts and samples.
+            deadline: Event loop time at which waiting ends.
+
+        Raises:
+            TargetUnattainable: A target would be missed.
+            DeadlineExceeded: It was held for too long.
+        """
+        if self._turnstile is None:
+            return
+        ask = Ask(
+            prompts=prompts,
+            arrival=self._arrival,
+            targets=self._targets,
+            tenant=tenant,
+            weight=weight,
+            max_tokens=max_tokens,
+        )
+        await self._turnstile.enter(ask, deadline)
+        self._ask = ask
+
+    def began(self) -> None:
+        """It is among the workers' loads now."""
+        if self._turnstile is not None and self._ask is not None:
+            self._turnstile.gate.began(self._ask)
+
+    def ended(self, samples: Sequence[Sequence[Answered]]) -> None:
+        """It is over.
+
+        Args:
+            samples: Of each of its prompts.
+        """
+        if self._turnstile is None or self._ask is None:
+            return
+        ask, self._ask = self._ask, None
+        first = [_first(prompt) for prompt in samples]
+        num_generated = sum(len(sample.ids) for prompt in samples for sample in prompt)
+        self._turnstile.gate.ended(ask, max(first) if first and all(first) else None, num_generated)
+        self._turnstile.look()
+
+    def outcome(
+        self, samples: Sequence[Sequence[Answered]], error: BaseException | None
+    ) -> str | None:
+        """How the request did by its targets.
+
+        Args:
+            samples: Of each of its prompts.
+            error: How it ended, if not well.
+
+        Returns:
+            met, late_first_token, slow_tokens, refused, cancelled or failed; None: it has no
+            target, or could not be served whatever the load.
+        """
+        if not self._targets:
+            return None
+        if error is None:
+            first = [_first(prompt) for prompt in samples]
+            first_s = max(first) - self._arrival if first and all(first) else None
+            paces = [pace for prompt in samples for one in prompt if (pace := _pace_s(one))]
+            return self._targets.outcome(first_s, max(paces, default=None))
+        if isinstance(error, Overloaded):
+            return "refused"
+        if isinstance(error, (asyncio.CancelledError, GeneratorExit, Cancelled)):
+            return "cancelled"
+        is_clients = isinstance(error, WeftError) and error.http_status < 500
+        return None if is_clients else "failed"
+
+
+def _first(samples: Sequence[Answered]) -> float:
+    """When the first of them had a token; 0 = none has."""
+    return min((one.first_token_time for one in samples if one.first_token_time), default=0.0)
+
+
+def _pace_s(sample: Answered) -> float:
+    """Mean time between its tokens; 0 = it has fewer than two."""
+    num_gaps = len(sample.ids) - 1
+    return (sample.last_token_time - sample.first_token_time) / num_gaps if num_gaps > 0 else 0.0

@@ -1,0 +1,49 @@
+"""What latency a request is to have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_TARGET_S = 0.001
+MAX_TARGET_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Seconds; None = no target."""
+
+    first_token_s: float | None = None
+    """From the request's arrival at the gateway to its first token."""
+    between_tokens_s: float | None = None
+    """Mean time between its tokens, after the first."""
+
+    def __bool__(self) -> bool:
+        return self.first_token_s is not None or self.between_tokens_s is not None
+
+    def over(self, other: Targets) -> Targets:
+        """These, and the other's where there is none here."""
+        return Targets(
+            other.first_token_s if self.first_token_s is None else self.first_token_s,
+            other.between_tokens_s if self.between_tokens_s is None else self.between_tokens_s,
+        )
+
+    def outcome(self, first_token_s: float | None, between_tokens_s: float | None) -> str:
+        """How a request that was answered did.
+
+        Args:
+            first_token_s: As it was; None = it has no token.
+            between_tokens_s: Likewise; None = it has fewer than two.
+
+        Returns:
+            met, late_first_token or slow_tokens.
+        """
+        target_s = self.first_token_s
+        if target_s is not None and (first_token_s is None or first_token_s > target_s):
+            return "late_first_token"
+        target_s = self.between_tokens_s
+        if target_s is not None and between_tokens_s is not None and between_tokens_s > target_s:
+            return "slow_tokens"
+        return "met"
+
+
+NO_TARGETS = Targets()

@@ -1,0 +1,142 @@
+"""The Submit of one attempt, split so that no Session message is too large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.duration_pb2 import Duration
+from weft.engine.request import Constraint
+from weft.gateway.request import GenerateRequest, PreparedPrompt, Sampling
+from weft.v1 import common_pb2, decode_pb2
+
+_MAX_TOKENS_PER_MESSAGE = 32_768
+"""At most 5 bytes each: well under the 256 KiB that a Session message may have."""
+
+
+def submit_messages(
+    request: GenerateRequest,
+    prompt: PreparedPrompt,
+    *,
+    model: str,
+    wire_id: str,
+    attempt: int,
+    seed: int,
+    stop_ids: Sequence[int],
+    candidates: Sequence[decode_pb2.PrefillCandidate],
+    time_left_s: float,
+    traceparent: str,
+    samples: Sequence[Sequence[int] | None] = (),
+) -> list[decode_pb2.SessionRequest]:
+    """Builds the messages of one attempt.
+
+    Args:
+        request: The client's.
+        prompt: The one prompt of it that is submitted.
+        model: Name that the worker knows.
+        wire_id: Key of the prompt on the Session, together with `attempt`.
+        attempt: From 1.
+        seed: Unsigned, 64 bits; the same for every attempt.
+        stop_ids: All tokens that end a sample, the model's own included.
+        candidates: Prefill workers, best first.
+        time_left_s: Until the request's deadline.
+        traceparent: Names the attempt's span; empty = none.
+        samples: Tokens of earlier attempts by sample; None where the client has its whole answer.
+    """
+    stopping = request.stopping
+    first, rest = prompt.ids[:_MAX_TOKENS_PER_MESSAGE], prompt.ids[_MAX_TOKENS_PER_MESSAGE:]
+    left = _duration(time_left_s)
+    submit = decode_pb2.Submit(
+        request_id=wire_id,
+        attempt=attempt,
+        prompt=common_pb2.TokenIds(ids=first),
+        prompt_length=len(prompt.ids),
+        sampling=sampling_to_proto(request.sampling, seed),
+        stop=common_pb2.StopCriteria(
+            max_tokens=prompt.max_tokens,
+            min_tokens=stopping.min_tokens,
+            stop_token_ids=stop_ids,
+            ignore_eos=stopping.ignore_eos,
+        ),
+        prefill_candidates=candidates,
+        first_token_timeout=left,
+        total_timeout=left,
+        traceparent=traceparent,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        tenant="" if request.tenant is None else request.tenant.name,
+        model=model,
+    )
+    if request.top_logprobs is not None:
+        submit.logprobs.top_logprobs = request.top_logprobs
+        # A message field that equals its default must still be there.
+        submit.logprobs.SetInParent()
+    generated_parts = _add_progress(submit, samples, _MAX_TOKENS_PER_MESSAGE - len(first))
+    messages = [decode_pb2.SessionRequest(submit=submit)]  # a copy: it is complete by now
+    for start in range(0, len(rest), _MAX_TOKENS_PER_MESSAGE):
+        tokens = common_pb2.TokenIds(ids=rest[start : start + _MAX_TOKENS_PER_MESSAGE])
+        part = decode_pb2.PromptPart(request_id=wire_id, attempt=attempt, tokens=tokens)
+        messages.append(decode_pb2.SessionRequest(prompt_part=part))
+    return messages + generated_parts
+
+
+def sampling_to_proto(sampling: Sampling, seed: int) -> common_pb2.SamplingParams:
+    """A client's sampling with the seed that all attempts use: unsigned, 64 bits."""
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        seed=seed,
+        n=sampling.n,
+        constraint=_constraint(sampling.constraint),
+    )
+
+
+def _add_progress(
+    submit: decode_pb2.Submit, samples: Sequence[Sequence[int] | None], room: int
+) -> list[decode_pb2.SessionRequest]:
+    """Puts tokens of earlier attempts into `submit`, as many as it has room for.
+
+    Returns:
+        Messages with the rest.
+    """
+    messages: list[decode_pb2.SessionRequest] = []
+    for number, ids in enumerate(samples):
+        if ids is None:
+            submit.progress.add(sample=number, finished=True)
+            continue
+        if not ids:
+            continue
+        tokens = common_pb2.TokenIds(ids=ids[:room])
+        submit.progress.add(sample=number, num_tokens=len(ids), tokens=tokens)
+        for start in range(len(tokens.ids), len(ids), _MAX_TOKENS_PER_MESSAGE):
+            part = decode_pb2.GeneratedPart(
+                request_id=submit.request_id,
+                attempt=submit.attempt,
+                sample=number,
+                tokens=common_pb2.TokenIds(ids=ids[start : start + _MAX_TOKENS_PER_MESSAGE]),
+            )
+            messages.append(decode_pb2.SessionRequest(generated_part=part))
+        room -= len(tokens.ids)
+    return messages
+
+
+def _constraint(constraint: Constraint | None) -> common_pb2.Constraint | None:
+    if constraint is None:
+        return None
+    if constraint.kind == "choice":
+        choice = common_pb2.Constraint.Choice(choices=constraint.choices)
+        return common_pb2.Constraint(choice=choice)
+    message = common_pb2.Constraint()
+    setattr(message, constraint.kind, constraint.text)
+    return message
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
+    return duration

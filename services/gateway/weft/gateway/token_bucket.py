@@ -1,0 +1,45 @@
+"""A bucket that fills at a rate, and may owe."""
+
+from __future__ import annotations
+
+
+class TokenBucket:
+    """So much a minute, with bursts of up to a minute's worth.
+
+    What turns out to have cost more than was taken for it is owed: the level falls below 0, and
+    nothing is given until it is paid. Times are seconds of one clock.
+    """
+
+    __slots__ = ("_at", "_level", "capacity")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        """A full one."""
+        self.capacity = per_minute
+        """Most that it holds, which is also what it gets in a minute."""
+        self._level = per_minute
+        self._at = now
+
+    def resize(self, per_minute: float) -> None:
+        """Changes the limit; what was used of the old one stays used."""
+        self._level += per_minute - self.capacity
+        self.capacity = per_minute
+
+    def level(self, now: float, scale: float = 1.0) -> float:
+        """What it has; below 0, what it is owed.
+
+        Args:
+            now: Seconds.
+            scale: Share of its rate at which it has filled since it was last asked.
+        """
+        filled = max(0.0, now - self._at) * scale * self.capacity / 60
+        self._level, self._at = min(self.capacity, self._level + filled), now
+        return self._level
+
+    def wait_s(self, amount: float, now: float, scale: float = 1.0) -> float:
+        """Time until so much may be taken; 0 = now. More than it can hold needs a full bucket."""
+        missing = min(amount, self.capacity) - self.level(now, scale)
+        return max(0.0, missing) * 60 / (self.capacity * scale)
+
+    def take(self, amount: float) -> None:
+        """Takes it whatever there is; negative: gives back."""
+        self._level = min(self.capacity, self._level - amount)

@@ -1,0 +1,283 @@
+"""The typed gRPC face: weft.v1.GatewayService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from weft.engine.request import Constraint
+from weft.gateway.authenticate import current_tenant
+from weft.gateway.breaker import BreakerState
+from weft.gateway.edge import CallFacts, Context, begin_answer, call_facts
+from weft.gateway.fleet import Fleet
+from weft.gateway.pipeline import Pipeline
+from weft.gateway.request import (
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    Stopping,
+    TextPrompt,
+    TokenPrompt,
+)
+from weft.gateway.served import Catalogue, Served
+from weft.gateway.slo.targets import Targets
+from weft.gateway.stream import Delta, TokenStream
+from weft.gateway.validate import check_ids, invalid
+from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+_BREAKER_STATES = {
+    BreakerState.CLOSED: gateway_pb2.BREAKER_STATE_CLOSED,
+    BreakerState.OPEN: gateway_pb2.BREAKER_STATE_OPEN,
+    BreakerState.HALF_OPEN: gateway_pb2.BREAKER_STATE_HALF_OPEN,
+}
+AnyRequest = gateway_pb2.ChatRequest | gateway_pb2.CompleteRequest
+
+
+class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
+    """Translates typed requests, and deltas back. No logic of its own."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        models: Catalogue,
+        fleet: Fleet,
+        max_body_bytes: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._models = models
+        self._fleet = fleet
+        self._max_body_bytes = max_body_bytes
+
+    async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
+        """See gateway.proto."""
+        self._check_size(request)
+        prompt = ChatPrompt(messages=_messages(request.messages))
+        translated = _translate(request, call_facts(context, "chatcmpl"), prompt)
+        await self._answer(translated, request.stream, context, gateway_pb2.ChatResponse)
+
+    async def Complete(self, request: gateway_pb2.CompleteRequest, context: Context) -> None:  # type: ignore[override]
+        """See gateway.proto."""
+        self._check_size(request)
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise invalid("prompt", "give a text or token_ids")
+        prompt: Prompt = (
+            TextPrompt(text=request.text)
+            if kind == "text"
+            else TokenPrompt(ids=tuple(request.token_ids.ids))
+        )
+        translated = _translate(request, call_facts(context, "cmpl"), prompt)
+        await self._answer(translated, request.stream, context, gateway_pb2.CompleteResponse)
+
+    async def _answer(
+        self,
+        request: GenerateRequest,
+        is_streamed: bool,
+        context: Context,
+        response: type[gateway_pb2.ChatResponse] | type[gateway_pb2.CompleteResponse],
+    ) -> None:
+        created = Timestamp()
+        created.GetCurrentTime()
+        async with self._pipeline.open(request) as stream:
+            model = self._models.find(request.model).model.name
+            await begin_answer(context, request.request_id, headers=stream.headers)
+            collected: dict[int, gateway_pb2.Choice] = {}
+            while deltas := await stream.next_deltas():
+                if is_streamed:
+                    await context.write(
+                        response(
+                            request_id=request.request_id,
+                            model=model,
+                            create_time=created,
+                            choices=[_choice(delta) for delta in deltas],
+                        )
+                    )
+                else:
+                    for delta in deltas:
+                        _collect(collected, delta)
+            await stream.settle()
+            last = response(
+                request_id=request.request_id,
+                model=model,
+                create_time=created,
+                choices=[collected[index] for index in sorted(collected)],
+                usage=stream.usage(),
+                timeline=_timeline(stream),
+            )
+        await context.write(last)
+
+    def _check_size(self, request: AnyRequest) -> None:
+        if request.ByteSize() > self._max_body_bytes:
+            raise invalid("request", f"larger than {self._max_body_bytes} bytes")
+
+    async def Tokenize(
+        self, request: gateway_pb2.TokenizeRequest, context: Context
+    ) -> gateway_pb2.TokenizeResponse:
+        """See gateway.proto."""
+        served = self._models.find(request.model)
+        prompt: Prompt
+        if request.messages and request.text:
+            raise invalid("text", "contradicts messages: give one of text and messages")
+        if request.messages:
+            prompt = ChatPrompt(messages=_messages(request.messages))
+        else:
+            add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            prompt = TextPrompt(text=request.text, add_special_tokens=add)
+        ids = await served.preparer.tokenize(prompt)
+        return gateway_pb2.TokenizeResponse(
+            tokens=common_pb2.TokenIds(ids=ids), max_context_tokens=served.context_tokens
+        )
+
+    async def Detokenize(
+        self, request: gateway_pb2.DetokenizeRequest, context: Context
+    ) -> gateway_pb2.DetokenizeResponse:
+        """See gateway.proto."""
+        served = self._models.find(request.model)
+        check_ids("tokens", request.tokens.ids, served.model.vocabulary_size)
+        (text,) = await served.preparer.detokenize([request.tokens.ids])
+        return gateway_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, request: gateway_pb2.ListModelsRequest, context: Context
+    ) -> gateway_pb2.ListModelsResponse:
+        """See gateway.proto."""
+        return gateway_pb2.ListModelsResponse(models=[_describe(one) for one in self._models])
+
+    async def GetModel(
+        self, request: gateway_pb2.GetModelRequest, context: Context
+    ) -> gateway_pb2.GetModelResponse:
+        """See gateway.proto."""
+        return gateway_pb2.GetModelResponse(model=_describe(self._models.named(request.model)))
+
+    async def Cancel(
+        self, request: gateway_pb2.CancelRequest, context: Context
+    ) -> gateway_pb2.CancelResponse:
+        """See gateway.proto."""
+        found = self._pipeline.cancel(request.request_id, current_tenant.get())
+        return gateway_pb2.CancelResponse(found=found)
+
+    async def GetFleet(
+        self, request: gateway_pb2.GetFleetRequest, context: Context
+    ) -> gateway_pb2.GetFleetResponse:
+        """See gateway.proto."""
+        now = asyncio.get_running_loop().time()
+        response = gateway_pb2.GetFleetResponse(load=self._pipeline.load())
+        for worker in self._fleet.workers():
+            problem = worker.problem(now)
+            response.workers.add(
+                worker_id="" if worker.info is None else worker.info.worker_id,
+                address=worker.endpoint.address,
+                role=worker.endpoint.role,
+                healthy=not problem,
+                problem=problem,
+                breaker=_BREAKER_STATES[worker.breaker.state(now)],
+                consecutive_failures=worker.breaker.num_failures,
+                model=worker.model,
+            )
+        return response
+
+
+def _describe(served: Served) -> gateway_pb2.Model:
+    problem = served.problem()
+    return gateway_pb2.Model(
+        name=served.model.name,
+        create_time=Timestamp(seconds=served.model.created),
+        max_context_tokens=served.context_tokens,
+        ready=not problem,
+        problem=problem,
+    )
+
+
+def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, str], ...]:
+    for index, message in enumerate(messages):
+        if not message.role:
+            raise invalid(f"messages[{index}].role", "is empty; give user, assistant or system")
+    return tuple({"role": message.role, "content": message.content} for message in messages)
+
+
+def _translate(request: AnyRequest, facts: CallFacts, prompt: Prompt) -> GenerateRequest:
+    """The one translation of this face."""
+    timeout_s = facts.timeout_s
+    if request.HasField("timeout"):
+        given_s = request.timeout.ToNanoseconds() / 1e9
+        timeout_s = given_s if timeout_s is None else min(timeout_s, given_s)
+    return GenerateRequest(
+        request_id=facts.request_id,
+        client_request_id=facts.client_request_id,
+        model=request.model,
+        prompts=(prompt,),
+        sampling=_sampling(request.sampling),
+        stopping=_stopping(request.stop),
+        top_logprobs=request.logprobs.top_logprobs if request.HasField("logprobs") else None,
+        constraint_param="sampling.constraint",
+        timeout_s=timeout_s,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        routing_key=facts.routing_key,
+        traceparent=facts.traceparent,
+        targets=_targets(request.targets).over(facts.targets),
+        tenant=facts.tenant,
+    )
+
+
+def _targets(given: gateway_pb2.LatencyTargets) -> Targets:
+    seconds = {field.name: value.ToNanoseconds() / 1e9 for field, value in given.ListFields()}
+    return Targets(seconds.get("first_token"), seconds.get("between_tokens"))
+
+
+def _sampling(given: common_pb2.SamplingParams) -> Sampling:
+    apart = ("logit_bias", "constraint")
+    fields: dict[str, Any] = {
+        field.name: value for field, value in given.ListFields() if field.name not in apart
+    }
+    constraint = _constraint(given.constraint) if given.HasField("constraint") else None
+    return Sampling(**fields, logit_bias=dict(given.logit_bias), constraint=constraint)
+
+
+def _constraint(given: common_pb2.Constraint) -> Constraint:
+    kind = given.WhichOneof("kind")
+    if kind is None:
+        raise invalid("sampling.constraint", "give json_schema, regex, ebnf or choice")
+    if kind == "choice":
+        return Constraint(kind=kind, choices=tuple(given.choice.choices))
+    return Constraint(kind=kind, text=getattr(given, kind))
+
+
+def _stopping(given: common_pb2.StopCriteria) -> Stopping:
+    return Stopping(
+        max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
+        min_tokens=given.min_tokens,
+        stops=tuple(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+        ignore_eos=given.ignore_eos,
+        include_stop=given.include_stop_in_output,
+    )
+
+
+def _choice(delta: Delta) -> gateway_pb2.Choice:
+    return gateway_pb2.Choice(
+        index=delta.sample,
+        text=delta.text,
+        token_ids=delta.ids,
+        logprobs=delta.logprobs,
+        finish_reason=delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED,
+    )
+
+
+def _collect(choices: dict[int, gateway_pb2.Choice], delta: Delta) -> None:
+    choice = choices.get(delta.sample)
+    if choice is None:
+        choices[delta.sample] = _choice(delta)
+        return
+    choice.text += delta.text
+    choice.token_ids.extend(delta.ids)
+    choice.logprobs.extend(delta.logprobs)
+    if delta.finish_reason is not None:
+        choice.finish_reason = delta.finish_reason
+
+
+def _timeline(stream: TokenStream) -> common_pb2.Timeline:
+    return stream.timelines()[0]

@@ -1,0 +1,189 @@
+"""Checks of a request that hold for both faces. Nothing unchecked goes further."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from weft.engine.errors import InvalidRequest
+from weft.engine.request import (
+    MAX_CONSTRAINT_BYTES,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+    Constraint,
+)
+from weft.gateway.model import ServedModel
+from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping, TokenPrompt
+from weft.gateway.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets
+
+MAX_SAMPLES = 128
+MAX_STOPS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_MESSAGES = 1024
+MAX_CHOICES = 4096
+MAX_SALT_BYTES = 128
+MAX_ROUTING_KEY_BYTES = 256
+_MAX_TOKENS = 2**31 - 1
+_MAX_DIGITS = 40
+"""Shown of a number."""
+
+
+def check_request(request: GenerateRequest, model: ServedModel, max_prompts: int) -> None:
+    """Checks everything that needs no tokens.
+
+    Args:
+        request: As translated by a face.
+        model: The one that it is for.
+        max_prompts: Bound of prompts in one request.
+
+    Raises:
+        InvalidRequest: `param` names the field.
+    """
+    check_sampling(request.sampling, model.vocabulary_size)
+    check_stopping(request.stopping, model.vocabulary_size, request.max_tokens_param)
+    if request.sampling.constraint is not None:
+        check_constraint(request.sampling.constraint, request.constraint_param)
+    if request.top_logprobs is not None:
+        check_range(request.top_logprobs_param, request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
+        raise invalid("cache_salt", f"at most {MAX_SALT_BYTES} bytes")
+    check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if len(request.routing_key.encode()) > MAX_ROUTING_KEY_BYTES:
+        raise invalid("routing_key", f"at most {MAX_ROUTING_KEY_BYTES} bytes")
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise invalid("timeout", f"must be above 0 seconds, not {request.timeout_s:g}")
+    _check_targets(request.targets)
+    _check_prompts(request, model, max_prompts)
+
+
+def _check_targets(targets: Targets) -> None:
+    named = (
+        ("ttft_target_ms", targets.first_token_s),
+        ("itl_target_ms", targets.between_tokens_s),
+    )
+    for name, target_s in named:
+        if target_s is not None:
+            check_range(name, target_s * 1e3, MIN_TARGET_S * 1e3, MAX_TARGET_S * 1e3, "ms")
+
+
+def _check_prompts(request: GenerateRequest, model: ServedModel, max_prompts: int) -> None:
+    if not request.prompts:
+        raise invalid("prompt", "at least one prompt is needed")
+    if len(request.prompts) > max_prompts:
+        raise invalid("prompt", f"{len(request.prompts)} prompts; at most {max_prompts} at once")
+    for prompt in request.prompts:
+        if isinstance(prompt, ChatPrompt):
+            if not prompt.messages:
+                raise invalid("messages", "at least one message is needed")
+            check_range("messages", len(prompt.messages), 1, MAX_MESSAGES, "messages")
+            if model.template is None:
+                raise invalid(
+                    "messages",
+                    f"the model `{model.name}` has no chat template; use completions instead",
+                )
+        elif isinstance(prompt, TokenPrompt):
+            check_ids("prompt", prompt.ids, model.vocabulary_size)
+
+
+def check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
+    """Raises InvalidRequest for a sampling parameter out of its range."""
+    check_range("temperature", sampling.temperature, 0, 100)
+    check_range("top_p", sampling.top_p, 0, 1, above=True)
+    check_range("min_p", sampling.min_p, 0, 1)
+    check_range(
+        "repetition_penalty",
+        sampling.repetition_penalty,
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
+    )
+    check_range("presence_penalty", sampling.presence_penalty, -2, 2)
+    check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    check_range("top_k", sampling.top_k, 0, _MAX_TOKENS)
+    check_range("n", sampling.n, 1, MAX_SAMPLES)
+    if sampling.seed is not None:
+        check_range("seed", sampling.seed, -(2**63), 2**64 - 1)
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise invalid("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+    for value in sampling.logit_bias.values():
+        check_range("logit_bias", value, -100, 100)
+    check_ids("logit_bias", sampling.logit_bias, vocabulary_size)
+
+
+def check_stopping(
+    stopping: Stopping, vocabulary_size: int, max_tokens_param: str = "max_tokens"
+) -> None:
+    """Raises InvalidRequest for a stop criterion out of its range."""
+    if stopping.max_tokens is not None:
+        check_range(max_tokens_param, stopping.max_tokens, 1, _MAX_TOKENS)
+    check_range("min_tokens", stopping.min_tokens, 0, _MAX_TOKENS)
+    if stopping.max_tokens is not None and stopping.min_tokens > stopping.max_tokens:
+        raise invalid(
+            "min_tokens",
+            f"{stopping.min_tokens} is above {max_tokens_param}, which is {stopping.max_tokens}",
+        )
+    if len(stopping.stops) > MAX_STOPS:
+        raise invalid("stop", f"{len(stopping.stops)} stop strings; at most {MAX_STOPS}")
+    for stop in stopping.stops:
+        if not stop:
+            raise invalid("stop", "a stop string is empty")
+        if len(stop.encode()) > MAX_STOP_BYTES:
+            raise invalid("stop", f"a stop string is longer than {MAX_STOP_BYTES} bytes")
+    if len(stopping.stop_token_ids) > MAX_STOP_IDS:
+        raise invalid("stop_token_ids", f"at most {MAX_STOP_IDS} ids")
+    check_ids("stop_token_ids", stopping.stop_token_ids, vocabulary_size)
+
+
+def check_constraint(constraint: Constraint, param: str) -> None:
+    """Raises InvalidRequest for a constraint without content; its owner looks into the content."""
+    if constraint.kind == "choice":
+        check_range(param, len(constraint.choices), 1, MAX_CHOICES, "choices")
+        if not all(constraint.choices):
+            raise invalid(param, "a choice is empty")
+    elif not constraint.text:
+        raise invalid(param, "is empty")
+    if constraint.num_bytes > MAX_CONSTRAINT_BYTES:
+        message = f"has {constraint.num_bytes} bytes; at most {MAX_CONSTRAINT_BYTES} are accepted"
+        raise invalid(param, message)
+
+
+def check_ids(param: str, ids: Collection[int], vocabulary_size: int) -> None:
+    """Raises InvalidRequest when a token id is outside the vocabulary.
+
+    Args:
+        param: Field to name.
+        ids: Token ids; may be empty.
+        vocabulary_size: Ids are below it.
+    """
+    if not ids:
+        return
+    for token_id in (min(ids), max(ids)):  # a long prompt is checked at the speed of C
+        if not 0 <= token_id < vocabulary_size:
+            raise invalid(
+                param, f"token id {token_id} is outside the vocabulary (0 to {vocabulary_size - 1})"
+            )
+
+
+def check_range(
+    param: str, value: float, low: float, high: float, unit: str = "", *, above: bool = False
+) -> None:
+    """Raises InvalidRequest unless low <= value <= high (low < value with `above`)."""
+    is_inside = low < value <= high if above else low <= value <= high  # never of NaN
+    if not is_inside:
+        words = ("above", "and at most") if above else ("from", "to")
+        bound = f"{words[0]} {_shown(low)} {words[1]} {_shown(high)}"
+        raise invalid(param, f"must be {bound}{' ' + unit if unit else ''}, not {_shown(value)}")
+
+
+def _shown(number: float) -> str:
+    if not isinstance(number, int):
+        return f"{number:.15g}"
+    digits = str(number)
+    return digits if len(digits) <= _MAX_DIGITS else digits[:_MAX_DIGITS] + "..."
+
+
+def invalid(param: str, message: str) -> InvalidRequest:
+    """The failure of one field."""
+    return InvalidRequest(f"{param}: {message}", stage="validate", param=param)

@@ -1,0 +1,78 @@
+"""Text and bytes of single tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2 and its heirs: which printable character is which byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class Vocabulary:
+    """What the ids of one tokenizer stand for. Read-only after construction, apart from caches."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Wraps a tokenizer.
+
+        Args:
+            tokenizer: Truncation and padding must be off.
+        """
+        self.tokenizer = tokenizer
+        self.special_ids = frozenset(
+            id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        """Ids whose text is skipped unless the request wants special tokens."""
+        state: dict[str, Any] = json.loads(tokenizer.to_str())
+        decoder = state.get("decoder") or {}
+        self.is_byte_level = decoder.get("type") == "ByteLevel"
+        """The text of a sequence is the concatenation of its tokens' bytes, read as UTF-8."""
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token contributes; empty for ids outside the vocabulary.
+
+        Exact for byte-level tokenizers; elsewhere the UTF-8 form of the token decoded alone.
+        """
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._compute_bytes(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """A token as text, for log-probabilities; U+FFFD where its bytes are no whole character."""
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
+        return found
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.is_byte_level:
+            try:
+                return bytes([_BYTE_OF_CHAR[char] for char in token])
+            except KeyError:  # an added token with characters outside the alphabet is itself
+                return token.encode("utf-8", "surrogatepass")
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        if token_id in self.special_ids:
+            return token.encode()
+        # Between two others, so that a leading space is not taken for the start of the text.
+        alone = self.tokenizer.decode([token_id, token_id], skip_special_tokens=False)
+        once = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        text = alone[len(once) :] if len(alone) >= 2 * len(once) else once
+        return text.encode()

@@ -1,0 +1,5 @@
+"""`python -m weft.kvstore`."""
+
+from weft.kvstore.main import main
+
+raise SystemExit(main())

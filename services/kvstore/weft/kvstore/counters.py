@@ -1,0 +1,32 @@
+"""What the store counts since its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start; the names are those in Stats and in the metrics."""
+
+    lookups: int = 0
+    lookup_pages: int = 0
+    """Keys asked for."""
+    hit_pages: int = 0
+    """Leading keys that were held."""
+    puts: int = 0
+    """Taken into work."""
+    puts_refused: int = 0
+    """For want of a free place, or of another page size."""
+    puts_failed: int = 0
+    """Not read in time, or cut off."""
+    offered_pages: int = 0
+    stored_pages: int = 0
+    present_pages: int = 0
+    refused_pages: int = 0
+    digest_mismatches: int = 0
+    bytes_in: int = 0
+    corrupt_reports: int = 0
+    corrupt_pages: int = 0
+    """Whose bytes in the arena were wrong."""
+    flushed_pages: int = 0

@@ -1,0 +1,143 @@
+"""Fills from the arena: the store's half of the filler protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from weft.engine import faults
+from weft.engine.clock import Clock
+from weft.engine.memory.keys import PageKeys
+from weft.engine.messages import FillReply, FillStart, LeaseQuery
+from weft.engine.transfer.filler import Filler, FillerCounters, ShipResult
+from weft.engine.transfer.handle import KvHandle
+from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
+from weft.kvstore.pages import PageStore
+from weft.kvstore.plane import StorePlane
+from weft.kvstore.spill import Spill
+
+MOST_INLINE_PAGES = 256
+"""Keys of longer prompts are hashed in a thread."""
+
+
+class StoreFills:
+    """Leases and their streams. Implements `FillPort`; belongs to the event loop.
+
+    Args:
+        pages: what is held.
+        plane: moves bytes.
+        epoch: this incarnation.
+        reply: hands an event to its stream.
+        max_fills: under way at once.
+        chunk_bytes: most of a fill that is written at a time: its owner checks one chunk while
+            the next travels.
+        clock: monotonic seconds.
+        spill: what is on disk; None: there is none.
+    """
+
+    def __init__(
+        self,
+        pages: PageStore,
+        plane: StorePlane,
+        epoch: int,
+        reply: Callable[[FillReply], None],
+        *,
+        max_fills: int,
+        chunk_bytes: int,
+        clock: Clock,
+        spill: Spill | None = None,
+    ) -> None:
+        self._pages = pages
+        self._spill = spill
+        self._shipper = plane.shipper
+        self._jobs = StoreJobs(pages, plane.shipper, max_fills)
+        self._filler = Filler(
+            None,
+            epoch,
+            pages.page_bytes,
+            pages.memory,
+            self._jobs,
+            self._jobs,
+            reply,
+            clock,
+            nixl_version=plane.nixl_version,
+            max_chunk_bytes=chunk_bytes,
+        )
+
+    @property
+    def counters(self) -> FillerCounters:
+        """Since start."""
+        return self._filler.counters
+
+    @property
+    def num_active(self) -> int:
+        """Leases that have not ended."""
+        return self._filler.num_active
+
+    def drain(self) -> None:
+        """Declines new fills from now on."""
+        self._filler.is_draining = True
+
+    def tick(self) -> None:
+        """Ends leases that ran out; to be called every now and then."""
+        self._filler.tick()
+
+    def query(self, lease_id: bytes) -> str:
+        """State of a lease, which is stopped if it was active."""
+        return self._filler.on_query(LeaseQuery(query=0, lease_id=lease_id))
+
+    def take_shipped(self) -> None:
+        """Takes what the shipping thread has done."""
+        for item in self._shipper.take():
+            if isinstance(item, ShipResult):
+                self._filler.on_shipped(item)
+            else:
+                self._filler.on_data(*item)
+
+    # -- from owners -----------------------------------------------------------------------------
+
+    async def start(self, start: FillStart) -> None:
+        """See `FillPort.start`."""
+        handle = start.handle
+        num_pages = len(handle.tokens) // max(1, handle.page_size)
+        keys: list[bytes] | None = None
+        if num_pages <= MOST_INLINE_PAGES:
+            keys = _keys_of(handle, num_pages)
+        elif num_pages <= MAX_FILL_PAGES:
+            keys = await asyncio.to_thread(_keys_of, handle, num_pages)
+        if keys and self._spill is not None and handle.page_size > 0:
+            await self._spill.fetch(keys[handle.start_token // handle.page_size :])
+        is_used = self._jobs.get(handle.lease_id) is not None
+        self._jobs.expected_keys = keys
+        self._filler.on_start(start)
+        self._jobs.expected_keys = None
+        job = self._jobs.get(handle.lease_id)
+        if job is not None and not is_used:
+            if faults.STORE_FILL.is_armed:
+                await faults.STORE_FILL.flip_bit_async(self._pages.pool, job.pinned)
+                if self._jobs.get(handle.lease_id) is not job:  # it has ended meanwhile
+                    return
+            job.num_computed = len(job.tokens)
+            self._filler.on_progress(job)
+
+    def renew(self, lease_id: bytes) -> None:
+        """See `FillPort.renew`."""
+        self._filler.on_renew(lease_id)
+
+    def stop(self, lease_id: bytes) -> None:
+        """See `FillPort.stop`."""
+        self._filler.on_stop(lease_id)
+
+    def broken(self, stream: int) -> None:
+        """See `FillPort.broken`."""
+        self._filler.on_stream_broken(stream)
+
+    def taken(self, stream: int, num_events: int) -> None:
+        """See `FillPort.taken`."""
+        self._filler.on_taken(stream, num_events)
+
+
+def _keys_of(handle: KvHandle, num_pages: int) -> list[bytes]:
+    if num_pages < 1 or handle.page_size < 1:
+        return []  # It will be declined.
+    return PageKeys(handle.namespace, handle.page_size).upto(handle.tokens, num_pages)

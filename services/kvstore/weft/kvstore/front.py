@@ -1,0 +1,65 @@
+"""Where fills arrive: the streams, before and after there is a shelf."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from weft.common.spans import Tracer
+from weft.common.worker.fill_streams import FillStreams
+from weft.engine.messages import FillReply, FillStart
+from weft.engine.transfer.filler import MAX_REMEMBERED_LEASES
+from weft.engine.transfer.handle import FillEvent
+from weft.kvstore.fills import StoreFills
+
+
+class FillFront:
+    """Implements `FillPort` over a shelf's fills, once there is a shelf."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.streams = FillStreams(self, tracer)
+        self._fills: StoreFills | None = None
+        self._queried: OrderedDict[bytes, None] = OrderedDict()
+
+    def open(self, fills: StoreFills) -> None:
+        """There is something to fill from now."""
+        self._fills = fills
+        for lease_id in self._queried:
+            fills.query(lease_id)
+        self._queried.clear()
+
+    def lease_state(self, lease_id: bytes) -> str:
+        """What became of a lease; stops it. An unknown one counts as used from now on."""
+        if self._fills is not None:
+            return self._fills.query(lease_id)
+        self._queried[lease_id] = None
+        if len(self._queried) > MAX_REMEMBERED_LEASES:
+            self._queried.popitem(last=False)
+        return "unknown"
+
+    async def start(self, start: FillStart) -> None:
+        """See `FillPort.start`."""
+        if self._fills is not None:
+            await self._fills.start(start)
+            return
+        event = FillEvent(kind="declined", reason="not_held", message="nothing is held yet")
+        self.streams.deliver(FillReply(stream=start.stream, event=event))
+
+    def renew(self, lease_id: bytes) -> None:
+        """See `FillPort.renew`."""
+        if self._fills is not None:
+            self._fills.renew(lease_id)
+
+    def stop(self, lease_id: bytes) -> None:
+        """See `FillPort.stop`."""
+        if self._fills is not None:
+            self._fills.stop(lease_id)
+
+    def broken(self, stream: int) -> None:
+        """See `FillPort.broken`."""
+        if self._fills is not None:
+            self._fills.broken(stream)
+
+    def taken(self, stream: int, num_events: int) -> None:
+        """See `FillPort.taken`."""
+        if self._fills is not None:
+            self._fills.taken(stream, num_events)

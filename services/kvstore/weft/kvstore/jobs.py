@@ -1,0 +1,117 @@
+"""A filler's jobs where pages are held: nothing to compute, everything to pin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.engine.transfer.filler import FillJob, ShipChunk, Shipper
+from weft.engine.transfer.handle import KvHandle, NixlTargetInfo
+from weft.kvstore.pages import PageStore
+
+MAX_FILL_PAGES = 1 << 16
+"""Longest prompt, in pages."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class StoreJob:
+    """Implements `FillJob`: the pages of one lease."""
+
+    lease_id: bytes
+    tokens: list[int]
+    pages: list[int]
+    digests: Sequence[int] | None
+    num_computed: int
+    """Positions released for shipping."""
+    num_cached_tokens: int
+    pinned: list[int]
+    """Pages of the chain until the lease has ended, from the chain's beginning where held."""
+
+
+class StoreJobs:
+    """Implements `Jobs` over what is held, and `Shipper` around the one that moves the bytes.
+
+    Pins last from the acceptance of a lease to its very end, which the shipper is told.
+
+    Args:
+        pages: what is held.
+        shipper: moves chunks.
+        max_fills: under way at once.
+    """
+
+    def __init__(self, pages: PageStore, shipper: Shipper, max_fills: int) -> None:
+        self._pages = pages
+        self._shipper = shipper
+        self._max_fills = max_fills
+        self.expected_keys: list[bytes] | None = None
+        """Keys of the handle that is being looked at; None: it is too long to have them."""
+        self._jobs: dict[bytes, StoreJob] = {}
+
+    def get(self, lease_id: bytes) -> StoreJob | None:
+        """The job of a lease that has not ended."""
+        return self._jobs.get(lease_id)
+
+    # -- Jobs ------------------------------------------------------------------------------------
+
+    def why_not(self, handle: KvHandle) -> tuple[str, str]:
+        """See `Jobs.why_not`."""
+        keys = self.expected_keys
+        if keys is None:
+            return "too_long", f"{len(handle.tokens)} tokens are over {MAX_FILL_PAGES} pages"
+        if len(self._jobs) >= self._max_fills:
+            return "busy", f"{self._max_fills} fills are under way"
+        first = handle.start_token // handle.page_size
+        if not self._pages.num_held(keys[first : first + 1]):
+            return "not_held", "the first page asked for is not here"
+        return "", ""
+
+    def begin(self, handle: KvHandle, request_id: str, traceparent: str) -> StoreJob:
+        """See `Jobs.begin`. Pins what is held of the range, and the way to it if that is."""
+        keys = self.expected_keys
+        assert keys is not None
+        first = handle.start_token // handle.page_size
+        pinned = self._pages.pin(keys)
+        if len(pinned) <= first:
+            self._pages.unpin(pinned)
+            pinned = self._pages.pin(keys[first:])
+            pages = [0] * first + pinned
+        else:
+            pages = pinned
+        job = StoreJob(
+            lease_id=handle.lease_id,
+            tokens=handle.tokens[: len(pages) * handle.page_size],
+            pages=pages,
+            digests=self._pages.digests_of(pages),
+            num_computed=0,
+            num_cached_tokens=len(pages) * handle.page_size,
+            pinned=pinned,
+        )
+        self._jobs[handle.lease_id] = job
+        return job
+
+    def queued_s(self, job: FillJob) -> float:
+        """See `Jobs.queued_s`. What is held is there at once."""
+        return 0.0
+
+    def end(self, job: FillJob) -> None:
+        """See `Jobs.end`. The pins stay: see `forget`."""
+
+    # -- Shipper ---------------------------------------------------------------------------------
+
+    def prepare(self, owner: tuple[str, int], target: NixlTargetInfo) -> None:
+        """See `Shipper.prepare`."""
+        self._shipper.prepare(owner, target)
+
+    def ship(self, chunk: ShipChunk) -> None:
+        """See `Shipper.ship`."""
+        self._shipper.ship(chunk)
+
+    def stop(self, lease_id: bytes) -> None:
+        """See `Shipper.stop`."""
+        self._shipper.stop(lease_id)
+
+    def forget(self, lease_id: bytes) -> None:
+        """See `Shipper.forget`. The lease has ended: so do its pins."""
+        self._shipper.forget(lease_id)
+        job = self._jobs.pop(lease_id)
+        self._pages.unpin(job.pinned)

@@ -1,0 +1,87 @@
+"""The KV store: `weft serve kvstore`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+from weft.common.listen import keep_nixl_on_loopback
+from weft.common.logging import configure_logging
+from weft.common.server import QUARANTINE_STATUS, ServiceServer, run
+from weft.common.settings import load_settings
+from weft.engine.errors import WeftError
+from weft.kvstore.admin import StoreAdmin
+from weft.kvstore.metrics import StoreCollector
+from weft.kvstore.service import KvStoreService
+from weft.kvstore.settings import KvStoreSettings
+from weft.kvstore.store import KvStore
+from weft.v1 import kvstore_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the service; returns the exit status."""
+    settings = load_settings(KvStoreSettings, sys.argv[1:] if argv is None else argv)
+    return run(run_store(settings))
+
+
+async def run_store(settings: KvStoreSettings) -> int:
+    """Runs the store until a signal, or until its arena is lost to quarantine.
+
+    Returns:
+        The exit status.
+    """
+    configure_logging("kvstore", settings.log_level, settings.log_format)
+    store_id = settings.store_id or f"kvstore-{settings.port or os.getpid()}"
+    keep_nixl_on_loopback(settings.host)
+    store: KvStore | None = None
+    try:
+        store = KvStore(settings, store_id)
+        if why := await store.warm_up():
+            logger.warning("digests are computed without native code, some 25x slower: %s", why)
+        registry = CollectorRegistry()
+        registry.register(StoreCollector(store))
+        server = ServiceServer(settings, registry, admin=StoreAdmin(store), tracer=store.tracer)
+        service = KvStoreService(store)
+        kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(service, server.grpc)
+        await server.start((service.name,))
+        settings.tell_of_pages("nixl" in store.transport.names)
+    except WeftError as error:
+        logger.error("%s", error.message)
+        if store is not None:
+            await store.close()
+        return 1
+    await server.set_serving(True)
+    server.write_ready_file(worker_id=store_id, epoch=store.epoch, role="kvstore")
+    logger.info(
+        "ready",
+        extra={"address": server.address, "store_id": store_id, "epoch": f"{store.epoch:016x}"},
+    )
+    fencing = asyncio.create_task(_end_by_quarantine(server, store, settings))
+    await server.run_until_signal(store.drain)
+    status = QUARANTINE_STATUS if fencing.done() else 0
+    fencing.cancel()
+    await store.close()
+    return status
+
+
+async def _end_by_quarantine(
+    server: ServiceServer, store: KvStore, settings: KvStoreSettings
+) -> None:
+    """Drains and ends the store once its arena is lost to quarantine: that is the last fence."""
+    await store.pool_lost.wait()
+    counts = store.counts()
+    logger.error(
+        "%d of %d pages are in quarantine, more than %g of the arena for over %g s: this store "
+        "drains and ends, for a new one to take its place",
+        counts.quarantined,
+        counts.total,
+        settings.max_quarantine_fraction,
+        settings.put_timeout_s,
+    )
+    server.request_stop()

@@ -1,0 +1,70 @@
+"""The store's Prometheus metrics, read when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from weft.common.worker.metrics import QUARANTINE_METRIC, QUARANTINE_TEXT, tier_metrics
+from weft.kvstore.store import KvStore
+
+GAUGES = {"open_puts": "Puts in work", "open_fills": "Fills under way"}
+COUNTERS = {
+    "lookups": "Prompts looked up",
+    "lookup_pages": "Keys asked for",
+    "hit_pages": "Leading keys that were held",
+    "puts": "Puts taken into work",
+    "puts_refused": "Puts refused: too many in work, or pages of another size",
+    "puts_failed": "Puts not read in time, or cut off",
+    "offered_pages": "Pages of puts",
+    "stored_pages": "Pages taken",
+    "present_pages": "Pages that were held already",
+    "refused_pages": "Pages not taken: damaged, or no room",
+    "digest_mismatches": "Pages of puts that arrived damaged",
+    "bytes_in": "Bytes of pages taken",
+    "bytes_out": "Bytes of pages written to owners",
+    "corrupt_reports": "Reports of readers that a page did not have its digest",
+    "corrupt_pages": "Pages whose bytes in the arena were wrong",
+    "flushed_pages": "Pages dropped by operators",
+    "evicted_pages": "Pages given up for others",
+    "quota_evicted_pages": "Pages given up for others of a namespace that has all it may have",
+    "fills_accepted": "Fills taken",
+    "fills_declined": "Fills declined",
+    "fills_done": "Fills ended with all of their pages",
+    "fills_stopped": "Fills stopped by their owner",
+    "filled_pages": "Pages written to owners",
+}
+"""What the store counts, and what that means; others are shown under their bare names."""
+
+
+class StoreCollector(Collector):
+    """Turns the store's state into metrics.
+
+    Args:
+        store: read from the scraping thread; single numbers only.
+    """
+
+    def __init__(self, store: KvStore) -> None:
+        self._store = store
+
+    def collect(self) -> Iterator[Metric]:
+        """Metrics now."""
+        counts = self._store.counts()
+        pages = GaugeMetricFamily("weft_kv_pages", "KV pages by state", labels=["state"])
+        pages.add_metric(["free"], counts.free)
+        pages.add_metric(["cached"], counts.cached)
+        pages.add_metric(["pinned"], counts.used)
+        pages.add_metric(["quarantined"], counts.quarantined)
+        yield pages
+        yield GaugeMetricFamily(QUARANTINE_METRIC, QUARANTINE_TEXT, self._store.quarantine_over_s)
+        yield GaugeMetricFamily(
+            "weft_kvstore_arena_bytes", "Size of the arena", self._store.arena_bytes
+        )
+        yield from tier_metrics(self._store.tiers())
+        for name, value in self._store.all_counters().items():
+            if name in GAUGES:
+                yield GaugeMetricFamily(f"weft_kvstore_{name}", GAUGES[name], value)
+            else:
+                text = COUNTERS.get(name, name)
+                yield CounterMetricFamily(f"weft_kvstore_{name}", text, value)

@@ -1,0 +1,238 @@
+"""What the store holds: pages by key, their digests, and what is under way in or out.
+
+Pure bookkeeping over a pool, for one thread (the event loop). A page of the arena is in one state:
+
+    free         means nothing
+    cached       held under its key, evictable
+    pinned       reserved for a put (not yet held), or held and being read by a fill
+    quarantined  a read that was to write it has not ended
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine.memory.eviction import EvictionPolicy, lru
+from weft.engine.memory.kv_memory import KvMemory, PageCounts
+from weft.engine.memory.prefix_cache import PageKeyCache
+
+GROUP_BYTES = 8
+"""Of a namespace, where pages are counted by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One page that a worker offers."""
+
+    key: bytes
+    digest: int
+    source_page: int
+    """Page number in the worker's pool."""
+    parent: bytes = b""
+    """Key of the page before it in its prompt; empty: not told."""
+
+
+@dataclass(eq=False, slots=True)
+class Incoming:
+    """A put's hold: pages reserved for what is new, and pins on what is there already."""
+
+    offers: list[Offer]
+    """What is to be stored."""
+    pages: list[int]
+    """Where; one page an offer."""
+    held: list[int]
+    """These and the pinned ones, in the order of the put."""
+    num_present: int
+    num_refused: int
+    """Offers that found no room."""
+    group: bytes = b""
+
+
+def group_of(namespace: bytes) -> bytes:
+    """What pages of a namespace are counted by."""
+    return namespace[:GROUP_BYTES]
+
+
+class PageStore:
+    """Pages by key over one pool.
+
+    Args:
+        pool: uint8 `[num_pages, page_bytes]`; page 0 is not used.
+        policy: orders pages that may be given up.
+        namespace_quota: share of the pages that one namespace may have; 1: all.
+    """
+
+    def __init__(
+        self,
+        pool: NDArray[np.uint8],
+        policy: EvictionPolicy = lru,
+        namespace_quota: float = 1.0,
+    ) -> None:
+        self.pool = pool
+        self._cache = PageKeyCache(policy, has_groups=True)
+        self._max_group_pages: int | None = None
+        if namespace_quota < 1:
+            self._max_group_pages = max(1, int((len(pool) - 1) * namespace_quota))
+        self._num_incoming: Counter[bytes] = Counter()
+        self.memory = KvMemory(len(pool), self._cache)
+        """Owner of the page numbers."""
+        self._digests = np.zeros(len(pool), np.uint64)
+        self._incoming: set[bytes] = set()
+        self.num_quota_evictions = 0
+        """Pages given up for others of their namespace, which has all that it may have."""
+        self.on_published: Callable[[Sequence[Offer], bytes], None] | None = None
+        """Told of pages that are held from now on, and their group."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return int(self.pool.shape[1])
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """Leading keys that are held. Changes nothing, not even what is evicted next."""
+        return len(self._cache.match(keys))
+
+    def pin(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages of the leading keys that are held; they stay until `unpin`."""
+        pages = self._cache.match(keys)
+        self.memory.retain(pages)
+        self._cache.touch(pages)
+        return pages
+
+    def page_of(self, key: bytes) -> int | None:
+        """The page that has a key; None: it is not held."""
+        entry = self._cache.get(key)
+        return None if entry is None else entry.page
+
+    def hold(self, page: int) -> None:
+        """As `pin`, for a copy to another tier: the page grows no younger by it."""
+        was_used = not self.memory.is_unreferenced(page)
+        self.memory.retain([page])
+        if not was_used:
+            self._cache.keep_age(page)
+
+    def unpin(self, pages: Sequence[int]) -> None:
+        """Ends pins of pages of one chain, first page first."""
+        self.memory.release(pages)
+
+    def digests_of(self, pages: Sequence[int]) -> list[int]:
+        """Digests that the pages had when they came."""
+        found: list[int] = self._digests[np.asarray(pages, np.int64)].tolist()
+        return found
+
+    # -- puts ------------------------------------------------------------------------------------
+
+    def begin(self, offers: Sequence[Offer], group: bytes = b"") -> Incoming:
+        """Reserves pages for what is neither held nor on its way, evicting as needed.
+
+        Where there is no room for all, the first ones are taken. What is held already is pinned,
+        so that its successors do not push it out. A namespace that has all that it may have gives
+        up pages of its own.
+
+        Args:
+            offers: Pages with different keys.
+            group: Of their namespace (`group_of`).
+        """
+        present: dict[bytes, int] = {}
+        wanted: list[Offer] = []
+        num_on_their_way = 0
+        for offer in offers:
+            if offer.key in self._incoming:
+                num_on_their_way += 1
+            elif pages := self.pin([offer.key]):
+                present[offer.key] = pages[0]
+            else:
+                wanted.append(offer)
+        room = self._make_room(group, len(wanted))
+        taken = wanted[: min(room, self.memory.num_available_pages)]
+        pages = self.memory.allocate(len(taken))
+        self._incoming.update(offer.key for offer in taken)
+        self._num_incoming[group] += len(taken)
+        place = present | {offer.key: page for offer, page in zip(taken, pages, strict=True)}
+        return Incoming(
+            offers=taken,
+            pages=pages,
+            held=[place[offer.key] for offer in offers if offer.key in place],
+            num_present=len(present) + num_on_their_way,
+            num_refused=len(wanted) - len(taken),
+            group=group,
+        )
+
+    def _make_room(self, group: bytes, num_wanted: int) -> int:
+        """How many more pages a namespace may have, once some of its own are given up for them."""
+        limit = self._max_group_pages
+        if limit is None:
+            return num_wanted
+        num_held = self._cache.num_pages_of(group) + self._num_incoming[group]
+        while num_held + num_wanted > limit:
+            evicted = self._cache.evict_of(group)
+            if evicted is None:
+                break
+            self.memory.forget(evicted.page)
+            self.num_quota_evictions += 1
+            num_held -= 1
+        return max(0, limit - num_held)
+
+    def publish(self, incoming: Incoming, digests: Sequence[int]) -> list[tuple[Offer, int]]:
+        """Ends a put whose bytes lie in their pages; what has its digest is held from now on.
+
+        Args:
+            incoming: From `begin`.
+            digests: Of `incoming.pages` as they are.
+
+        Returns:
+            Offers whose pages have another digest, and that one; the pages are free again.
+        """
+        bad: list[tuple[Offer, int]] = []
+        for offer, page, digest in zip(incoming.offers, incoming.pages, digests, strict=True):
+            if digest != offer.digest:
+                bad.append((offer, digest))
+                continue
+            self._digests[page] = digest
+            is_new = self._cache.insert(offer.key, page, parent=offer.parent, group=incoming.group)
+            assert is_new, "two puts of one key"
+        self._end(incoming)
+        if self.on_published is not None:
+            self.on_published(incoming.offers, incoming.group)
+        return bad
+
+    def abandon(self, incoming: Incoming) -> None:
+        """Ends a put that came to nothing; nothing can write to its pages any more."""
+        self._end(incoming)
+
+    def quarantine(self, incoming: Incoming) -> None:
+        """Ends a put whose pages may still be written to; `end_quarantine` must follow."""
+        reserved = set(incoming.pages)
+        self.memory.quarantine(incoming.pages)
+        incoming.held = [page for page in incoming.held if page not in reserved]
+        self._end(incoming)
+
+    def end_quarantine(self, incoming: Incoming) -> None:
+        """Nothing can write to the pages any more."""
+        self.memory.end_quarantine(incoming.pages)
+
+    def _end(self, incoming: Incoming) -> None:
+        self._incoming.difference_update(offer.key for offer in incoming.offers)
+        self._num_incoming[incoming.group] -= len(incoming.offers)
+        if not self._num_incoming[incoming.group]:
+            del self._num_incoming[incoming.group]
+        self.memory.release(incoming.held)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def drop(self, key: bytes, page: int) -> None:
+        """Forgets a page that is pinned, unless its key names another page by now."""
+        if self._cache.match([key]) == [page]:
+            self._cache.drop(page)
+
+    def flush(self) -> int:
+        """Forgets every page that nobody reads; returns how many."""
+        return self.memory.flush_cache()
+
+    def counts(self) -> PageCounts:
+        """Pages by state; `used` are those pinned."""
+        return self.memory.counts()

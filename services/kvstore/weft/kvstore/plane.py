@@ -1,0 +1,102 @@
+"""Everything that moves the store's pages: agents and the shipping thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine.errors import ConfigError
+from weft.engine.transfer.nixl import (
+    PoolRegion,
+    ReadAgents,
+    SendAgents,
+    TransferError,
+    nixl_available,
+)
+from weft.engine.transfer.nixl_binding import load_binding
+from weft.engine.transfer.ship import ShipThread
+from weft.engine.transfer.source import DirectSource
+
+logger = logging.getLogger(__name__)
+
+
+class Transport:
+    """What this process can use, found out once.
+
+    Args:
+        wanted: auto, nixl or data. `auto` takes NIXL where it works and says so where not.
+
+    Raises:
+        ConfigError: `nixl` is wanted and does not work here.
+    """
+
+    def __init__(self, wanted: str) -> None:
+        self.notices: list[str] = []
+        self.nixl_version: str | None = None
+        """None: NIXL is not used."""
+        if wanted == "data":
+            return
+        is_available, reason = nixl_available()
+        if is_available:
+            self.nixl_version = load_binding().version
+        elif wanted == "nixl":
+            raise ConfigError(f"transport = nixl: {reason}")
+        else:
+            notice = (
+                f"NIXL is not usable ({reason}): pages travel as gRPC data, several times slower"
+            )
+            self.notices.append(notice)
+            logger.warning(notice)
+
+    @property
+    def names(self) -> list[str]:
+        """Transports, best first."""
+        return ["nixl", "data"] if self.nixl_version else ["data"]
+
+
+class StorePlane:
+    """Agents and threads around the pool.
+
+    Args:
+        transport: what may be used.
+        name: of the store, for logs.
+        pool: uint8 `[num_pages, page_bytes]`; outlives this object.
+        wake: called from the shipping thread when there is something to take.
+    """
+
+    def __init__(
+        self, transport: Transport, name: str, pool: NDArray[np.uint8], wake: Callable[[], None]
+    ) -> None:
+        self.nixl_version = transport.nixl_version
+        self.senders: SendAgents | None = None
+        self.readers: ReadAgents | None = None
+        if transport.nixl_version:
+            region = PoolRegion.of_array(pool)
+            self.senders = SendAgents(name, region)
+            self.readers = ReadAgents(name, region)
+        self.shipper = ShipThread(DirectSource(pool), self.senders, wake)
+
+    def describe(self) -> str:
+        """Transports and lanes, for people. May take milliseconds."""
+        if self.senders is None or self.readers is None:
+            return "gRPC data messages"
+        return f"fills: {self.senders.describe()}. puts: {self.readers.describe()}"
+
+    def close_idle(self) -> None:
+        """Closes agents that were not used for long. May take milliseconds."""
+        if self.senders is not None:
+            self.senders.close_idle()
+        if self.readers is not None:
+            self.readers.close_idle()
+
+    def close(self) -> None:
+        """Ends the thread and the agents. May take seconds."""
+        self.shipper.close()
+        for agents in (self.senders, self.readers):
+            if agents is not None:
+                try:
+                    agents.close()
+                except TransferError as error:
+                    logger.warning("%s", error)

@@ -1,0 +1,158 @@
+"""KvStoreService: the store over gRPC."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from weft.common.durations import duration
+from weft.common.spans import REQUEST_ID_KEY, Span
+from weft.common.streams import first_message
+from weft.common.tracing import MOST_ID_BYTES
+from weft.common.worker.fills import LEASE_STATES
+from weft.common.worker.tiers import tier_to_proto
+from weft.engine.clock import monotonic
+from weft.engine.errors import InvalidRequest
+from weft.engine.transfer.handle import LEASE_ID_BYTES
+from weft.kvstore.convert import check_keys, lookup_keys, put_order
+from weft.kvstore.puts import PutOutcome
+from weft.kvstore.store import KvStore
+from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
+    """Implements weft.v1.KvStoreService."""
+
+    name = "weft.v1.KvStoreService"
+
+    def __init__(self, store: KvStore) -> None:
+        self._store = store
+        self._versions = _versions("weft", "nixl")
+
+    async def Lookup(
+        self, request: kvstore_pb2.LookupRequest, context: Context
+    ) -> kvstore_pb2.LookupResponse:
+        """See kvstore.proto."""
+        start_s = monotonic()
+        keys = lookup_keys(request)
+        num_pages = self._store.look_up(keys)
+        self._trace_lookup(context, start_s, len(keys), num_pages)
+        return kvstore_pb2.LookupResponse(num_pages=num_pages, epoch=self._store.epoch)
+
+    def _trace_lookup(
+        self, context: Context, start_s: float, num_keys: int, num_pages: int
+    ) -> None:
+        metadata = dict(context.invocation_metadata() or ())
+        traceparent = metadata.get("traceparent")
+        tracer = self._store.tracer
+        if not tracer.is_on or not isinstance(traceparent, str):
+            return
+        span_context, parent_id = tracer.begin(traceparent)
+        tracer.record(
+            Span(
+                name="lookup",
+                context=span_context,
+                parent_id=parent_id,
+                start_s=start_s,
+                end_s=monotonic(),
+                request_id=str(metadata.get(REQUEST_ID_KEY, ""))[:MOST_ID_BYTES],
+                kind="server",
+                attributes={"weft.pages_asked": num_keys, "weft.pages": num_pages},
+            )
+        )
+
+    def Fill(
+        self, request_iterator: AsyncIterator[kv_pb2.FillControl], context: Context
+    ) -> AsyncIterator[kv_pb2.FillEvent]:
+        """See kvstore.proto."""
+        return self._store.front.streams.serve(request_iterator)
+
+    async def FillStatus(
+        self, request: kv_pb2.FillStatusRequest, context: Context
+    ) -> kv_pb2.FillStatusResponse:
+        """See kvstore.proto."""
+        if len(request.lease_id) != LEASE_ID_BYTES:
+            raise InvalidRequest(f"lease_id has {len(request.lease_id)} bytes", param="lease_id")
+        state = self._store.front.lease_state(request.lease_id)
+        return kv_pb2.FillStatusResponse(state=LEASE_STATES[state], filler_epoch=self._store.epoch)
+
+    async def Put(
+        self, request: kvstore_pb2.PutRequest, context: Context
+    ) -> kvstore_pb2.PutResponse:
+        """See kvstore.proto."""
+        return _put_response(await self._store.put(put_order(request)))
+
+    async def PutData(
+        self, request_iterator: AsyncIterator[kvstore_pb2.PutDataRequest], context: Context
+    ) -> kvstore_pb2.PutDataResponse:
+        """See kvstore.proto."""
+        first = await first_message(request_iterator)
+        if first is None or not first.HasField("header") or first.data:
+            raise InvalidRequest("the first message is the header alone", param="header")
+        outcome = await self._store.put_data(put_order(first.header), request_iterator)
+        return kvstore_pb2.PutDataResponse(result=_put_response(outcome))
+
+    async def ReportCorrupt(
+        self, request: kvstore_pb2.ReportCorruptRequest, context: Context
+    ) -> kvstore_pb2.ReportCorruptResponse:
+        """See kvstore.proto."""
+        check_keys([request.key], "key")
+        dropped = await self._store.report_corrupt(request.key)
+        return kvstore_pb2.ReportCorruptResponse(dropped=dropped)
+
+    async def GetStoreInfo(
+        self, request: kvstore_pb2.GetStoreInfoRequest, context: Context
+    ) -> kvstore_pb2.GetStoreInfoResponse:
+        """See kvstore.proto."""
+        store = self._store
+        return kvstore_pb2.GetStoreInfoResponse(
+            store_id=store.store_id,
+            epoch=store.epoch,
+            arena_bytes=store.arena_bytes,
+            page_bytes=store.page_bytes,
+            transports=store.transport.names,
+            transport_detail=await store.describe_transport(),
+            versions=self._versions,
+        )
+
+    async def Stats(
+        self, request: kvstore_pb2.StatsRequest, context: Context
+    ) -> kvstore_pb2.StatsResponse:
+        """See kvstore.proto."""
+        store = self._store
+        counts = store.counts()
+        return kvstore_pb2.StatsResponse(
+            total_pages=counts.total,
+            free_pages=counts.free,
+            cached_pages=counts.cached,
+            pinned_pages=counts.used,
+            quarantined_pages=counts.quarantined,
+            page_bytes=store.page_bytes,
+            counters=store.all_counters(),
+            uptime=duration(monotonic() - store.started_at),
+            tiers=[tier_to_proto(tier) for tier in store.tiers()],
+        )
+
+
+def _versions(*names: str) -> dict[str, str]:
+    """Versions of packages; empty where one is not installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def _put_response(outcome: PutOutcome) -> kvstore_pb2.PutResponse:
+    return kvstore_pb2.PutResponse(
+        stored_pages=outcome.stored,
+        present_pages=outcome.present,
+        refused_pages=outcome.refused,
+        send_data=outcome.send_data,
+    )

@@ -1,0 +1,61 @@
+"""Settings of the KV store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+from weft.common.settings import PageSettings
+from weft.engine.memory.eviction import EvictionName
+
+
+class KvStoreSettings(PageSettings):
+    """Remembers KV pages for all workers."""
+
+    program: ClassVar[str] = "kvstore"
+
+    store_id: str = Field(
+        "", max_length=64, description="id that is stable over restarts; empty = kvstore and port"
+    )
+    memory_bytes: int = Field(1 << 30, ge=1 << 16, description="size of the arena, in bytes")
+    eviction_policy: EvictionName = Field(
+        "lru",
+        description="which page is given up first, in the arena and on disk: least recently, least "
+        "frequently or most recently used, first in, last in (filo), or slru: those never found "
+        "again before the others",
+    )
+    namespace_quota: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the arena, and of the disk, that pages of one namespace (a model, "
+        "adapter and cache salt) may have; beyond it they push out one another",
+    )
+    disk_cache_dir: Path | None = Field(
+        None,
+        description="folder for pages on local disk, which outlive the store; each store has a "
+        "folder of its id in it; none = none are kept",
+    )
+    disk_cache_bytes: int = Field(10 << 30, ge=1 << 12, description="pages there, in bytes")
+    max_fills: int = Field(64, ge=1, le=4096, description="fills under way at once")
+    chunk_bytes: int = Field(
+        16 << 20,
+        ge=1 << 12,
+        le=64 << 20,
+        description="most of a fill that is written at a time, in bytes",
+    )
+    max_puts: int = Field(8, ge=1, le=256, description="puts in work at once; more are refused")
+    put_timeout_s: float = Field(
+        5.0, gt=0, le=600, description="a put's pages must have been read by then, in seconds"
+    )
+    max_quarantine_fraction: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of the arena that may be in quarantine; a store that has had more in it "
+        "for longer than --put-timeout-s drains and ends, to be started again; 1 = never",
+    )
+    put_data_timeout_s: float = Field(
+        30.0, gt=0, le=600, description="a put's gRPC data must have come by then, in seconds"
+    )

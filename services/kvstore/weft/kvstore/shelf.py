@@ -1,0 +1,100 @@
+"""What depends on the size of a page, which the first put fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine.clock import monotonic
+from weft.engine.errors import InvalidRequest, WeftError
+from weft.engine.memory.eviction import EVICTION_POLICIES
+from weft.engine.messages import FillReply
+from weft.engine.tiers.tier import Tier
+from weft.kvstore.counters import Counters
+from weft.kvstore.fills import StoreFills
+from weft.kvstore.pages import PageStore
+from weft.kvstore.plane import StorePlane, Transport
+from weft.kvstore.puts import Puts
+from weft.kvstore.settings import KvStoreSettings
+from weft.kvstore.spill import Spill
+
+LEAST_PAGES, MOST_PAGES = 4, 1 << 22
+
+
+class PageSizeMismatch(WeftError):
+    """The store holds pages of another size."""
+
+    reason = "PAGE_SIZE_MISMATCH"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class Shelf:
+    """Pages, data plane, puts and fills over the arena. Belongs to the event loop.
+
+    Args:
+        settings: bounds.
+        name: of the store, for logs.
+        epoch: this incarnation.
+        arena: uint8 `[memory_bytes]`; outlives this object.
+        page_bytes: size of every page.
+        transport: what may be used.
+        counters: counted into.
+        threads: where bytes move.
+        reply: hands a fill's event to its stream.
+        wake: called from the shipping thread when `take_shipped` has something to take.
+        disk: pages on disk, of the same size; None: there are none.
+
+    Raises:
+        InvalidRequest: The arena does not hold a few pages of that size.
+    """
+
+    def __init__(
+        self,
+        settings: KvStoreSettings,
+        name: str,
+        epoch: int,
+        arena: NDArray[np.uint8],
+        page_bytes: int,
+        transport: Transport,
+        counters: Counters,
+        threads: ThreadPoolExecutor,
+        reply: Callable[[FillReply], None],
+        wake: Callable[[], None],
+        disk: Tier | None = None,
+    ) -> None:
+        num_pages = min(len(arena) // page_bytes, MOST_PAGES)
+        if num_pages < LEAST_PAGES:
+            raise InvalidRequest(
+                f"pages of {page_bytes:,} bytes: the arena has {len(arena):,} bytes, which is less "
+                f"than {LEAST_PAGES} of them; start the store with a larger --memory-bytes",
+                param="page_bytes",
+            )
+        pool = arena[: num_pages * page_bytes].reshape(num_pages, page_bytes)
+        policy = EVICTION_POLICIES[settings.eviction_policy]
+        self.pages = PageStore(pool, policy, settings.namespace_quota)
+        self.spill: Spill | None = None
+        if disk is not None:
+            self.spill = Spill(self.pages, disk, settings.namespace_quota)
+        self.plane = StorePlane(transport, f"kvstore-{name}", pool, wake)
+        self.puts = Puts(
+            self.pages,
+            self.plane,
+            counters,
+            threads,
+            max_puts=settings.max_puts,
+            timeout_s=settings.put_timeout_s,
+            data_timeout_s=settings.put_data_timeout_s,
+        )
+        self.fills = StoreFills(
+            self.pages,
+            self.plane,
+            epoch,
+            reply,
+            max_fills=settings.max_fills,
+            chunk_bytes=settings.chunk_bytes,
+            clock=monotonic,
+            spill=self.spill,
+        )

@@ -1,0 +1,314 @@
+"""The KV store: an arena of pages, known by key, for every worker of a mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import secrets
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import numpy as np
+from weft.common.tracing import make_tracer
+from weft.engine.clock import monotonic
+from weft.engine.errors import ConfigError, Draining
+from weft.engine.memory.eviction import EVICTION_POLICIES
+from weft.engine.memory.kv_memory import PageCounts
+from weft.engine.messages import TierReport
+from weft.engine.tiers.disk import PageFiles, disk_tier, stored_page_bytes
+from weft.engine.tiers.tier import Tier
+from weft.engine.transfer.digest import digest_pages, native_digest
+from weft.engine.transfer.quarantine import QuarantineWatch
+from weft.kvstore.convert import PutOrder
+from weft.kvstore.counters import Counters
+from weft.kvstore.front import FillFront
+from weft.kvstore.plane import Transport
+from weft.kvstore.puts import PutOutcome
+from weft.kvstore.settings import KvStoreSettings
+from weft.kvstore.shelf import PageSizeMismatch, Shelf
+from weft.v1 import kvstore_pb2
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+IDLE_CHECK_S = 30.0
+NUM_THREADS = 4
+"""Puts that are read and pages that are digested at once."""
+CLOSE_TIMEOUT_S = 2.0
+
+
+class KvStore:
+    """Owner of the arena and of everything that is known about it. Belongs to the event loop.
+
+    Until the first put says how large a page is there is no shelf: nothing is held.
+
+    Args:
+        settings: sizes and bounds.
+        store_id: stable over restarts.
+
+    Raises:
+        ConfigError: The transport that is wanted does not work here.
+    """
+
+    def __init__(self, settings: KvStoreSettings, store_id: str) -> None:
+        self.store_id = store_id
+        self.tracer = make_tracer(settings, store_id)
+        self.epoch = secrets.randbits(64) | 1
+        self.transport = Transport(settings.page_transport)
+        self.counters = Counters()
+        self.started_at = monotonic()
+        self.front = FillFront(self.tracer)
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._arena = np.frombuffer(_map_memory(settings.memory_bytes), np.uint8)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-store")
+        self._shelf: Shelf | None = None
+        self._files: PageFiles | None = None
+        self._disk: Tier | None = None
+        """Pages that an earlier store left, until there is a shelf for them."""
+        if settings.disk_cache_dir is not None:
+            self._files = PageFiles(settings.disk_cache_dir / store_id)
+            if page_bytes := stored_page_bytes(self._files):
+                self._disk = self._open_disk(page_bytes)
+        self._is_draining = False
+        self._quarantine = QuarantineWatch(settings.max_quarantine_fraction, monotonic)
+        self.pool_lost = asyncio.Event()
+        """Quarantine has held too much of the arena for longer than a put may take: no agent that
+        is to be destroyed takes that long, and only the end of this process frees the pages."""
+        self._tasks = [
+            self._loop.create_task(self._tick()),
+            self._loop.create_task(self._close_idle_agents()),
+        ]
+
+    async def warm_up(self) -> str | None:
+        """Builds what is built on first use; why digests are slow, if they are."""
+        native = await self._loop.run_in_executor(self._threads, native_digest)
+        return native.reason
+
+    # -- what is held ----------------------------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page; 0 until the first put."""
+        return self._shelf.pages.page_bytes if self._shelf else 0
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena."""
+        return len(self._arena)
+
+    def counts(self) -> PageCounts:
+        """Pages by state; free + cached + used + quarantined = total."""
+        return self._shelf.pages.counts() if self._shelf else PageCounts(0, 0, 0, 0, 0)
+
+    @property
+    def quarantine_over_s(self) -> float:
+        """How long quarantine has held more than its share of the arena, in seconds."""
+        return self._quarantine.over_s
+
+    def all_counters(self) -> dict[str, int]:
+        """Counts since start, by name."""
+        found = asdict(self.counters)
+        if self._shelf is not None:
+            fills = self._shelf.fills.counters
+            found |= {
+                "evicted_pages": self._shelf.pages.memory.num_evictions,
+                "quota_evicted_pages": self._shelf.pages.num_quota_evictions,
+                "fills_accepted": fills.leases_accepted,
+                "fills_declined": fills.leases_declined,
+                "fills_done": fills.leases_done,
+                "fills_stopped": fills.leases_stopped,
+                "filled_pages": fills.shipped_pages,
+                "bytes_out": fills.shipped_bytes,
+                "open_puts": self._shelf.puts.num_open,
+                "open_fills": self._shelf.fills.num_active,
+            }
+        return found
+
+    def look_up(self, keys: list[bytes]) -> int:
+        """Leading keys that are held."""
+        if self._shelf is None and self._disk is not None and self._disk.match(keys[:1]):
+            # These pages are of a model that runs: their size is the one that will come.
+            self._make_shelf(self._disk.page_bytes)
+        num_held = 0
+        if self._shelf is not None:
+            held = self._shelf.spill or self._shelf.pages
+            num_held = held.num_held(keys)
+        self.counters.lookups += 1
+        self.counters.lookup_pages += len(keys)
+        self.counters.hit_pages += num_held
+        return num_held
+
+    async def report_corrupt(self, key: bytes) -> bool:
+        """Checks a page's bytes against its digest; True if they were wrong, and it is gone."""
+        self.counters.corrupt_reports += 1
+        if self._shelf is None:
+            return False
+        pages = self._shelf.pages
+        pinned = pages.pin([key])
+        if not pinned:
+            return False
+        try:
+            (told,) = pages.digests_of(pinned)
+            work = self._loop.run_in_executor(self._threads, digest_pages, pages.pool, pinned)
+            (found,) = (await work).tolist()
+            if found != told:
+                logger.error("page %s has digest %016x, not %016x", key.hex(), found, told)
+                self.counters.corrupt_pages += 1
+                pages.drop(key, pinned[0])
+        finally:
+            pages.unpin(pinned)
+        return bool(found != told)
+
+    def flush(self) -> int:
+        """Forgets every page that nobody reads; returns how many."""
+        flushed = self._shelf.pages.flush() if self._shelf else 0
+        if self._shelf is not None and self._shelf.spill is not None:
+            flushed += self._shelf.spill.flush()
+        elif self._disk is not None:  # of an earlier store, and nobody has asked for it yet
+            places = self._disk.flush()
+            for place in places:
+                self._threads.submit(self._disk.medium.remove, place)
+            flushed += len(places)
+        self.counters.flushed_pages += flushed
+        return flushed
+
+    async def describe_transport(self) -> str:
+        """Transports and lanes, for people."""
+        if self._shelf is None:
+            return f"NIXL {self.transport.nixl_version}" if self.transport.nixl_version else "data"
+        return await self._loop.run_in_executor(self._threads, self._shelf.plane.describe)
+
+    # -- puts ------------------------------------------------------------------------------------
+
+    async def put(self, order: PutOrder) -> PutOutcome:
+        """Reads pages. See `Puts.put`, and `_shelf_for`."""
+        return await self._shelf_for(order.page_bytes).puts.put(order)
+
+    async def put_data(
+        self, order: PutOrder, parts: AsyncIterator[kvstore_pb2.PutDataRequest]
+    ) -> PutOutcome:
+        """Receives pages. See `Puts.put_data`, and `_shelf_for`."""
+        return await self._shelf_for(order.page_bytes).puts.put_data(order, parts)
+
+    def _shelf_for(self, page_bytes: int) -> Shelf:
+        """The shelf, made for the first page size that comes.
+
+        Raises:
+            Draining: This process ends.
+            PageSizeMismatch: It has another size.
+            InvalidRequest: It cannot have this size.
+        """
+        if self._is_draining:
+            raise Draining("the KV store is shutting down", stage="put")
+        shelf = self._shelf or self._make_shelf(page_bytes)
+        if shelf.pages.page_bytes != page_bytes:
+            self.counters.puts_refused += 1
+            raise PageSizeMismatch(
+                f"pages of {page_bytes:,} bytes: this store holds pages of "
+                f"{shelf.pages.page_bytes:,}; restart it for another model or layout",
+                stage="put",
+            )
+        return shelf
+
+    def _make_shelf(self, page_bytes: int) -> Shelf:
+        """The shelf for pages of a size; pages of other sizes leave the disk."""
+        if self._files is not None and (self._disk is None or self._disk.page_bytes != page_bytes):
+            self._disk = self._open_disk(page_bytes)
+        self._shelf = Shelf(
+            self._settings,
+            self.store_id,
+            self.epoch,
+            self._arena,
+            page_bytes,
+            self.transport,
+            self.counters,
+            self._threads,
+            self.front.streams.deliver,
+            self._wake,
+            self._disk,
+        )
+        self.front.open(self._shelf.fills)
+        logger.info("pages have %d bytes", page_bytes)
+        return self._shelf
+
+    def _open_disk(self, page_bytes: int) -> Tier | None:
+        """The disk tier; None, in words: it cannot be had."""
+        assert self._files is not None
+        policy = EVICTION_POLICIES[self._settings.eviction_policy]
+        try:
+            disk = disk_tier(self._files, self._settings.disk_cache_bytes, page_bytes, policy)
+        except (ConfigError, OSError) as error:
+            logger.error("no pages are kept on disk: %s", error)
+            return None
+        logger.info("%d pages are on disk", disk.counts().cached)
+        return disk
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Takes nothing new; returns once no put and no fill is under way."""
+        self._is_draining = True
+        shelf = self._shelf
+        if shelf is None:
+            return
+        shelf.fills.drain()
+        while shelf.fills.num_active or shelf.puts.num_open:
+            await asyncio.sleep(TICK_S)
+
+    async def close(self) -> None:
+        """Ends tasks, threads and agents."""
+        self._is_draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._shelf is not None:
+            await self._shelf.puts.close(CLOSE_TIMEOUT_S)
+            if self._shelf.spill is not None:
+                await self._shelf.spill.close(CLOSE_TIMEOUT_S)
+            await self._loop.run_in_executor(self._threads, self._shelf.plane.close)
+        if self._files is not None:
+            self._files.close()
+        self._threads.shutdown(wait=False)
+
+    def tiers(self) -> list[TierReport]:
+        """State and counters of what is below the arena."""
+        spill = self._shelf.spill if self._shelf is not None else None
+        return [spill.report()] if spill is not None else []
+
+    def _wake(self) -> None:
+        """From the shipping thread."""
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(self._take_shipped)
+
+    def _take_shipped(self) -> None:
+        if self._shelf is not None:
+            self._shelf.fills.take_shipped()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self._shelf is not None:
+                self._shelf.fills.tick()
+                memory = self._shelf.pages.memory
+                self._quarantine.note(memory.counts().quarantined, memory.num_usable_pages)
+                if self.quarantine_over_s > self._settings.put_timeout_s:
+                    self.pool_lost.set()
+
+    async def _close_idle_agents(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_CHECK_S)
+            if self._shelf is not None:
+                await self._loop.run_in_executor(self._threads, self._shelf.plane.close_idle)
+
+
+def _map_memory(num_bytes: int) -> mmap.mmap:
+    """Memory that costs nothing until it is written to, in huge pages where the system has them."""
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # A kernel without them.
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping

@@ -1,0 +1,5 @@
+"""`python -m weft.prefill`."""
+
+from weft.prefill.main import main
+
+raise SystemExit(main())

@@ -1,0 +1,25 @@
+"""The prefill worker: `weft serve prefill`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import ClassVar
+
+from weft.common.server import run
+from weft.common.settings import load_settings
+from weft.common.worker.host import run_worker
+from weft.common.worker.settings import WorkerSettings
+from weft.prefill.service import PrefillService
+
+
+class PrefillSettings(WorkerSettings):
+    """Turns prompts into KV pages in other workers' pools."""
+
+    program: ClassVar[str] = "prefill"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the service; returns the exit status."""
+    settings = load_settings(PrefillSettings, sys.argv[1:] if argv is None else argv)
+    return run(run_worker(settings, "prefill", PrefillService))

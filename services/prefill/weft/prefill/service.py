@@ -1,0 +1,99 @@
+"""PrefillService: carries fills between their owners and the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from weft.common.requestlog import LoggedPrompt
+from weft.common.worker.context import WorkerContext
+from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.fill_streams import FillStreams
+from weft.common.worker.fills import LEASE_STATES
+from weft.engine.errors import InvalidRequest, PeerUnavailable
+from weft.engine.messages import FillStart, Inbox, Outbox
+from weft.engine.transfer.handle import LEASE_ID_BYTES
+from weft.v1 import kv_pb2, prefill_pb2, prefill_pb2_grpc
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
+    """Implements weft.v1.PrefillService. Every stream is one lease."""
+
+    # The descriptor, since reflection knows only what was imported.
+    name: str = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._info = context.info
+        self._queries = context.queries
+        self._streams = FillStreams(_EnginePort(context.engine), context.tracer)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the servicer."""
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
+
+    def Fill(
+        self,
+        request_iterator: AsyncIterator[kv_pb2.FillControl],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[kv_pb2.FillEvent]:
+        """See prefill.proto."""
+        return self._streams.serve(request_iterator)
+
+    async def FillStatus(
+        self,
+        request: kv_pb2.FillStatusRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> kv_pb2.FillStatusResponse:
+        """See prefill.proto."""
+        if len(request.lease_id) != LEASE_ID_BYTES:
+            raise InvalidRequest(f"lease_id has {len(request.lease_id)} bytes", param="lease_id")
+        state = await self._queries.lease_state(request.lease_id)
+        return kv_pb2.FillStatusResponse(state=LEASE_STATES[state], filler_epoch=self._info.epoch)
+
+    def on_outbox(self, outbox: Outbox) -> None:
+        """Hands events to their streams."""
+        for reply in outbox.fill_replies:
+            self._streams.deliver(reply)
+
+    def sizes(self) -> dict[str, int]:
+        """Streams of owners."""
+        return {"fill_streams": self._streams.num_open}
+
+    def open_requests(self) -> list[LoggedPrompt]:
+        """None: fills belong to their owners."""
+        return []
+
+    def on_engine_gone(self, reason: str) -> None:
+        """Breaks every stream."""
+        self._streams.break_all(f"the engine died: {reason}")
+
+
+class _EnginePort:
+    """Implements `FillPort` over the engine process."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    async def start(self, start: FillStart) -> None:
+        """See `FillPort.start`."""
+        self._engine.send(Inbox(fill_starts=[start]))
+
+    def renew(self, lease_id: bytes) -> None:
+        """See `FillPort.renew`."""
+        self._engine.send(Inbox(fill_renewals=[lease_id]))
+
+    def stop(self, lease_id: bytes) -> None:
+        """See `FillPort.stop`."""
+        self._engine.send(Inbox(fill_stops=[lease_id]))
+
+    def broken(self, stream: int) -> None:
+        """See `FillPort.broken`."""
+        with contextlib.suppress(PeerUnavailable):
+            self._engine.send(Inbox(broken_fill_streams=[stream]))
+
+    def taken(self, stream: int, num_events: int) -> None:
+        """See `FillPort.taken`."""
+        with contextlib.suppress(PeerUnavailable):
+            self._engine.send(Inbox(taken_fill_events=[(stream, num_events)]))

@@ -1,0 +1,150 @@
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"strings"
+	"time"
+
+	"weft.dev/weft/services/rest/internal/backend"
+	"weft.dev/weft/services/rest/internal/identity"
+)
+
+const envPrefix = "WEFT_REST_"
+
+// settings of the edge, from defaults < environment (WEFT_REST_*) < flags.
+type settings struct {
+	listen        string
+	backend       string
+	metricsListen string
+	readyFile     string
+	maxBodyBytes  int64
+	drainTimeout  time.Duration
+	commentAfter  time.Duration
+	tls           identity.Files
+	https         identity.Files
+	insecure      bool
+	otlpEndpoint  string
+	sampleRatio   float64
+	noTracing     bool
+}
+
+// parseSettings reports errors, or the help asked for, to output.
+func parseSettings(
+	arguments []string, lookupEnv func(string) (string, bool), output io.Writer,
+) (settings, error) {
+	var s settings
+	flags := flag.NewFlagSet("weft-rest", flag.ContinueOnError)
+	flags.SetOutput(output)
+	flags.StringVar(&s.listen, "listen", "127.0.0.1:8000", "`address` to serve REST on")
+	flags.StringVar(&s.backend, "backend", "127.0.0.1:50051",
+		"gRPC `addresses` of the gateways, host:port with commas between; calls are spread over all")
+	flags.StringVar(&s.metricsListen, "metrics-listen", "",
+		"`address` to serve Prometheus metrics on; empty: none are served")
+	flags.StringVar(&s.readyFile, "ready-file", "",
+		"`file` written once the edge listens: JSON with address, metrics_address, pid")
+	flags.Int64Var(&s.maxBodyBytes, "max-body-bytes", 8<<20,
+		"largest request body in `bytes`; a larger one is answered with 413")
+	flags.DurationVar(&s.drainTimeout, "drain-timeout", 10*time.Second,
+		"`time` that running requests get to finish after SIGTERM")
+	flags.DurationVar(&s.commentAfter, "comment-after", 15*time.Second,
+		"`time` without an event after which a stream gets a comment; 0: never")
+	flags.StringVar(&s.tls.Cert, "tls-cert", "",
+		"PEM `file` of the certificate that names this edge to the gateway (mutual TLS)")
+	flags.StringVar(&s.tls.Key, "tls-key", "", "PEM `file` of that certificate's key")
+	flags.StringVar(&s.tls.CA, "tls-ca", "",
+		"PEM `file` of the authorities whose gateways are trusted")
+	flags.StringVar(&s.https.Cert, "https-cert", "",
+		"PEM `file` of the certificate that REST clients see; empty: plain HTTP")
+	flags.StringVar(&s.https.Key, "https-key", "", "PEM `file` of that certificate's key")
+	flags.BoolVar(&s.insecure, "insecure", false,
+		"listen beyond loopback although there is no HTTPS here")
+	flags.StringVar(&s.otlpEndpoint, "otlp-endpoint", "",
+		"`URL` of the collector that spans are exported to, as http://HOST:4317; "+
+			"empty: $OTEL_EXPORTER_OTLP_ENDPOINT, and nowhere without it")
+	flags.Float64Var(&s.sampleRatio, "trace-sample-ratio", 1,
+		"`share` of traces begun here that are exported, 0 to 1")
+	flags.BoolVar(&s.noTracing, "no-tracing", false, "make no spans")
+	if err := setFromEnvironment(flags, lookupEnv); err != nil {
+		_, _ = fmt.Fprintln(output, err)
+		return s, err
+	}
+	if err := flags.Parse(arguments); err != nil {
+		return s, err
+	}
+	if err := s.check(flags); err != nil {
+		_, _ = fmt.Fprintln(output, err)
+		return s, err
+	}
+	return s, nil
+}
+
+func setFromEnvironment(
+	flags *flag.FlagSet, lookupEnv func(string) (string, bool),
+) error {
+	var problems []error
+	flags.VisitAll(func(f *flag.Flag) {
+		name := envPrefix + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
+		value, ok := lookupEnv(name)
+		if !ok {
+			return
+		}
+		if err := flags.Set(f.Name, value); err != nil {
+			problems = append(problems, fmt.Errorf("invalid value %q of %s: %w", value, name, err))
+		}
+	})
+	return errors.Join(problems...)
+}
+
+// isExposed says whether other machines can reach plain HTTP.
+func (s settings) isExposed() bool {
+	if s.https.Cert != "" {
+		return false
+	}
+	host, _, err := net.SplitHostPort(s.listen)
+	if err != nil || host == "localhost" {
+		return false // a malformed address fails when it is bound
+	}
+	address, err := netip.ParseAddr(host)
+	return err != nil || !address.IsLoopback()
+}
+
+func allOrNone(values ...string) bool {
+	given := 0
+	for _, value := range values {
+		if value != "" {
+			given++
+		}
+	}
+	return given == 0 || given == len(values)
+}
+
+func (s settings) check(flags *flag.FlagSet) error {
+	_, badBackend := backend.Split(s.backend)
+	switch {
+	case flags.NArg() > 0:
+		return fmt.Errorf("unexpected argument %q: weft-rest takes flags only", flags.Arg(0))
+	case badBackend != nil:
+		return fmt.Errorf("--backend: %w: give the gateways' gRPC addresses", badBackend)
+	case s.maxBodyBytes < 1 || s.maxBodyBytes > 1<<30:
+		return fmt.Errorf("--max-body-bytes %d: must be 1 to 1073741824", s.maxBodyBytes)
+	case s.drainTimeout < 0:
+		return fmt.Errorf("--drain-timeout %s: must not be negative", s.drainTimeout)
+	case s.commentAfter < 0:
+		return fmt.Errorf("--comment-after %s: must not be negative", s.commentAfter)
+	case !(s.sampleRatio >= 0 && s.sampleRatio <= 1): // not a number is none either
+		return fmt.Errorf("--trace-sample-ratio %g: must be 0 to 1", s.sampleRatio)
+	case !allOrNone(s.tls.Cert, s.tls.Key, s.tls.CA):
+		return errors.New("--tls-cert, --tls-key and --tls-ca: give all three, or none")
+	case !allOrNone(s.https.Cert, s.https.Key):
+		return errors.New("--https-cert and --https-key: give both, or none")
+	case s.isExposed() && !s.insecure:
+		return fmt.Errorf("--listen %s is open to other machines, and there is no --https-cert; "+
+			"accept that with --insecure, for example behind a proxy that does TLS", s.listen)
+	}
+	return nil
+}

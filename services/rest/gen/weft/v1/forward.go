@@ -1,0 +1,10 @@
+package weftv1
+
+import "weft.dev/weft/services/rest/internal/forward"
+
+// The generated handlers look their forwarders up in package variables. Written by hand: the stock
+// one appends a delimiter to every message and loses Retry-After and status overrides.
+func init() {
+	forward_OpenAIService_ChatCompletions_0 = forward.Stream
+	forward_OpenAIService_Completions_0 = forward.Stream
+}

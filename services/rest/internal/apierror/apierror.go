@@ -1,0 +1,165 @@
+// Package apierror turns gRPC failures into OpenAI's error shape.
+package apierror
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"math"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/grpc-ecosystem/grpc-gateway/v2/runtime"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// Error is one failure as an OpenAI client sees it.
+type Error struct {
+	// Status is the HTTP status code.
+	Status int
+	// Message says what failed and what to do.
+	Message string
+	// Param names the request field at fault; empty when there is none.
+	Param string
+	// Code is the reason in lower case; empty when the gateway gave none.
+	Code string
+	// RetryAfter is 0 when the client was given no hint.
+	RetryAfter time.Duration
+	// Cause is the text that Message replaced because it may name hosts; for logs only.
+	Cause string
+}
+
+// New makes a failure of the edge itself.
+func New(httpStatus int, code, message string) Error {
+	return Error{Status: httpStatus, Code: code, Message: message}
+}
+
+// From converts what a gRPC call or the router returned.
+//
+// ErrorInfo gives the code, `metadata.param` the field and `metadata.http_status` overrides the
+// status that the gRPC code maps to; RetryInfo gives RetryAfter. A failure without ErrorInfo was
+// made by the transport: texts of the 5xx ones are replaced.
+func From(err error) Error {
+	var routing *runtime.HTTPStatusError
+	if errors.As(err, &routing) {
+		return New(routing.HTTPStatus, "invalid_path", routing.Error())
+	}
+	grpcStatus := status.Convert(err)
+	failure := Error{
+		Status:  runtime.HTTPStatusFromCode(grpcStatus.Code()),
+		Message: grpcStatus.Message(),
+	}
+	fromGateway := false
+	for _, detail := range grpcStatus.Details() {
+		switch detail := detail.(type) {
+		case *errdetails.ErrorInfo:
+			fromGateway = true
+			failure.Code = strings.ToLower(detail.GetReason())
+			failure.Param = detail.GetMetadata()["param"]
+			if code, ok := httpStatus(detail.GetMetadata()["http_status"]); ok {
+				failure.Status = code
+			}
+		case *errdetails.RetryInfo:
+			failure.RetryAfter = detail.GetRetryDelay().AsDuration()
+		}
+	}
+	if !fromGateway {
+		failure.fromTransport(grpcStatus)
+	}
+	return failure
+}
+
+// fromTransport rewrites a failure that no gateway code made.
+func (e *Error) fromTransport(grpcStatus *status.Status) {
+	tooLarge := grpcStatus.Code() == codes.ResourceExhausted &&
+		strings.Contains(strings.ToLower(grpcStatus.Message()), "larger than max")
+	switch {
+	case tooLarge:
+		e.Status, e.Code = http.StatusRequestEntityTooLarge, "request_too_large"
+		e.replace("The request body is larger than the gateway accepts.")
+	case e.Status == http.StatusServiceUnavailable:
+		e.Code, e.RetryAfter = "unavailable", time.Second
+		e.replace("The service is not reachable at the moment; try again shortly.")
+	case e.Status == http.StatusGatewayTimeout:
+		e.Code = "deadline_exceeded"
+		e.replace("The request did not finish within its time limit.")
+	case e.Status >= http.StatusInternalServerError:
+		e.Code = "internal"
+		e.replace("The service failed to answer this request.")
+	}
+}
+
+func (e *Error) replace(message string) {
+	e.Cause, e.Message = e.Message, message
+}
+
+// payload is OpenAI's shape; absent fields are null.
+type payload struct {
+	Error struct {
+		Message string  `json:"message"`
+		Type    string  `json:"type"`
+		Param   *string `json:"param"`
+		Code    *string `json:"code"`
+	} `json:"error"`
+}
+
+// JSON is the body of the answer.
+func (e Error) JSON() []byte {
+	var body payload
+	body.Error.Message, body.Error.Type = e.Message, e.kind()
+	body.Error.Param, body.Error.Code = orNull(e.Param), orNull(e.Code)
+	var buffer bytes.Buffer
+	encoder := json.NewEncoder(&buffer)
+	encoder.SetEscapeHTML(false)
+	_ = encoder.Encode(body) // strings always encode
+	return bytes.TrimRight(buffer.Bytes(), "\n")
+}
+
+// Write sends the failure as a whole response.
+func (e Error) Write(w http.ResponseWriter) {
+	body := e.JSON()
+	header := w.Header()
+	header.Del("Trailer")
+	header.Del("Transfer-Encoding")
+	header.Set("Content-Type", "application/json")
+	header.Set("Content-Length", strconv.Itoa(len(body)))
+	if e.RetryAfter > 0 {
+		header.Set("Retry-After", strconv.Itoa(int(math.Ceil(e.RetryAfter.Seconds()))))
+	}
+	if e.Status == http.StatusUnauthorized {
+		header.Set("WWW-Authenticate", "Bearer")
+	}
+	w.WriteHeader(e.Status)
+	_, _ = w.Write(body) // a client that has gone needs no answer
+}
+
+func (e Error) kind() string {
+	switch {
+	case e.Status == http.StatusTooManyRequests:
+		return "rate_limit_error"
+	case e.Status == http.StatusUnauthorized:
+		return "authentication_error"
+	case e.Status == http.StatusForbidden:
+		return "permission_error"
+	case e.Status < http.StatusInternalServerError:
+		return "invalid_request_error"
+	default:
+		return "server_error"
+	}
+}
+
+func httpStatus(text string) (int, bool) {
+	code, err := strconv.Atoi(text)
+	return code, err == nil && code >= 400 && code <= 599
+}
+
+func orNull(text string) *string {
+	if text == "" {
+		return nil
+	}
+	return &text
+}

@@ -1,0 +1,179 @@
+package backend
+
+import (
+	"context"
+	"errors"
+	"io"
+	"time"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/emptypb"
+)
+
+// draining is the reason of ErrorInfo with which a gateway refuses a call, whole, while it drains.
+const draining = "DRAINING"
+
+// While no gateway is well, a stream waits this long for one: one that restarts is often back, or
+// one that joined is met.
+const patience = 5 * time.Second
+
+// pauses before a call that was refused by a gateway that drains is made again. News of the drain
+// may be behind the refusal, then the same gateway may be asked once more.
+var pauses = []time.Duration{0, 50 * time.Millisecond, 200 * time.Millisecond, time.Second}
+
+// askUnary makes a call again when a gateway that drains has refused it.
+func askUnary(
+	ctx context.Context,
+	method string,
+	request, reply any,
+	connection *grpc.ClientConn,
+	invoke grpc.UnaryInvoker,
+	options ...grpc.CallOption,
+) error {
+	err := invoke(ctx, method, request, reply, connection, options...)
+	for _, pause := range pauses {
+		if !isDraining(err) || !sleep(ctx, pause) {
+			return err
+		}
+		again := invoke(ctx, method, request, reply, connection, options...)
+		if isUnreached(again) {
+			return err // it says when to come again
+		}
+		err = again
+	}
+	return err
+}
+
+// askStream opens a stream that is opened again while nothing has come but such a refusal.
+func askStream(
+	ctx context.Context,
+	description *grpc.StreamDesc,
+	connection *grpc.ClientConn,
+	method string,
+	streamer grpc.Streamer,
+	options ...grpc.CallOption,
+) (grpc.ClientStream, error) {
+	options = append(options, grpc.WaitForReady(true))
+	open := func() (grpc.ClientStream, error) {
+		return openSoon(ctx, func(ctx context.Context) (grpc.ClientStream, error) {
+			return streamer(ctx, description, connection, method, options...)
+		})
+	}
+	first, err := open()
+	if err != nil {
+		return nil, err
+	}
+	return &stream{ClientStream: first, ctx: ctx, open: open}, nil
+}
+
+// openSoon gives up when no gateway has been found in time; nothing was sent then.
+func openSoon(
+	ctx context.Context, open func(context.Context) (grpc.ClientStream, error),
+) (grpc.ClientStream, error) {
+	bounded, cancel := context.WithCancel(ctx)
+	timer := time.AfterFunc(patience, cancel)
+	opened, err := open(bounded)
+	if timer.Stop() {
+		return opened, err // bounded ends with ctx
+	}
+	if ctx.Err() == nil {
+		return nil, status.Errorf(codes.Unavailable, "no gateway within %s: %v", patience, err)
+	}
+	return nil, status.FromContextError(ctx.Err()).Err()
+}
+
+// stream is a call with one request. It keeps that until the answer begins.
+type stream struct {
+	grpc.ClientStream
+	ctx     context.Context // of the call, beyond the end of one stream
+	open    func() (grpc.ClientStream, error)
+	request any
+	// failure of a call that ended without an answer; RecvMsg returns it.
+	failure error
+}
+
+// SendMsg implements grpc.ClientStream.
+func (s *stream) SendMsg(message any) error {
+	s.request = message
+	return s.ClientStream.SendMsg(message)
+}
+
+// Header waits until the answer begins. Of a call that failed at once it has the trailer: gRPC
+// sends both as one.
+func (s *stream) Header() (metadata.MD, error) {
+	for attempt := 0; ; attempt++ {
+		header, err := s.ClientStream.Header()
+		if header != nil || err != nil {
+			return header, err
+		}
+		s.failure = s.RecvMsg(&emptypb.Empty{}) // nothing is received: the stream has ended
+		if attempt == len(pauses) || !isDraining(s.failure) || !s.again(pauses[attempt]) {
+			return s.Trailer(), nil
+		}
+		s.failure = nil
+	}
+}
+
+// again opens the stream anew; false leaves all as it was.
+func (s *stream) again(pause time.Duration) bool {
+	if !sleep(s.ctx, pause) {
+		return false
+	}
+	next, err := s.open()
+	if err != nil {
+		return false
+	}
+	// io.EOF: it has ended already, and Header tells why.
+	if err := next.SendMsg(s.request); err != nil && !errors.Is(err, io.EOF) {
+		return false
+	}
+	if err := next.CloseSend(); err != nil {
+		return false
+	}
+	s.ClientStream = next
+	return true
+}
+
+// RecvMsg implements grpc.ClientStream.
+func (s *stream) RecvMsg(message any) error {
+	if s.failure != nil {
+		return s.failure
+	}
+	return s.ClientStream.RecvMsg(message)
+}
+
+func isDraining(err error) bool {
+	reason, ok := reasonOf(err)
+	return ok && reason == draining && status.Code(err) == codes.Unavailable
+}
+
+// isUnreached says that no gateway had a part in it.
+func isUnreached(err error) bool {
+	_, ok := reasonOf(err)
+	return !ok && status.Code(err) == codes.Unavailable
+}
+
+func reasonOf(err error) (string, bool) {
+	for _, detail := range status.Convert(err).Details() {
+		if info, ok := detail.(*errdetails.ErrorInfo); ok {
+			return info.GetReason(), true
+		}
+	}
+	return "", false
+}
+
+// sleep is false when ctx has ended.
+func sleep(ctx context.Context, pause time.Duration) bool {
+	timer := time.NewTimer(pause)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+		return ctx.Err() == nil
+	}
+}

@@ -1,0 +1,73 @@
+// Package backend is the edge's connection to the gateways: it finds them, spreads calls over
+// those that are well, and asks another one when one that drains refuses a call.
+package backend
+
+import (
+	"fmt"
+	"net"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials"
+	_ "google.golang.org/grpc/health" // round_robin passes over gateways that are NOT_SERVING
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/resolver/dns"
+)
+
+// Gateways say NOT_SERVING under this name as soon as they drain. There is no retryPolicy: it would
+// repeat what a gateway has taken as well, when its connection breaks before the first byte.
+const serviceConfig = `{
+	"loadBalancingConfig": [{"round_robin": {}}],
+	"healthCheckConfig": {"serviceName": "weft.v1.OpenAIService"}
+}`
+
+// Dial connects to gateways; it returns before any of them is reached.
+//
+// addresses is a list of host:port with commas between; a host with several addresses is as many
+// gateways.
+func Dial(
+	addresses string, gateway credentials.TransportCredentials, options ...grpc.DialOption,
+) (*grpc.ClientConn, error) {
+	targets, err := Split(addresses)
+	if err != nil {
+		return nil, err
+	}
+	return dial(&builder{targets, dns.NewBuilder(), refreshInterval}, gateway, options...)
+}
+
+func dial(
+	finder *builder, gateway credentials.TransportCredentials, options ...grpc.DialOption,
+) (*grpc.ClientConn, error) {
+	reconnect := grpc.ConnectParams{
+		Backoff: backoff.Config{
+			BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 2 * time.Second,
+		},
+		MinConnectTimeout: 2 * time.Second,
+	}
+	return grpc.NewClient(scheme+":///gateways", append([]grpc.DialOption{
+		grpc.WithResolvers(finder),
+		grpc.WithTransportCredentials(gateway),
+		grpc.WithConnectParams(reconnect),
+		// A gateway whose host went silent is found while calls wait for it.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
+		grpc.WithNoProxy(),
+		grpc.WithDisableServiceConfig(), // DNS has none
+		grpc.WithDefaultServiceConfig(serviceConfig),
+		grpc.WithUnaryInterceptor(askUnary),
+		grpc.WithStreamInterceptor(askStream),
+	}, options...)...)
+}
+
+// Split checks a list of addresses.
+func Split(addresses string) ([]string, error) {
+	targets := strings.Split(addresses, ",")
+	for i, target := range targets {
+		targets[i] = strings.TrimSpace(target)
+		if host, port, err := net.SplitHostPort(targets[i]); err != nil || host == "" || port == "" {
+			return nil, fmt.Errorf("%q is not host:port", targets[i])
+		}
+	}
+	return targets, nil
+}

@@ -1,0 +1,73 @@
+package edge
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"time"
+
+	"weft.dev/weft/services/rest/internal/apierror"
+)
+
+const (
+	// A body must have arrived within this time.
+	bodyTimeout = 60 * time.Second
+	// Of a body that is too large this much is read and thrown away, so that a client which sends
+	// first and reads later sees the answer instead of a reset connection.
+	drainBytes = 64 << 20
+)
+
+// limitedBody is a request body that is not read past its limit, nor for longer than bodyTimeout.
+type limitedBody struct {
+	limited    io.ReadCloser
+	raw        io.ReadCloser
+	controller *http.ResponseController
+	failure    error // first error of a read, io.EOF apart
+}
+
+func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *limitedBody {
+	controller := http.NewResponseController(w)
+	// Bodies only: a deadline left on the connection would end long streams.
+	_ = controller.SetReadDeadline(time.Now().Add(bodyTimeout))
+	return &limitedBody{
+		limited:    http.MaxBytesReader(w, r.Body, maxBytes),
+		raw:        r.Body,
+		controller: controller,
+	}
+}
+
+func (b *limitedBody) Read(p []byte) (int, error) {
+	n, err := b.limited.Read(p)
+	switch {
+	case errors.Is(err, io.EOF):
+		_ = b.controller.SetReadDeadline(time.Time{})
+	case err != nil && b.failure == nil:
+		b.failure = err
+	}
+	return n, err
+}
+
+func (b *limitedBody) Close() error {
+	return b.limited.Close()
+}
+
+// problem is the answer to a body that could not be read, if so.
+func (b *limitedBody) problem() (apierror.Error, bool) {
+	var limit *http.MaxBytesError
+	switch {
+	case b.failure == nil:
+		return apierror.Error{}, false
+	case errors.As(b.failure, &limit):
+		_, _ = io.CopyN(io.Discard, b.raw, drainBytes)
+		message := fmt.Sprintf("The request body is larger than %d bytes.", limit.Limit)
+		return apierror.New(http.StatusRequestEntityTooLarge, "request_too_large", message), true
+	case errors.Is(b.failure, os.ErrDeadlineExceeded):
+		message := fmt.Sprintf("The request body did not arrive within %s.", bodyTimeout)
+		return apierror.New(http.StatusRequestTimeout, "request_timeout", message), true
+	default:
+		message := "The request body could not be read."
+		return apierror.New(http.StatusBadRequest, "unreadable_body", message), true
+	}
+}

@@ -1,0 +1,171 @@
+// Package edge is the REST face of the gateway: it routes by the google.api.http rules of
+// OpenAIService, passes bodies through unparsed and speaks errors in OpenAI's shape.
+package edge
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/grpc-ecosystem/grpc-gateway/v2/runtime"
+	"google.golang.org/grpc"
+
+	weftv1 "weft.dev/weft/services/rest/gen/weft/v1"
+	"weft.dev/weft/services/rest/internal/apierror"
+	"weft.dev/weft/services/rest/internal/forward"
+	"weft.dev/weft/services/rest/internal/reqinfo"
+)
+
+const requestIDHeader = "X-Request-Id"
+
+// Config is what an edge needs.
+type Config struct {
+	// Backend is the connection to the gateway.
+	Backend grpc.ClientConnInterface
+	// MaxBodyBytes bounds a request body; more is answered with 413.
+	MaxBodyBytes int64
+	Logger       *slog.Logger
+	Metrics      *Metrics
+	// Streams are times of answers that are streams.
+	Streams forward.Limits
+	// Tracing may be nil: then a client's trace context passes on unchanged.
+	Tracing *Tracing
+}
+
+type edge struct {
+	config Config
+	mux    *runtime.ServeMux
+}
+
+// New builds the handler.
+func New(ctx context.Context, config Config) (http.Handler, error) {
+	e := &edge{config: config}
+	middlewares := []runtime.Middleware{recordRoute}
+	if config.Tracing != nil {
+		middlewares = append(middlewares, config.Tracing.wrap)
+	}
+	e.mux = runtime.NewServeMux(
+		runtime.WithMarshalerOption(runtime.MIMEWildcard, newRawMarshaler()),
+		runtime.WithErrorHandler(e.handleError),
+		runtime.WithRoutingErrorHandler(e.handleRoutingError),
+		runtime.WithIncomingHeaderMatcher(incomingHeader),
+		runtime.WithOutgoingHeaderMatcher(forward.ClientHeader),
+		runtime.WithOutgoingTrailerMatcher(noHeader),
+		runtime.WithDisablePathLengthFallback(),
+		runtime.WithDisableHTTPMethodOverride(),
+		runtime.WithWriteContentLength(),
+		runtime.WithMiddlewares(middlewares...),
+	)
+	client := weftv1.NewOpenAIServiceClient(config.Backend)
+	if err := weftv1.RegisterOpenAIServiceHandlerClient(ctx, e.mux, client); err != nil {
+		return nil, fmt.Errorf("registering the REST routes: %w", err)
+	}
+	if err := e.mux.HandlePath(http.MethodGet, "/healthz", alive); err != nil {
+		return nil, fmt.Errorf("registering /healthz: %w", err)
+	}
+	return e, nil
+}
+
+// ServeHTTP gives the request its id, bounds its body and hands it to the router.
+func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	info := reqinfo.New(r.Header.Get(requestIDHeader))
+	r.Header.Set(requestIDHeader, info.ID)
+	r.Header.Del("Grpc-Timeout") // time limits are fields of the request
+	w.Header().Set(requestIDHeader, info.ID)
+	ctx := forward.WithLimits(reqinfo.With(r.Context(), info), e.config.Streams)
+	r = r.WithContext(ctx)
+
+	recorder := &statusRecorder{ResponseWriter: w}
+	defer e.config.Metrics.observe(recorder, info)()
+
+	if !utf8.ValidString(r.URL.Path) {
+		apierror.New(http.StatusBadRequest, "invalid_path", "The path is not valid UTF-8.").
+			Write(recorder)
+		return
+	}
+	if r.Body != nil && r.Body != http.NoBody {
+		r.Body = newLimitedBody(w, r, e.config.MaxBodyBytes)
+	}
+	e.mux.ServeHTTP(recorder, r)
+}
+
+// handleError answers a failed call.
+func (e *edge) handleError(
+	ctx context.Context,
+	_ *runtime.ServeMux,
+	_ runtime.Marshaler,
+	w http.ResponseWriter,
+	r *http.Request,
+	err error,
+) {
+	forward.CopyHeader(ctx, w)
+	if body, ok := r.Body.(*limitedBody); ok {
+		if failure, failed := body.problem(); failed {
+			failure.Write(w)
+			return
+		}
+	}
+	failure := apierror.From(err)
+	if failure.Status >= http.StatusInternalServerError && failure.Cause != "" {
+		e.config.Logger.Warn("call to the gateway failed",
+			"request_id", reqinfo.From(r.Context()).ID,
+			"path", r.URL.Path, "status", failure.Status, "cause", failure.Cause)
+	}
+	failure.Write(w)
+}
+
+// handleRoutingError answers a request that no route takes.
+func (e *edge) handleRoutingError(
+	_ context.Context,
+	_ *runtime.ServeMux,
+	_ runtime.Marshaler,
+	w http.ResponseWriter,
+	r *http.Request,
+	httpStatus int,
+) {
+	failure := apierror.New(httpStatus, "invalid_path", "The path is malformed.")
+	switch httpStatus {
+	case http.StatusNotFound:
+		failure.Code, failure.Message = "unknown_url", "Unknown URL: "+r.Method+" "+r.URL.Path
+	case http.StatusMethodNotAllowed:
+		failure.Code = "method_not_allowed"
+		failure.Message = r.Method + " is not allowed for " + r.URL.Path
+	}
+	failure.Write(w)
+}
+
+// recordRoute notes the matched pattern, which has few values, for metrics and spans.
+func recordRoute(next runtime.HandlerFunc) runtime.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request, params map[string]string) {
+		if pattern, ok := runtime.HTTPPattern(r.Context()); ok {
+			reqinfo.From(r.Context()).Route = pattern.String()
+		}
+		next(w, r, params)
+	}
+}
+
+// alive says that the edge itself runs; /readyz asks the gateway.
+func alive(w http.ResponseWriter, _ *http.Request, _ map[string]string) {
+	w.Header().Set("Content-Type", "application/json")
+	_, _ = io.WriteString(w, `{"status":"ok"}`)
+}
+
+// incomingHeader lists the request headers that the gateway sees. `authorization`,
+// `x-forwarded-for` and `x-forwarded-host` always pass.
+func incomingHeader(key string) (string, bool) {
+	switch key {
+	case requestIDHeader, "X-Routing-Key", "X-Ttft-Target-Ms", "X-Itl-Target-Ms", "Traceparent",
+		"Tracestate":
+		return strings.ToLower(key), true
+	default:
+		return "", false
+	}
+}
+
+func noHeader(string) (string, bool) {
+	return "", false
+}

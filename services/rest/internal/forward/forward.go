@@ -1,0 +1,163 @@
+// Package forward writes streams of HttpBody messages as HTTP responses.
+package forward
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+
+	"github.com/grpc-ecosystem/grpc-gateway/v2/runtime"
+	"google.golang.org/genproto/googleapis/api/httpbody"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"weft.dev/weft/services/rest/internal/apierror"
+	"weft.dev/weft/services/rest/internal/reqinfo"
+)
+
+const (
+	eventStreamType = "text/event-stream"
+	// announceKey is metadata in which a gateway that has taken a request tells the content type of
+	// its answer, before there is any of it.
+	announceKey = "weft-content-type"
+)
+
+// Stream sends the first message's content type, then the bytes of every message.
+//
+// Server-sent events are flushed one message at a time, with comments in long pauses; a failure
+// among them becomes an error event and the stream ends without `[DONE]`. Any other answer is
+// collected first, so that its failure still has a status code. A failure before anything was sent
+// goes to the mux's error handler.
+func Stream(
+	ctx context.Context,
+	mux *runtime.ServeMux,
+	marshaler runtime.Marshaler,
+	w http.ResponseWriter,
+	r *http.Request,
+	receive func() (proto.Message, error),
+	_ ...func(context.Context, http.ResponseWriter, proto.Message) error,
+) {
+	limits := limitsOf(r.Context())
+	CopyHeader(ctx, w)
+	events := newEventStream(w, limits)
+	if kind := announced(ctx); strings.HasPrefix(kind, eventStreamType) {
+		events.begin(kind)
+	}
+	err := answer(w, limits, events, receive)
+	isOpen := events.end()
+	switch {
+	case err == nil:
+	case isOpen:
+		reqinfo.From(r.Context()).Failure = status.Code(err).String()
+		event := append([]byte("data: "), apierror.From(err).JSON()...)
+		limits.write(w, append(event, "\n\n"...))
+	default:
+		runtime.HTTPError(ctx, mux, marshaler, w, r, err)
+	}
+}
+
+// answer is nil as well when the client has gone.
+func answer(
+	w http.ResponseWriter,
+	limits Limits,
+	events *eventStream,
+	receive func() (proto.Message, error),
+) error {
+	first, err := receiveBody(receive)
+	switch {
+	case errors.Is(err, io.EOF):
+		return status.Error(codes.Internal, "the gateway sent no answer")
+	case err != nil:
+		return err
+	case strings.HasPrefix(first.GetContentType(), eventStreamType):
+		events.begin(first.GetContentType())
+		return sendEvents(events, first, receive)
+	case events.end():
+		return status.Error(codes.Internal, "the gateway announced events and sent none")
+	default:
+		return sendWhole(w, limits, first, receive)
+	}
+}
+
+func receiveBody(receive func() (proto.Message, error)) (*httpbody.HttpBody, error) {
+	message, err := receive()
+	if err != nil {
+		return nil, err
+	}
+	body, ok := message.(*httpbody.HttpBody)
+	if !ok {
+		return nil, status.Errorf(codes.Internal, "unexpected message %T", message)
+	}
+	return body, nil
+}
+
+// sendWhole writes nothing before the stream has ended well.
+func sendWhole(
+	w http.ResponseWriter,
+	limits Limits,
+	first *httpbody.HttpBody,
+	receive func() (proto.Message, error),
+) error {
+	whole := bytes.NewBuffer(first.GetData())
+	for {
+		body, err := receiveBody(receive)
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return err
+		}
+		whole.Write(body.GetData())
+	}
+	w.Header().Set("Content-Type", first.GetContentType())
+	w.Header().Set("Content-Length", strconv.Itoa(whole.Len()))
+	// It stays: what is buffered is sent when the handler has ended. The server clears it then.
+	limits.limitWrite(w)
+	_, _ = w.Write(whole.Bytes()) // a client that has gone needs no answer
+	return nil
+}
+
+func sendEvents(
+	events *eventStream, body *httpbody.HttpBody, receive func() (proto.Message, error),
+) error {
+	for events.send(body.GetData()) {
+		var err error
+		body, err = receiveBody(receive)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// announced is the content type that the gateway has announced; empty when it has not.
+func announced(ctx context.Context) string {
+	md, _ := runtime.ServerMetadataFromContext(ctx)
+	return strings.Join(md.HeaderMD.Get(announceKey), "")
+}
+
+// ClientHeader lets metadata made for clients through, under its own name.
+func ClientHeader(key string) (string, bool) {
+	return key, strings.HasPrefix(key, "x-weft-") || strings.HasPrefix(key, "x-ratelimit-")
+}
+
+// CopyHeader puts what a call brought for the client into its answer.
+func CopyHeader(ctx context.Context, w http.ResponseWriter) {
+	md, _ := runtime.ServerMetadataFromContext(ctx)
+	for _, part := range []metadata.MD{md.TrailerMD, md.HeaderMD} {
+		for key, values := range part {
+			if name, ok := ClientHeader(key); ok {
+				w.Header()[http.CanonicalHeaderKey(name)] = values
+			}
+		}
+	}
+}

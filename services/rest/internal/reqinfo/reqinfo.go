@@ -1,0 +1,46 @@
+// Package reqinfo carries what the edge knows about one HTTP request through its context.
+package reqinfo
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"regexp"
+)
+
+// Info belongs to one request and is used by its handler goroutine alone.
+type Info struct {
+	// ID is told to the gateway and to the client.
+	ID string
+	// Route is the matched path pattern; empty while nothing matched.
+	Route string
+	// Failure is the gRPC code that ended a stream after its first message; empty when none did.
+	Failure string
+}
+
+type contextKey struct{}
+
+var acceptable = regexp.MustCompile(`^[A-Za-z0-9._:-]{1,64}$`)
+
+// New keeps the client's request id when it is harmless, else makes one.
+func New(clientID string) *Info {
+	if acceptable.MatchString(clientID) {
+		return &Info{ID: clientID}
+	}
+	var random [16]byte
+	_, _ = rand.Read(random[:]) // never fails: crypto/rand ends the program instead
+	return &Info{ID: "req-" + hex.EncodeToString(random[:])}
+}
+
+// With puts info into the context.
+func With(ctx context.Context, info *Info) context.Context {
+	return context.WithValue(ctx, contextKey{}, info)
+}
+
+// From gives the request's info; an empty one when there is none.
+func From(ctx context.Context) *Info {
+	if info, ok := ctx.Value(contextKey{}).(*Info); ok {
+		return info
+	}
+	return &Info{}
+}
