@@ -1,0 +1,1 @@
+"""Simulated fleets: the gateway's own policies and page index over made-up workers."""

@@ -1,0 +1,263 @@
+"""Time of the GPU's kernels against the memory and matmul rates measured in the same run.
+
+    python bench/gpu_kernels.py [--out DIR]
+
+Each row is the median of graph replays over inputs that rotate beyond the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from weft.kernels.activation import silu_and_mul
+from weft.kernels.attention import paged_attention
+from weft.kernels.gpu import attention as gpu_attention
+from weft.kernels.gpu.extend_attention import OwnKv
+from weft.kernels.linear import linear, pack_linear
+from weft.kernels.norm import add_rms_norm, rms_norm
+from weft.kernels.rope import rope_and_cache
+
+BF16 = torch.bfloat16
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement."""
+
+    name: str
+    us: float
+    rate: float
+    """TB/s or TFLOP/s."""
+    share: float
+    """Of the ceiling of its kind."""
+    kind: str
+    """memory or matmul."""
+
+
+def time_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
+    """Median microseconds of one call; all calls are captured into one graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+@triton.jit
+def _read_kernel(out: tl.tensor, x: tl.tensor, steps: int, BLOCK: tl.constexpr) -> None:
+    begin = tl.program_id(0).to(tl.int64) * steps * BLOCK
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int32)
+    for step in range(steps):
+        total += tl.load(x + begin + step * BLOCK + column)
+    tl.store(out + tl.program_id(0), tl.sum(total, axis=0))
+
+
+class Bench:
+    """Ceilings of this device, then rows against them."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        source = torch.randint(0, 99, (1 << 29,), dtype=torch.int32, device="cuda")
+        target = torch.empty_like(source)
+        # A kernel: inside a graph a plain copy becomes a node for a copy engine, which is slower.
+        us = time_us([lambda: torch.add(source, 1, out=target)])
+        self.copy_tb_s = 2 * source.nbytes / us / 1e6
+        programs, block = 1 << 14, 4096
+        steps = source.numel() // programs // block
+        sums = torch.empty(programs, dtype=torch.int32, device="cuda")
+        us = time_us(
+            [lambda: _read_kernel[(programs,)](sums, source, steps, BLOCK=block, num_warps=8)]
+        )
+        self.read_tb_s = source.nbytes / us / 1e6
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
+        self.matmul_tflop_s = 2 * 8192**3 / time_us([lambda: a @ b]) / 1e6
+
+    def memory(self, name: str, num_bytes: float, us: float, ceiling: float = 0.0) -> None:
+        """Adds a row that is bound by memory: bytes over time, against the copy's by default."""
+        rate = num_bytes / us / 1e6
+        self.rows.append(Row(name, us, rate, rate / (ceiling or self.copy_tb_s), "memory"))
+
+    def matmul(self, name: str, flops: float, us: float) -> None:
+        """Adds a row that is bound by arithmetic."""
+        rate = flops / us / 1e6
+        self.rows.append(Row(name, us, rate, rate / self.matmul_tflop_s, "matmul"))
+
+
+def bench_rows(bench: Bench, tokens: int, hidden: int = 4096, inner: int = 14336) -> None:
+    """Norms, activation, rotation with cache write."""
+    count = max(1, min(16, (1 << 29) // (tokens * hidden * 4)))
+    xs = [torch.randn(tokens, hidden, device="cuda", dtype=BF16) for _ in range(count)]
+    residuals = [x.clone() for x in xs]
+    weight = torch.ones(hidden, device="cuda", dtype=BF16)
+    size = xs[0].nbytes
+    us = time_us([lambda x=x: rms_norm(x, weight, 1e-5) for x in xs])
+    bench.memory(f"rms_norm {tokens}x{hidden}", 2 * size, us)
+    pairs = list(zip(xs, residuals, strict=True))
+    us = time_us([lambda x=x, r=r: add_rms_norm(x, r, weight, 1e-5) for x, r in pairs])
+    bench.memory(f"add_rms_norm {tokens}x{hidden}", 4 * size, us)
+    both = [torch.randn(tokens, 2 * inner, device="cuda", dtype=BF16) for _ in range(4)]
+    us = time_us([lambda x=x: silu_and_mul(x) for x in both])
+    bench.memory(f"silu_and_mul {tokens}x{inner}", 1.5 * both[0].nbytes, us)
+    heads, kv_heads, dim = 32, 8, 128
+    qkv = [
+        torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda", dtype=BF16)
+        for _ in range(8)
+    ]
+    pages = tokens // PAGE_SIZE + 1
+    pool = torch.zeros(pages, kv_heads, 8, 2, PAGE_SIZE, dim, device="cuda", dtype=BF16)
+    cos_sin = torch.randn(tokens, dim, device="cuda")
+    positions = torch.arange(tokens, device="cuda")
+    calls = [
+        lambda x=x, i=i: rope_and_cache(x, positions, cos_sin, pool, i, positions, heads, kv_heads)
+        for i, x in enumerate(qkv)
+    ]
+    bench.memory(f"rope_and_cache {tokens}", 2 * qkv[0].nbytes + cos_sin.nbytes, time_us(calls))
+
+
+def bench_linears(bench: Bench, rows: int) -> None:
+    """The four products of a layer of Llama-3.1-8B and its LM head."""
+    shapes = {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "lm_head": (128256, 4096),
+    }
+    for name, (n, k) in shapes.items():
+        count = max(2, (1 << 28) // (n * k))
+        weights = [pack_linear(torch.randn(n, k, device="cuda", dtype=BF16)) for _ in range(count)]
+        x = torch.randn(rows, k, device="cuda", dtype=BF16)
+        us = time_us([lambda w=w, x=x: linear(x, w) for w in weights])
+        bench.memory(f"linear {name} {rows} rows", 2.0 * (n * k + rows * (n + k)), us)
+
+
+def attention_call(
+    requests: int, q_len: int, kv_len: int, heads: int, kv_heads: int, dim: int = 128
+) -> list[Callable[[], object]]:
+    """Calls over the layers of a pool of random pages."""
+    pages = -(-kv_len // PAGE_SIZE)
+    layer_bytes = 4 * requests * pages * PAGE_SIZE * kv_heads * dim
+    layers = max(2, min(32, (1 << 30) // layer_bytes))
+    shape = (requests * pages + 1, kv_heads, layers, 2, PAGE_SIZE, dim)
+    pool = torch.empty(shape, device="cuda", dtype=BF16).normal_()
+    table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
+    q = torch.randn(requests * q_len, heads, dim, device="cuda", dtype=BF16)
+    starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * q_len
+    kv_lens = torch.full((requests,), kv_len, device="cuda", dtype=torch.int32)
+    return [
+        lambda layer=layer: paged_attention(
+            q, pool, layer, table, starts, kv_lens, dim**-0.5, q_len, kv_len
+        )
+        for layer in range(layers)
+    ]
+
+
+def cold_call(requests: int, length: int, heads: int, kv_heads: int) -> Callable[[], object]:
+    """Prompts with nothing before them, whose own K and V are at hand, as the engine calls it."""
+    dim, rows = 128, requests * length
+    q, k, v = (
+        torch.randn(rows, count, dim, device="cuda", dtype=BF16)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    pool = torch.empty((1, kv_heads, 1, 2, PAGE_SIZE, dim), device="cuda", dtype=BF16)
+    table = torch.zeros((requests, length // PAGE_SIZE), device="cuda", dtype=torch.int32)
+    starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * length
+    kv_lens = torch.full((requests,), length, device="cuda", dtype=torch.int32)
+    return lambda: gpu_attention.paged_attention(
+        q, pool, 0, table, starts, kv_lens, dim**-0.5, length, length, OwnKv(k, v)
+    )
+
+
+def bench_attention(bench: Bench) -> None:
+    """Decode against the read rate, prefill against the matmul rate and torch's own."""
+    for heads, kv_heads, requests, kv_len in (
+        (32, 8, 1, 640),
+        (32, 8, 16, 640),
+        (32, 8, 64, 640),
+        (32, 8, 64, 4096),
+        (32, 8, 1, 16384),
+        (16, 8, 64, 4096),
+        (32, 4, 64, 4096),
+    ):
+        us = time_us(attention_call(requests, 1, kv_len, heads, kv_heads))
+        num_bytes = 4.0 * requests * kv_len * kv_heads * 128
+        name = f"decode {requests}x{kv_len} {heads}/{kv_heads}"
+        bench.memory(name, num_bytes, us, bench.read_tb_s)
+    for requests, q_len, kv_len in (
+        (8, 512, 512),
+        (1, 2048, 2048),
+        (1, 8192, 8192),
+        (1, 2048, 8192),
+    ):
+        us = time_us(attention_call(requests, q_len, kv_len, 32, 8)[:2])
+        seen = q_len * (kv_len - q_len) + q_len * (q_len + 1) / 2
+        bench.matmul(f"extend {requests}x{q_len} of {kv_len}", 4.0 * requests * seen * 32 * 128, us)
+    for requests, length in ((8, 512), (1, 2048), (2, 4096), (1, 8192)):
+        us = time_us([cold_call(requests, length, 32, 8)])
+        flops = 2.0 * requests * length * (length + 1) * 32 * 128
+        bench.matmul(f"extend {requests}x{length} cold, own K and V", flops, us)
+    q, k, v = (torch.randn(1, h, 8192, 128, device="cuda", dtype=BF16) for h in (32, 8, 8))
+    us = time_us([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)])
+    bench.matmul("torch sdpa 1x8192, dense K and V", 2.0 * 8192 * 8193 * 32 * 128, us)
+
+
+def main() -> None:
+    """Runs everything and prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    arguments = parser.parse_args()
+    with torch.inference_mode():
+        bench = Bench()
+        for tokens in (64, 4096):
+            bench_rows(bench, tokens)
+        for rows in (1, 16, 64):
+            bench_linears(bench, rows)
+        bench_attention(bench)
+    name = torch.cuda.get_device_name()
+    print(
+        f"{name}: copy {bench.copy_tb_s:.2f} TB/s, read {bench.read_tb_s:.2f} TB/s, "
+        f"bf16 matmul {bench.matmul_tflop_s:.0f} TFLOP/s"
+    )
+    for row in bench.rows:
+        unit = "TB/s   " if row.kind == "memory" else "TFLOP/s"
+        print(f"{row.name:34} {row.us:9.1f} us {row.rate:8.2f} {unit} {row.share:6.1%}")
+    if arguments.out:
+        result = {
+            "date": datetime.date.today().isoformat(),
+            "device": name,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "copy_tb_s": bench.copy_tb_s,
+            "read_tb_s": bench.read_tb_s,
+            "matmul_tflop_s": bench.matmul_tflop_s,
+            "rows": [asdict(row) for row in bench.rows],
+        }
+        (arguments.out / "gpu_kernels.json").write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

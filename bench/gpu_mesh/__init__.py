@@ -1,0 +1,1 @@
+"""Engines in processes of their own, for benchmarks without services."""

@@ -1,0 +1,93 @@
+"""One engine in a process of its own, told what to do over a pipe."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from weft.engine import parts as engine_parts
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.messages import FillCommand, FillReply, Inbox, LeaseReply, SessionBatch
+
+from gpu_mesh.shared import VERSION, CopyReceiver, CopySenders, SharedPages
+
+IDLE_S = 2e-4
+
+
+@dataclass
+class FromWorker:
+    """What one turn brought, or a notification for another worker, or first of all the epoch."""
+
+    at: float = 0.0
+    """Seconds of the host's monotonic clock."""
+    sessions: list[SessionBatch] = field(default_factory=list)
+    fill_commands: list[FillCommand] = field(default_factory=list)
+    fill_replies: list[FillReply] = field(default_factory=list)
+    lease_replies: list[LeaseReply] = field(default_factory=list)
+    notification: bytes = b""
+    epoch: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int) -> None:
+    """The process: loads, says its epoch, then turns until it is told `close`."""
+    engine_parts.PinnedPages = SharedPages  # type: ignore[assignment,misc]
+    resolved = EngineConfig(**config)
+    engine = Engine(resolved, engine_parts.load_parts(resolved))
+    lock = threading.Lock()
+
+    def send(message: FromWorker) -> None:
+        with lock:
+            connection.send(message)
+
+    receiver = _join(engine, SharedPages.path, copy_threads, send)
+    send(FromWorker(epoch=engine.info.epoch))
+    is_open = True
+    while is_open:
+        inbox = Inbox()
+        while connection.poll(0 if engine.ran_step else IDLE_S):
+            kind, content = connection.recv()
+            if kind == "close":
+                is_open = False
+            elif kind == "notification":
+                assert receiver is not None
+                receiver.arrived(content)
+            elif kind == "counters":
+                send(FromWorker(counters=engine.counters()))
+            else:
+                getattr(inbox, kind).extend(content)
+        outbox = engine.turn(inbox)
+        if outbox.sessions or outbox.fill_commands or outbox.fill_replies or outbox.lease_replies:
+            send(
+                FromWorker(
+                    at=time.monotonic(),
+                    sessions=outbox.sessions,
+                    fill_commands=outbox.fill_commands,
+                    fill_replies=outbox.fill_replies,
+                    lease_replies=outbox.lease_replies,
+                )
+            )
+    engine.close()
+
+
+def _join(engine: Engine, path: str, copy_threads: int, send: Any) -> CopyReceiver | None:
+    """Puts copies in place of NIXL, if this engine ships at all."""
+    plane = engine.parts.plane
+    if plane.staging is None:
+        return None
+    if engine.config.role == "decode":
+        receiver = CopyReceiver(plane.staging.pages, path)
+        plane._receiver = receiver  # type: ignore[assignment]
+        return receiver
+
+    def notify(payload: bytes) -> None:
+        send(FromWorker(notification=payload))
+
+    senders = CopySenders(plane.staging.pages, copy_threads, notify)
+    plane._senders = plane.shipper._agents = senders  # type: ignore[assignment]
+    engine.filler._nixl_version = VERSION
+    return None

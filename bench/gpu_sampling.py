@@ -1,0 +1,165 @@
+"""What drawing tokens costs on a GPU, beside the same from logits copied to the host.
+
+    python bench/gpu_sampling.py [--vocab 128256] [--batches 1 16 64 256] [--out DIR]
+
+Logits fall as those of language models do (by rank, with noise), or are flat, which makes top-p
+search the whole row. Both samplers' tokens are compared. Times are medians: `device_ms` of the
+launches and copies of a step, enqueued behind other work as behind a forward; `step_ms` of a call
+of the engine's sampler, launches included; `host_ms` of the way by the host: logits copied, then
+drawn by the native sampler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.sampling import Sampler, SampleRow
+
+KINDS: dict[str, tuple[SamplingParams, bool, int | None]] = {
+    "greedy": (SamplingParams(temperature=0.0), False, None),
+    "temperature": (SamplingParams(temperature=0.8), False, None),
+    "top-p 0.95": (SamplingParams(temperature=0.8, top_p=0.95), False, None),
+    "top-k 50, top-p 0.9": (SamplingParams(temperature=0.8, top_k=50, top_p=0.9), False, None),
+    "top-p 0.95, flat": (SamplingParams(temperature=1.0, top_p=0.95), True, None),
+    "penalties": (
+        SamplingParams(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.2),
+        False,
+        None,
+    ),
+    "top-p 0.95, 5 log-probabilities": (SamplingParams(temperature=0.8, top_p=0.95), False, 5),
+}
+"""By name: parameters, flat logits, log-probabilities."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One kind at one batch size."""
+
+    kind: str
+    batch: int
+    device_ms: float
+    step_ms: float
+    host_ms: float
+
+
+def make_logits(batch: int, vocab: int, is_flat: bool) -> torch.Tensor:
+    """[batch, vocab] float32 on the device."""
+    noise = torch.randn(batch, vocab, device="cuda")
+    if is_flat:
+        return 0.3 * noise
+    ranks = torch.stack([torch.randperm(vocab, device="cuda") for _ in range(batch)]) + 1.0
+    return 0.5 * noise - 1.5 * ranks.log()
+
+
+def make_sampler(batch: int, vocab: int, kind: str, device: torch.device | None) -> Sampler:
+    """With a sample in each slot."""
+    params, _, top_logprobs = KINDS[kind]
+    sampler = Sampler(vocab, batch, device=device)
+    prompt = list(range(0, vocab, vocab // 500))
+    for slot in range(batch):
+        row = SampleRow(
+            params=params,
+            stop=StopCriteria(),
+            seed=slot,
+            eos_token_ids=(),
+            top_logprobs=top_logprobs,
+        )
+        sampler.add(slot, row, prompt, [])
+    return sampler
+
+
+def wall_ms(call: Callable[[], object], turns: int) -> float:
+    """Median wall time."""
+    times = []
+    for _ in range(turns):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times[1:])
+
+
+def on_device_ms(call: Callable[[], object], turns: int) -> float:
+    """Time on the device of launches that wait behind a long one."""
+    times = []
+    ballast = torch.randn(4096, 4096, device="cuda")
+    for _ in range(turns):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(4):
+            ballast @ ballast
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[1:])
+
+
+def bench(kind: str, batch: int, vocab: int) -> Row:
+    """Times both ways and compares their tokens."""
+    logits = make_logits(batch, vocab, KINDS[kind][1])
+    slots = np.arange(batch)
+    ours = make_sampler(batch, vocab, kind, logits.device)
+    theirs = make_sampler(batch, vocab, kind, None)
+
+    def by_host(position: int = 100) -> np.ndarray:
+        copy = logits.to("cpu", non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return theirs.sample(copy, slots, np.full(batch, position)).token_ids
+
+    def by_device(position: int = 100) -> np.ndarray:
+        return ours.sample(logits, slots, np.full(batch, position)).token_ids
+
+    for position in range(4):
+        assert np.array_equal(by_device(position), by_host(position)), kind
+    positions = np.full(batch, 100)
+    device_ms = on_device_ms(lambda: ours.sample(logits, slots, positions), 12)
+    return Row(kind, batch, device_ms, wall_ms(by_device, 12), wall_ms(by_host, 6))
+
+
+def main() -> None:
+    """Runs all kinds and writes one table and one JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    arguments = parser.parse_args()
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, vocabulary {arguments.vocab}")
+    print(f"{'kind':32} batch  device ms  step ms   host ms")
+    rows = []
+    for kind in KINDS:
+        for batch in arguments.batches:
+            row = bench(kind, batch, arguments.vocab)
+            rows.append(row)
+            print(
+                f"{kind:32} {batch:5} {row.device_ms:10.3f} {row.step_ms:8.3f} {row.host_ms:9.3f}",
+                flush=True,
+            )
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        content = {
+            "date": datetime.date.today().isoformat(),
+            "commit": arguments.commit,
+            "device": name,
+            "torch": torch.__version__,
+            "vocab": arguments.vocab,
+            "rows": [asdict(row) for row in rows],
+        }
+        (arguments.out / "gpu_sampling.json").write_text(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,439 @@
+"""The native CPU operations beside torch and beside what the CPU can do at most.
+
+Shapes are those of the demo model (SmolLM2-135M): 30 layers, so that weights and pages come from
+memory as they do in a step. A row takes turns between the native operation, torch and a probe of
+the machine (memory read, multiply-adds in registers); medians. Results are checked first.
+
+    python bench/kernels_cpu.py [--dtype bfloat16] [--repeats 9] [--threads 2] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from roofline import Roofline, timed
+from weft.kernels import cpu
+from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
+from weft.kernels.attention import paged_attention, paged_attention_reference
+from weft.kernels.decoder_layer import (
+    DecoderLayerWeight,
+    decoder_layer_reference,
+    decoder_layers,
+    pack_decoder_layer,
+    prepare_step,
+    stack_layers,
+)
+from weft.kernels.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.memory import WeightArena, huge_zeros
+from weft.kernels.norm import rms_norm, rms_norm_reference
+from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
+
+LAYERS, HIDDEN, INNER, VOCAB = 30, 576, 1536, 49152
+HEADS, KV_HEADS, DIM, PAGE_SIZE = 9, 3, 64, 16
+EPS = 1e-5
+
+
+@dataclass(slots=True)
+class Row:
+    """One line of the table: what is timed, and what it takes at least."""
+
+    name: str
+    native: Callable[[], object]
+    peer: Callable[[], object]
+    peer_name: str
+    flops: float = 0.0
+    """Multiplications and additions of one call."""
+    bytes: float = 0.0
+    """Read from memory by one call."""
+    native_s: list[float] = field(default_factory=list)
+    peer_s: list[float] = field(default_factory=list)
+    read_bytes_per_s: list[float] = field(default_factory=list)
+    flops_per_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Model:
+    """Random weights of the demo model, packed and (for torch) plain."""
+
+    layers: list[DecoderLayerWeight]
+    plain: list[dict[str, torch.Tensor]]
+    head: LinearWeight
+    plain_head: torch.Tensor
+    cos_sin: torch.Tensor
+    pool: torch.Tensor
+
+
+def make_model(dtype: torch.dtype) -> Model:
+    """Fresh random numbers."""
+    arena = WeightArena()
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape) / shape[-1] ** 0.5).to(dtype)
+
+    plain = [
+        {
+            "qkv": draw((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
+            "o": draw(HIDDEN, HEADS * DIM),
+            "gate_up": draw(2 * INNER, HIDDEN),
+            "down": draw(HIDDEN, INNER),
+        }
+        for _ in range(LAYERS)
+    ]
+    layers = [
+        pack_decoder_layer(
+            input_norm=1 + draw(HIDDEN),
+            qkv=pack_linear(w["qkv"], arena=arena),
+            o=pack_linear(w["o"], arena=arena),
+            post_norm=1 + draw(HIDDEN),
+            gate_up=pack_gate_up(w["gate_up"], arena=arena),
+            down=pack_linear(w["down"], arena=arena),
+            eps=EPS,
+        )
+        for w in plain
+    ]
+    head = draw(VOCAB, HIDDEN)
+    angles = torch.outer(torch.arange(8192), 1e4 ** -(torch.arange(0, DIM, 2) / DIM))
+    pool = huge_zeros((700, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM), dtype)
+    pool.copy_(torch.randn(700, 1, 1, 1, 1, 1).to(dtype).expand_as(pool))
+    return Model(
+        layers=layers,
+        plain=plain,
+        head=pack_linear(head, arena=arena),
+        plain_head=head,
+        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=1),
+        pool=pool,
+    )
+
+
+@dataclass(slots=True)
+class Step:
+    """The tensors of one step over requests of (new rows, context)."""
+
+    rows: int
+    positions: torch.Tensor
+    slots: torch.Tensor
+    page_table: torch.Tensor
+    cu_q_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    max_q_len: int
+    max_kv_len: int
+
+
+def make_step(requests: Sequence[tuple[int, int]], num_pages: int) -> Step:
+    """Scatters the requests over the pool's pages."""
+    max_pages = max(-(-kv_len // PAGE_SIZE) for _, kv_len in requests)
+    table = torch.randperm(num_pages)[: len(requests) * max_pages].int().view(len(requests), -1)
+    positions = [torch.arange(kv_len - q_len, kv_len) for q_len, kv_len in requests]
+    slots = [
+        table[r, p // PAGE_SIZE].long() * PAGE_SIZE + p % PAGE_SIZE for r, p in enumerate(positions)
+    ]
+    return Step(
+        rows=sum(q_len for q_len, _ in requests),
+        positions=torch.cat(positions),
+        slots=torch.cat(slots),
+        page_table=table,
+        cu_q_lens=torch.tensor([0, *(q_len for q_len, _ in requests)]).cumsum(0).int(),
+        kv_lens=torch.tensor([kv_len for _, kv_len in requests]).int(),
+        max_q_len=max(q_len for q_len, _ in requests),
+        max_kv_len=max(kv_len for _, kv_len in requests),
+    )
+
+
+def linear_row(model: Model, rows: int, with_head: bool) -> Row:
+    """All linear layers of a step, gate and up with their activation."""
+    dtype = model.plain_head.dtype
+    inputs = {k: torch.randn(rows, k).to(dtype) for k in (HIDDEN, INNER)}
+    size = sum(w.numel() for w in model.plain[0].values()) * LAYERS
+    size += model.plain_head.numel() if with_head else 0
+
+    def native() -> None:
+        for layer in model.layers:
+            linear(inputs[HIDDEN], layer.qkv)
+            linear(inputs[HIDDEN], layer.o)
+            gate_up_silu(inputs[HIDDEN], layer.gate_up)
+            linear(inputs[INNER], layer.down)
+        if with_head:
+            linear(inputs[HIDDEN], model.head)
+
+    def peer() -> None:
+        for plain in model.plain:
+            F.linear(inputs[HIDDEN], plain["qkv"])
+            F.linear(inputs[HIDDEN], plain["o"])
+            gate, up = F.linear(inputs[HIDDEN], plain["gate_up"]).chunk(2, dim=-1)
+            F.silu(gate) * up
+            F.linear(inputs[INNER], plain["down"])
+        if with_head:
+            F.linear(inputs[HIDDEN], model.plain_head)
+
+    for name, k in (("qkv", HIDDEN), ("down", INNER)):
+        check(
+            linear(inputs[k], getattr(model.layers[0], name)),
+            F.linear(inputs[k], model.plain[0][name]),
+        )
+    return Row(
+        f"linear layers{' + LM head' if with_head else ''}, {rows} rows",
+        native,
+        peer,
+        "F.linear",
+        flops=2.0 * rows * size,
+        bytes=float(size * dtype.itemsize),
+    )
+
+
+def attention_row(model: Model, name: str, requests: Sequence[tuple[int, int]]) -> Row:
+    """Attention of all layers."""
+    step = make_step(requests, len(model.pool))
+    q = torch.randn(step.rows, HEADS, DIM).to(model.pool.dtype)
+
+    def run(function: Callable[..., torch.Tensor]) -> torch.Tensor:
+        for layer in range(LAYERS):
+            out = function(
+                q,
+                model.pool,
+                layer,
+                step.page_table,
+                step.cu_q_lens,
+                step.kv_lens,
+                DIM**-0.5,
+                step.max_q_len,
+                step.max_kv_len,
+            )
+        return out
+
+    check(run(paged_attention), run(paged_attention_reference))
+    seen = sum(q_len * kv_len - q_len * (q_len - 1) / 2 for q_len, kv_len in requests)
+    kv = sum(kv_len for _, kv_len in requests) * KV_HEADS * 2 * DIM * model.pool.dtype.itemsize
+    return Row(
+        f"attention, {name}",
+        lambda: run(paged_attention),
+        lambda: run(paged_attention_reference),
+        "gather + SDPA",
+        flops=4.0 * seen * HEADS * DIM * LAYERS,
+        bytes=float(kv * LAYERS),
+    )
+
+
+def small_rows(model: Model, rows: int) -> list[Row]:
+    """Norms, rotation with cache write and activation of all layers."""
+    dtype = model.pool.dtype
+    step = make_step([(1, 200)] * rows if rows <= 16 else [(rows, rows)], len(model.pool))
+    x, weight = torch.randn(rows, HIDDEN).to(dtype), torch.ones(HIDDEN).to(dtype)
+    qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM).to(dtype)
+    both = torch.randn(rows, 2 * INNER).to(dtype)
+    rope = (qkv, step.positions, model.cos_sin, model.pool)
+
+    def each(call: Callable[[int], object], times: int = LAYERS) -> Callable[[], None]:
+        def run() -> None:
+            for layer in range(times):
+                call(layer)
+
+        return run
+
+    return [
+        Row(
+            f"RMS norm twice a layer, {rows} rows",
+            each(lambda _: rms_norm(x, weight, EPS), 2 * LAYERS),
+            each(lambda _: rms_norm_reference(x, weight, EPS), 2 * LAYERS),
+            "eager",
+        ),
+        Row(
+            f"rope + cache write, {rows} rows",
+            each(lambda layer: rope_and_cache(*rope, layer, step.slots, HEADS, KV_HEADS)),
+            each(lambda layer: rope_and_cache_reference(*rope, layer, step.slots, HEADS, KV_HEADS)),
+            "eager",
+        ),
+        Row(
+            f"SiLU * up, {rows} rows",
+            each(lambda _: silu_and_mul(both)),
+            each(lambda _: silu_and_mul_reference(both)),
+            "eager",
+        ),
+    ]
+
+
+def step_row(model: Model, name: str, requests: Sequence[tuple[int, int]], with_head: bool) -> Row:
+    """A whole step of the model, as one operation beside single native operations."""
+    step = make_step(requests, len(model.pool))
+    hidden = torch.randn(step.rows, HIDDEN).to(model.pool.dtype)
+    stack = stack_layers(model.layers)
+
+    def finish(out: torch.Tensor) -> torch.Tensor:
+        if not with_head:
+            return out
+        return linear(
+            rms_norm(out, model.layers[0].input_norm, EPS), model.head, None, torch.float32
+        )
+
+    def run(fused: bool) -> torch.Tensor:
+        prepared = prepare_step(
+            model.layers[0],
+            pool=model.pool,
+            cos_sin=model.cos_sin,
+            positions=step.positions,
+            slots=step.slots,
+            page_table=step.page_table,
+            cu_q_lens=step.cu_q_lens,
+            kv_lens=step.kv_lens,
+            num_heads=HEADS,
+            scale=DIM**-0.5,
+            max_q_len=step.max_q_len,
+            max_kv_len=step.max_kv_len,
+        )
+        if fused:
+            return finish(decoder_layers(hidden.clone(), stack, prepared))
+        out = hidden
+        for i, layer in enumerate(model.layers):
+            out = decoder_layer_reference(out, layer, prepared, i)
+        return finish(out)
+
+    check(run(True), run(False))
+    linears = linear_row(model, step.rows, with_head)
+    attention = attention_row(model, name, requests)
+    return Row(
+        f"whole step, {name}",
+        lambda: run(True),
+        lambda: run(False),
+        "single operations",
+        flops=linears.flops + attention.flops,
+        bytes=linears.bytes + attention.bytes,
+    )
+
+
+def check(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Stops the benchmark when a timed operation computes something else than its peer."""
+    scale = expected.float().abs().max().item()
+    error = (out.float() - expected.float()).abs().max().item()
+    if not error <= 0.03 * scale:
+        raise SystemExit(f"wrong result: off by {error} of {scale}")
+
+
+def make_rows(model: Model) -> list[Row]:
+    """The whole table."""
+    rows = [linear_row(model, n, True) for n in (1, 4, 8, 16, 32)]
+    rows += [linear_row(model, n, False) for n in (256, 512)]
+    decode = [
+        ("1 x 200", 1, 200),
+        ("16 x 200", 16, 200),
+        ("16 x 640", 16, 640),
+        ("1 x 8000", 1, 8000),
+    ]
+    for name, count, context in decode:
+        rows.append(attention_row(model, f"decode {name}", [(1, context)] * count))
+    rows.append(attention_row(model, "256 of 256", [(256, 256)]))
+    rows.append(attention_row(model, "512 of 2048", [(512, 2048)]))
+    for count in (1, 16, 512):
+        rows += small_rows(model, count)
+    for name, count, context in decode[:2]:
+        rows.append(step_row(model, f"decode {name}", [(1, context)] * count, True))
+    rows.append(step_row(model, "prompt 256 of 256", [(256, 256)], False))
+    rows.append(step_row(model, "prompt 512 of 1024", [(512, 1024)], False))
+    return rows
+
+
+def measure(rows: list[Row], roofline: Roofline, repeats: int) -> None:
+    """Takes turns, so that what else goes on in the machine meets all alike."""
+    for repeat in track(range(repeats + 1), description="timing", transient=True):
+        for row in rows:
+            read, flops = roofline.read_bytes_per_s(), roofline.flops_per_s()
+            native_s, peer_s = timed(row.native), timed(row.peer)
+            if repeat == 0:  # Warms up.
+                continue
+            row.native_s.append(native_s)
+            row.peer_s.append(peer_s)
+            row.read_bytes_per_s.append(read)
+            row.flops_per_s.append(flops)
+
+
+def summarise(row: Row) -> dict[str, object]:
+    """Medians of a row; the share is of the time that memory or arithmetic take at least."""
+    native_s, peer_s = statistics.median(row.native_s), statistics.median(row.peer_s)
+    read, flops = statistics.median(row.read_bytes_per_s), statistics.median(row.flops_per_s)
+    least_s = max(row.bytes / read, row.flops / flops)
+    ratios = [peer / native for native, peer in zip(row.native_s, row.peer_s, strict=True)]
+    return {
+        "name": row.name,
+        "native_ms": native_s * 1e3,
+        "native_ms_min": min(row.native_s) * 1e3,
+        "native_ms_max": max(row.native_s) * 1e3,
+        "gbytes_per_s": row.bytes / native_s / 1e9,
+        "gflops_per_s": row.flops / native_s / 1e9,
+        "roofline_share": least_s / native_s,
+        "peer": row.peer_name,
+        "peer_ms": peer_s * 1e3,
+        "times_faster": statistics.median(ratios),
+    }
+
+
+def print_rows(results: list[dict[str, object]], setup: dict[str, object]) -> None:
+    """One table."""
+    table = Table(title=", ".join(f"{key} {value}" for key, value in setup.items()))
+    table.add_column("operation (all 30 layers)")
+    for heading in ("ms", "min - max", "GB/s", "GFLOP/s", "of roofline", "peer ms", "x faster"):
+        table.add_column(heading, justify="right")
+    table.add_column("peer")
+    for r in results:
+        work = float(str(r["gflops_per_s"])) > 0
+        table.add_row(
+            str(r["name"]),
+            f"{r['native_ms']:.2f}",
+            f"{r['native_ms_min']:.2f} - {r['native_ms_max']:.2f}",
+            f"{r['gbytes_per_s']:.1f}" if work else "",
+            f"{r['gflops_per_s']:.0f}" if work else "",
+            f"{r['roofline_share']:.0%}" if work else "",
+            f"{r['peer_ms']:.2f}",
+            f"{r['times_faster']:.2f}",
+            str(r["peer"]),
+        )
+    Console(width=150).print(table)
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    arguments = parser.parse_args()
+    if cpu.native_cpu() is None:
+        raise SystemExit(f"no native operations: {cpu.native_cpu_missing()}")
+    torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, arguments.dtype)
+    with torch.inference_mode():
+        rows = [row for row in make_rows(make_model(dtype)) if arguments.only in row.name]
+        measure(rows, Roofline(dtype), arguments.repeats)
+    probes = [probes_of(row) for row in rows]
+    setup = {
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "repeats": arguments.repeats,
+        "torch": torch.__version__,
+        "read GB/s": f"{statistics.median(p[0] for p in probes) / 1e9:.1f}",
+        "peak GFLOP/s": f"{statistics.median(p[1] for p in probes) / 1e9:.0f}",
+        "spin": os.environ.get("GOMP_SPINCOUNT", "default"),
+    }
+    results = [summarise(row) for row in rows]
+    print_rows(results, setup)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"setup": setup, "rows": results}, indent=1))
+
+
+def probes_of(row: Row) -> tuple[float, float]:
+    """What the machine gave beside a row."""
+    return statistics.median(row.read_bytes_per_s), statistics.median(row.flops_per_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""What tracing, metrics and page digests cost together, as CPU-seconds a token.
+
+Two meshes run side by side: one with all three on (every trace exported to a collector, every
+service scraped once a turn, so several times as often as by Prometheus), one with all three off by
+the flags that users have. They take turns at the same prompts, in random order within each pair;
+the CPU time of all processes of a mesh is taken before and after its turn. The ratio of a pair is
+on / off.
+
+What decides how exact that can be is not the number of pairs. Two meshes with the same settings
+differ by two or three per cent, all of their processes together, from their start to their end:
+where their memory lies. So both are started anew for every pair (`--restarts`), and the bound is
+the upper end of the 95 % interval of the geometric mean, by Student's t over the starts. And the
+processes of a mesh share one core (`--cores`), with one thread an engine: on several, a token costs
+more or less by what happens to run beside it.
+
+    python bench/overhead.py                     24 pairs of the demo model, about 15 minutes
+    python bench/overhead.py --pairs 4 --restarts 2 --requests 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from serving.load import LoadError, Raw
+from serving.mesh import MeshError, MeshProcess
+from serving.rest_client import RestClient
+from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
+
+SHIP_ALL = "--local-prefill-max-tokens 0"
+OFF_EVERYWHERE = "--no-tracing --metrics-port none"
+OFF_WORKER = f"{OFF_EVERYWHERE} --no-page-digests"
+NAMES = ("on", "off")
+START_TRIES = 3
+EXPORT_DELAY_MS = 500
+SETTLE_S = 1.0
+"""After a turn: what is exported or reported late counts too."""
+GOAL = 1.03
+VOCABULARY = 49_152
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One mesh's half of a pair."""
+
+    cpu_s: float
+    wall_s: float
+    num_tokens: int
+    texts: tuple[str, ...]
+
+    @property
+    def cpu_per_token_s(self) -> float:
+        return self.cpu_s / self.num_tokens
+
+
+class SpanSink(trace_service_pb2_grpc.TraceServiceServicer):
+    """A collector that counts spans and forgets them."""
+
+    def __init__(self) -> None:
+        self.num_spans = 0
+
+    def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            self.num_spans += sum(len(scope.spans) for scope in resource.scope_spans)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@contextlib.contextmanager
+def span_sink() -> Iterator[tuple[SpanSink, str]]:
+    """A collector on a free port, and its endpoint."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    sink = SpanSink()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(sink, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield sink, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+def flags_of(name: str, num_cores: int) -> str:
+    """Of `weft up`, for the mesh with all three on, or off."""
+    threads = f"--num-threads {num_cores}"
+    gateway, worker = ("", threads) if name == "on" else (OFF_EVERYWHERE, f"{OFF_WORKER} {threads}")
+    return (
+        f"{SHIP_ALL} --gateway-args '{gateway}' --prefill-args '{worker}' --decode-args '{worker}'"
+    )
+
+
+def keep_on_cores(pid: int, num_cores: int) -> None:
+    """Lets a process and all that descend from it have so many of this one's cores."""
+    cores = sorted(os.sched_getaffinity(0))[:num_cores]
+    root = psutil.Process(pid)
+    for process in (root, *root.children(recursive=True)):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores)
+
+
+class Side:
+    """One of the two meshes."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, endpoint: str) -> None:
+        """Starts it.
+
+        Args:
+            name: on or off.
+            arguments: Of the command line.
+            endpoint: Of the collector.
+        """
+        self.name = name
+        exporting = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+            # A turn's spans are exported in this turn, and no others.
+            "OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_DELAY_MS),
+        }
+        for variable, value in exporting.items():
+            if name == "on":
+                os.environ[variable] = value
+            else:
+                os.environ.pop(variable, None)
+        flags = flags_of(name, arguments.cores)
+        self.mesh = MeshProcess(arguments.model, arguments.dtype, flags)
+        self._num_cores = arguments.cores
+        self._streams = arguments.streams
+        self._client: RestClient | None = None
+
+    def wait_until_ready(self) -> None:
+        """See `MeshProcess.wait_until_ready`."""
+        self.mesh.wait_until_ready()
+        keep_on_cores(self.mesh.pid, self._num_cores)
+        self._client = RestClient(self.mesh.url)
+
+    async def turn(self, prompts: Sequence[list[int]], num_tokens: int) -> Turn:
+        """Answers all prompts.
+
+        Raises:
+            LoadError: An answer is not whole.
+        """
+        before, began = self._cpu_times(), asyncio.get_running_loop().time()
+        places = asyncio.Semaphore(self._streams)
+        texts = await asyncio.gather(*(self._ask(p, num_tokens, places) for p in prompts))
+        wall_s = asyncio.get_running_loop().time() - began
+        await self._scrape()
+        await asyncio.sleep(SETTLE_S)
+        after = self._cpu_times()
+        if before.keys() != after.keys():
+            raise LoadError(f"a process of the mesh with {self.name} was started anew")
+        cpu_s = sum(after[pid] - before[pid] for pid in after)
+        return Turn(cpu_s, wall_s, num_tokens * len(prompts), tuple(texts))
+
+    async def _ask(self, prompt: list[int], num_tokens: int, places: asyncio.Semaphore) -> str:
+        assert self._client is not None
+        raw = Raw()
+        async with places:
+            await self._client.exchange(self._client.encode(prompt, num_tokens), raw, None)
+        return self._client.decode(raw, num_tokens).text or ""
+
+    async def _scrape(self) -> None:
+        """As Prometheus does."""
+        files = (self.mesh.state / "run").glob("*.json")
+        addresses = [json.loads(file.read_text()).get("metrics_address") for file in files]
+        for address in filter(None, addresses):
+            await asyncio.to_thread(_get, f"http://{address}/metrics")
+
+    def _cpu_times(self) -> dict[int, float]:
+        """CPU seconds of each process so far."""
+        root = psutil.Process(self.mesh.pid)
+        found = {}
+        for process in (root, *root.children(recursive=True)):
+            times = process.cpu_times()
+            found[process.pid] = times.user + times.system
+        return found
+
+
+def _get(url: str) -> bytes:
+    from urllib.request import ProxyHandler, build_opener
+
+    with build_opener(ProxyHandler({})).open(url, timeout=10) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def started(name: str, arguments: argparse.Namespace, endpoint: str) -> Side:
+    """A side that is ready. Tries again: another program may take a port that was free.
+
+    Raises:
+        MeshError: It did not start.
+    """
+    for tries_left in reversed(range(START_TRIES)):
+        side = Side(name, arguments, endpoint)
+        try:
+            side.wait_until_ready()
+        except MeshError:
+            side.mesh.stop()
+            if not tries_left:
+                raise
+        else:
+            return side
+    raise AssertionError("there is at least one try")
+
+
+def new_prompts(draw: random.Random, count: int, length: int) -> list[list[int]]:
+    """Prompts that nobody has cached."""
+    return [[draw.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+
+async def measure(
+    arguments: argparse.Namespace, endpoint: str, draw: random.Random
+) -> list[list[dict[str, Turn]]]:
+    """All pairs, by start.
+
+    Raises:
+        LoadError: An answer is not whole.
+        MeshError: A mesh did not start.
+    """
+    starts: list[list[dict[str, Turn]]] = []
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("pairs", total=arguments.pairs)
+        for restart in range(arguments.restarts):
+            share = arguments.pairs * (restart + 1) // arguments.restarts - sum(map(len, starts))
+            starts.append([])
+            names = draw.sample(NAMES, 2)
+            sides = []
+            try:
+                for name in names:  # one after the other: loading is not measured
+                    sides.append(started(name, arguments, endpoint))
+                for number in range(-arguments.warm_up, share):
+                    shape = (arguments.requests, arguments.prompt_tokens)
+                    prompts = new_prompts(draw, *shape)
+                    order = draw.sample(sides, 2)
+                    pair = {s.name: await s.turn(prompts, arguments.tokens) for s in order}
+                    if number >= 0:
+                        starts[-1].append(pair)
+                        progress.advance(task)
+            finally:
+                for side in sides:
+                    side.mesh.stop()
+    return starts
+
+
+def interval(log_ratios: Sequence[float], draws: int = 2_000_000) -> tuple[float, float, float]:
+    """(geometric mean, low, high) of the ratios: a 95 % interval by Student's t."""
+    values = np.asarray(log_ratios)
+    mean = float(values.mean())
+    error = float(values.std(ddof=1)) / math.sqrt(len(values))
+    # Its quantile by simulation: numpy has the distribution, not its inverse.
+    simulated = np.random.default_rng(0).standard_t(len(values) - 1, draws)
+    half = float(np.quantile(simulated, 0.975)) * error
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def report(starts: Sequence[Sequence[dict[str, Turn]]], console: Console) -> dict[str, Any]:
+    """Prints the table; the same as data."""
+    pairs = [pair for start in starts for pair in start]
+    ratios = [[p["on"].cpu_per_token_s / p["off"].cpu_per_token_s for p in s] for s in starts]
+    mean, low, high = interval([float(np.log(start).mean()) for start in ratios])
+    num_same = sum(
+        a == b for p in pairs for a, b in zip(p["on"].texts, p["off"].texts, strict=True)
+    )
+    num_texts = sum(len(pair["on"].texts) for pair in pairs)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("tracing, metrics, digests", "CPU ms/token (median)", "least", "most", "tokens/s"):
+        table.add_column(name, justify="left" if name.startswith("tracing") else "right")
+    rows = {}
+    for name in NAMES:
+        costs = [1e3 * pair[name].cpu_per_token_s for pair in pairs]
+        rates = [pair[name].num_tokens / pair[name].wall_s for pair in pairs]
+        rows[name] = {"cpu_ms_per_token": costs, "tokens_per_s": rates}
+        table.add_row(
+            name,
+            *(f"{value:.3f}" for value in (float(np.median(costs)), min(costs), max(costs))),
+            f"{np.median(rates):.1f}",
+        )
+    console.print(table)
+    console.print(
+        f"on / off over {len(pairs)} pairs of {len(starts)} starts: {mean:.4f}, 95 % interval "
+        f"{low:.4f} to {high:.4f}; goal: at most {GOAL}, {'met' if high <= GOAL else 'not met'}",
+        highlight=False,
+    )
+    console.print(f"texts equal on both meshes: {num_same} of {num_texts}", highlight=False)
+    return {
+        "ratio": mean,
+        "interval_95": [low, high],
+        "goal": GOAL,
+        "is_met": high <= GOAL,
+        "ratios": ratios,
+        "equal_texts": [num_same, num_texts],
+        "sides": rows,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark; 1 if an answer was not whole."""
+    arguments = _parser().parse_args(argv)
+    if not 2 <= arguments.restarts <= arguments.pairs:
+        sys.stderr.write("bench/overhead.py: give 2 restarts or more, and a pair for each\n")
+        return 2
+    console = Console()
+    setup = describe_setup(arguments.dtype, arguments.cores)
+    draw = random.Random(arguments.seed)
+    before = MachineUse.now()
+    with span_sink() as (sink, endpoint):
+        try:
+            starts = asyncio.run(measure(arguments, endpoint, draw))
+        except (LoadError, MeshError) as error:
+            sys.stderr.write(f"bench/overhead.py: {error}\n")
+            return 1
+        num_spans = sink.num_spans
+    others = MachineUse.now().others_since(before)
+    for line in describe_lines(setup):
+        console.print(line, style="dim", highlight=False)
+    figures = report(starts, console)
+    console.print(
+        f"{num_spans:,} spans were exported; other programs kept {others:.2f} cores busy",
+        highlight=False,
+    )
+    if not num_spans:
+        sys.stderr.write("bench/overhead.py: nothing was traced\n")
+        return 1
+    path = arguments.json or _default_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "command": " ".join(["python", "bench/overhead.py", *argv]),
+        "setup": setup,
+        "other_programs_cores": others,
+        "exported_spans": num_spans,
+        "flags": {name: flags_of(name, arguments.cores) for name in NAMES},
+        **figures,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(f"written to {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _default_path() -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return ROOT / "bench" / "results" / f"overhead-{stamp}.json"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench/overhead.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="demo", help="as of `weft up`")
+    parser.add_argument("--dtype", default="auto", help="as of `weft up`")
+    for name, default, text in (
+        ("pairs", 24, "turns of each mesh"),
+        ("restarts", 24, "times that both meshes are started"),
+        ("warm-up", 1, "pairs after each start that do not count"),
+        ("cores", 1, "that a mesh has"),
+        ("requests", 12, "in a turn"),
+        ("streams", 8, "requests under way at once"),
+        ("tokens", 64, "generated by each request"),
+        ("prompt-tokens", 100, "of each prompt, shipped as far as there are full pages"),
+        ("seed", 0, "of prompts and orders"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: in bench/results/")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

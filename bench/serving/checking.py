@@ -1,0 +1,109 @@
+"""Are the timed tokens right? Each is compared with a float32 run of transformers over them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from serving.systems import Answer, load_transformers
+
+NEAR_TIE_ULPS = 4
+"""In bfloat16: a token counts as right if its float32 logit is so close to the largest."""
+NEAR_TIE_FLOAT32 = 1e-3
+"""In float32: largest gap of logits, absolute."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Tokens of one or more answers."""
+
+    exact: int = 0
+    """Greedy tokens of the float32 model, given what came before."""
+    near_ties: int = 0
+    """Not the most likely token, but as good as."""
+    wrong: int = 0
+    missing: int = 0
+    """Answers whose length is wrong, or whose text stands for no tokens; counted in tokens."""
+
+    def add(self, other: Verdict) -> None:
+        """Adds another's counts."""
+        self.exact += other.exact
+        self.near_ties += other.near_ties
+        self.wrong += other.wrong
+        self.missing += other.missing
+
+    @property
+    def is_right(self) -> bool:
+        """Nothing is wrong and nothing is missing."""
+        return self.wrong == 0 and self.missing == 0
+
+
+class Checker:
+    """Judges answers; equal answers are judged once."""
+
+    def __init__(self, model_dir: Path, dtype: str, tokenizer: Tokenizer) -> None:
+        """Loads the float32 model.
+
+        Args:
+            model_dir: Hugging Face directory.
+            dtype: What the answers were computed in.
+            tokenizer: The model's.
+        """
+        self._model = load_transformers(model_dir, "float32")
+        self._is_float32 = dtype == "float32"
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Verdict] = {}
+
+    def check(
+        self, prompt: list[int], answer: Answer, num_tokens: int, others: Iterable[list[int]]
+    ) -> Verdict:
+        """Judges one answer.
+
+        Args:
+            prompt: Its prompt.
+            answer: Tokens or text.
+            num_tokens: How many were asked for.
+            others: Tokens of other systems for the prompt; a text is first looked for there.
+        """
+        tokens = answer.token_ids
+        if tokens is None:
+            tokens = self._tokens_of(answer.text or "", num_tokens, others)
+        if tokens is None or len(tokens) != num_tokens:
+            return Verdict(missing=num_tokens)
+        key = (tuple(prompt), tuple(tokens))
+        if key not in self._known:
+            self._known[key] = self._judge(prompt, tokens)
+        return self._known[key]
+
+    def _judge(self, prompt: list[int], tokens: list[int]) -> Verdict:
+        ids = torch.tensor([prompt + tokens[:-1]])
+        with torch.inference_mode():
+            logits = self._model(ids, logits_to_keep=len(tokens)).logits[0].float()
+        largest = logits.max(dim=-1).values
+        gap = largest - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        if self._is_float32:
+            allowed = torch.full_like(gap, NEAR_TIE_FLOAT32)
+        else:
+            # A bfloat16 has 8 significant bits: frexp gives x = m * 2^e with m in [1/2, 1).
+            exponent = torch.frexp(largest.abs()).exponent
+            allowed = NEAR_TIE_ULPS * torch.ldexp(torch.ones_like(gap), exponent - 8)
+        exact = int((gap == 0).sum())
+        near = int(((gap > 0) & (gap <= allowed)).sum())
+        return Verdict(exact, near, len(tokens) - exact - near)
+
+    def _tokens_of(
+        self, text: str, num_tokens: int, others: Iterable[list[int]]
+    ) -> list[int] | None:
+        """Tokens that a text stands for."""
+        for tokens in others:
+            if self._decode(tokens) == text:
+                return tokens
+        tokens = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return tokens if len(tokens) == num_tokens and self._decode(tokens) == text else None
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))

@@ -1,0 +1,165 @@
+"""Figures of one system in one case, over all turns, and the goals they are held to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.checking import Checker, Verdict
+from serving.systems import Answer
+
+
+@dataclass(slots=True)
+class Series:
+    """One row of the table."""
+
+    section: str
+    system: str
+    case: str
+    values: dict[int, float] = field(default_factory=dict)
+    """By repeat, in the section's unit."""
+    ratios: dict[int, float] = field(default_factory=dict)
+    """By repeat: value over the baseline's value in the same repeat, in the section's sense."""
+    first_s: list[float] = field(default_factory=list)
+    """Times to the first token."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Times between tokens of a stream."""
+    verdict: Verdict = field(default_factory=Verdict)
+    failure: str | None = None
+    """Why there is nothing, or not all."""
+    goals: list[Goal] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Of the values."""
+        return statistics.median(self.values.values())
+
+    @property
+    def ratio(self) -> float:
+        """Median of the ratios."""
+        return statistics.median(self.ratios.values())
+
+    def note(self, repeat: int, value: float, answers: Sequence[Answer] = ()) -> None:
+        """Adds one repeat."""
+        self.values[repeat] = value
+        for answer in answers:
+            if answer.event_times_s:
+                self.first_s.append(answer.first_s)
+                self.gaps_s += answer.gaps_s()
+
+    def compare(self, baseline: Series, *, is_time: bool = False) -> None:
+        """Sets the ratios; of times the inverse ones, so that more is always better."""
+        for repeat, value in self.values.items():
+            other = baseline.values.get(repeat)
+            if other is not None and value > 0 and other > 0:
+                self.ratios[repeat] = other / value if is_time else value / other
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON."""
+        verdict = self.verdict
+        return {
+            "section": self.section,
+            "system": self.system,
+            "case": self.case,
+            "values": list(self.values.values()),
+            "ratios": list(self.ratios.values()),
+            "median": self.median if self.values else None,
+            "ratio": self.ratio if self.ratios else None,
+            "first_s": percentiles(self.first_s),
+            "gaps_s": percentiles(self.gaps_s),
+            "tokens": {
+                "exact": verdict.exact,
+                "near_ties": verdict.near_ties,
+                "wrong": verdict.wrong,
+                "missing": verdict.missing,
+            },
+            "failure": self.failure,
+            "goals": [
+                {"what": goal.what, "least": goal.least, "value": goal.value, "met": goal.is_met}
+                for goal in self.goals
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure that this project wants to reach."""
+
+    what: str
+    least: float
+    value: float
+    is_shown: bool = True
+    """The row shows the value in another column."""
+
+    @property
+    def is_met(self) -> bool:
+        """It is reached."""
+        return self.value >= self.least
+
+
+class Ledger:
+    """All rows of a run, and the answers that still have to be judged."""
+
+    def __init__(self) -> None:
+        self.rows: list[Series] = []
+        self._answers: list[tuple[Series, list[int], Answer, int]] = []
+
+    def row(self, section: str, system: str, case: str) -> Series:
+        """The row of that name, made when there is none."""
+        row = self.find(section, system, case)
+        if row is None:
+            row = Series(section, system, case)
+            self.rows.append(row)
+        return row
+
+    def find(self, section: str, system: str, case: str) -> Series | None:
+        """The row of that name."""
+        name = (section, system, case)
+        for row in self.rows:
+            if (row.section, row.system, row.case) == name:
+                return row
+        return None
+
+    def of(self, section: str) -> Iterator[Series]:
+        """The rows of a section, in order."""
+        return (row for row in self.rows if row.section == section)
+
+    def judge_later(
+        self, row: Series, prompts: Sequence[list[int]], answers: Sequence[Answer], num_tokens: int
+    ) -> None:
+        """Keeps answers until the timing is over."""
+        self._answers += [(row, p, a, num_tokens) for p, a in zip(prompts, answers, strict=True)]
+
+    @property
+    def num_unjudged(self) -> int:
+        """How many `judge` will judge."""
+        return len(self._answers)
+
+    def judge(self, checker: Checker, advance: Callable[[], None]) -> None:
+        """Judges every timed answer."""
+        known: dict[tuple[int, ...], list[list[int]]] = {}
+        for _, prompt, answer, _ in self._answers:
+            if answer.token_ids is not None:
+                known.setdefault(tuple(prompt), []).append(answer.token_ids)
+        for row, prompt, answer, num_tokens in self._answers:
+            others = known.get(tuple(prompt), [])
+            row.verdict.add(checker.check(prompt, answer, num_tokens, others))
+            advance()
+        self._answers.clear()
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` % of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """p50, p90, p99, most and how many; None of none."""
+    if not values:
+        return None
+    found = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
+    return {**found, "most": max(values), "count": len(values)}

@@ -1,0 +1,242 @@
+"""What runs in this process: the bare engine and transformers, on the same prompts."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.utils import logging as transformers_logging
+from weft.engine.llm import LLM, to_error
+from weft.engine.messages import Inbox, Submit
+from weft.engine.request import SamplingParams, StopCriteria
+
+KV_MEMORY_BYTES = 512 << 20
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one prompt. Times are seconds of `time.perf_counter`."""
+
+    token_ids: list[int] | None
+    """None where the system answers with text."""
+    text: str | None = None
+    sent_s: float = 0.0
+    event_times_s: list[float] = field(default_factory=list)
+    """When tokens came: one event may bring several."""
+    timeline: Any = None
+    """`weft.v1.Timeline`, where the system gives one."""
+
+    @property
+    def first_s(self) -> float:
+        """From sending the prompt to its first token."""
+        return self.event_times_s[0] - self.sent_s
+
+    def gaps_s(self, since_s: float = float("-inf"), until_s: float = float("inf")) -> list[float]:
+        """Times between events that both lie in a span of time."""
+        times = [time_s for time_s in self.event_times_s if since_s <= time_s <= until_s]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One timed run."""
+
+    wall_s: float
+    answers: list[Answer]
+
+
+class System(Protocol):
+    """Something that generates greedily."""
+
+    name: str
+
+    def run(self, prompts: Sequence[list[int]], num_tokens: int) -> Outcome:
+        """Generates exactly `num_tokens` for each prompt, all prompts at once."""
+        ...
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        ...
+
+
+class Streaming(System, Protocol):
+    """A system that can take prompts while others run."""
+
+    def run_with_arrivals(
+        self,
+        prompts: Sequence[list[int]],
+        num_tokens: int,
+        arriving: Sequence[list[int]],
+        num_events_before: int,
+    ) -> tuple[Outcome, list[Answer]]:
+        """Generates for `prompts`; meanwhile other prompts arrive, one after the other.
+
+        Args:
+            prompts: All at once, `num_tokens` each.
+            num_tokens: As in `run`.
+            arriving: Each wants one token, and comes when the one before it has got its own; no
+                more come once one of `prompts` has ended.
+            num_events_before: Events of every one of `prompts` before the first of `arriving`.
+
+        Returns:
+            The outcome of `prompts`, and the answers to those that arrived.
+        """
+        ...
+
+
+class EngineSystem:
+    """The bare engine as a library: no processes, no network, tokens in and out."""
+
+    name = "engine"
+
+    def __init__(self, model_dir: Path, dtype: str, num_threads: int) -> None:
+        self._llm = LLM(
+            model_dir, dtype=dtype, num_threads=num_threads, kv_memory_bytes=KV_MEMORY_BYTES
+        )
+        self._engine = self._llm.engine
+        self._ids = itertools.count()
+        self._open: dict[str, Answer] = {}
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of this model in this dtype."""
+        return self._engine.info.page_bytes
+
+    def run(self, prompts: Sequence[list[int]], num_tokens: int) -> Outcome:
+        started_s = time.perf_counter()
+        answers = self._submit(prompts, num_tokens)
+        while self._open:
+            self._turn(None)
+        return Outcome(time.perf_counter() - started_s, answers)
+
+    def run_with_arrivals(
+        self,
+        prompts: Sequence[list[int]],
+        num_tokens: int,
+        arriving: Sequence[list[int]],
+        num_events_before: int,
+    ) -> tuple[Outcome, list[Answer]]:
+        """See `Streaming`."""
+        started_s = time.perf_counter()
+        answers = self._submit(prompts, num_tokens)
+        while min(len(answer.event_times_s) for answer in answers) < num_events_before:
+            self._turn(None)
+        arrived: list[Answer] = []
+        for prompt in arriving:
+            if len(self._open) < len(prompts):
+                break
+            arrived += self._submit([prompt], 1)
+            while not arrived[-1].event_times_s:
+                self._turn(None)
+        while self._open:
+            self._turn(None)
+        return Outcome(time.perf_counter() - started_s, answers), arrived
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def _submit(self, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
+        """Queues prompts and runs one turn."""
+        stop = StopCriteria(max_tokens=num_tokens, ignore_eos=True)
+        submits = [
+            Submit(
+                session=0,
+                request_id=str(next(self._ids)),
+                attempt=1,
+                prompt=prompt,
+                sampling=GREEDY,
+                stop=stop,
+            )
+            for prompt in prompts
+        ]
+        sent_s = time.perf_counter()
+        answers = [Answer([], sent_s=sent_s) for _ in prompts]
+        self._open |= {s.request_id: a for s, a in zip(submits, answers, strict=True)}
+        self._turn(Inbox(submits=submits))
+        return answers
+
+    def _turn(self, inbox: Inbox | None) -> None:
+        outbox = self._engine.turn(inbox)
+        now_s = time.perf_counter()
+        for batch in outbox.sessions:
+            for failed in batch.failed:
+                self._open.pop(failed.request_id, None)
+                raise to_error(failed.failure)
+            for tokens in batch.tokens:
+                answer = self._open[tokens.request_id]
+                assert answer.token_ids is not None
+                answer.token_ids += tokens.ids
+                answer.event_times_s.append(now_s)
+            for finished in batch.finished:
+                del self._open[finished.request_id]
+
+
+class TransformersSystem:
+    """`generate` of transformers: a left-padded static batch."""
+
+    name = "transformers"
+
+    def __init__(self, model_dir: Path, dtype: str, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._model = load_transformers(model_dir, dtype)
+
+    def run(self, prompts: Sequence[list[int]], num_tokens: int) -> Outcome:
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        clock = _StepClock()
+        started_s = time.perf_counter()
+        with torch.inference_mode():
+            output = self._model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                logits_processor=LogitsProcessorList([clock]),
+            )
+        wall_s = time.perf_counter() - started_s
+        rows = output[:, width:].tolist()
+        answers = [Answer(row, None, started_s, list(clock.times_s)) for row in rows]
+        return Outcome(wall_s, answers)
+
+    def prompt(self, prompt: list[int]) -> Outcome:
+        """One forward over a prompt, and the token after it."""
+        started_s = time.perf_counter()
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([prompt]), logits_to_keep=1).logits
+            token = int(logits[0, -1].argmax())
+        ended_s = time.perf_counter()
+        return Outcome(ended_s - started_s, [Answer([token], None, started_s, [ended_s])])
+
+    def close(self) -> None:
+        del self._model
+
+
+class _StepClock(LogitsProcessor):
+    """Changes nothing; notes when each token of a batch is about to be chosen."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.times_s.append(time.perf_counter())
+        return scores
+
+
+def load_transformers(model_dir: Path, dtype: str) -> Any:
+    """The model in transformers; its `generate` goes on past end-of-sequence tokens."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model

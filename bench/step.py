@@ -1,0 +1,338 @@
+"""Host time of an engine step: everything but the model's arithmetic.
+
+The model is a fake whose forward returns at once, so what remains is the engine's own work: taking
+the inbox, scheduling, building the batch, drawing tokens, bookkeeping, the outbox and its encoding
+for the server process. Beside it, what the server process pays to read that and to write it to the
+gateway's Session.
+
+    python bench/step.py                        1, 16, 64 and 256 running requests
+    python bench/step.py --profile 64           where the time goes, by function
+    python bench/step.py --vocab 49152          with a real vocabulary to draw from
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import itertools
+import json
+import pstats
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from weft.common.worker.frames import HEADER, FromEngine, frame, parse_from_engine
+from weft.decode.convert import batch_to_proto
+from weft.engine.config import EngineConfig
+from weft.engine.constraints.constraints import Constraints
+from weft.engine.engine import Engine
+from weft.engine.intake import Intake
+from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.radix_cache import RadixCache
+from weft.engine.messages import EngineInfo, Inbox, Outbox, Submit
+from weft.engine.parts import EngineParts
+from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.runner.batch import ForwardBatch
+from weft.engine.runner.runner import ModelRunner
+from weft.engine.transfer.plane import DataPlane
+from weft.engine.transfer.window import DirectWindow
+
+PAGE_SIZE = 16
+MAX_CONTEXT_TOKENS = 8192
+DECODE_PROMPT_TOKENS = 64
+LONG_PROMPT_TOKENS = 1000
+NUM_WARMUP_STEPS = 40
+LAYOUT = PlaneLayout(layers=1, heads=1, dim=8, dtype="float32", page_size=PAGE_SIZE)
+
+
+class FakeModel:
+    """Answers at once with the same logits, and notes when it was asked."""
+
+    def __init__(self, vocab_size: int, max_rows: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._logits = torch.randn(max_rows, vocab_size, generator=generator)
+        self._hidden = torch.zeros(max_rows, 1)
+        self.config: Any = None
+        self.called_at_s = 0.0
+        self.returned_at_s = 0.0
+
+    def kv_layout(self, page_size: int) -> PlaneLayout:
+        """The shape of a page; nothing is ever written there."""
+        return LAYOUT
+
+    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+        """[L, 1] zeros."""
+        self.called_at_s = time.perf_counter()
+        hidden = self._hidden[: batch.logits_rows.shape[0]]
+        self.returned_at_s = time.perf_counter()
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[L, vocab]."""
+        logits = self._logits[: hidden.shape[0]]
+        self.returned_at_s = time.perf_counter()
+        return logits
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of each timed step at one number of running requests."""
+
+    num_running: int
+    before: list[float] = field(default_factory=list)
+    """Inbox, plan, batch."""
+    after: list[float] = field(default_factory=list)
+    """Drawing, bookkeeping, outbox."""
+    encode: list[float] = field(default_factory=list)
+    """The outbox as bytes for the server process."""
+
+    server: list[float] = field(default_factory=list)
+    """The server process: parsed, converted, serialised; not part of the step."""
+
+    def totals(self) -> list[float]:
+        """Whole steps."""
+        return [sum(parts) for parts in zip(self.before, self.after, self.encode, strict=True)]
+
+
+class Bench:
+    """An engine around a fake model.
+
+    Args:
+        max_running: requests that run at once.
+        vocab_size: length of a row of logits.
+        sampling: how each request draws.
+        num_threads: compute threads.
+        is_overlapped: a step begins before the one before it is committed.
+    """
+
+    def __init__(
+        self,
+        max_running: int,
+        vocab_size: int,
+        sampling: SamplingParams,
+        num_threads: int,
+        *,
+        is_overlapped: bool = False,
+    ) -> None:
+        torch.set_num_threads(num_threads)
+        self._vocab_size = vocab_size
+        self._sampling = sampling
+        self._rng = random.Random(1)
+        self._ids = itertools.count()
+        self.model = FakeModel(vocab_size, max_running)
+        config = EngineConfig(
+            model_dir=Path("fake"),
+            transport="data",
+            page_size=PAGE_SIZE,
+            max_running_requests=max_running,
+            max_step_tokens=max(512, max_running),
+            overlap="on" if is_overlapped else "off",
+        )
+        num_pages = 2 + max_running * (MAX_CONTEXT_TOKENS // 8 // PAGE_SIZE)
+        self.engine = Engine(config, self._parts(config, num_pages))
+
+    def close(self) -> None:
+        """Ends the engine's threads."""
+        self.engine.close()
+
+    def submit(self, num_prompt_tokens: int, max_tokens: int) -> Submit:
+        """A request with a prompt of its own."""
+        prompt = [self._rng.randrange(self._vocab_size) for _ in range(num_prompt_tokens)]
+        return Submit(
+            session=1,
+            request_id=f"request-{next(self._ids):08d}",
+            attempt=1,
+            prompt=prompt,
+            sampling=self._sampling,
+            stop=StopCriteria(max_tokens=max_tokens, ignore_eos=True),
+        )
+
+    def turn(self, inbox: Inbox | None, times: StepTimes | None) -> Outbox:
+        """One turn of the engine and the encoding of what it says."""
+        started_s = time.perf_counter()
+        outbox = self.engine.turn(inbox)
+        turned_s = time.perf_counter()
+        encoded = frame(FromEngine(outbox=outbox))
+        if times is not None:
+            times.encode.append(time.perf_counter() - turned_s)
+            times.server.append(serve(encoded))
+            times.before.append(self.model.called_at_s - started_s)
+            times.after.append(turned_s - self.model.returned_at_s)
+        return outbox
+
+    def decode(self, num_running: int, num_steps: int) -> StepTimes:
+        """Steps in which `num_running` requests get a token each."""
+        times = StepTimes(num_running)
+        # Lengths are spread, so that in each step a sixteenth of the requests takes a new page.
+        prompts = [DECODE_PROMPT_TOKENS + i % PAGE_SIZE for i in range(num_running)]
+        max_tokens = NUM_WARMUP_STEPS + num_steps + num_running  # Admission takes several steps.
+        inbox = Inbox(submits=[self.submit(length, max_tokens) for length in prompts])
+        self.turn(inbox, None)
+        while len(self.engine.scheduler.running) < num_running:
+            self.turn(None, None)
+        for step in range(NUM_WARMUP_STEPS + num_steps):
+            self.turn(None, times if step >= NUM_WARMUP_STEPS else None)
+        self._end_all()
+        return times
+
+    def prompt(self) -> float:
+        """Seconds for a prompt of LONG_PROMPT_TOKENS, from submit to its first token."""
+        inbox: Inbox | None = Inbox(submits=[self.submit(LONG_PROMPT_TOKENS, 1)])
+        started_s = time.perf_counter()
+        while not any(batch.finished for batch in self.turn(inbox, None).sessions):
+            inbox = None
+        took_s = time.perf_counter() - started_s
+        self.engine.memory.flush_cache()
+        return took_s
+
+    def _end_all(self) -> None:
+        self.turn_until_idle(Inbox(closed_sessions=[1]))
+        self.engine.memory.flush_cache()
+
+    def turn_until_idle(self, inbox: Inbox | None) -> None:
+        """Turns until nothing is left."""
+        while not (self.engine.is_idle and inbox is None):
+            self.engine.turn(inbox)
+            inbox = None
+
+    def _parts(self, config: EngineConfig, num_pages: int) -> EngineParts:
+        runner = ModelRunner(
+            self.model,
+            LAYOUT,
+            num_pages,
+            config.max_running_requests,
+            MAX_CONTEXT_TOKENS,
+            torch.device("cpu"),
+            max_step_tokens=config.max_step_tokens,
+        )
+        digest = bytes(32)
+        prefixes = RadixCache(PAGE_SIZE)
+        plane = DataPlane(config, DirectWindow(runner.pool_bytes), lambda: None)
+        info = EngineInfo(
+            epoch=1,
+            model_digest=digest,
+            dtype=LAYOUT.dtype,
+            vocab_size=self._vocab_size,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            num_pages=num_pages - 1,
+            page_size=PAGE_SIZE,
+            page_bytes=LAYOUT.page_bytes,
+            layers=LAYOUT.layers,
+            kv_heads=LAYOUT.heads,
+            head_dim=LAYOUT.dim,
+            transports=plane.transports,
+            transport_detail=plane.describe(),
+            versions={},
+            notices=[],
+            engine_pid=0,
+        )
+        return EngineParts(
+            runner=runner,
+            layout=LAYOUT,
+            memory=KvMemory(num_pages, prefixes),
+            prefixes=prefixes,
+            intake=Intake(config, LAYOUT, digest, self._vocab_size, (), MAX_CONTEXT_TOKENS),
+            constraints=Constraints(config, self._vocab_size, frozenset(), lambda: None),
+            plane=plane,
+            info=info,
+        )
+
+
+def serve(encoded: bytes) -> float:
+    """Seconds that a decode server needs from an outbox on the socket to bytes for its gateway."""
+    started_s = time.perf_counter()
+    outbox = parse_from_engine(encoded[HEADER.size :]).outbox
+    assert outbox is not None
+    for batch in outbox.sessions:
+        for event in batch_to_proto(batch, "decode-0", 0.0):
+            event.SerializeToString()
+    return time.perf_counter() - started_s
+
+
+def print_table(all_times: Sequence[StepTimes], prompt_s: Sequence[float], note: str) -> None:
+    """One row a number of running requests."""
+    table = Table(title="Host time of a step, microseconds (medians)", title_justify="left")
+    columns = ("running", "plan + batch", "draw + commit", "encode", "step", "least", "p90")
+    for column in (*columns, "a request", "server"):
+        table.add_column(column, justify="right")
+    for times in all_times:
+        totals = sorted(times.totals())
+        parts = [statistics.median(part) for part in (times.before, times.after, times.encode)]
+        whole = statistics.median(totals)
+        cells = [*parts, whole, totals[0], totals[len(totals) * 9 // 10]]
+        row = [f"{cell * 1e6:.0f}" for cell in cells]
+        row.append(f"{whole * 1e6 / times.num_running:.2f}")
+        table.add_row(str(times.num_running), *row, f"{statistics.median(times.server) * 1e6:.0f}")
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    console.print(
+        f"A prompt of {LONG_PROMPT_TOKENS} tokens, submit to first token: "
+        f"{statistics.median(prompt_s) * 1e6:.0f} us (least {min(prompt_s) * 1e6:.0f}). {note}",
+        highlight=False,
+    )
+
+
+def profile(bench: Bench, num_running: int, num_steps: int, num_lines: int) -> None:
+    """Prints the functions that take most of the time."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    bench.decode(num_running, num_steps)
+    profiler.disable()
+    pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(num_lines)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--running", default="1,16,64,256", help="numbers of running requests")
+    parser.add_argument("--steps", type=int, default=300, help="timed steps of each")
+    parser.add_argument("--vocab", type=int, default=1024, help="length of a row of logits")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads")
+    parser.add_argument("--overlap", action="store_true", help="as engines on a GPU run")
+    parser.add_argument("--profile", type=int, metavar="RUNNING", help="profile instead")
+    parser.add_argument("--lines", type=int, default=30, help="lines of the profile")
+    parser.add_argument("--json", type=Path, help="also write all times there")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    arguments = parse(argv)
+    counts = [int(text) for text in arguments.running.split(",")]
+    max_running = max([*counts, arguments.profile or 1])
+    sampling = SamplingParams(temperature=arguments.temperature)
+    bench = Bench(
+        max_running,
+        arguments.vocab,
+        sampling,
+        arguments.threads,
+        is_overlapped=arguments.overlap,
+    )
+    try:
+        if arguments.profile:
+            profile(bench, arguments.profile, arguments.steps, arguments.lines)
+            return 0
+        all_times = [bench.decode(count, arguments.steps) for count in counts]
+        prompt_s = [bench.prompt() for _ in range(10)]
+    finally:
+        bench.close()
+    note = f"{arguments.steps} steps each, vocabulary {arguments.vocab}, no arithmetic of a model."
+    print_table(all_times, prompt_s, note)
+    if arguments.json:
+        document = {"steps": [asdict(times) for times in all_times], "prompt_s": prompt_s}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

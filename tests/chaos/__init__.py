@@ -1,0 +1,1 @@
+"""A package, so that its mesh ends with its last test."""

@@ -1,0 +1,34 @@
+"""Seeded faults of all kinds under load: the invariants hold."""
+
+from __future__ import annotations
+
+import pytest
+from chaos_mesh import Chaos
+from weft.cli.chaos.report import as_json
+from weft.cli.chaos.run import ChaosPlan, run_on
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.needs("nixl"),
+    pytest.mark.timeout(900),
+]
+
+
+def plan(chaos: Chaos, num_faults: int) -> ChaosPlan:
+    return ChaosPlan(
+        seed=chaos.seed,
+        num_faults=num_faults,
+        minutes=None,
+        num_clients=4,
+        max_prompt_tokens=300,
+        max_new_tokens=48,
+        checks_hit_rate=False,
+    )
+
+
+async def test_twenty_faults_leave_every_invariant_whole(chaos: Chaos) -> None:
+    wanted = plan(chaos, 20)
+    result = await run_on(chaos.mesh, wanted, chaos.known, print)
+    assert result.num_happened >= 20
+    assert result.load.outcomes["ok"] > 0
+    assert not result.violations, as_json(wanted, result, "pytest")

@@ -1,0 +1,176 @@
+"""What tests need, and what a run may not do without.
+
+`WEFT_REQUIRE=cc,go,nixl` makes a run fail when one of these is missing, or when a test is skipped
+for its sake; otherwise tests that need it are skipped, and the summary says so. Mark tests
+`@pytest.mark.needs("go")`, or skip with a reason that begins `go: `; mark long ones
+`@pytest.mark.full`.
+"""
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+# Machines that run tests are slow at times: no case fails for its duration.
+hypothesis.settings.register_profile("weft", deadline=None)
+hypothesis.settings.load_profile("weft")
+
+# Before torch loads its OpenMP runtime: test processes share their cores, so threads must not spin.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# Before triton is imported: without a GPU its kernels run by the interpreter.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _missing_cc() -> str | None:
+    return None if shutil.which("cc") else "no C compiler `cc` on the PATH"
+
+
+def _missing_go() -> str | None:
+    beside_python = Path(sys.executable).parent / "go"
+    return None if shutil.which("go") or beside_python.exists() else "no `go` on the PATH"
+
+
+def _missing_nixl() -> str | None:
+    return None if importlib.util.find_spec("nixl") else "the package `nixl` is not installed"
+
+
+def _missing_cuda() -> str | None:
+    return None if shutil.which("nvidia-smi") else "no NVIDIA driver (`nvidia-smi`) on the PATH"
+
+
+def _missing_triton_interpreter() -> str | None:
+    if not importlib.util.find_spec("triton"):
+        return "the package `triton` is not installed"
+    is_on = os.environ.get("TRITON_INTERPRET") == "1"
+    return None if is_on else "Triton's kernels run on the GPU in this process (tests/gpu)"
+
+
+def _missing_kube_apiserver() -> str | None:
+    tools = ROOT / "k8s" / "tools" / "bin"
+    is_there = all((tools / name).exists() for name in ("kube-apiserver", "etcd"))
+    return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
+
+
+CAPABILITIES: dict[str, Callable[[], str | None]] = {
+    "cc": _missing_cc,
+    "cuda": _missing_cuda,
+    "go": _missing_go,
+    "kube-apiserver": _missing_kube_apiserver,
+    "nixl": _missing_nixl,
+    "triton-interpreter": _missing_triton_interpreter,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked `full` as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs(*names): needs one of " + ", ".join(CAPABILITIES))
+    config.addinivalue_line("markers", "full: long; runs with --full only")
+    required = _required()
+    if unknown := sorted(set(required) - CAPABILITIES.keys()):
+        raise pytest.UsageError(f"WEFT_REQUIRE names {unknown}; known: {', '.join(CAPABILITIES)}")
+    problems = [f"{name}: {why}" for name in required if (why := CAPABILITIES[name]())]
+    if problems:
+        raise pytest.UsageError("required by WEFT_REQUIRE, but missing: " + "; ".join(problems))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing = {name: why() for name, why in CAPABILITIES.items()}
+    for item in items:
+        if item.get_closest_marker("full") and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="long: runs with --full"))
+        for marker in item.iter_markers("needs"):
+            for name in marker.args:
+                if missing[name] is not None:
+                    item.add_marker(pytest.mark.skip(reason=f"{name}: {missing[name]}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`pytest -n 2` runs two turns at a time, and the tests of a turn one after the other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Turns(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _turn(nodeid.partition("::")[0])
+
+    return Turns(config, log)
+
+
+@functools.cache
+def _turn(file: str) -> str:
+    """A file's own, but one for all that start meshes or use NIXL.
+
+    They look at what is left on the machine, and they mostly wait, which leaves the cores to the
+    others.
+    """
+    starts_meshes = file.startswith(("tests/mesh/", "tests/chaos/"))
+    return "meshes" if starts_meshes or "nixl" in (ROOT / file).read_text() else file
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
+    """Turns skips for the sake of something required into failures."""
+    report = yield
+    reason = _skip_reason(report)
+    if report.skipped and reason.partition(":")[0] in _required():
+        report.outcome = "failed"
+        report.longrepr = f"skipped, though WEFT_REQUIRE asks for it: {reason}"
+    return report
+
+
+def _required() -> list[str]:
+    return [name for name in os.environ.get("WEFT_REQUIRE", "").split(",") if name]
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    ran: Counter[str] = Counter()
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            ran[_group(report.nodeid)] += 1
+    skipped: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        skipped[_skip_reason(report)] += 1
+    terminalreporter.section("what ran")
+    for name, why in CAPABILITIES.items():
+        terminalreporter.line(f"{name}: {why() or 'there'}")
+    for group, count in sorted(ran.items()):
+        terminalreporter.line(f"{group}: {count} ran")
+    for reason, count in sorted(skipped.items()):
+        terminalreporter.line(f"skipped {count}: {reason}")
+
+
+def _group(nodeid: str) -> str:
+    """tests/unit/test_x.py::test_y -> tests/unit."""
+    return nodeid.split("::", maxsplit=1)[0].rpartition("/")[0]
+
+
+@pytest.fixture(scope="session")
+def rest_binary() -> Path:
+    """The Go edge, built from the sources; skipped where Go is missing."""
+    if why := _missing_go():
+        pytest.skip(f"go: {why}")
+    command = [sys.executable, str(ROOT / "scripts" / "build_rest.py"), "--require"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return ROOT / "services" / "rest" / "bin" / "weft-rest"

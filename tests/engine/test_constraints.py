@@ -1,0 +1,319 @@
+"""Constrained output of a whole engine: every answer is of its grammar, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jsonschema
+import psutil
+import pytest
+from constrained import Desk, Outcome, schema
+from random_schemas import Schema, person, varied_schemas
+from threads import one_thread
+from tiny_models import EOS_TOKEN_ID, make_tiny
+from weft.engine.errors import InvalidRequest, WeftError
+from weft.engine.llm import LLM
+from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress, Submit
+from weft.engine.request import Constraint, StopCriteria
+
+pytestmark = pytest.mark.usefixtures("overlap")
+
+VOCAB = 517
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(
+        "llama",
+        tmp_path_factory.mktemp("tiny"),
+        seed=11,
+        tokenizer=True,
+        vocab_size=VOCAB,
+        num_hidden_layers=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def desk(model_dir: Path, overlap: None) -> Iterator[Desk]:
+    with (
+        one_thread(),
+        LLM(model_dir, dtype="float32", num_pages=4096, num_threads=1) as llm,
+    ):
+        yield Desk(llm.engine, model_dir)
+        sizes = llm.engine.sizes()
+        assert all(count == 0 for count in sizes.values()), sizes
+
+
+def prompt(length: int = 5) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+def compilers() -> list[psutil.Process]:
+    """Compiler processes of engines in this one."""
+    name = "weft.engine.constraints.compiler"
+    return [child for child in psutil.Process().children() if name in child.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("has_tokenizer", "is_early"), [(True, True), (False, True), (True, False)]
+)
+def test_the_compiler_starts_before_it_is_needed(
+    tmp_path: Path, has_tokenizer: bool, is_early: bool
+) -> None:
+    """A worker without constrained requests has none, until it hears that some may come."""
+    folder = make_tiny(
+        "llama", tmp_path / "tiny", seed=1, tokenizer=has_tokenizer, vocab_size=VOCAB
+    )
+    expects = Inbox(pings=[Ping(session=1, nonce=1, expects_constraints=True)])
+    before = len(compilers())
+    settings = {"num_pages": 64, "num_threads": 1, "early_compiler": is_early}
+    with LLM(folder, dtype="float32", **settings) as llm:
+        llm.engine.turn(Inbox(pings=[Ping(session=1, nonce=1)]))
+        assert len(compilers()) == before
+        for _ in range(2):
+            llm.engine.turn(expects)
+        deadline = time.monotonic() + 60
+        is_started = has_tokenizer and is_early
+        while len(compilers()) < before + is_started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(compilers()) == before + is_started
+        if has_tokenizer:
+            desk = Desk(llm.engine, folder)
+            outcome = desk.one(desk.submit(schema({"type": "null"}), prompt()))
+            assert outcome.reason == "stop"
+            (compiler,) = compilers()[before:]
+            # It has what it needs, and not a second copy of what only the engine does.
+            assert any("xgrammar" in mapped.path for mapped in compiler.memory_maps())
+            assert not any("torch" in mapped.path for mapped in compiler.memory_maps())
+    assert len(compilers()) == before
+
+
+def check(desk: Desk, outcome: Outcome | WeftError, schema_: Schema) -> None:
+    """It ended by itself, is JSON, and is valid."""
+    assert isinstance(outcome, Outcome), outcome
+    assert outcome.reason == "stop", (schema_, desk.text(outcome))
+    assert outcome.ids[-1] == EOS_TOKEN_ID
+    jsonschema.Draft202012Validator(schema_).validate(json.loads(desk.text(outcome)))
+
+
+def endings(desk: Desk) -> dict[int, float]:
+    """A bias to what closes JSON: a model that writes at random hardly ever finds the end."""
+    closing = {desk.tokenizer.token_to_id(symbol): 12.0 for symbol in '"}]'}
+    return {**closing, desk.tokenizer.token_to_id(","): 6.0, EOS_TOKEN_ID: 12.0}
+
+
+def follow(desk: Desk, schemas: Sequence[Schema], temperature: float) -> None:
+    """All in one batch with free requests; a few of them alone as well."""
+    bias = endings(desk)
+    submits = [
+        desk.submit(schema(s), prompt(), temperature=temperature, seed=i, logit_bias=bias)
+        for i, s in enumerate(schemas)
+    ]
+    limit = StopCriteria(max_tokens=60, ignore_eos=True)
+    free = [desk.submit(None, prompt(), temperature=temperature, stop=limit) for _ in range(6)]
+    together = desk.run(*submits, *free)
+    for outcome, given in zip(together, schemas, strict=False):
+        check(desk, outcome, given)
+
+    def again(submit: Submit) -> Outcome:
+        return desk.one(
+            desk.submit(
+                submit.sampling.constraint,
+                submit.prompt,
+                temperature=temperature,
+                seed=submit.sampling.seed,
+                stop=submit.stop,
+                logit_bias=submit.sampling.logit_bias,
+            )
+        )
+
+    for submit, outcome in zip([*submits, *free], together, strict=True):
+        if submit in free or submit in submits[:4]:
+            assert isinstance(outcome, Outcome)
+            assert again(submit).ids == outcome.ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_are_valid_under_their_schemas(desk: Desk, temperature: float) -> None:
+    follow(desk, varied_schemas(24), temperature)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_hundred_answers_are_valid_under_their_schemas(desk: Desk, temperature: float) -> None:
+    schemas = varied_schemas(200)
+    for begin in range(0, len(schemas), 50):
+        follow(desk, schemas[begin : begin + 50], temperature)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["[0-9]{3}-[a-f]{2,4}", r"(yes|no|maybe), [A-Z]\w{0,5}\.", "é+🎉?x", r"\d{1,3}(\.\d{1,3}){3}"],
+)
+def test_texts_match_the_whole_expression(desk: Desk, expression: str) -> None:
+    constraint = Constraint(kind="regex", text=expression)
+    submits = [desk.submit(constraint, prompt(), temperature=1.0, seed=seed) for seed in range(8)]
+    for outcome in desk.run(*submits):
+        assert isinstance(outcome, Outcome), outcome
+        assert outcome.reason == "stop"
+        assert re.fullmatch(expression, desk.text(outcome), re.ASCII), desk.text(outcome)
+
+
+def test_texts_are_one_of_the_choices(desk: Desk) -> None:
+    choices = ("yes", "no", 'say "hi"', "back\\slash", "line\none", "\x01f", "été 🎉", "[a-z]")
+    constraint = Constraint(kind="choice", choices=choices)
+    submits = [desk.submit(constraint, prompt(), temperature=1.0, seed=s) for s in range(24)]
+    found = {desk.text(o) if isinstance(o, Outcome) else str(o) for o in desk.run(*submits)}
+    assert found <= set(choices)
+    assert len(found) > 1
+
+
+def test_texts_follow_a_recursive_grammar(desk: Desk) -> None:
+    grammar = 'root ::= "(" (root | [ab]) ")"'
+    submits = [
+        desk.submit(Constraint(kind="ebnf", text=grammar), prompt(), temperature=1.0, seed=seed)
+        for seed in range(4)
+    ]
+    for outcome in desk.run(*submits):
+        assert isinstance(outcome, Outcome), outcome
+        text = desk.text(outcome)
+        depth = text.count("(")
+        assert re.fullmatch(r"\(+[ab]\)+", text)
+        assert text.count(")") == depth
+
+
+@pytest.mark.parametrize(
+    ("constraint", "told"),
+    [
+        (Constraint(kind="json_schema", text='{"type": '), "line 1, column 10"),
+        (Constraint(kind="json_schema", text="[]"), "not a JSON schema"),
+        (schema({"properties": {"a": {"type": "strin"}}}), "$.properties.a.type"),
+        (schema({"properties": {"a": {"$ref": "#/$defs/b"}}}), "$.properties.a.$ref"),
+        (schema({"type": "array", "uniqueItems": True}), "$.uniqueItems"),
+        (schema({"items": {"not": {"type": "null"}}}), "$.items.not"),
+        (schema({"anyOf": [{"type": "null"}, {"pattern": 'a"b'}]}), "$.anyOf[1].pattern"),
+        (schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "$.oneOf"),
+        (schema({"type": "object", "required": ["a"], "additionalProperties": False}), "'a'"),
+        (schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum"),
+        (Constraint(kind="regex", text="(a"), "position"),
+        (Constraint(kind="regex", text="a(?=b)"), "position"),
+        (Constraint(kind="ebnf", text='root ::= "a" b'), "line 1, column 14"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_its_place(
+    desk: Desk, constraint: Constraint, told: str
+) -> None:
+    (error,) = desk.run(desk.submit(constraint, prompt()))
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "constraint"
+    assert told in error.message
+    assert ".cc" not in error.message
+
+
+def test_a_constraint_ends_the_sample_whatever_the_stop_criteria_are(desk: Desk) -> None:
+    choice = Constraint(kind="choice", choices=("ab", "cd"))
+    for stop in (
+        StopCriteria(max_tokens=50, ignore_eos=True),
+        StopCriteria(max_tokens=50, min_tokens=20),
+        StopCriteria(max_tokens=50, min_tokens=20, ignore_eos=True, stop_token_ids=(7,)),
+    ):
+        outcome = desk.one(desk.submit(choice, prompt(), stop=stop))
+        assert (outcome.reason, desk.text(outcome)) in {("stop", "ab"), ("stop", "cd")}
+
+
+def test_min_tokens_keeps_a_grammar_from_ending_early(desk: Desk) -> None:
+    digits = Constraint(kind="regex", text="[0-9]+")
+    stop = StopCriteria(max_tokens=100, min_tokens=20)
+    bias = {EOS_TOKEN_ID: 30.0}
+    assert len(desk.one(desk.submit(digits, prompt(), logit_bias=bias)).ids) == 2
+    assert len(desk.one(desk.submit(digits, prompt(), logit_bias=bias, stop=stop)).ids) == 21
+
+
+def test_a_limit_cuts_a_constrained_sample(desk: Desk) -> None:
+    stop = StopCriteria(max_tokens=4)
+    constraint = Constraint(kind="regex", text="[a-z]{300}")
+    outcome = desk.one(desk.submit(constraint, prompt(), stop=stop))
+    assert outcome.reason == "length"
+    assert re.fullmatch("[a-z]{4,8}", desk.text(outcome))
+
+
+def test_stop_tokens_may_end_a_text_within_its_grammar(desk: Desk) -> None:
+    comma = desk.tokenizer.token_to_id(",")
+    constraint = Constraint(kind="regex", text="a{3},b{3}")
+    stop = StopCriteria(max_tokens=50, stop_token_ids=(comma,))
+    outcome = desk.one(desk.submit(constraint, prompt(), stop=stop))
+    assert (outcome.reason, desk.text(outcome)) == ("stop", "aaa,")
+
+
+def test_samples_of_one_prompt_follow_the_grammar_each_for_itself(desk: Desk) -> None:
+    submit = desk.submit(schema(person()), prompt(40), temperature=1.0, seed=9, n=4)
+    (samples,) = desk.run_all(submit)
+    assert isinstance(samples, list)
+    for sample in samples:
+        check(desk, sample, person())
+    assert len({tuple(sample.ids) for sample in samples}) > 1
+
+
+def test_log_probabilities_are_the_models_own(desk: Desk) -> None:
+    asked = prompt()
+    free = desk.one(desk.submit(None, asked, top_logprobs=3, stop=StopCriteria(max_tokens=1)))
+    choice = Constraint(kind="choice", choices=("ab", "cd"))
+    held = desk.one(desk.submit(choice, asked, top_logprobs=3))
+    # As without the constraint, though the most likely tokens may be forbidden.
+    assert held.logprobs[0].top == free.logprobs[0].top
+    assert all(entry.logprob < 0 for entry in held.logprobs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_resumed_sample_goes_on_in_its_grammar(desk: Desk, temperature: float) -> None:
+    constraint, asked = schema(person()), prompt()
+    whole = desk.one(desk.submit(constraint, asked, temperature=temperature, seed=3))
+    for cut in (1, len(whole.ids) // 2, len(whole.ids) - 1):
+        progress = [SampleProgress(sample=0, tokens=whole.ids[:cut])]
+        rest = desk.one(
+            desk.submit(constraint, asked, temperature=temperature, seed=3, progress=progress)
+        )
+        assert whole.ids[:cut] + rest.ids == whole.ids
+        assert rest.reason == "stop"
+
+
+def test_a_request_is_cancelled_while_its_grammar_is_compiled(desk: Desk) -> None:
+    submit = desk.submit(schema({"const": "never seen before"}), prompt())
+    cancel = Cancel(session=0, request_id=submit.request_id, attempt=1)
+    desk.engine.turn(Inbox(submits=[submit]))
+    outbox = desk.engine.turn(Inbox(cancels=[cancel]))
+    assert [event.reason for batch in outbox.sessions for event in batch.finished] == ["cancelled"]
+    desk.one(desk.submit(schema({"const": "never seen before"}), prompt()))
+
+
+def test_preempted_samples_go_on_in_their_grammars(model_dir: Path) -> None:
+    text = Constraint(kind="regex", text="([a-z]{9} [0-9]{4}\n){6}")
+    with (
+        one_thread(),
+        LLM(model_dir, dtype="float32", page_size=4, num_pages=60, num_threads=1) as llm,
+    ):
+        desk = Desk(llm.engine, model_dir)
+        submits = [desk.submit(text, prompt(), temperature=1.0, seed=seed) for seed in range(4)]
+        outcomes = desk.run(*submits)
+    assert sum(o.num_preemptions for o in outcomes if isinstance(o, Outcome)) > 0
+    for outcome in outcomes:
+        assert isinstance(outcome, Outcome), outcome
+        assert re.fullmatch("([a-z]{9} [0-9]{4}\n){6}", desk.text(outcome)), desk.text(outcome)
+
+
+def test_a_model_without_a_tokenizer_refuses_constraints(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "bare", num_hidden_layers=1)
+    with one_thread(), LLM(folder, dtype="float32", num_pages=64, num_threads=1) as llm:
+        llm.engine.turn(Inbox())
+        desk = Desk.__new__(Desk)
+        desk.engine = llm.engine
+        (error,) = desk.run(desk.submit(Constraint(kind="regex", text="a"), [5, 6]))
+    assert isinstance(error, InvalidRequest)
+    assert "tokenizer.json" in error.message

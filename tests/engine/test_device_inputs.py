@@ -1,0 +1,108 @@
+"""A step's inputs as a device gets them (here a CPU), whatever graph they are padded for."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from bare_request import bare_request
+from weft.engine.runner.batch import ForwardBatch
+from weft.engine.runner.device_inputs import DeviceInputs
+from weft.engine.runner.step import PageTable, StepArrays
+from weft.engine.scheduler.plan import Plan, PlanItem
+from weft.engine.scheduler.state import Request
+
+PAGE, MAX_PAGES, NUM_SLOTS, VOCAB = 4, 12, 6, 517
+
+
+class Bench:
+    """Requests at random positions, and what their slots drew last."""
+
+    def __init__(self) -> None:
+        self.table = PageTable(NUM_SLOTS, MAX_PAGES, keeps_changes=True)
+        self.last_tokens = torch.zeros(NUM_SLOTS + 1, dtype=torch.int64)
+        self.inputs = DeviceInputs(self.table, PAGE, NUM_SLOTS, self.last_tokens)
+        self.free_pages = random.sample(range(1, 5000), 2000)
+        self.requests = {slot: self.request(slot) for slot in range(NUM_SLOTS)}
+
+    def request(self, slot: int) -> Request:
+        """Another one in a slot."""
+        self.table.clear(slot)
+        length = random.randint(2, MAX_PAGES * PAGE - 8)
+        tokens = [random.randrange(3, VOCAB) for _ in range(length)]
+        request = bare_request(tokens, PAGE, bytes(32), slot=slot)
+        request.pages = [self.free_pages.pop() for _ in range(-(-(length + 8) // PAGE))]
+        return request
+
+    def plan(self, slots: list[int], num_decodes: int) -> tuple[Plan, list[int], list[int]]:
+        """A plan, and the tokens and positions that it brings."""
+        chosen = [self.requests[slot] for slot in slots]
+        starts = [len(request.tokens) + random.randint(0, 6) for request in chosen[:num_decodes]]
+        tokens = [int(self.last_tokens[slot]) for slot in slots[:num_decodes]]
+        positions = list(starts)
+        chunks = []
+        for request in chosen[num_decodes:]:
+            start = random.randrange(len(request.tokens))
+            end = random.randint(start + 1, len(request.tokens))
+            chunks.append(PlanItem(request, start, end - start, random.random() < 0.7))
+            tokens += request.tokens[start:end]
+            positions += range(start, end)
+        columns = (np.array(column, np.int64) for column in (slots[:num_decodes], starts))
+        return Plan(chosen[:num_decodes], *columns, chunks), tokens, positions
+
+
+def check(bench: Bench, plan: Plan, batch: ForwardBatch, tokens: list[int], at: list[int]) -> None:
+    """The batch says what the plan says, and nothing more but padding."""
+    items = list(plan)
+    assert batch.token_ids[: len(tokens)].tolist() == tokens
+    assert batch.positions[: len(at)].tolist() == at
+    ends = np.cumsum([item.num_tokens for item in items])
+    assert batch.cu_q_lens[: len(items) + 1].tolist() == [0, *ends]
+    assert bool((batch.cu_q_lens[len(items) + 1 :] >= ends[-1]).all())
+    rows = [row - 1 for row, item in zip(ends, items, strict=True) if item.samples]
+    assert batch.logits_rows[: len(rows)].tolist() == rows
+    drawing = [item.request.slot for item in items if item.samples]
+    assert bench.inputs.drawing_slots.tolist() == drawing
+    at_slot = iter(batch.slots.tolist())
+    for index, (request, start, count, _) in enumerate(items):
+        assert batch.kv_lens[index] == start + count
+        num_pages = -(-(start + count) // PAGE)
+        assert batch.page_table[index, :num_pages].tolist() == request.pages[:num_pages]
+        for position in range(start, start + count):
+            page = request.pages[position // PAGE]
+            assert next(at_slot) == page * PAGE + position % PAGE
+    assert all(slot < PAGE for slot in at_slot), "rows of no request write to the null page"
+
+
+@pytest.mark.parametrize("kind", ["eager", "decode", "ragged"])
+def test_a_device_gets_what_was_planned(kind: str) -> None:
+    bench = Bench()
+    most = NUM_SLOTS * MAX_PAGES * PAGE
+    if kind == "ragged":
+        bench.inputs.ragged_batch(most, NUM_SLOTS)  # The largest comes first.
+    for _ in range(60):
+        bench.last_tokens[:NUM_SLOTS] = torch.randint(3, VOCAB, (NUM_SLOTS,))
+        count = random.randint(1, NUM_SLOTS)
+        slots = random.sample(range(NUM_SLOTS), count)
+        num_decodes = count if kind == "decode" else random.randint(0, count)
+        plan, tokens, positions = bench.plan(slots, num_decodes)
+        arrays = StepArrays.of_plan(plan, bench.table, PAGE)
+        last = [int(end) for end in np.cumsum([item.num_tokens for item in plan])]
+        wanted = [item.start + item.num_tokens for item in plan if item.samples]
+        assert arrays.drawing_positions.tolist() == wanted
+        assert arrays.is_decode == (last == list(range(1, count + 1)) and len(wanted) == count)
+        if kind == "decode":
+            rows = random.randint(count, NUM_SLOTS)
+            bench.inputs.send_decode(arrays, rows)
+            batch = bench.inputs.decode_batch(rows)
+        elif kind == "ragged":
+            rows, requests = random.randint(last[-1], most), random.randint(count, NUM_SLOTS)
+            bench.inputs.send_ragged(arrays, rows, requests)
+            batch = bench.inputs.ragged_batch(rows, requests)
+        else:
+            batch = bench.inputs.batch(arrays)
+        check(bench, plan, batch, tokens, positions)
+        replaced = random.choice(list(bench.requests))
+        bench.requests[replaced] = bench.request(replaced)

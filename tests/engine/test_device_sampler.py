@@ -1,0 +1,106 @@
+"""The engine's sampler with parameters in device memory (Triton's interpreter), beside the host's.
+
+Both see the same logits, slots that change hands, masks that change and tokens that count.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.sampling import Sampler, SampleRow, device_check
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+VOCAB = 150
+NUM_SLOTS = 3
+
+
+def random_row(rng: np.random.Generator) -> SampleRow:
+    bias = {int(i): float(rng.normal(0, 4)) for i in rng.integers(VOCAB, size=3)}
+    params = SamplingParams(
+        temperature=float(rng.choice([0.0, 0.7, 1.5])),
+        top_k=int(rng.choice([0, 5, 40])),
+        top_p=float(rng.choice([1.0, 0.9])),
+        min_p=float(rng.choice([0.0, 0.05])),
+        repetition_penalty=float(rng.choice([1.0, 1.4])),
+        presence_penalty=float(rng.choice([0.0, 0.7])),
+        frequency_penalty=float(rng.choice([0.0, 0.9])),
+        logit_bias=bias if rng.random() < 0.5 else {},
+    )
+    return SampleRow(
+        params=params,
+        stop=StopCriteria(
+            min_tokens=int(rng.integers(0, 5)), stop_token_ids=tuple(range(int(rng.integers(60))))
+        ),
+        seed=int(rng.integers(2**64, dtype=np.uint64)),
+        eos_token_ids=(1, 2),
+        top_logprobs=int(rng.integers(4)) if rng.random() < 0.5 else None,
+    )
+
+
+def random_mask(rng: np.random.Generator) -> np.ndarray:
+    words = rng.integers(2**32, size=-(-VOCAB // 32), dtype=np.uint32)
+    words[-1] &= np.uint32((1 << VOCAB % 32) - 1)
+    words[0] |= np.uint32(1)
+    return words
+
+
+def test_both_samplers_draw_and_report_the_same() -> None:
+    rng = np.random.default_rng()
+    host = Sampler(VOCAB, NUM_SLOTS)
+    device = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"))
+    lengths: dict[int, int] = {}
+    for step in range(8):
+        for slot in range(NUM_SLOTS):
+            if slot in lengths and rng.random() < 0.3:
+                del lengths[slot]
+                host.remove(slot)
+                device.remove(slot)
+            if slot not in lengths:
+                row = random_row(rng)
+                prompt, output = (rng.integers(VOCAB, size=n).tolist() for n in (9, 4))
+                output = output if rng.random() < 0.5 else []
+                host.add(slot, row, prompt, output)
+                device.add(slot, row, prompt, output)
+                lengths[slot] = len(prompt) + len(output)
+            if rng.random() < 0.3:
+                mask = random_mask(rng) if rng.random() < 0.7 else None
+                host.set_mask(slot, mask)
+                device.set_mask(slot, mask)
+        slots = rng.permutation(NUM_SLOTS)[: int(rng.integers(1, NUM_SLOTS + 1))]
+        positions = np.array([lengths[slot] for slot in slots.tolist()])
+        logits = torch.from_numpy(rng.normal(0, 3, (len(slots), VOCAB)).astype(np.float32))
+        before = logits.clone()
+        expected = host.sample(logits, slots, positions)
+        output_of = device.sample(logits, slots, positions)
+        assert torch.equal(logits, before)
+        assert output_of.token_ids.tolist() == expected.token_ids.tolist(), step
+        assert output_of.errors.keys() == expected.errors.keys()
+        for ours, theirs in zip(output_of.logprobs, expected.logprobs, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None and theirs is not None:
+                assert ours.token_id == theirs.token_id
+                assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-9)
+                assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
+                assert [p for _, p in ours.top] == pytest.approx([p for _, p in theirs.top])
+        for slot in slots.tolist():
+            lengths[slot] += 1
+
+
+def test_the_trial_at_start_finds_a_sampler_that_draws_other_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(device_check, "_ROWS_A_TRIAL", 1)
+    assert device_check.device_sampler_fault(VOCAB, cpu) is None
+    draw_rows = device_check.draw_rows
+    monkeypatch.setattr(
+        device_check, "draw_rows", lambda *args: (draw_rows(*args) + 1) % (VOCAB - 1)
+    )
+    fault = device_check.device_sampler_fault(VOCAB, cpu)
+    assert fault is not None
+    assert "tokens of a trial differ" in fault
+    monkeypatch.setattr(device_check, "draw_rows", lambda *_: 1 / 0)
+    assert "ZeroDivisionError" in str(device_check.device_sampler_fault(VOCAB, cpu))

@@ -1,0 +1,127 @@
+"""Sampling by a whole engine: the exact distribution, and the same text wherever a request runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from threads import one_thread
+from tiny_models import make_tiny
+from transformers import AutoModelForCausalLM
+from weft.engine.llm import LLM, Sample
+from weft.engine.messages import Inbox, Submit
+from weft.engine.request import SamplingParams, StopCriteria
+
+pytestmark = pytest.mark.usefixtures("overlap")
+
+VOCAB = 40
+NUM_SEEDS = 10_000
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    return make_tiny("llama", folder, seed=7, vocab_size=VOCAB, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path, overlap: None) -> Iterator[LLM]:
+    with (
+        one_thread(),
+        LLM(
+            model_dir,
+            dtype="float32",
+            page_size=8,
+            num_pages=2048,
+            num_threads=1,
+            max_running_requests=256,
+            max_waiting_requests=2 * NUM_SEEDS,
+        ) as engine,
+    ):
+        yield engine
+
+
+def draw(llm: LLM, prompt: Sequence[int], seeds: Sequence[int], temperature: float) -> list[int]:
+    """The first token that each seed gives, all requests in the engine at once."""
+    submits = [
+        Submit(
+            session=0,
+            request_id=f"seed-{seed}",
+            attempt=1,
+            prompt=list(prompt),
+            sampling=SamplingParams(temperature=temperature, seed=seed),
+            stop=StopCriteria(max_tokens=1),
+        )
+        for seed in seeds
+    ]
+    drawn: dict[str, int] = {}
+    inbox: Inbox | None = Inbox(submits=submits)
+    while len(drawn) < len(seeds):
+        for batch in llm.engine.turn(inbox).sessions:
+            assert not batch.failed
+            drawn |= {tokens.request_id: tokens.ids[0] for tokens in batch.tokens}
+        inbox = None
+    return [drawn[submit.request_id] for submit in submits]
+
+
+def chi_square_bound(degrees: int) -> float:
+    """Upper 10^-6 quantile (Wilson and Hilferty 1931)."""
+    part = 2 / (9 * degrees)
+    return degrees * (1 - part + 4.753 * part**0.5) ** 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_ten_thousand_seeds_fit_the_exact_softmax(
+    llm: LLM, model_dir: Path, temperature: float
+) -> None:
+    prompt = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+    expected = NUM_SEEDS * torch.softmax(logits / temperature, 0).numpy()
+    counts = np.bincount(draw(llm, prompt, range(NUM_SEEDS), temperature), minlength=VOCAB)
+    # Rare tokens count as one, so that chi-square holds.
+    rare = expected < 10
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counts = np.append(counts[~rare], counts[rare].sum())
+    if expected[-1] == 0:
+        expected, counts = expected[:-1], counts[:-1]
+    assert len(expected) > 8, "the distribution is too narrow to show anything"
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    assert statistic < chi_square_bound(len(expected) - 1), (counts, expected)
+
+
+def sampled(
+    llm: LLM, prompts: Sequence[Sequence[int]], seed: int, n: int = 1
+) -> list[list[Sample]]:
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=seed, n=n)
+    return llm.generate_all(prompts, params, StopCriteria(max_tokens=24, ignore_eos=True))
+
+
+def random_prompt(length: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(llm: LLM) -> None:
+    seed = random.randrange(2**64)
+    prompts = [random_prompt(random.randrange(1, 60)) for _ in range(12)]
+    alone = [sampled(llm, [prompt], seed)[0][0].token_ids for prompt in prompts]
+    together = [group[0].token_ids for group in sampled(llm, prompts, seed)]
+    assert together == alone
+    others = [group[0].token_ids for group in sampled(llm, prompts, seed ^ 1)]
+    assert all(one != other for one, other in zip(together, others, strict=True))
+
+
+def test_samples_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
+    seed, prompt = random.randrange(2**64), random_prompt(21)
+    (samples,) = sampled(llm, [prompt], seed, n=16)
+    texts = [tuple(sample.token_ids) for sample in samples]
+    assert len(set(texts)) == len(texts)
+    ((first,),) = sampled(llm, [prompt], seed)
+    assert tuple(first.token_ids) == texts[0]
+    repeated = sampled(llm, [random_prompt(40), prompt], seed, n=16)[1]
+    assert [tuple(sample.token_ids) for sample in repeated] == texts

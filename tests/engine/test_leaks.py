@@ -1,0 +1,203 @@
+"""After thousands of random ends nothing is left: no page, slot, lease, fill, group or promise."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_pair import WAYS, EnginePair, ManualClock, make_engine, num_quarantined
+from engine_storm import Storm, Text
+from threads import one_thread
+from tiny_models import make_tiny
+from weft.engine import faults
+from weft.engine.engine import Engine
+from weft.engine.faults import FaultSpec
+from weft.engine.request import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("overlap")
+
+PAGE = 8
+VOCAB = 517
+MAX_SAMPLES = 4
+NUM_NEW = 14
+NUM_REQUESTS = 1500
+MAX_OPEN = 24
+STAGING_PAGES = 20
+"""Fewer than what is under way at times."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(
+        "llama",
+        tmp_path_factory.mktemp("tiny"),
+        seed=random.randrange(2**31),
+        vocab_size=VOCAB,
+        num_hidden_layers=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def texts(model_dir: Path) -> list[Text]:
+    """Prompts that share prefixes, and what a quiet engine of its own makes of them."""
+    stems = [[random.randrange(3, VOCAB) for _ in range(12 * PAGE)] for _ in range(3)]
+    clock = ManualClock()
+    pair = EnginePair(make_engine(model_dir, "decode", clock), [], clock)
+    made = []
+    for number in range(24):
+        stem = random.choice(stems)[: random.randint(0, 12 * PAGE)]
+        prompt = stem + [random.randrange(3, VOCAB) for _ in range(random.randint(1, 3 * PAGE))]
+        temperature = 0.0 if number % 2 else 1.0
+        sampling = SamplingParams(temperature=temperature, seed=number, n=MAX_SAMPLES)
+        request_id = pair.submit(prompt, NUM_NEW, sampling=sampling)
+        pair.finish(request_id, samples=MAX_SAMPLES)
+        answer = pair.answers[request_id].tokens
+        samples = tuple(tuple(answer[i]) for i in range(MAX_SAMPLES))
+        made.append(Text(tuple(prompt), sampling, samples))
+    pair.close()
+    return made
+
+
+def page_bytes(model_dir: Path) -> int:
+    """Of a page of that model's pool, in float32."""
+    config = json.loads((model_dir / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * 4 * heads * dim * PAGE * int(config["num_hidden_layers"])
+
+
+def check_empty(engine: Engine) -> None:
+    """Nothing is held any more, in any place."""
+    assert engine.is_idle
+    engine.memory.check_integrity()
+    counts = engine.memory.counts()
+    assert counts.free + counts.cached == counts.total, counts
+    assert (num_quarantined(engine), engine.memory.num_promised_pages) == (0, 0)
+    staging = engine.staging_counts()
+    assert staging is None or staging.free == staging.total, staging
+    left = {name: size for name, size in engine.sizes().items() if size}
+    assert not left, left
+    for tier in engine.tiers.report() if engine.tiers is not None else ():
+        assert tier.free_pages + tier.cached_pages == tier.total_pages, tier
+
+
+@pytest.fixture(params=[*WAYS, pytest.param({"tiers": True}, id="tiers")])
+def storm(
+    model_dir: Path, texts: list[Text], request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Storm]:
+    clock = ManualClock()
+    shared: dict[str, Any] = {"max_running_requests": 8, "prefill_chunk_tokens": 16}
+    shared |= request.param
+    if "force_staging" in shared:
+        shared["staging_bytes"] = STAGING_PAGES * page_bytes(model_dir)
+    # Few pages wait for puts behind a small staging area: the pool is short of them all the same.
+    num_pages = 44 if "force_staging" in shared else 64
+    if shared.pop("tiers", False):
+        shared |= {"host_cache_bytes": 200 << 10, "disk_cache_dir": tmp_path}
+        shared |= {"disk_cache_bytes": 300 << 10, "load_back_threshold": 0}
+        for point in (faults.TIER_HOST, faults.TIER_DISK_READ):
+            point.arm(FaultSpec(point=point.name, kind="corrupt", count=0, probability=0.02))
+    owner = make_engine(model_dir, "decode", clock, num_pages=num_pages, has_store=True, **shared)
+    fillers = [
+        make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
+        for name in ("p0", "p1")
+    ]
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    storm = Storm(owner, fillers, clock, texts, random.Random(seed))
+    yield storm
+    storm.close()
+    faults.TIER_HOST.clear()
+    faults.TIER_DISK_READ.clear()
+
+
+def test_random_ends_and_faults_leave_nothing(storm: Storm) -> None:
+    while len(storm.sent) < NUM_REQUESTS:
+        for _ in range(storm.rng.randint(0, 2)):
+            if storm.num_open < MAX_OPEN:
+                storm.submit_any()
+        storm.turn()
+    storm.is_calm = True
+    storm.paused.clear()
+    storm.clock.offset_s += 30  # whatever still waits for a lost message is noticed
+    storm.run(lambda: not storm.num_open, timeout_s=60)
+    for _ in range(5):
+        storm.clock.offset_s += 2  # lost answers are asked for again
+        storm.run_some(300)
+    storm.settle()
+    for sent in storm.sent:
+        sent.check()
+    engines = (storm.owner, *storm.fillers.values())
+    for engine in engines:
+        check_empty(engine)
+    reports = [report for e in engines if e.tiers is not None for report in e.tiers.report()]
+    for name in ("loaded_pages", "corrupt_pages"):
+        assert not reports or sum(report.counters[name] for report in reports)
+    counters = storm.owner.counters()
+    print(storm.faults, counters)
+    assert storm.num_preempted
+    assert counters["fills_done"]
+    assert counters["fills_failed"]
+    assert counters["digest_mismatches"]
+    assert counters["store_put_pages"]
+    reasons = {reason for sent in storm.sent for told in sent.reasons.values() for reason in told}
+    assert reasons == {"length", "cancelled"}
+
+
+@pytest.mark.parametrize("staging_pages", [0, 10, 41])
+@pytest.mark.parametrize("pause", ["short", "past its lease", "until all is over"])
+def test_a_starved_pool_neither_deadlocks_nor_loses(
+    model_dir: Path, texts: list[Text], pause: str, staging_pages: int
+) -> None:
+    """40 pages, 16 prompts of four samples each that need far more, and a filler that stands."""
+    clock = ManualClock()
+    staged = {
+        "force_staging": staging_pages > 0,
+        "staging_bytes": staging_pages * page_bytes(model_dir) or None,
+    }
+    owner = make_engine(model_dir, "decode", clock, num_pages=41, **staged)
+    filler = make_engine(model_dir, "prefill", clock, **staged)
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        chosen = sorted(texts, key=lambda text: -len(text.prompt))[:16]
+        needed = [-(-(len(text.prompt) + NUM_NEW) // PAGE) for text in chosen]
+        assert sum(needed) > 2 * 40
+        pair.paused.add("prefill")
+        ids = [pair.submit(text.prompt, NUM_NEW, sampling=text.sampling) for text in chosen]
+
+        def pass_time() -> None:
+            clock.offset_s += 0.02
+            pair.turn()
+
+        for _ in range(50 if pause == "short" else 1000):
+            pass_time()
+        assert pair.owner.counters()["fills_started"]
+        assert bool(num_quarantined(owner)) == (pause != "short")
+        if pause != "until all is over":
+            pair.paused.clear()
+        deadline = time.monotonic() + 60
+        while any(len(pair.answers[i].finished) < MAX_SAMPLES for i in ids):
+            assert time.monotonic() < deadline, owner.snapshot(16)
+            pass_time()
+        for request_id, text in zip(ids, chosen, strict=True):
+            tokens = pair.answers[request_id].tokens
+            assert [tuple(tokens[i]) for i in range(MAX_SAMPLES)] == list(text.samples)
+        assert owner.scheduler.num_preemptions
+        pair.paused.clear()
+        clock.offset_s += 30
+        pair.settle()
+        check_empty(owner)
+        check_empty(filler)
+    finally:
+        pair.close()

@@ -1,0 +1,249 @@
+"""Steps behind steps: a device as late as can be, a host that stalls, and no token changes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_pair import EnginePair, ManualClock, make_engine
+from engine_storm import Storm, Text
+from late_device import LateDevice
+from threads import one_thread
+from tiny_models import make_tiny
+from transformers import AutoModelForCausalLM
+from weft.engine.engine import Engine
+from weft.engine.llm import LLM
+from weft.engine.request import SamplingParams, StopCriteria
+
+PAGE = 8
+VOCAB = 517
+MAX_SAMPLES = 4
+NUM_NEW = 14
+NUM_REQUESTS = 600
+MAX_OPEN = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    seed = random.randrange(2**31)
+    return make_tiny("llama", path, seed=seed, vocab_size=VOCAB, num_hidden_layers=1)
+
+
+def random_prompt(length: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+def texts_of(model_dir: Path, number: int) -> list[Text]:
+    """Prompts that share prefixes, and what an engine that does one step at a time makes of them;
+    the greedy ones are what transformers makes of them."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    stems = [random_prompt(12 * PAGE) for _ in range(3)]
+    clock = ManualClock()
+    pair = EnginePair(make_engine(model_dir, "decode", clock, overlap="off"), [], clock)
+    made = []
+    for index in range(number):
+        stem = random.choice(stems)[: random.randint(0, 12 * PAGE)]
+        prompt = stem + random_prompt(random.randint(1, 3 * PAGE))
+        temperature = 0.0 if index % 2 else 1.0
+        sampling = SamplingParams(temperature=temperature, seed=index, n=MAX_SAMPLES)
+        request_id = pair.submit(prompt, NUM_NEW, sampling=sampling)
+        pair.finish(request_id, samples=MAX_SAMPLES)
+        answer = pair.answers[request_id].tokens
+        made.append(Text(tuple(prompt), sampling, tuple(tuple(answer[i]) for i in range(4))))
+        if temperature == 0.0:
+            assert list(made[-1].samples[0]) == greedy(model, prompt)
+    pair.close()
+    return made
+
+
+@torch.inference_mode()
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(NUM_NEW):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def texts(model_dir: Path) -> list[Text]:
+    return texts_of(model_dir, 20)
+
+
+def check_empty(engine: Engine) -> None:
+    assert engine.is_idle
+    engine.memory.check_integrity()
+    counts = engine.memory.counts()
+    assert counts.free + counts.cached == counts.total, counts
+    assert (counts.quarantined, engine.memory.num_promised_pages) == (0, 0)
+    left = {name: size for name, size in engine.sizes().items() if size}
+    assert not left, left
+
+
+@pytest.mark.parametrize("is_staged", [False, True], ids=["direct", "staged"])
+def test_freed_pages_are_not_touched_however_late_the_device_is(
+    model_dir: Path, texts: list[Text], is_staged: bool
+) -> None:
+    """Random ends, cancels, pre-emptions and faults; owner and fillers on late devices."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    clock = ManualClock()
+    shared = {
+        "max_running_requests": 8,
+        "prefill_chunk_tokens": 16,
+        "overlap": "on",
+        "force_staging": is_staged,
+    }
+    owner = make_engine(
+        model_dir, "decode", clock, num_pages=64, has_store=True, host_cache_bytes=1 << 20, **shared
+    )
+    fillers = [
+        make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
+        for name in ("p0", "p1")
+    ]
+    devices = [LateDevice(engine, rng) for engine in (owner, *fillers)]
+    storm = Storm(owner, fillers, clock, texts, rng)
+    try:
+        while len(storm.sent) < NUM_REQUESTS:
+            for _ in range(rng.randint(0, 2)):
+                if storm.num_open < MAX_OPEN:
+                    storm.submit_any()
+            storm.turn()
+        storm.is_calm = True
+        storm.paused.clear()
+        clock.offset_s += 30  # whatever still waits for a lost message is noticed
+        storm.run(lambda: not storm.num_open, timeout_s=60)
+        for _ in range(5):
+            clock.offset_s += 2  # lost answers are asked for again
+            storm.run_some(300)
+        storm.settle()
+        for device in devices:
+            device.work()
+            assert device.most_queued > 2
+        for sent in storm.sent:
+            sent.check()
+        for engine in (owner, *fillers):
+            check_empty(engine)
+        assert storm.num_preempted
+        assert owner.counters()["fills_done"]
+        assert owner.counters()["partial_page_hits"]
+    finally:
+        storm.close()
+
+
+def test_a_page_to_be_copied_stays_until_the_device_has_copied_it(model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    clock = ManualClock()
+    engine = make_engine(model_dir, "decode", clock, overlap="on")
+    pair = EnginePair(engine, [], clock)
+    try:
+        LateDevice(engine, random.Random(0), early_chance=0.0)
+        stem = random_prompt(3 * PAGE)
+        pair.finish(pair.submit(stem, 4))
+        prompt = stem[: 2 * PAGE + 3] + random_prompt(5)
+        request_id = pair.submit(prompt, NUM_NEW)
+        while not pair.answers[request_id].finished:
+            pair.turn()
+            pair.send(flush_cache=[1])
+        assert pair.answers[request_id].tokens[0] == greedy(model, prompt)
+        assert engine.counters()["partial_page_hits"] == 1
+        pair.settle()
+    finally:
+        pair.close()
+
+
+def test_stop_tokens_end_texts_where_they_would_without_overlap(model_dir: Path) -> None:
+    prompts = [random_prompt(random.randint(1, 5 * PAGE)) for _ in range(12)]
+    free = StopCriteria(max_tokens=40, ignore_eos=True)
+    seeded = SamplingParams(temperature=1.0, seed=3)
+    settings = {"dtype": "float32", "page_size": PAGE, "poison_free_pages": True}
+    with LLM(model_dir, **settings, num_pages=400, overlap="off") as llm:
+        whole = [sample.token_ids for sample in llm.generate(prompts, seeded, free)]
+    stops = tuple({token for text in whole for token in text[5:30:6]})
+    stop = StopCriteria(max_tokens=40, ignore_eos=True, stop_token_ids=stops)
+    with LLM(model_dir, **settings, num_pages=60, max_running_requests=5, overlap="on") as llm:
+        samples = llm.generate(prompts, seeded, stop)
+        counters = llm.engine.counters()
+    for sample, text in zip(samples, whole, strict=True):
+        end = next((i + 1 for i, token in enumerate(text) if token in stops), 40)
+        assert sample.token_ids == text[:end]
+        assert sample.finish_reason == ("stop" if text[end - 1] in stops else "length")
+    assert counters["surplus_tokens"] > 0
+    assert counters["generated_tokens"] == sum(len(sample.token_ids) for sample in samples)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["in time", "late"])
+def test_a_host_that_stalls_changes_no_token(
+    model_dir: Path, texts: list[Text], monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    rng = random.Random(random.randrange(2**32))
+    clock = ManualClock()
+    engine = make_engine(model_dir, "decode", clock, num_pages=64, overlap="on")
+    pair = EnginePair(engine, [], clock)
+
+    def stalling(owner: object, name: str) -> None:
+        method = getattr(owner, name)
+
+        def stalled(*args: object, **kwargs: object) -> object:
+            if rng.random() < 0.2:
+                time.sleep(0.005)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, stalled)
+
+    try:
+        if is_late:
+            LateDevice(engine, rng)
+        for owner, name in (
+            (engine.scheduler, "plan"),
+            (engine.scheduler, "commit"),
+            (engine._drawing, "prepare"),
+            (engine._runner, "forward"),
+            (engine, "step_done"),
+        ):
+            stalling(owner, name)
+        ids = [pair.submit(t.prompt, NUM_NEW, sampling=t.sampling) for t in texts]
+        pair.finish(*ids, samples=MAX_SAMPLES)
+        for request_id, text in zip(ids, texts, strict=True):
+            tokens = pair.answers[request_id].tokens
+            assert [tuple(tokens[i]) for i in range(MAX_SAMPLES)] == list(text.samples)
+        pair.settle()
+    finally:
+        pair.close()
+
+
+def test_a_failed_step_ends_its_requests_and_nothing_else(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(model_dir, dtype="float32", page_size=PAGE, num_pages=64, overlap="on") as llm:
+        stop = StopCriteria(max_tokens=20, ignore_eos=True)
+        prompts = [random_prompt(20) for _ in range(3)]
+        expected = [sample.token_ids for sample in llm.generate(prompts, stop=stop)]
+        runner, num_calls = llm.engine._runner, 0
+        forward = runner.forward
+
+        def failing(*args: object) -> object:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 8:
+                raise RuntimeError("a kernel could not be launched")
+            return forward(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(runner, "forward", failing)
+        with pytest.raises(Exception, match="a step failed: RuntimeError"):
+            llm.generate(prompts, stop=stop)
+        assert [sample.token_ids for sample in llm.generate(prompts, stop=stop)] == expected
+        while llm.engine.has_work:
+            llm.engine.turn()
+        check_empty(llm.engine)

@@ -1,0 +1,102 @@
+"""Padded steps against the same steps without padding."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_tiny
+from weft.engine.models.loader import load_model
+from weft.engine.runner.batch import ForwardBatch
+from weft.engine.runner.graphs import (
+    MAX_RAGGED_TOKENS,
+    Bucket,
+    decode_buckets,
+    ragged_buckets,
+)
+from weft.engine.runner.ragged_columns import RaggedColumns
+from weft.engine.runner.step import StepArrays
+from weft.kernels import cpu
+
+PAGE_SIZE, PAGES_EACH = 4, 10
+VOCAB = 517
+
+
+def make_arrays(table: np.ndarray, q_lens: list[int], kv_lens: list[int]) -> StepArrays:
+    """A step of random tokens; request r has row r of `table`."""
+    starts = np.array(kv_lens) - q_lens
+    positions = np.concatenate([np.arange(b, e) for b, e in zip(starts, kv_lens, strict=True)])
+    owner = np.repeat(np.arange(len(q_lens)), q_lens)
+    slots = table[owner, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE
+    ends = np.cumsum(q_lens)
+    return StepArrays(
+        token_ids=np.array([random.randrange(VOCAB) for _ in owner]),
+        positions=positions,
+        slots=slots + positions % PAGE_SIZE,
+        rows=np.arange(len(q_lens)),
+        cu_q_lens=np.concatenate([[0], ends]).astype(np.int32),
+        kv_lens=np.array(kv_lens, np.int32),
+        logits_rows=np.array(random.sample(list(ends - 1), random.randint(1, len(ends)))),
+        max_q_len=max(q_lens),
+        max_kv_len=max(kv_lens),
+    )
+
+
+def batch_of(columns: RaggedColumns, arrays: StepArrays, table: np.ndarray) -> ForwardBatch:
+    """Laid out in memory that holds another step's numbers, then read back."""
+    host = np.random.randint(0, 255, columns.num_bytes).astype(np.uint8)
+    columns.write(host, arrays, len(table) - 1, PAGE_SIZE)
+    token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(
+        torch.from_numpy(host)
+    )
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        cu_q_lens=cu_q_lens,
+        kv_lens=kv_lens,
+        page_table=torch.from_numpy(table).index_select(0, rows),
+        slots=slots,
+        logits_rows=logits_rows,
+        max_q_len=columns.num_tokens,
+        max_kv_len=PAGES_EACH * PAGE_SIZE,
+    )
+
+
+@torch.inference_mode()
+def test_padding_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The native operations refuse rows of no request; only a GPU's graphs bring such rows.
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    kind = random.choice(["llama", "qwen3", "qwen3_moe"])
+    path = make_tiny(kind, tmp_path / "model", random.randrange(10**6))
+    model = load_model(path, "float32", "cpu").model
+    for count in (1, 3, 6):
+        pages = np.random.permutation(np.arange(1, 1 + count * PAGES_EACH)).astype(np.int32)
+        # The last row is that of no request.
+        table = np.concatenate([pages.reshape(count, -1), np.zeros((1, PAGES_EACH), np.int32)])
+        kv_lens = [random.randint(1, PAGES_EACH * PAGE_SIZE) for _ in range(count)]
+        q_lens = [random.choice([1, random.randint(1, kv_len)]) for kv_len in kv_lens]
+        arrays = make_arrays(table, q_lens, kv_lens)
+        shape = model.kv_layout(PAGE_SIZE).pool_shape(1 + count * PAGES_EACH)
+        pool = torch.randn(shape)
+        padded_pool = pool.clone()
+        tokens = sum(q_lens)
+        exact = model.forward(batch_of(RaggedColumns(tokens, count), arrays, table), pool)
+        columns = RaggedColumns(tokens + random.randint(1, 9), count + random.randint(1, 4))
+        padded = model.forward(batch_of(columns, arrays, table), padded_pool)
+        wanted = len(arrays.logits_rows)
+        torch.testing.assert_close(padded[:wanted], exact[:wanted])
+        torch.testing.assert_close(padded_pool[1:], pool[1:])
+
+
+def test_every_step_up_to_the_largest_has_a_bucket() -> None:
+    for max_requests, max_tokens in ((1, 16), (6, 96), (256, 8192), (300, 512)):
+        buckets = ragged_buckets(max_requests, max_tokens)
+        assert len(set(buckets)) == len(buckets)
+        assert max(buckets) == Bucket(min(max_tokens, MAX_RAGGED_TOKENS), max_requests, "ragged")
+        assert decode_buckets(max_requests)[-1] == Bucket(max_requests, max_requests, "decode")
+        waste = [b.tokens / a.tokens for a, b in zip(buckets, buckets[2:], strict=False)]
+        assert max(waste, default=1) <= 2

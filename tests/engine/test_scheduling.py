@@ -1,0 +1,100 @@
+"""Scheduling policies in an engine with a model: who is next, and that no token changes by it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engine_pair import EnginePair, ManualClock, make_engine
+from tiny_models import make_tiny
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.usefixtures("overlap")
+
+PAGE = 8
+VOCAB = 517
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    return make_tiny("llama", path, seed=random.randrange(2**31), vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    return model.eval()
+
+
+def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def prompt_of(length: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+def one_engine(model_dir: Path, **settings: object) -> EnginePair:
+    clock = ManualClock()
+    return EnginePair(make_engine(model_dir, "decode", clock, **settings), [], clock)
+
+
+def test_an_urgent_request_takes_the_place_of_a_running_one(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    pair = one_engine(
+        model_dir, scheduling_policy="priority", preemption_threshold=5, max_running_requests=1
+    )
+    try:
+        low, high = prompt_of(20), prompt_of(30)
+        slow = pair.submit(low, 12, priority=3)
+        pair.run(lambda: len(pair.answers[slow].tokens.get(0, [])) >= 3)
+        fast = pair.submit(high, 4, priority=-2)
+        assert pair.finish(fast) == [greedy(model, high, 4)]
+        assert not pair.answers[slow].finished
+        assert pair.finish(slow) == [greedy(model, low, 12)]
+        assert pair.answers[slow].finished[0].timeline.num_preemptions == 1
+        assert pair.owner.counters()["urgent_preemptions"] == 1
+        pair.settle()
+    finally:
+        pair.close()
+
+
+def test_a_flood_of_one_tenant_leaves_room_for_another(model_dir: Path) -> None:
+    pair = one_engine(model_dir, scheduling_policy="fair", max_running_requests=2)
+    try:
+        flood = [pair.submit(prompt_of(30), 6, tenant="flood") for _ in range(16)]
+        pair.turn()
+        quiet = [pair.submit(prompt_of(30), 6, tenant="quiet") for _ in range(3)]
+        pair.finish(*quiet)
+        assert sum(bool(pair.answers[name].finished) for name in flood) <= 8
+        pair.finish(*flood)
+        pair.settle()
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "longest_prefix", "priority", "fair"])
+def test_prompts_that_come_together_compute_their_prefix_once(
+    model_dir: Path, model: torch.nn.Module, policy: str
+) -> None:
+    pair = one_engine(model_dir, scheduling_policy=policy)
+    try:
+        stem = prompt_of(5 * PAGE + 3)
+        prompts = [stem + prompt_of(4) for _ in range(5)]
+        ids = [pair.submit(prompt, 3) for prompt in prompts]
+        answers = pair.finish(*ids)
+        assert answers == [greedy(model, prompt, 3) for prompt in prompts]
+        counters = pair.owner.counters()
+        assert counters["prefix_waits"] == 4
+        assert counters["prompt_tokens"] <= len(prompts[0]) + 4 * (PAGE + 4)
+        pair.settle()
+    finally:
+        pair.close()

@@ -1,0 +1,129 @@
+"""Random paged attention, its exact result, and NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from weft.kernels.attention import paged_attention_reference
+
+LAYERS, LAYER = 2, 1
+
+
+class Geometry(NamedTuple):
+    """Sizes of a pool and of what attends to it."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page_size: int
+
+
+class Case(NamedTuple):
+    """Arguments of one call and the plain K and V behind them."""
+
+    q: torch.Tensor
+    pool: torch.Tensor
+    page_table: torch.Tensor
+    cu_q_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    scale: float
+    kv: list[torch.Tensor]
+    """For each request [2, Hkv, kv_len, D]."""
+
+    def own_kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the step's rows, each [T, Hkv, D], with a gap after each row."""
+        q_lens = self.cu_q_lens.diff().tolist()
+        parts = [kv[:, :, kv.shape[2] - n :] for kv, n in zip(self.kv, q_lens, strict=True)]
+        k, v = torch.cat(parts, dim=2).transpose(1, 2)
+        rows, heads, dim = k.shape
+        wide = k.new_full((2, rows, heads + 1, dim), float("nan"))
+        wide[0, :, :heads], wide[1, :, :heads] = k, v
+        return wide[0, :, :heads], wide[1, :, :heads]
+
+    @property
+    def max_q_len(self) -> int:
+        """Rows of the request that brings most."""
+        return int(self.cu_q_lens.diff().max()) if len(self.kv_lens) else 0
+
+    @property
+    def max_kv_len(self) -> int:
+        """Longest context."""
+        return int(self.kv_lens.max()) if len(self.kv_lens) else 0
+
+
+def hide_own_pages(case: Case) -> Case:
+    """NaN in the pool for what the requests of several rows bring: it must be read elsewhere."""
+    pool = case.pool.clone()
+    page_size = pool.shape[4]
+    for request, kv_len in enumerate(case.kv_lens.tolist()):
+        q_len = int(case.cu_q_lens[request + 1] - case.cu_q_lens[request])
+        if q_len > 1:
+            own = torch.arange(kv_len - q_len, kv_len, device=pool.device)
+            pages = case.page_table[request, own // page_size].long()
+            pool[pages, :, LAYER, :, own % page_size] = float("nan")
+    return case._replace(pool=pool)
+
+
+def make_case(
+    geometry: Geometry, lengths: list[tuple[int, int]], dtype: torch.dtype, device: str = "cpu"
+) -> Case:
+    """Requests of (q_len, kv_len) over scattered pages.
+
+    All that no request may see is NaN: other layers, other pages, positions beyond kv_len. The
+    table is far out of range beyond the pages that are used.
+    """
+    heads, kv_heads, dim, page_size = geometry
+    counts = [-(-kv_len // page_size) for _, kv_len in lengths]
+    num_pages = sum(counts) + 3
+    shape = (num_pages, kv_heads, LAYERS, 2, page_size, dim)
+    pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    free = torch.randperm(num_pages).tolist()
+    table = torch.full((len(lengths), max(counts, default=0) + 2), 1 << 30, dtype=torch.int32)
+    kv = []
+    for request, ((_, kv_len), count) in enumerate(zip(lengths, counts, strict=True)):
+        pages = [free.pop() for _ in range(count)]
+        table[request, :count] = torch.tensor(pages, dtype=torch.int32)
+        plain = torch.randn(2, kv_heads, kv_len, dim, device=device).to(dtype)
+        padded = plain.new_full((2, kv_heads, count * page_size, dim), float("nan"))
+        padded[:, :, :kv_len] = plain
+        # [2, Hkv, pages, page_size, D] -> [pages, Hkv, 2, page_size, D]
+        pool[pages, :, LAYER] = padded.unflatten(2, (count, page_size)).permute(2, 1, 0, 3, 4)
+        kv.append(plain)
+    starts = torch.tensor([0, *(q_len for q_len, _ in lengths)]).cumsum(0).int()
+    q = (2 * torch.randn(int(starts[-1]), heads, dim, device=device)).to(dtype)
+    kv_lens = torch.tensor([kv_len for _, kv_len in lengths], dtype=torch.int32)
+    return Case(q, pool, table.to(device), starts.to(device), kv_lens.to(device), dim**-0.5, kv)
+
+
+def eager_attention(case: Case) -> torch.Tensor:
+    """Torch's own result in the dtype of the case."""
+    return paged_attention_reference(
+        case.q,
+        case.pool,
+        LAYER,
+        case.page_table,
+        case.cu_q_lens,
+        case.kv_lens,
+        case.scale,
+        case.max_q_len,
+        case.max_kv_len,
+    )
+
+
+def exact_attention(case: Case) -> torch.Tensor:
+    """The definition in float64: [T, Hq * D]."""
+    heads = case.q.shape[1]
+    out = torch.empty_like(case.q, dtype=torch.float64)
+    starts = case.cu_q_lens.tolist()
+    for request, plain in enumerate(case.kv):
+        k, v = plain.double().repeat_interleave(heads // plain.shape[1], dim=1)
+        first, end = starts[request], starts[request + 1]
+        if first == end:
+            continue
+        scores = torch.einsum("thd,hnd->htn", case.q[first:end].double(), k) * case.scale
+        positions = torch.arange(k.shape[1], device=k.device)
+        last_seen = torch.arange(k.shape[1] - (end - first), k.shape[1], device=k.device)
+        scores.masked_fill_(positions > last_seen.unsqueeze(1), float("-inf"))
+        out[first:end] = torch.einsum("htn,hnd->thd", scores.softmax(-1), v)
+    return out.flatten(1)

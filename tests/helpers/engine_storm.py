@@ -1,0 +1,265 @@
+"""Random load and random faults on an `EnginePair`; every sample is followed to its end."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from engine_pair import EnginePair, ManualClock
+from weft.engine.engine import Engine
+from weft.engine.llm import to_error
+from weft.engine.messages import (
+    Cancel,
+    FillCommand,
+    Outbox,
+    StoreAnswer,
+    StoreLookup,
+    StorePut,
+    StorePutResult,
+    StoreSegment,
+    Submit,
+)
+from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.transfer.handle import FillEvent
+
+NUM_SESSIONS = 3
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, how it is sampled, and the right tokens of each sample."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    samples: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Sent:
+    """One request and what became of it."""
+
+    submit: Submit
+    text: Text
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    reasons: dict[int, list[str]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    is_abandoned: bool = False
+    """Its session was closed: nobody listens any more."""
+
+    @property
+    def is_over(self) -> bool:
+        """Everything was told that will be."""
+        return bool(self.failures) or len(self.reasons) == self.submit.sampling.n
+
+    def check(self) -> None:
+        """Each sample ended once, and what was told of its text is right."""
+        what = (self.submit.request_id, self.reasons, self.failures)
+        assert len(self.failures) <= 1, what
+        assert all(len(reasons) == 1 for reasons in self.reasons.values()), what
+        assert self.is_over or self.is_abandoned, what
+        assert max([*self.reasons, *self.tokens, 0]) < self.submit.sampling.n, what
+        for sample, tokens in self.tokens.items():
+            right = list(self.text.samples[sample][: self.submit.stop.max_tokens])
+            assert tokens == right[: len(tokens)], what
+            if self.reasons.get(sample) == ["length"]:
+                assert tokens == right, what
+
+
+class Storm(EnginePair):
+    """Chances are by message or turn.
+
+    Args:
+        owner: Owner engine.
+        fillers: Of prompts; as KV stores too, where the owner has one.
+        clock: Shared by all.
+        texts: What is asked for.
+        rng: Decides everything.
+    """
+
+    def __init__(
+        self,
+        owner: Engine,
+        fillers: Sequence[Engine],
+        clock: ManualClock,
+        texts: Sequence[Text],
+        rng: random.Random,
+    ) -> None:
+        super().__init__(owner, fillers, clock)
+        self.rng = rng
+        self.texts = texts
+        self.sent: list[Sent] = []
+        self.num_preempted = 0
+        self.faults: Counter[str] = Counter()
+        self.is_calm = False
+        """No more faults."""
+        self._open: dict[tuple[int, str], Sent] = {}
+        self._sessions = list(range(1, NUM_SESSIONS + 1))
+        self._held: list[tuple[int, Callable[[], None]]] = []
+        """Messages that are late, and the turn in which they come."""
+        self._num_turns = 0
+        self.on_command = self._spoil_command
+        self.on_event = self._spoil_event
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not over, and that somebody waits for."""
+        return len(self._open)
+
+    def turn(self) -> None:
+        """One turn of everyone, with what the storm adds."""
+        self._num_turns += 1
+        due = [deliver for at, deliver in self._held if at <= self._num_turns]
+        self._held = [item for item in self._held if item[0] > self._num_turns]
+        for deliver in due:
+            deliver()
+        if not self.is_calm:
+            self._disturb()
+        super().turn()
+
+    def run_some(self, num_turns: int) -> None:
+        """Makes turns."""
+        for _ in range(num_turns):
+            self.turn()
+
+    def submit_any(self) -> None:
+        """Sends a random request."""
+        rng = self.rng
+        text = rng.choice(self.texts)
+        names = rng.sample(sorted(self.fillers), rng.randint(0, len(self.fillers)))
+        submit = Submit(
+            session=rng.choice(self._sessions),
+            request_id=f"s{len(self.sent)}",
+            attempt=rng.randint(1, 3),
+            prompt=list(text.prompt),
+            sampling=replace(text.sampling, n=rng.choice([1, 1, 2, 4])),
+            stop=StopCriteria(max_tokens=rng.randint(1, len(text.samples[0])), ignore_eos=True),
+            candidates=[self.candidate(name) for name in names],
+            total_timeout_s=rng.choice([1.0, 600.0, 600.0, 600.0]),
+        )
+        sent = Sent(submit, text)
+        self.sent.append(sent)
+        self._open[submit.session, submit.request_id] = sent
+        self.send(submits=[submit])
+
+    # -- what goes wrong -------------------------------------------------------------------------
+
+    def _disturb(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.002:
+            self.clock.offset_s += rng.choice([0.2, 0.2, 2.0, 6.0, 11.0])
+            self.faults["stall"] += 1
+        if rng.random() < 0.003 and self.paused:
+            self.paused.clear()
+        elif rng.random() < 0.002:
+            self.paused.add(rng.choice(sorted(self.fillers)))
+            self.faults["pause"] += 1
+        if rng.random() < 0.001:
+            self._close_session()
+        if rng.random() < 0.01:
+            self.send(flush_cache=[1])
+        if self._open and rng.random() < 0.03:
+            self._cancel(rng.choice(list(self._open.values())).submit)
+        if self._open and rng.random() < 0.005:
+            self.faults["repeated submit"] += 1
+            self.send(submits=[rng.choice(list(self._open.values())).submit])
+
+    def _cancel(self, submit: Submit) -> None:
+        sample = self.rng.choice([None, self.rng.randrange(submit.sampling.n)])
+        self.faults["cancel" if sample is None else "cancel of a sample"] += 1
+        cancel = Cancel(
+            session=submit.session,
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            sample=sample,
+        )
+        self.send(cancels=[cancel])
+
+    def _close_session(self) -> None:
+        self.faults["closed session"] += 1
+        closed = self._sessions.pop(0)
+        self._sessions.append(max(self._sessions) + 1)
+        self.send(closed_sessions=[closed])
+        for key in [key for key in self._open if key[0] == closed]:
+            self._open.pop(key).is_abandoned = True
+
+    def _spoil_command(self, command: FillCommand) -> list[FillCommand]:
+        if command.action == "report":
+            return []  # of a corrupt page, to a store that is none
+        chance = 1.0 if self.is_calm else self.rng.random()
+        if chance < 0.01:
+            self.faults[f"lost {command.action}"] += 1
+            return []
+        if chance < 0.03:
+            self.faults[f"late {command.action}"] += 1
+            self._later(lambda: self._to_filler_inbox(command))
+            return []
+        return [command]
+
+    def _spoil_event(self, event: FillEvent) -> list[FillEvent]:
+        chance = 1.0 if self.is_calm else self.rng.random()
+        if chance < 0.005:
+            self.faults[f"lost {event.kind}"] += 1
+            return []
+        if chance < 0.01:
+            self.faults[f"cut before {event.kind}"] += 1
+            return [FillEvent(kind="broken", message="cut")]
+        if chance < 0.015:
+            self.faults[f"twice {event.kind}"] += 1
+            return [event, event]
+        if chance < 0.04 and event.kind == "written":
+            self.faults["digest"] += 1
+            return [replace(event, digests=[d ^ 1 for d in event.digests])]
+        return [event]
+
+    def _later(self, deliver: Callable[[], None]) -> None:
+        self._held.append((self._num_turns + self.rng.randint(1, 200), deliver))
+
+    # -- what the owner says ---------------------------------------------------------------------
+
+    def _take_owner(self, outbox: Outbox) -> None:
+        for batch in outbox.sessions:
+            for failed in batch.failed:
+                if (sent := self._open.get((batch.session, failed.request_id))) is not None:
+                    sent.failures.append(str(to_error(failed.failure)))
+            for tokens in batch.tokens:
+                if (sent := self._open.get((batch.session, tokens.request_id))) is not None:
+                    known = sent.tokens.setdefault(tokens.sample, [])
+                    assert tokens.first_index <= len(known), "tokens are missing"
+                    assert (
+                        known[tokens.first_index :] == tokens.ids[: len(known) - tokens.first_index]
+                    )
+                    known += tokens.ids[len(known) - tokens.first_index :]
+            for finished in batch.finished:
+                if (sent := self._open.get((batch.session, finished.request_id))) is not None:
+                    assert finished.completion_tokens == len(sent.tokens.get(finished.sample, []))
+                    sent.reasons.setdefault(finished.sample, []).append(finished.reason)
+            self.num_preempted += len(batch.preempted)
+        self._open = {key: sent for key, sent in self._open.items() if not sent.is_over}
+        for lookup in outbox.store_lookups:
+            self._answer(lookup)
+        for put in outbox.store_puts:
+            self._store(put)
+        rest = Outbox(fill_commands=outbox.fill_commands)
+        super()._take_owner(rest)
+
+    def _answer(self, lookup: StoreLookup) -> None:
+        """A filler plays the store; sometimes it claims to hold part of the prompt."""
+        name = self.rng.choice(sorted(self.fillers))
+        num_pages = self.rng.choice([0, self.rng.randint(0, len(lookup.keys))])
+        epoch = self.fillers[name].info.epoch
+        segment = StoreSegment(num_pages=num_pages, store_id=name, address=name, epoch=epoch)
+        answer = StoreAnswer(
+            lookup=lookup.lookup,
+            segments=[segment] if num_pages else [],
+            epochs={name: epoch},
+        )
+        self._later(lambda: self.send(store_answers=[answer]))
+
+    def _store(self, put: StorePut) -> None:
+        is_answered = self.rng.random() < 0.8
+        result = StorePutResult(
+            put=put.put, is_answered=is_answered, stored_pages=len(put.pages) * is_answered
+        )
+        self._later(lambda: self.send(store_put_results=[result]))

@@ -1,0 +1,41 @@
+"""Private copies of GPU kernel modules, with a change in them if a test wants one."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from weft import kernels
+
+SOURCES = Path(kernels.__path__[0]) / "gpu"
+
+
+@contextmanager
+def kernel_module(
+    name: str, folder: Path, change: tuple[str, str] | None = None
+) -> Iterator[ModuleType]:
+    """A copy of one module of `weft.kernels.gpu`, under a name of its own.
+
+    Args:
+        name: Of the module.
+        folder: Where the copy is written: Triton reads kernels from their file.
+        change: Text that occurs once in the module, and what to put there.
+    """
+    text = (SOURCES / f"{name}.py").read_text()
+    if change is not None:
+        assert text.count(change[0]) == 1, f"{change[0]!r} occurs {text.count(change[0])} times"
+        text = text.replace(*change)
+    path = folder / f"{name}_copy.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"gpu_kernel_copy_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]

@@ -1,0 +1,178 @@
+"""A device that is as late as it can be, made of an engine on a CPU.
+
+What the engine's runner and sampler are told to do is put into a queue, as a GPU would. The queue
+is worked off when somebody waits for its results, and at random moments before. Meanwhile pages
+that became free are filled with NaN at once: so does a filler that is given such a page.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from weft.engine.engine import Engine
+from weft.engine.messages import Inbox, Outbox
+from weft.engine.runner.runner import Drawable
+from weft.engine.runner.step import StepArrays
+from weft.engine.sampling.sampler import SampleOutput, Sampler
+from weft.engine.scheduler.pages import PageCopy
+from weft.engine.scheduler.plan import Plan
+
+
+class _Later:
+    """A tensor that is not there yet."""
+
+    value: torch.Tensor
+
+
+class _Samples:
+    def __init__(self, device: LateDevice, tokens: _Later, outputs: list[SampleOutput]) -> None:
+        self._device, self.tokens, self._outputs = device, tokens, outputs
+
+    def wait(self) -> SampleOutput:
+        self._device.work()
+        return self._outputs[0]
+
+
+class _Mark:
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self._number = device.num_told
+
+    def wait(self) -> None:
+        self._device.work()
+
+    def hold(self, stream: None) -> None:
+        """On a thread of a staging area, for which the engine's thread does the work."""
+        deadline = time.monotonic() + 60
+        while self._device.num_done < self._number:
+            assert time.monotonic() < deadline, "the device does nothing"
+            time.sleep(1e-4)
+
+
+class LateDevice:
+    """Takes the place of an engine's device.
+
+    Args:
+        engine: On a CPU, overlapped; its requests have no penalties, biases or constraints.
+        rng: Decides when it works.
+        early_chance: That it gets to its work before it must, each time that it is given some.
+    """
+
+    def __init__(self, engine: Engine, rng: random.Random, early_chance: float = 0.1) -> None:
+        self._rng = rng
+        self._early_chance = early_chance
+        self._queue: deque[Callable[[], None]] = deque()
+        self._memory = engine.memory
+        self._sampler = engine._drawing._sampler
+        self._runner = runner = engine._runner
+        self._pool = runner.pool
+        self._run, self._keep = runner.run, runner.keep
+        self._copy, self._zero = runner.copy, runner.zero
+        self._set_free = engine.memory._set_free
+        self.num_told = self.num_done = 0
+        """Pieces of work."""
+        self.most_queued = 0
+        """Pieces of work at one time."""
+        window, self._turn = engine.parts.plane._window, engine.turn
+        if window.staging is not None:
+            window._mover.mark = self.mark  # type: ignore[attr-defined]
+            engine.turn = self.turn  # type: ignore[method-assign]
+        for name in ("forward", "keep", "copy", "zero", "mark"):
+            setattr(runner, name, getattr(self, name))
+        runner.poison = lambda pages: None  # type: ignore[method-assign]
+        self._sampler.begin = self.begin  # type: ignore[method-assign, assignment]
+        engine.memory._set_free = self._fill_free  # type: ignore[method-assign]
+        self._pool[self._memory._free] = float("nan")
+
+    # -- what it is told -------------------------------------------------------------------------
+
+    def forward(self, plan: Plan) -> Drawable | None:
+        """See `ModelRunner.forward`; what the host knows is taken along."""
+        table = self._runner._page_table
+        arrays = StepArrays.of_plan(plan, table, self._runner._page_size)
+        pages = table.pages.copy()
+        logits = _Later()
+
+        def run() -> None:
+            current, table.pages = table.pages, pages
+            try:
+                value = self._run(arrays)
+            finally:
+                table.pages = current
+            if value is not None:
+                logits.value = value
+
+        self._enqueue(run)
+        if not len(arrays.logits_rows):
+            return None
+        later: Any = logits
+        return Drawable(later, arrays.drawing_slots, arrays.drawing_positions)
+
+    def begin(self, logits: _Later, slots: np.ndarray, positions: np.ndarray) -> _Samples:
+        """See `Sampler.begin`."""
+        sampler = Sampler(self._sampler._columns.vocab_size, len(slots))
+        for row, slot in enumerate(slots.tolist()):
+            if slot != self._sampler.null_slot:
+                sampler.add(row, self._sampler._rows[slot], (), ())
+        tokens, outputs = _Later(), []
+
+        def draw() -> None:
+            output = sampler.sample(logits.value, np.arange(len(slots)), positions)
+            outputs.append(output)
+            tokens.value = torch.from_numpy(output.token_ids)
+
+        self._enqueue(draw)
+        return _Samples(self, tokens, outputs)
+
+    def keep(self, tokens: _Later) -> None:
+        """See `ModelRunner.keep`."""
+        self._enqueue(lambda: self._keep(tokens.value))
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """See `ModelRunner.copy`."""
+        self._enqueue(lambda: self._copy(copies))
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """See `ModelRunner.zero`."""
+        self._enqueue(lambda: self._zero(pages))
+
+    def mark(self) -> _Mark:
+        """See `ModelRunner.mark`."""
+        return _Mark(self)
+
+    def turn(self, inbox: Inbox | None = None) -> Outbox:
+        """See `Engine.turn`; the device gets on with its work even if it is told nothing new."""
+        if self._rng.random() < self._early_chance:
+            self.work()
+        return self._turn(inbox)
+
+    # -- what it does ----------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Does all that it was told."""
+        while self._queue:
+            self._queue.popleft()()
+            self.num_done += 1
+            self.check_free()
+
+    def check_free(self) -> None:
+        """No work wrote to a page that was free."""
+        free = self._pool[self._memory._free]
+        assert bool(free.isnan().all()), "a step wrote to a free page"
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+        self.num_told += 1
+        self.most_queued = max(self.most_queued, len(self._queue))
+        if self._rng.random() < self._early_chance:
+            self.work()
+
+    def _fill_free(self, page: int) -> None:
+        self._set_free(page)
+        self._pool[page] = float("nan")

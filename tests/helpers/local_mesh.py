@@ -1,0 +1,208 @@
+"""A mesh as a user starts it: `weft up` on free ports, with real services and a real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+from weft.cli.up.ports import free_run
+from weft.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+MODEL = "smollm2-135m-instruct"
+READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
+PATIENCE = 4
+"""Times as long as a wait should take: machines that run tests are slow at times."""
+
+
+class LocalMesh:
+    """A running `weft up`.
+
+    Args:
+        folder: For state, logs and what it prints.
+        flags: Of `weft up`.
+        gateways: How many, each with its REST edge.
+    """
+
+    def __init__(self, folder: Path, *flags: str, gateways: int = 1) -> None:
+        port = free_run("127.0.0.1", 2 * gateways)
+        rest_port, grpc_port = port, port + gateways
+        self.rest_addresses = [f"127.0.0.1:{rest_port + index}" for index in range(gateways)]
+        self.grpc_addresses = [f"127.0.0.1:{grpc_port + index}" for index in range(gateways)]
+        self.rest_address, self.grpc_address = self.rest_addresses[0], self.grpc_addresses[0]
+        self.url = f"http://{self.rest_address}"
+        self.state = folder / "state"
+        self.output = folder / "up.txt"
+        ports = ["--rest-port", str(rest_port), "--grpc-port", str(grpc_port)]
+        ports += ["--gateways", str(gateways)]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*WEFT, "up", *ports, "--state-dir", str(self.state), *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "NO_COLOR": "1"},
+            )
+
+    @property
+    def text(self) -> str:
+        """What it has printed."""
+        return self.output.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        """Returns once `/readyz` says 200."""
+        wait_until(self._is_ready, READY_TIMEOUT_S, lambda: self.text)
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, self.text
+        try:
+            answers = [
+                httpx.get(f"http://{address}/readyz", timeout=5, trust_env=False)
+                for address in self.rest_addresses
+            ]
+        except httpx.TransportError:
+            return False
+        return all(answer.status_code == 200 for answer in answers)
+
+    def stop(self) -> int:
+        """Ends it as Ctrl-C does; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # and everything else dies with it
+            self.process.wait()
+            raise AssertionError(f"weft up did not end:\n{self.text}") from None
+
+    def family(self) -> list[psutil.Process]:
+        """Every process of the mesh but the supervisor."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def ready_file(self, name: str) -> dict[str, Any] | None:
+        """What a service wrote when it became ready; None while it is not."""
+        try:
+            content: dict[str, Any] = json.loads((self.state / "run" / f"{name}.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return content
+
+    def service(self, name: str) -> dict[str, Any]:
+        """Likewise of one that is ready."""
+        content = self.ready_file(name)
+        assert content is not None, f"{name} is not ready:\n{self.text}"
+        return content
+
+    def names(self, role: str) -> list[str]:
+        """Names of the workers of a role."""
+        return sorted(path.stem for path in (self.state / "run").glob(f"{role}-*.json"))
+
+    def log(self, name: str) -> str:
+        return (self.state / "logs" / f"{name}.log").read_text(errors="replace")
+
+    @contextmanager
+    def worker(self, name: str) -> Iterator[worker_pb2_grpc.WorkerServiceStub]:
+        """A worker's own service."""
+        with grpc.insecure_channel(self.service(name)["address"]) as channel:
+            yield worker_pb2_grpc.WorkerServiceStub(channel)
+
+    def dump(self, name: str) -> Any:
+        """A service's state, by its operators' port."""
+        request = admin_pb2.DumpStateRequest()
+        with self.operators(name) as (stub, metadata):
+            for _ in range(PATIENCE):
+                try:
+                    return json.loads(stub.DumpState(request, metadata=metadata, timeout=30).state)
+                except grpc.RpcError as error:
+                    # Its engine computes a step for longer than its server waits for it.
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+        raise AssertionError(f"the engine of {name} does not answer:\n{self.log(name)}")
+
+    @contextmanager
+    def operators(self, name: str) -> Iterator[tuple[Any, tuple[tuple[str, str], ...]]]:
+        """A service's AdminService, and the metadata that it wants."""
+        token = (self.state / "admin-token").read_text().strip()
+        with grpc.insecure_channel(self.service(name)["admin_address"]) as channel:
+            metadata = (("authorization", f"Bearer {token}"),)
+            yield admin_pb2_grpc.AdminServiceStub(channel), metadata
+
+    def load(self, name: str) -> worker_pb2.WatchLoadResponse:
+        """A worker's load as its engine reported it last: ten times a second, and at a dump."""
+        with self.worker(name) as stub:
+            call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=10)
+            load = next(iter(call))
+            call.cancel()
+        return load
+
+    def load_now(self, name: str) -> worker_pb2.WatchLoadResponse:
+        """A worker's load; waits for the end of its engine's step."""
+        self.dump(name)
+        return self.load(name)
+
+    def counters(self, name: str) -> dict[str, int]:
+        """A worker's counters since its start, as it reported them last."""
+        return dict(self.load(name).counters)
+
+    def is_idle(self, name: str) -> bool:
+        """Nothing runs, waits or is filled, and no page is lost or in quarantine."""
+        load = self.load(name)
+        requests = load.running_requests + load.waiting_requests + load.filling_requests
+        return not requests and load.free_pages + load.cached_pages == load.total_pages
+
+    def wait_healthy(self) -> None:
+        """Returns once every gateway sees all its workers healthy."""
+        fleet: list[gateway_pb2.FleetWorker] = []
+
+        def is_healthy() -> bool:
+            fleet[:] = stub.GetFleet(gateway_pb2.GetFleetRequest(), timeout=10).workers
+            return all(worker.healthy for worker in fleet)
+
+        for address in self.grpc_addresses:
+            with grpc.insecure_channel(address) as channel:
+                stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+                wait_until(is_healthy, 60, lambda: str(fleet))
+
+    def wait_idle(self) -> None:
+        """Returns once all workers are idle."""
+        workers = [*self.names("prefill"), *self.names("decode")]
+        wait_until(
+            lambda: all(self.is_idle(name) for name in workers),
+            30,
+            lambda: "\n".join(f"{name}: {self.load(name)}" for name in workers),
+        )
+
+
+def wait_until(
+    condition: Callable[[], object], timeout_s: float, explain: Callable[[], str] | None = None
+) -> float:
+    """Waits for something, `PATIENCE` times as long at most; the seconds it took.
+
+    Raises:
+        AssertionError: It did not come; says what `explain` does.
+    """
+    start_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - start_s > PATIENCE * timeout_s:
+            raise AssertionError(explain() if explain else f"not within {timeout_s} s")
+        time.sleep(0.02)
+    return time.monotonic() - start_s

@@ -1,0 +1,98 @@
+"""Writes between engines of one process: one copy a chunk and a notification behind it, as NIXL."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+from weft.engine.engine import Engine
+from weft.engine.transfer.handle import NixlTargetInfo
+from weft.engine.transfer.nixl import Notification
+
+VERSION = "local"
+
+
+class LocalReceiver:
+    """Plays `ReceiveAgent` over an owner's window."""
+
+    def __init__(self, pages: np.ndarray) -> None:
+        self.pages = pages
+        self._arrived: deque[Notification] = deque()
+        self._target = NixlTargetInfo(
+            version=VERSION,
+            agent_name="local",
+            agent_metadata=b"",
+            agent_metadata_digest=b"",
+            base_address=pages.ctypes.data,
+            page_bytes=pages.shape[1],
+            num_pages=pages.shape[0],
+        )
+
+    def target(self) -> NixlTargetInfo:
+        return self._target
+
+    def arrived(self, notification: Notification) -> None:
+        self._arrived.append(notification)
+
+    def poll(self) -> list[Notification]:
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def reopen(self) -> NixlTargetInfo:
+        return self._target
+
+    def describe(self) -> str:
+        return "copies in one process"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class LocalSenders:
+    """Plays `SendAgents` from a filler's window into owners' windows."""
+
+    def __init__(self, pages: np.ndarray, receivers: dict[int, LocalReceiver]) -> None:
+        self._pages = pages
+        self._receivers = receivers
+
+    def connect(self, owner: object, target: NixlTargetInfo) -> None:
+        """There is nothing to connect."""
+
+    def write(
+        self,
+        owner: object,
+        target: NixlTargetInfo,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        notification: bytes,
+        check: Callable[[], None],
+    ) -> SimpleNamespace:
+        check()
+        receiver = self._receivers[target.base_address]
+        for local, remote in zip(local_pages, remote_pages, strict=True):
+            np.copyto(receiver.pages[remote], self._pages[local])
+        parsed = Notification.parse(notification)
+        assert parsed is not None
+        receiver.arrived(parsed)
+        return SimpleNamespace(poll=lambda: "done")
+
+    def describe(self) -> str:
+        return "copies in one process"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def join_planes(owner: Engine, fillers: Sequence[Engine]) -> None:
+    """Lets the fillers write into the owner's window; engines of transport `data`, not used yet."""
+    plane = owner.parts.plane
+    receiver = LocalReceiver(plane._window.pages)
+    plane._receiver = receiver  # type: ignore[assignment]
+    for filler in fillers:
+        senders = LocalSenders(
+            filler.parts.plane._window.pages, {receiver.target().base_address: receiver}
+        )
+        filler.parts.plane._senders = senders  # type: ignore[assignment]
+        filler.parts.plane.shipper._agents = senders  # type: ignore[assignment]
+        filler.filler._nixl_version = VERSION

@@ -1,0 +1,125 @@
+"""What kustomize makes of k8s/, and ways to look at it."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+K8S = ROOT / "k8s"
+OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+WORKLOADS = ("Deployment", "StatefulSet")
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from go_toolchain import find_go, go_environment  # noqa: E402
+
+Object = dict[str, Any]
+
+
+@functools.cache
+def render(overlay: str) -> tuple[Object, ...]:
+    """All objects of an overlay."""
+    go = find_go()
+    assert go is not None
+    done = subprocess.run(
+        [go, "tool", "kustomize", "build", str(K8S / "overlays" / overlay)],
+        cwd=K8S / "tools" / "kustomize",
+        env=go_environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(objects: tuple[Object, ...], *kinds: str) -> Iterator[Object]:
+    """Those of some kinds."""
+    return (item for item in objects if item["kind"] in kinds)
+
+
+def named(objects: tuple[Object, ...], kind: str, name: str) -> Object:
+    """The one of a kind and name."""
+    (found,) = (item for item in of_kind(objects, kind) if item["metadata"]["name"] == name)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A Deployment or StatefulSet whose pods have one container."""
+
+    item: Object
+
+    @property
+    def name(self) -> str:
+        return str(self.item["metadata"]["name"])
+
+    @property
+    def service(self) -> str:
+        """As the command line has it: gateway, decode..."""
+        return self.name.removeprefix("weft-")
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        labels: Mapping[str, str] = self.item["spec"]["template"]["metadata"]["labels"]
+        return labels
+
+    @property
+    def pod(self) -> Object:
+        pod: Object = self.item["spec"]["template"]["spec"]
+        return pod
+
+    @property
+    def container(self) -> Object:
+        (container,) = self.pod["containers"]
+        return dict(container)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.container["ports"]}
+
+    def flags(self, objects: tuple[Object, ...]) -> list[str]:
+        """Arguments with their variables put in, without the name of the service."""
+        values = {}
+        for variable in self.container.get("env", ()):
+            source = variable.get("valueFrom", {})
+            if "configMapKeyRef" in source:
+                reference = source["configMapKeyRef"]
+                data = named(objects, "ConfigMap", reference["name"])["data"]
+                values[variable["name"]] = data[reference["key"]]
+            elif "fieldRef" in source:
+                assert source["fieldRef"]["fieldPath"] == "metadata.name"
+                values[variable["name"]] = f"{self.name}-0"
+            else:
+                values[variable["name"]] = variable["value"]
+        flags = []
+        for argument in self.container["args"]:
+            for name, value in values.items():
+                argument = argument.replace(f"$({name})", value)
+            assert "$(" not in argument, argument
+            if argument.startswith("--"):
+                flags.append(argument)
+        return flags
+
+
+def workloads(objects: tuple[Object, ...]) -> list[Workload]:
+    """Everything that runs."""
+    return [Workload(item) for item in of_kind(objects, *WORKLOADS)]
+
+
+def selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
+    """Whether a label selector fits; an empty one fits everything."""
+    selector = selector or {}
+    wanted = selector.get("matchLabels", {})
+    rules = selector.get("matchExpressions", [])
+    assert all(rule["operator"] == "In" for rule in rules)
+    return all(labels.get(key) == value for key, value in wanted.items()) and all(
+        labels.get(rule["key"]) in rule["values"] for rule in rules
+    )

@@ -1,0 +1,124 @@
+"""A mesh over a tiny random model, what operators see of it, and what transformers make of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from local_mesh import LocalMesh, wait_until
+from tiny_models import make_tiny
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+from weft.v1 import admin_pb2
+
+VOCAB = 517
+MODEL = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one process holds of the system."""
+
+    num_fds: int
+    num_tasks: int
+
+
+class TinyMesh(LocalMesh):
+    """`weft up` over a random model that answers in milliseconds.
+
+    Args:
+        folder: For the model, state and logs.
+        flags: Of `weft up`.
+        max_context_tokens: Of the model.
+        gateways: How many.
+    """
+
+    def __init__(
+        self, folder: Path, *flags: str, max_context_tokens: int = 2048, gateways: int = 1
+    ) -> None:
+        self.model_dir = make_tiny(
+            "llama",
+            folder / MODEL,
+            seed=random.randrange(2**31),
+            tokenizer=True,
+            vocab_size=VOCAB,
+            num_hidden_layers=1,
+            max_position_embeddings=max_context_tokens,
+        )
+        places = ("--model", str(self.model_dir), "--dtype", "float32")
+        super().__init__(folder, *places, *flags, gateways=gateways)
+
+    def services(self) -> list[str]:
+        """Names of all services that operators can talk to."""
+        ready = {path.stem: path for path in sorted((self.state / "run").glob("*.json"))}
+        return [name for name in ready if self.service(name).get("admin_address")]
+
+    def flush(self, name: str) -> None:
+        """Lets a service forget what it has cached."""
+        with self.operators(name) as (stub, metadata):
+            stub.FlushCache(admin_pb2.FlushCacheRequest(), metadata=metadata, timeout=10)
+
+    def tasks(self, name: str) -> int:
+        """Asyncio tasks of a service's server process."""
+        return int(self.dump(name)["server"]["tasks"])
+
+    def fds(self) -> dict[str, int]:
+        """Open file descriptors of every process, by service."""
+        found: dict[str, int] = {}
+        for process in self.family():
+            name = next((n for n in self._pids if process.pid in self._pids[n]), None)
+            assert name is not None, process
+            key = name if process.pid == self._pids[name][0] else f"{name} engine"
+            found[key] = process.num_fds()
+        return found
+
+    @property
+    def _pids(self) -> dict[str, tuple[int, ...]]:
+        names = [path.stem for path in (self.state / "run").glob("*.json")]
+        ready = {name: self.service(name) for name in names}
+        return {
+            name: tuple(file[key] for key in ("pid", "engine_pid") if file.get(key))
+            for name, file in ready.items()
+        }
+
+    def wait_empty(self) -> None:
+        """Returns once no engine holds anything for anybody."""
+        workers = [*self.names("prefill"), *self.names("decode")]
+
+        def left() -> list[tuple[str, Any]]:
+            states = [(name, self.dump(name)["engine"]) for name in workers]
+            return [
+                (name, state)
+                for name, state in states
+                if any(state["sizes"].values())
+                or not state["is_idle"]
+                or state["pages"]["promised"]
+                or state["pages"]["quarantined"]
+                or state["pages"]["free"] + state["pages"]["cached"] != state["pages"]["total"]
+            ]
+
+        wait_until(lambda: not left(), 30, lambda: str(left()))
+
+
+class Greedy:
+    """Transformers' greedy continuations of the mesh's model."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+    def ids(self, prompt: list[int], num_new: int) -> list[int]:
+        """Token ids, past any end of sequence."""
+        tokens = torch.tensor([prompt])
+        with torch.inference_mode():
+            for _ in range(num_new):
+                logits = self._model(tokens).logits[0, -1]
+                tokens = torch.cat([tokens, logits.argmax().view(1, 1)], dim=1)
+        return tokens[0, len(prompt) :].tolist()
+
+    def text(self, ids: list[int]) -> str:
+        """As a client sees it."""
+        return self._tokenizer.decode(ids)

@@ -1,0 +1,161 @@
+"""The GPU's attention kernels, by Triton's interpreter at small sizes, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from attention_cases import (
+    LAYER,
+    Case,
+    Geometry,
+    eager_attention,
+    exact_attention,
+    hide_own_pages,
+    make_case,
+)
+from gpu_kernels import kernel_module
+from kernel_checks import assert_as_exact, fresh_seed
+from weft.kernels.gpu.dense_attention import is_dense
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+Lengths = list[tuple[int, int]]
+
+
+def decode(module: ModuleType, case: Case, bound: int = 0) -> torch.Tensor:
+    out = torch.full_like(case.q, float("nan")).flatten(1)
+    module.decode_attention(
+        out,
+        case.q,
+        case.pool,
+        LAYER,
+        case.page_table,
+        case.cu_q_lens,
+        case.kv_lens,
+        case.scale,
+        max(bound, case.max_kv_len),
+        is_uniform=bool((case.cu_q_lens.diff() == 1).all()),
+    )
+    return out
+
+
+def extend(module: ModuleType, case: Case, *, has_own: bool = False) -> torch.Tensor:
+    out = torch.full_like(case.q, float("nan")).flatten(1)
+    module.extend_attention(
+        out,
+        case.q,
+        case.pool,
+        LAYER,
+        case.page_table,
+        case.cu_q_lens,
+        case.kv_lens,
+        case.scale,
+        int(case.cu_q_lens.diff().max()),
+        module.OwnKv(*case.own_kv()) if has_own else None,
+    )
+    return out
+
+
+def check_rows(out: torch.Tensor, case: Case, *, is_decode: bool) -> None:
+    """The rows of one kind of request are right, the others are not touched."""
+    q_lens = case.cu_q_lens.diff().long()
+    mine = ((q_lens == 1) == is_decode).repeat_interleave(q_lens)
+    assert_as_exact(out[mine], eager_attention(case)[mine], exact_attention(case)[mine])
+    assert out[~mine].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "lengths", "dtype"),
+    [
+        (Geometry(3, 1, 24, 16), [(1, 1), (1, 129), (2, 40), (1, 64), (0, 5)], torch.float32),
+        (Geometry(4, 4, 80, 32), [(1, 70), (1, 33)], torch.float16),
+    ],
+)
+@pytest.mark.parametrize("bound", [0, 5000])
+def test_decode(
+    geometry: Geometry, lengths: Lengths, dtype: torch.dtype, bound: int, tmp_path: Path
+) -> None:
+    fresh_seed()
+    case = make_case(geometry, lengths, dtype)
+    with kernel_module("decode_attention", tmp_path) as module:
+        check_rows(decode(module, case, bound), case, is_decode=True)
+
+
+def test_decode_without_split_and_without_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(Geometry(2, 1, 16, 16), [(1, 40), (1, 0), (3, 9)], torch.float32)
+    exact = exact_attention(case)
+    assert not exact[1].any()
+    with kernel_module("decode_attention", tmp_path) as module:
+        for splits in (1, 3):
+            monkeypatch.setattr(module, "num_splits", lambda *_, splits=splits: splits)
+            out = decode(module, case)
+            torch.testing.assert_close(out[:2], exact[:2].float())
+            assert out[2:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "lengths", "dtype"),
+    [
+        (Geometry(2, 1, 24, 16), [(7, 7), (1, 9), (40, 77), (0, 3), (2, 50)], torch.float32),
+        (Geometry(2, 2, 16, 32), [(130, 140)], torch.float16),
+    ],
+)
+def test_extend(geometry: Geometry, lengths: Lengths, dtype: torch.dtype, tmp_path: Path) -> None:
+    fresh_seed()
+    case = make_case(geometry, lengths, dtype)
+    with kernel_module("extend_attention", tmp_path) as module:
+        check_rows(extend(module, case), case, is_decode=False)
+        out = extend(module, hide_own_pages(case), has_own=True)
+        check_rows(out, case, is_decode=False)
+
+
+@pytest.mark.parametrize(
+    ("module_name", "change"),
+    [
+        ("decode_attention", ("begin + length, ", "begin + length - TILE, ")),
+        ("decode_attention", ("total = total * shrink", "total = total")),
+        ("decode_attention", ("used = tl.cdiv(tiles, ", "used = tiles // (")),
+        ("extend_attention", ("position[None, :] <= last_seen", "position[None, :] < last_seen")),
+        ("extend_attention", ("range(0, common, TILE)", "range(TILE, common, TILE)")),
+        ("extend_attention", ("range(common, end, TILE)", "range(common, end - TILE, TILE)")),
+        ("extend_attention", ("tokens // shape.rows + requests", "tokens // shape.rows")),
+    ],
+)  # fmt: skip
+def test_the_checks_see_a_mutation(
+    module_name: str, change: tuple[str, str], tmp_path: Path
+) -> None:
+    is_decode = module_name == "decode_attention"
+    # Enough requests for splits of several tiles.
+    lengths = [(1, 250), (1, 33), *[(1, 90)] * 5] if is_decode else [(20, 100), (2, 70)]
+    case = make_case(Geometry(2, 1, 16, 16), lengths, torch.float32)
+    run = decode if is_decode else extend
+    with (
+        kernel_module(module_name, tmp_path, change) as module,
+        pytest.raises(AssertionError),
+    ):
+        check_rows(run(module, case), case, is_decode=is_decode)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([(7, 7)], True),
+        ([(7, 7), (7, 7)], True),
+        ([(7, 8)], False),
+        ([(7, 7), (7, 9)], False),
+        ([(7, 7), (6, 6)], False),
+        ([(7, 7), (0, 7)], False),
+        ([(8, 8), (6, 6)], False),
+        ([(1, 1), (1, 5)], False),
+    ],
+)
+def test_dense_are_equal_prompts_without_context(lengths: Lengths, *, expected: bool) -> None:
+    q_lens, kv_lens = zip(*lengths, strict=True)
+    sizes = sum(q_lens), len(lengths), max(q_lens)
+    assert is_dense(*sizes, max(kv_lens)) == expected
+    assert not is_dense(*sizes, max(kv_lens) + 16)

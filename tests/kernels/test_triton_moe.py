@@ -1,0 +1,165 @@
+"""The GPU's mixture of experts, by Triton's interpreter at small sizes, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from gpu_kernels import kernel_module
+from kernel_checks import assert_as_exact, fresh_seed
+from moe_cases import MoECase, moe_case
+from weft.kernels.moe import route_reference
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+# Rows, hidden, inner, experts, experts a row: direct up to eight rows, sorted above.
+SHAPES = [
+    (1, 40, 24, 6, 3),
+    (3, 33, 17, 4, 1),
+    (8, 24, 9, 5, 2),
+    (9, 40, 24, 6, 3),
+    (40, 33, 70, 3, 2),
+]
+
+
+def run(module: ModuleType, case: MoECase, residual: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = module.moe(case.x, *case.routing, case.w13, case.w2, residual)
+    return out
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """What a kernel does not write is NaN, or 0."""
+    empty = torch.empty
+
+    def patched(*size: Any, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        return made.fill_(float("nan") if made.is_floating_point() else 0)
+
+    monkeypatch.setattr(module.torch, "empty", patched)
+    monkeypatch.setattr(module.torch, "empty_like", lambda t: torch.full_like(t, float("nan")))
+
+
+@pytest.mark.parametrize("is_crowded", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_of_experts(
+    shape: tuple[int, int, int, int, int],
+    is_crowded: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fresh_seed()
+    case = moe_case(*shape, is_crowded=is_crowded)
+    exact, eager = case.compute(torch.float64), case.compute(torch.float32)
+    with kernel_module("moe", tmp_path) as module, monkeypatch.context() as patch:
+        poison(patch, module)
+        out = run(module, case, case.residual)
+    assert_as_exact(out, eager, exact)
+
+
+def test_without_a_residual_and_in_half_precision(tmp_path: Path) -> None:
+    fresh_seed()
+    for rows in (2, 9):
+        case = moe_case(rows, 24, 17, 4, 2, torch.float16)
+        case.residual.zero_()
+        with kernel_module("moe", tmp_path) as module:
+            out = run(module, case, None)
+        assert_as_exact(out, case.compute(torch.float16), case.compute(torch.float64))
+
+
+LOOP = "for number in range(TOP_K):\n        "
+SHORT = "for number in range(TOP_K - 1):\n        "
+WALK = "for start in range(0, K, TILE):\n        at = (start"
+
+
+@pytest.mark.parametrize(
+    ("shape", "original", "replacement"),
+    [
+        ((2, 40, 24, 6, 3), f"{LOOP}pair", f"{SHORT}pair"),
+        ((12, 40, 24, 6, 3), f"{LOOP}at", f"{SHORT}at"),
+        ((40, 40, 300, 3, 2), WALK, WALK.replace("0, K,", "0, K - TILE,")),
+    ],
+)
+def test_a_mutated_kernel_is_noticed(
+    shape: tuple[int, int, int, int, int],
+    original: str,
+    replacement: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = moe_case(*shape, is_crowded=True)
+    exact, eager = case.compute(torch.float64), case.compute(torch.float32)
+    with (
+        kernel_module("moe", tmp_path, (original, replacement)) as module,
+        monkeypatch.context() as patch,
+    ):
+        poison(patch, module)
+        out = run(module, case, case.residual)
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, eager, exact)
+
+
+def test_blocks_hold_every_pair_once(tmp_path: Path) -> None:
+    fresh_seed()
+    cases = ((9, 4, 2, 16), (50, 3, 1, 16), (33, 16, 5, 32), (1, 7, 1, 16), (700, 31, 6, 64))
+    with kernel_module("moe_sort", tmp_path) as module:
+        for rows, experts, top_k, block in cases:
+            ids = moe_case(rows, 8, 8, experts, top_k).routing.ids
+            check_blocks(module.sort_pairs(ids, experts, block), ids, experts, block)
+    # All pairs at one expert, the first or the last.
+    for expert in (0, 4):
+        ids = torch.full((70, 1), expert, dtype=torch.int32)
+        check_blocks(module.sort_pairs(ids, 5, 16), ids, 5, 16)
+
+
+@pytest.mark.parametrize(
+    "change", [("] < part_at", "] <= part_at"), ("(block - 1)) // block", "0) // block")]
+)
+def test_the_check_sees_wrong_blocks(change: tuple[str, str], tmp_path: Path) -> None:
+    fresh_seed()
+    ids = moe_case(33, 8, 8, 16, 5).routing.ids
+    with kernel_module("moe_sort", tmp_path, change) as module:
+        blocks = module.sort_pairs(ids, 16, 32)
+    with pytest.raises(AssertionError):
+        check_blocks(blocks, ids, 16, 32)
+
+
+def check_blocks(blocks: Any, ids: torch.Tensor, experts: int, block: int) -> None:
+    """Each pair is in one block of its expert, and those of an expert stand in their order."""
+    order, expert, begin, end = blocks
+    assert order.tolist() == ids.view(-1).argsort(stable=True).tolist()
+    seen: list[int] = []
+    for b in range(len(expert)):
+        assert 0 <= expert[b] <= experts
+        if expert[b] < experts:
+            places = range(int(begin[b]), min(int(begin[b]) + block, int(end[b])))
+            found = [int(order[place]) for place in places]
+            assert found
+            assert all(int(ids.view(-1)[pair]) == int(expert[b]) for pair in found)
+            seen += found
+    assert sorted(seen) == list(range(ids.numel()))
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k"), [(0, 4, 2), (1, 1, 1), (7, 60, 8), (3, 7, 7)]
+)
+def test_routing(rows: int, experts: int, top_k: int, renormalise: bool, tmp_path: Path) -> None:
+    fresh_seed()
+    logits = 3 * torch.randn(rows, experts)
+    with kernel_module("moe_route", tmp_path) as module:
+        ids, shares = module.route(logits, top_k, renormalise)
+    expected = route_reference(logits, top_k, renormalise=renormalise)
+    assert torch.equal(ids, expected.ids)
+    torch.testing.assert_close(shares, expected.weights)
+
+
+def test_rows_that_are_not_finite_still_name_experts(tmp_path: Path) -> None:
+    logits = torch.tensor([[float("nan"), 1.0, 2.0], [float("inf"), float("inf"), 0.0]])
+    with kernel_module("moe_route", tmp_path) as module:
+        ids, _ = module.route(logits, 2, True)
+    for row in ids.tolist():
+        assert len(set(row)) == 2
+        assert all(0 <= expert < 3 for expert in row)

@@ -1,0 +1,97 @@
+"""The GPU's page kernels by Triton's interpreter: every bit against numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_kernels import kernel_module
+from page_cases import (
+    POISON,
+    bytes_of,
+    expected_digests,
+    page_numbers,
+    poisoned,
+    random_pool,
+    unsigned,
+)
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+SIZES = [(1, 2, 1), (5, 70, 5), (7, 4096, 3), (4, 4098, 2), (3, 9002, 3), (6, 12, 0)]
+"""Pages of the pool, words of a page, pages that move."""
+
+
+def words(pool: torch.Tensor) -> torch.Tensor:
+    return pool.view(pool.shape[0], -1).view(torch.int32)
+
+
+@pytest.mark.parametrize(("num_pages", "num_words", "count"), SIZES)
+def test_gather(num_pages: int, num_words: int, count: int, tmp_path: Path) -> None:
+    pool = random_pool(num_pages, num_words, torch.bfloat16)
+    pages, out = page_numbers(num_pages, count), poisoned(count + 1, pool)
+    before = bytes_of(pool)
+    with kernel_module("page_ops", tmp_path) as module:
+        if count:
+            module.gather_rows(words(pool), pages, out.view(torch.int32))
+    assert (out[:count].numpy() == before[pages.numpy()]).all()
+    assert (out[count:] == POISON).all()
+    assert (bytes_of(pool) == before).all()
+
+
+@pytest.mark.parametrize(("num_pages", "num_words", "count"), SIZES)
+def test_scatter(num_pages: int, num_words: int, count: int, tmp_path: Path) -> None:
+    pool = random_pool(num_pages, num_words, torch.bfloat16)
+    pages, source = page_numbers(num_pages, count), poisoned(count + 1, pool)
+    source[:count] = torch.randint(0, 256, source[:count].shape, dtype=torch.uint8)
+    expected = bytes_of(pool)
+    expected[pages.numpy()] = source[:count].numpy()
+    with kernel_module("page_ops", tmp_path) as module:
+        if count:
+            module.scatter_rows(source.view(torch.int32), pages, words(pool))
+    assert (bytes_of(pool) == expected).all()
+
+
+@pytest.mark.parametrize("offset", [0, 17, (1 << 32) - 9002])
+@pytest.mark.parametrize(("num_pages", "num_words", "count"), [s for s in SIZES if s[2]])
+def test_digest(num_pages: int, num_words: int, count: int, offset: int, tmp_path: Path) -> None:
+    pool = random_pool(num_pages, num_words, torch.float32)
+    pages = page_numbers(num_pages, count)
+    with kernel_module("page_digest", tmp_path) as module:
+        digests = module.row_digests(words(pool), pages, offset)
+    assert unsigned(digests) == expected_digests(pool, pages, offset)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("page_ops", ("words = tl.load(rows + page", "words = tl.load(rows + row")),
+        ("page_digest", ("mask = column < num_words", "mask = column < num_words - 8")),
+        ("page_digest", ("triton.cdiv(rows.shape[1], _TILE)", "rows.shape[1] // _TILE")),
+        ("page_digest", ("(z >> 27)", "(z >> 28)")),
+    ],
+)
+def test_the_checks_see_a_changed_kernel(
+    name: str, change: tuple[str, str], tmp_path: Path
+) -> None:
+    pool = random_pool(5, 4110, torch.float32)
+    pages = torch.tensor([3, 0], dtype=torch.int64)
+    with kernel_module(name, tmp_path, change) as module:
+        if name == "page_ops":
+            out = poisoned(2, pool)
+            module.gather_rows(words(pool), pages, out.view(torch.int32))
+            assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()
+        else:
+            digests = module.row_digests(words(pool), pages, 0)
+            assert unsigned(digests) != expected_digests(pool, pages)
+
+
+def test_a_dropped_last_tile_is_seen(tmp_path: Path) -> None:
+    pool = random_pool(4, 4110, torch.float32)
+    pages, out = page_numbers(4, 4), poisoned(4, pool)
+    text = "grid = (len(pages), triton.cdiv(rows.shape[1], _TILE))\n    _gather"
+    change = (text, text.replace("triton.cdiv(rows.shape[1], _TILE)", "1"))
+    with kernel_module("page_ops", tmp_path, change) as module:
+        module.gather_rows(words(pool), pages, out.view(torch.int32))
+    assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()

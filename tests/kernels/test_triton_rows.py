@@ -1,0 +1,166 @@
+"""The GPU's row-wise kernels, by Triton's interpreter at small sizes, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_kernels import kernel_module
+from kernel_checks import assert_as_exact, fresh_seed
+from weft.kernels.greedy import greedy_rows
+from weft.kernels.rope import rope_and_cache_reference
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+EPS = 1e-5
+
+
+def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 72), (3, 640)])
+def test_norms(rows: int, width: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    fresh_seed()
+    x, residual = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
+    weight, total = torch.randn(width).to(dtype), x + residual
+    with kernel_module("norm", tmp_path) as module:
+        plain = module.rms_norm(x, weight, EPS)
+        added, stream = module.add_rms_norm(x, residual, weight, EPS)
+    assert_as_exact(plain, F.rms_norm(x, (width,), weight, EPS), exact_norm(x, weight))
+    assert stream is residual
+    assert torch.equal(stream, total)
+    assert_as_exact(added, F.rms_norm(total, (width,), weight, EPS), exact_norm(total, weight))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (2, 1), (3, 1100)])
+def test_silu_and_mul(rows: int, width: int, tmp_path: Path) -> None:
+    fresh_seed()
+    x = 8 * torch.randn(rows, 2 * width)
+    gate, up = x.chunk(2, dim=-1)
+    with kernel_module("activation", tmp_path) as module:
+        out = module.silu_and_mul(x)
+    assert_as_exact(out, F.silu(gate) * up, F.silu(gate.double()) * up.double())
+
+
+@pytest.mark.parametrize("norms", ["", "q", "k", "qk"])
+def test_rope_and_cache(norms: str, tmp_path: Path) -> None:
+    fresh_seed()
+    rows, heads, kv_heads, dim, page_size, layers, layer, pages = 5, 7, 2, 24, 8, 3, 1, 4
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
+    q_norm, k_norm = (torch.rand(dim) + 0.5 if name in norms else None for name in "qk")
+    positions = torch.randint(0, 50, (rows,))
+    cos_sin = torch.randn(50, dim)
+    slots = torch.randperm(pages * page_size)[:rows]
+    pool = torch.full((pages, kv_heads, layers, 2, page_size, dim), float("nan"))
+
+    def run(pool: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        return rope_and_cache_reference(
+            qkv.to(wide), positions, cos_sin.to(wide), pool, layer, slots, heads, kv_heads,
+            q_norm, k_norm, EPS,
+        )  # fmt: skip
+
+    eager_pool, exact_pool = pool.clone(), pool.double()
+    eager = run(eager_pool, torch.float32)
+    exact = run(exact_pool, torch.float64)
+    with kernel_module("rope", tmp_path) as module:
+        q = module.rope_and_cache(
+            qkv, positions, cos_sin, pool, layer, slots, heads, q_norm, k_norm, EPS
+        )
+    assert_as_exact(q, eager, exact)
+    written = ~exact_pool.isnan()
+    assert torch.equal(written, ~pool.isnan())
+    assert_as_exact(pool[written], eager_pool[written], exact_pool[written])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 26, 700), (3, 40, 512), (4, 6, 1024), (9, 40, 512), (16, 20, 72)]
+)
+def test_small_linear(rows: int, n: int, k: int, gated: bool, tmp_path: Path) -> None:
+    fresh_seed()
+    x, weight = torch.randn(rows, k).half(), torch.randn(n, k).half()
+    bias, residual = torch.randn(n).half(), torch.randn(rows, n).half()
+    exact = x.double() @ weight.double().T + bias.double()
+    eager = F.linear(x, weight, bias)
+    with kernel_module("small_linear", tmp_path) as module:
+        if gated:
+            (gate, up), (exact_gate, exact_up) = eager.chunk(2, -1), exact.chunk(2, -1)
+            out = module.small_linear(x, weight, bias, None, x.dtype, gated=True)
+            assert_as_exact(out, F.silu(gate) * up, F.silu(exact_gate) * exact_up)
+            return
+        out = module.small_linear(x, weight, bias, residual, x.dtype)
+        assert_as_exact(out, eager + residual, exact + residual.double())
+        out = module.small_linear(x, weight, None, None, torch.float32)
+        product = exact - bias.double()
+        assert_as_exact(out, F.linear(x.float(), weight.float()), product)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 26, 700), (3, 40, 512), (9, 40, 512), (16, 5, 72)]
+)
+def test_parts_of_a_small_linear(rows: int, n: int, k: int, splits: int, tmp_path: Path) -> None:
+    fresh_seed()
+    x, weight = torch.randn(rows, k).half(), torch.randn(n, k).half()
+    bias, residual = torch.randn(n).half(), torch.randn(rows, n).half()
+    exact = x.double() @ weight.double().T + bias.double() + residual.double()
+    with kernel_module("small_linear", tmp_path) as module:
+        shape = module.LaunchShape(16, tile=64, warps=2, stages=2, splits=splits)
+        for _ in range(2):
+            out = module.small_linear(x, weight, bias, residual, x.dtype, shape=shape)
+            assert_as_exact(out, F.linear(x, weight, bias) + residual, exact)
+            assert not module._counters(x.device).any()
+
+
+def test_a_part_that_is_left_out_is_noticed(tmp_path: Path) -> None:
+    fresh_seed()
+    x, weight = torch.randn(9, 512).half(), torch.randn(40, 512).half()
+    change = ("tl.static_range(SPLITS)", "tl.static_range(SPLITS - 1)")
+    with kernel_module("small_linear", tmp_path, change) as module:
+        shape = module.LaunchShape(16, tile=64, warps=2, stages=2, splits=4)
+        out = module.small_linear(x, weight, None, None, x.dtype, shape=shape)
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, F.linear(x, weight), x.double() @ weight.double().T)
+
+
+def test_greedy_rows(tmp_path: Path) -> None:
+    fresh_seed()
+    logits = torch.randn(9, 5000)
+    logits[0, [70, 4500]] = 9.0  # The lower id of equals.
+    logits[1] = torch.finfo(torch.float32).min
+    logits[2, 4999] = 9.0
+    for row, bad in enumerate((float("nan"), float("inf"), float("-inf")), 3):
+        logits[row, 4321] = bad
+    wide = torch.full((9, 5003), 99.0)
+    wide[:, :5000] = logits
+    with kernel_module("greedy", tmp_path) as module:
+        tokens = module.greedy_rows(wide[:, :5000])
+        assert module.greedy_rows(logits[:0]).shape == (0,)
+    assert tokens[:3].tolist() == [70, 0, 4999]
+    assert tokens[3:6].tolist() == [-1, -1, -1]
+    assert torch.equal(tokens[6:], logits[6:].argmax(dim=1))
+    assert torch.equal(tokens, greedy_rows(wide[:, :5000]))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("norm", ("column < width", "column < width - 8")),
+        ("activation", ("column < width", "column < width - 8")),
+    ],
+)
+def test_the_checks_see_a_dropped_tail(name: str, change: tuple[str, str], tmp_path: Path) -> None:
+    x = torch.randn(2, 72)
+    with kernel_module(name, tmp_path, change) as module:
+        if name == "norm":
+            out, exact = module.rms_norm(x, torch.ones(72), EPS), exact_norm(x, torch.ones(72))
+        else:
+            gate, up = x.double().chunk(2, dim=-1)
+            out, exact = module.silu_and_mul(x), F.silu(gate) * up
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, exact.float(), exact)

@@ -1,0 +1,159 @@
+"""`weft status`, `weft chat` and the command itself, against a gateway with scripted workers."""
+
+import asyncio
+import io
+import json
+import secrets
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+
+import pytest
+from fake_decode import Script
+from gateway_harness import MODEL, Harness, gateway
+from rich.console import Console
+from weft.cli import main as cli_main
+from weft.cli.status import WorkerStatus, show
+from weft.v1 import decode_pb2, gateway_pb2
+
+FLEET = gateway_pb2.GetFleetRequest()
+
+
+def weft(*arguments: str) -> "asyncio.Future[Process]":
+    command = [sys.executable, "-m", "weft.cli", *arguments]
+    return asyncio.ensure_future(
+        asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    )
+
+
+async def run(*arguments: str, typed: str = "") -> tuple[int, str, str]:
+    process = await weft(*arguments)
+    out, err = await asyncio.wait_for(process.communicate(typed.encode()), 60)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+def test_the_table_shows_models_whatever_their_names() -> None:
+    workers = [
+        WorkerStatus(worker_id=f"decode-{at}", role="decode", address="a", healthy=True, model=name)
+        for at, name in enumerate(("[/b]odd", "org/plain"))
+    ]
+    out = io.StringIO()
+    show(Console(file=out, width=200), workers)
+    assert "[/b]odd" in out.getvalue()
+    assert "org/plain" in out.getvalue()
+
+
+class Echo:
+    """Answers with a fixed text; remembers the prompts."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.prompts: list[list[int]] = []
+        self.hang_after = 10**9
+        self.harness: Harness | None = None
+
+    def __call__(self, submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        assert self.harness is not None
+        self.prompts.append(prompt)
+        tokens = [*self.harness.ids(self.text), self.harness.end]
+        return Script([tokens], hang_after=self.hang_after)
+
+
+async def test_chat_streams_and_remembers(tmp_path: Path) -> None:
+    echo = Echo("Bonjour [bold]é 你好")
+    async with gateway(tmp_path, echo) as harness:
+        echo.harness = harness
+        address = harness.app.server.address
+        status, out, err = await run(
+            *("chat", "--address", address, "--system", "Be kind."),
+            typed="first\n\nsecond\n/reset\nthird\n/quit\nnever\n",
+        )
+        assert status == 0, err
+        assert out.count(echo.text + "\n") == 3
+        assert MODEL in out
+        said = [harness.tokenizer.decode(prompt) for prompt in echo.prompts]
+    assert ["first" in text for text in said] == [True, True, False]
+    assert ["second" in text for text in said] == [False, True, False]
+    assert [text.count(echo.text) for text in said] == [0, 1, 0]
+    assert all("Be kind." in text for text in said)
+    assert "third" in said[2]
+
+
+async def test_ctrl_c_stops_the_answer_not_the_chat(tmp_path: Path) -> None:
+    echo = Echo(secrets.token_hex(20))
+    async with gateway(tmp_path, echo) as harness:
+        echo.harness = harness
+        echo.hang_after = 3
+        process = await weft("chat", "--address", harness.app.server.address)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"hello\n")
+        await process.stdin.drain()
+        text = b""
+        async with asyncio.timeout(30):
+            await process.stdout.readline()  # the head
+            text = await process.stdout.read(1)  # the answer has begun
+            echo.hang_after = 10**9
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate(b"again\n")
+        assert process.returncode == 0, err
+        answer = (text + out).decode()
+        assert "[stopped]" in answer
+        assert echo.text in answer
+        await harness.wait(lambda: harness.workers[0].cancels)
+
+
+async def test_chat_says_what_is_wrong(tmp_path: Path) -> None:
+    echo = Echo("x")
+    async with gateway(tmp_path, echo) as harness:
+        echo.harness = harness
+        address = harness.app.server.address
+        status, out, _ = await run(
+            "chat", "--address", address, "--temperature", "-1", typed="hello\n"
+        )
+    assert status == 0
+    assert "temperature" in out
+
+
+@pytest.mark.parametrize("command", ["chat", "status"])
+async def test_without_a_gateway_it_says_so(command: str) -> None:
+    status, _, err = await run(command, "--address", "127.0.0.1:1")
+    assert status == 1
+    assert "no gateway answers at 127.0.0.1:1" in err
+
+
+async def test_status_tells_of_every_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    async with gateway(tmp_path, Echo("x"), num_decode=2, num_prefill=1) as harness:
+        address = harness.app.server.address
+        harness.workers[0].running_requests = 7
+        await harness.workers[1].stop()
+        async with asyncio.timeout(30):
+            while all(w.healthy for w in (await harness.typed.GetFleet(FLEET)).workers):
+                await asyncio.sleep(0.05)
+        status, out, err = await run("status", "--address", address, "--json")
+        assert status == 0, err
+        workers = {worker["worker_id"]: worker for worker in json.loads(out)}
+        _, table, _ = await run("status", "--address", address)
+    assert workers.keys() == {"decode-0", "decode-1", "prefill-0"}
+    assert [workers[name]["healthy"] for name in sorted(workers)] == [True, False, True]
+    assert workers["decode-1"]["problem"]
+    assert workers["decode-0"]["running_requests"] == 7
+    lines = table.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["decode-0", "decode-1", "prefill-0"]
+    assert [" not ok " in line for line in lines[1:4]] == [False, True, False]
+    assert " 7 " in lines[1]
+
+
+def test_commands_are_dispatched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in cli_main.COMMANDS)
+    assert cli_main.main(["nonsense"]) == 2
+    assert "no command 'nonsense'" in capsys.readouterr().err
+    assert cli_main.main(["serve", "nonsense"]) == 2
+    assert "gateway, prefill, decode, kvstore, rest" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""Settings: sources in their order, and errors that name field, value and fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+from pydantic import Field
+from weft.common.settings import ServiceSettings, load_settings
+
+
+class DemoSettings(ServiceSettings):
+    """Serves nothing."""
+
+    program: ClassVar[str] = "demo"
+    peers: list[str] = Field([], description="addresses of peers, host:port")
+    ratio: float = Field(0.5, ge=0, le=1, description="share of 100 % kept, 0 to 1")
+    mode: Literal["fast", "safe"] = Field("safe", description="how")
+    is_loud: bool = Field(False, description="say more")
+    limit_pages: int | None = Field(None, ge=1, description="most pages, in pages")
+
+
+def test_sources_override_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "demo.toml"
+    file.write_text('peers = ["a:1", "b:2"]\nratio = 0.25\nlimit_pages = 7\nmode = "fast"\n')
+    environ = {"WEFT_DEMO_RATIO": "0.75", "WEFT_DEMO_LIMIT_PAGES": "none", "WEFT_OTHER_X": "1"}
+    settings = load_settings(
+        DemoSettings, ["--config", str(file), "--mode", "safe", "--is-loud"], environ
+    )
+    assert settings.peers == ["a:1", "b:2"]
+    assert settings.ratio == 0.75
+    assert settings.limit_pages is None
+    assert settings.mode == "safe"
+    assert settings.is_loud
+    assert settings.port == 0
+
+
+def test_lists_are_comma_separated() -> None:
+    assert load_settings(DemoSettings, ["--peers", "x:1, y:2,"], {}).peers == ["x:1", "y:2"]
+    assert load_settings(DemoSettings, [], {"WEFT_DEMO_PEERS": ""}).peers == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        (["--ratio", "1.5"], {}, ["--ratio", "'1.5'", "less than or equal to 1", "share of"]),
+        (["--ratio", "nan"], {}, ["--ratio", "'nan'", "finite"]),
+        ([], {"WEFT_DEMO_PORT": "many"}, ["WEFT_DEMO_PORT", "'many'", "integer", "gRPC port"]),
+        ([], {"WEFT_DEMO_RATOI": "1"}, ["WEFT_DEMO_RATOI", "no such setting", "ratio"]),
+        (["--mode", "wild"], {}, ["--mode", "'wild'", "'fast' or 'safe'"]),
+        (["--config", "/nonexistent/x.toml"], {}, ["/nonexistent/x.toml", "No such file"]),
+    ],
+)
+def test_problems_are_explained(
+    argv: list[str],
+    environ: dict[str, str],
+    expected: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load_settings(DemoSettings, argv, environ)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    for part in expected:
+        assert part in message
+
+
+def test_unknown_key_and_bad_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "demo.toml"
+    file.write_text("rati = 1\n")
+    with pytest.raises(SystemExit):
+        load_settings(DemoSettings, ["--config", str(file)], {})
+    assert "did you mean ratio?" in capsys.readouterr().err
+    file.write_text("ratio = = 1\n")
+    with pytest.raises(SystemExit):
+        load_settings(DemoSettings, ["--config", str(file)], {})
+    assert "not a TOML file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        load_settings(DemoSettings, ["--no-such-flag", "1"], {})
+
+
+def test_help_shows_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load_settings(DemoSettings, ["--help"], {})
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in DemoSettings.model_fields.items():
+        assert "--" + name.replace("_", "-") in text
+        assert (field.description or "?") in text

@@ -1,0 +1,182 @@
+"""The store's disk: pages that the arena gave up, or an earlier store had; quotas of namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import resource
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_chain import Chain, Filled, StoreCaller, random_pages
+from numpy.typing import NDArray
+from store_server import store_here
+from weft.engine.errors import ConfigError
+from weft.kvstore.store import KvStore
+
+PAGE_BYTES = 4096
+ARENA = {"memory_bytes": 16 * PAGE_BYTES}
+Held = tuple[Chain, NDArray[np.uint8]]
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, **changes: Any) -> AsyncIterator[tuple[KvStore, StoreCaller]]:
+    """A store with a folder on disk, and a client of it."""
+    settings = ARENA | changes | {"disk_cache_dir": folder}
+    async with store_here(**settings) as (store, address), StoreCaller(address) as caller:
+        yield store, caller
+
+
+async def put(caller: StoreCaller, num_pages: int, **changes: Any) -> Held:
+    chain, content = Chain(num_pages, **changes), random_pages(num_pages, PAGE_BYTES)
+    answer = await caller.put_data(chain, range(num_pages), content)
+    assert answer.stored_pages == num_pages
+    return chain, content
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def on_disk(store: KvStore, num_pages: int) -> None:
+    await until(lambda: disk(store).counts().cached >= num_pages)
+
+
+def disk(store: KvStore) -> Any:
+    assert store._shelf is not None
+    assert store._shelf.spill is not None
+    return store._shelf.spill.disk
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.*") if path.is_file())
+
+
+def check(filled: Filled, content: NDArray[np.uint8], num_pages: int) -> None:
+    assert filled.kinds[-1] == "done"
+    assert sorted(filled.pages) == list(range(num_pages))
+    for index, page in filled.pages.items():
+        assert bytes(page) == content[index].tobytes()
+
+
+async def test_what_the_arena_gave_up_comes_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (store, caller):
+        held = []
+        for _ in range(4):
+            held.append(await put(caller, 10))
+            await on_disk(store, 10 * len(held))
+        for chain, content in random.sample(held, 4):
+            assert await caller.look_up(chain) == 10
+            check(await caller.fill(chain), content, 10)
+        stats = await caller.settled()
+        (tier,) = stats.tiers
+        assert (tier.name, tier.cached_pages) == ("disk", 40)
+        assert tier.counters["loaded_pages"] >= 24
+        assert tier.counters["corrupt_pages"] == 0
+        disk(store).pages.check_integrity()
+
+
+async def test_pages_outlive_the_store(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (store, caller):
+        chain, content = await put(caller, 8)
+        await on_disk(store, 8)
+        with pytest.raises(ConfigError, match="another process"):
+            async with store_here(disk_cache_dir=tmp_path):
+                pass
+    async with opened(tmp_path) as (store, caller):
+        assert await caller.look_up(Chain(3)) == 0
+        assert await caller.look_up(chain) == 8
+        check(await caller.fill(chain), content, 8)
+
+
+async def test_a_flush_forgets_what_an_earlier_store_left(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (store, caller):
+        chain, _ = await put(caller, 8)
+        await on_disk(store, 8)
+    async with opened(tmp_path) as (store, caller):
+        assert store.flush() == 8
+        assert await caller.look_up(chain) == 0
+        await until(
+            lambda: not [path for path in files(tmp_path) if chain.keys[0].hex() in path.name]
+        )
+
+
+async def test_another_page_size_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (store, caller):
+        await put(caller, 8)
+        await on_disk(store, 8)
+    async with opened(tmp_path) as (store, caller):
+        chain, content = Chain(2), random_pages(2, 2 * PAGE_BYTES)
+        assert (await caller.put_data(chain, range(2), content)).stored_pages == 2
+        await on_disk(store, 2)
+        assert len(files(tmp_path)) == 2
+        check(await caller.fill(chain), content, 2)
+
+
+async def test_flipped_bytes_on_disk_are_a_miss(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (store, caller):
+        chain, content = await put(caller, 8)
+        await on_disk(store, 8)
+    (path,) = [path for path in files(tmp_path) if path.name.startswith(chain.keys[5].hex())]
+    changed = bytearray(path.read_bytes())
+    changed[random.randrange(PAGE_BYTES)] ^= 1 << random.randrange(8)
+    path.write_bytes(changed)
+    async with opened(tmp_path) as (store, caller):
+        assert await caller.look_up(chain) == 8
+        check(await caller.fill(chain), content, 5)
+        assert await caller.look_up(chain) == 5
+        stats = await caller.settled()
+        assert stats.tiers[0].counters["corrupt_pages"] == 1
+
+
+async def test_a_full_disk_is_counted_and_nothing_else(tmp_path: Path) -> None:
+    """The system refuses every byte of a page's file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with opened(tmp_path) as (store, caller):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+        try:
+            chain, content = await put(caller, 8)
+            await until(lambda: disk(store).counters.failed_saves > 0)
+            check(await caller.fill(chain), content, 8)
+            await caller.settled()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert disk(store).counts().cached == 0
+        assert not files(tmp_path)
+
+
+async def test_a_flush_empties_the_disk_too(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (store, caller):
+        chain, _ = await put(caller, 8)
+        await on_disk(store, 8)
+        assert store.flush() == 16
+        assert await caller.look_up(chain) == 0
+        await until(lambda: not files(tmp_path))
+
+
+async def test_a_namespace_keeps_to_its_quota(tmp_path: Path) -> None:
+    """One that puts without end pushes out its own pages, not those of another."""
+    quotas = {"namespace_quota": 0.5, "disk_cache_bytes": 30 * PAGE_BYTES}
+    async with opened(tmp_path, **quotas) as (store, caller):
+        quiet, content = await put(caller, 5)
+        await on_disk(store, 5)
+        loud = bytes(random.randbytes(32))
+        for _ in range(8):
+            chain, _ = await put(caller, 5, namespace=loud)
+            assert await caller.look_up(chain) == 5
+            await caller.settled()
+        stats = await caller.stats()
+        assert stats.cached_pages <= 5 + 7
+        assert stats.counters["quota_evicted_pages"] > 0
+        assert stats.tiers[0].cached_pages <= 5 + 15
+        check(await caller.fill(quiet), content, 5)
+        too_much = Chain(12, namespace=loud)
+        answer = await caller.put_data(too_much, range(12), random_pages(12, PAGE_BYTES))
+        assert answer.stored_pages == 7
+        assert answer.refused_pages == 5

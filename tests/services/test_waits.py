@@ -1,0 +1,153 @@
+"""Nothing waits without a bound for a peer that says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from kv_chain import StoreCaller
+from silent_prefill import silent_prefill
+from store_server import store_here
+from weft.common import streams
+from weft.common.errors import from_rpc_error
+from weft.common.interceptors import ErrorInterceptor
+from weft.common.settings import ServiceSettings
+from weft.common.tracing import make_tracer
+from weft.common.worker import fill_client
+from weft.common.worker.fill_client import FillClient
+from weft.decode.service import DecodeService
+from weft.engine.messages import FillCommand, Inbox
+from weft.engine.transfer.handle import KvHandle
+from weft.v1 import decode_pb2, decode_pb2_grpc, kvstore_pb2
+
+
+class Thing:
+    """Stands for what a service holds and does not use here."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class FakeEngine:
+    """Takes what a fill client has to say."""
+
+    def __init__(self) -> None:
+        self.said: list[Inbox] = []
+
+    def send(self, inbox: Inbox) -> None:
+        self.said.append(inbox)
+
+
+@asynccontextmanager
+async def decode_service() -> AsyncIterator[Any]:
+    """A stub of a decode service without an engine."""
+    context: Any = Thing(
+        settings=Thing(crash_dir=None),
+        engine=FakeEngine(),
+        info=Thing(epoch=1),
+        worker_id="decode-here",
+        tracer=make_tracer(ServiceSettings(), "decode-here"),
+    )
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(),))
+    DecodeService(context).add_to(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield decode_pb2_grpc.DecodeServiceStub(channel)
+    finally:
+        await server.stop(0)
+
+
+async def check_refused(call: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call.read(), 60)
+    error = from_rpc_error(caught.value)
+    assert error.reason == "DEADLINE_EXCEEDED"
+    assert "first message" in error.message
+
+
+async def test_a_session_without_a_hello_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "FIRST_MESSAGE_TIMEOUT_S", 0.3)
+    async with decode_service() as stub:
+        await check_refused(stub.Session(timeout=120))
+        # One that says hello is welcome, however long it takes for the rest.
+        session = stub.Session(timeout=120)
+        hello = decode_pb2.SessionRequest.Hello(gateway_id="g", gateway_epoch=1)
+        await session.write(decode_pb2.SessionRequest(hello=hello))
+        assert (await session.read()).welcome.worker_id == "decode-here"
+        reading = asyncio.create_task(session.read())
+        await asyncio.sleep(1)
+        assert not reading.done()
+        session.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_a_fill_without_a_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "FIRST_MESSAGE_TIMEOUT_S", 0.3)
+    async with store_here() as (_, address), StoreCaller(address) as caller:
+        await check_refused(caller.stub.Fill(timeout=120))
+        with pytest.raises(grpc.aio.AioRpcError, match="first message"):
+            await asyncio.wait_for(_answer(caller.stub.PutData(timeout=120)), 60)
+
+
+async def _answer(call: Any) -> kvstore_pb2.PutDataResponse:
+    answer = await call
+    assert isinstance(answer, kvstore_pb2.PutDataResponse)
+    return answer
+
+
+def command(action: str, lease_id: bytes, address: str) -> FillCommand:
+    handle = KvHandle(
+        owner_id="owner",
+        owner_epoch=1,
+        lease_id=lease_id,
+        lease_s=10.0,
+        namespace=bytes(32),
+        cache_salt="",
+        page_size=4,
+        tokens=[1, 2, 3, 4],
+        start_token=0,
+        end_token=4,
+        pages=[1],
+        filler_epoch=2,
+        nixl=None,
+    )
+    return FillCommand(
+        lease_id=lease_id,
+        worker_id="p0",
+        address=address,
+        kind="prefill",
+        action=action,
+        handle=handle if action == "start" else None,
+    )
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_filler_that_does_not_answer_a_stop_is_left(
+    monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    monkeypatch.setattr(fill_client, "STOP_TIMEOUT_S", 0.3)
+    engine: Any = FakeEngine()
+    client = FillClient(engine)
+    lease_id = secrets.token_bytes(16)
+    async with silent_prefill() as (filler, address):
+        client.run(command("start", lease_id, address))
+        if is_open:
+            async with asyncio.timeout(60):
+                while not filler.num_fills:
+                    await asyncio.sleep(0.02)
+        client.run(command("stop", lease_id, address))
+        async with asyncio.timeout(60):
+            while client.sizes()["fill_calls"]:
+                await asyncio.sleep(0.02)
+        (said,) = engine.said
+        assert said.filler_events[0].lease_id == lease_id
+        assert said.filler_events[0].event.kind == "broken"
+        assert "stop" in said.filler_events[0].event.message
+        await client.close()

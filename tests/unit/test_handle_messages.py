@@ -1,0 +1,52 @@
+"""Handles on the wire: what an owner says is what its filler gets, within bounds."""
+
+from __future__ import annotations
+
+import pytest
+from weft.common.worker.fills import handle_from_proto, handle_to_proto
+from weft.engine.errors import InvalidRequest
+from weft.engine.transfer.handle import KvHandle, NixlTargetInfo
+from weft.v1 import kv_pb2
+
+HANDLE = KvHandle(
+    owner_id="decode-0",
+    owner_epoch=2**64 - 5,
+    lease_id=bytes(range(16)),
+    lease_s=10.5,
+    namespace=bytes(32),
+    cache_salt="salt",
+    page_size=16,
+    tokens=list(range(48)),
+    start_token=16,
+    end_token=48,
+    pages=[7, 9],
+    filler_epoch=3,
+    nixl=NixlTargetInfo(
+        version="1",
+        agent_name="a",
+        agent_metadata=b"m",
+        agent_metadata_digest=bytes(32),
+        base_address=2**40,
+        page_bytes=1024,
+        num_pages=50,
+    ),
+    priority=-12,
+    tenant="acme",
+)
+
+
+def test_a_handle_survives_the_wire() -> None:
+    message = kv_pb2.KvHandle.FromString(handle_to_proto(HANDLE).SerializeToString())
+    assert handle_from_proto(message) == HANDLE
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("priority", 1_000_001), ("priority", -1_000_001), ("tenant", "t" * 65), ("lease_id", b"x")],
+)
+def test_what_is_out_of_bounds_is_refused(field: str, value: object) -> None:
+    message = handle_to_proto(HANDLE)
+    setattr(message, field, value)
+    with pytest.raises(InvalidRequest) as caught:
+        handle_from_proto(message)
+    assert caught.value.param == field

@@ -1,0 +1,60 @@
+"""Sizing the KV pool: the arithmetic; what it measures is tested on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from weft.engine.errors import ConfigError
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.runner.memory_plan import (
+    MemoryNeeds,
+    describe_pool,
+    largest_step,
+    pages_of,
+    sampling_bytes,
+)
+
+GIB = 1 << 30
+
+
+def needs(free: int) -> MemoryNeeds:
+    return MemoryNeeds(
+        total=100 * GIB,
+        free=free,
+        weights=15 * GIB,
+        step=3 * GIB,
+        graphs=GIB,
+        sampling=GIB // 2,
+    )
+
+
+def test_the_pool_takes_what_nothing_else_needs() -> None:
+    plan = needs(80 * GIB)
+    assert plan.margin == 2 * GIB
+    left = 80 * GIB - 3 * GIB - GIB - GIB // 2 - 2 * GIB
+    assert pages_of(plan, 1 << 20) == left >> 20
+    layout = PlaneLayout(page_size=16, layers=2, heads=2, dim=64, dtype="bfloat16")
+    text = describe_pool(plan, pages_of(plan, layout.page_bytes), layout)
+    for part in ("KV pool 73.50 GiB", "weights of 15.00 GiB", "largest step 3.00 GiB"):
+        assert part in text
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ConfigError, match=r"6\.00 GiB are free.*step 3\.00.*-0\.50 GiB are left"):
+        pages_of(needs(6 * GIB), 1 << 20)
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(512, 4096), (1000, 300), (64, 64)])
+def test_the_largest_step_is_well_formed(tokens: int, context: int) -> None:
+    layout = PlaneLayout(page_size=16, layers=1, heads=1, dim=8, dtype="float32")
+    step = largest_step(8, tokens, context, layout)
+    lengths = np.diff(step.cu_q_lens)
+    assert lengths.sum() == len(step.token_ids) == len(step.positions) == tokens
+    assert lengths.max() == step.max_q_len <= context
+    assert step.kv_lens.tolist() == lengths.tolist()
+    assert step.slots.max() < layout.page_size
+    assert len(step.logits_rows) == 8
+
+
+def test_sampling_has_room_for_all_requests() -> None:
+    assert sampling_bytes(128_256, 256) >= 256 * 128_256 * (4 + 4)

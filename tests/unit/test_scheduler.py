@@ -1,0 +1,233 @@
+"""The scheduler under random loads: nothing starves, nothing leaks, budgets hold."""
+
+from __future__ import annotations
+
+import random
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_bench import PAGE, Bench
+from weft.engine.errors import DeadlineExceeded
+from weft.engine.scheduler.limits import SchedulerLimits
+from weft.engine.scheduler.policies import PolicyName
+from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
+
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(16, 60),
+    st.integers(1, 6),
+    st.sampled_from(POLICIES),
+    st.sampled_from([None, 1, 3]),
+    st.booleans(),
+)
+def test_every_request_ends_whatever_the_load(
+    seed: int,
+    num_pages: int,
+    max_running: int,
+    policy: PolicyName,
+    threshold: int | None,
+    is_overlapped: bool,
+) -> None:
+    rng = random.Random(seed)
+    limits = SchedulerLimits(
+        PAGE,
+        16 + max_running,
+        rng.choice([4, 8, 16]),
+        max_running,
+        by_priority=policy == "priority",
+        preemption_threshold=threshold if policy == "priority" else None,
+    )
+    bench = Bench(
+        rng,
+        num_pages,
+        limits,
+        policy,
+        ageing_s=rng.choice([1.0, 100.0]),
+        is_overlapped=is_overlapped,
+        stop_chance=rng.choice([0.0, 0.1]),
+    )
+    requests = []
+    for _ in range(rng.randint(1, 14)):
+        requests.append(add_any(bench))
+        for _ in range(rng.randint(0, 5)):
+            bench.step()
+        if rng.random() < 0.2:
+            bench.scheduler.finish(rng.choice(requests))  # a cancel, perhaps of a finished one
+    bench.run(*requests)
+    assert len(bench.finished) == len(requests), "each ends exactly once"
+    check_empty(bench)
+
+
+STEM_SEED = 11
+
+
+def add_any(bench: Bench) -> Request:
+    """A random request that fits the pool; every other one shares a prefix with others."""
+    rng = bench.rng
+    capacity = bench.memory.num_usable_pages * PAGE
+    num_prompt = rng.randint(1, capacity // 2)
+    stem = random.Random(STEM_SEED)
+    prefix = [stem.randrange(100) for _ in range(20)][: rng.randint(0, 20)]
+    return bench.add(
+        num_prompt,
+        rng.randint(1, min(30, capacity - num_prompt)),
+        remote=rng.random() < 0.5,
+        prefix=prefix if rng.random() < 0.5 else [],
+        priority=rng.randint(-3, 3),
+        tenant=rng.choice(["", "a", "b"]),
+    )
+
+
+def check_empty(bench: Bench) -> None:
+    counts = bench.memory.counts()
+    assert counts.used == counts.quarantined == 0
+    assert counts.free + counts.cached == counts.total
+    assert bench.memory.num_available_pages == counts.total, "a promise was kept back"
+    assert not any(bench.scheduler.sizes().values())
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True], ids=["in-turn", "overlapped"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ten_thousand_random_operations_leave_every_page_free_or_cached(
+    policy: PolicyName, is_overlapped: bool
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    is_urgent = policy == "priority"
+    limits = SchedulerLimits(
+        PAGE, 24, 8, 6, by_priority=is_urgent, preemption_threshold=2 if is_urgent else None
+    )
+    bench = Bench(
+        rng, 40, limits, policy, ageing_s=50.0, is_overlapped=is_overlapped, stop_chance=0.03
+    )
+    requests: list[Request] = []
+    for _ in range(10_000):
+        chance = rng.random()
+        if chance < 0.2 and len(requests) < 20:
+            requests.append(add_any(bench))
+        elif chance < 0.24 and requests:
+            bench.scheduler.finish(rng.choice(requests))
+        elif chance < 0.25:
+            bench.memory.flush_cache()
+        else:
+            bench.step()
+        requests = [request for request in requests if request.state is not State.FINISHED]
+    bench.run(*requests)
+    check_empty(bench)
+    assert bench.scheduler.num_preemptions
+    assert bench.scheduler.sharing.num_waits
+    assert bench.scheduler.pages.num_partial_hits
+    assert bench.memory.num_evictions
+    assert bool(bench.num_surplus) == is_overlapped
+
+
+def test_a_step_feeds_running_requests_before_prompts() -> None:
+    rng = random.Random(1)
+    bench = Bench(rng, 100, SchedulerLimits(PAGE, 12, 8, 4))
+    running = bench.add(3, 20)
+    bench.step()
+    bench.add(40, 1)
+    for _ in range(4):
+        before = running.num_generated
+        bench.step()
+        assert running.num_generated == before + 1
+
+
+def test_who_loses_least_is_preempted_and_comes_back_first() -> None:
+    bench = Bench(random.Random(2), 8, SchedulerLimits(PAGE, 64, 64, 4))
+    old = bench.add(8, 19)
+    young = bench.add(8, 19)
+    while young.state is not State.PREEMPTED:
+        bench.step()
+    assert old.state is State.RUNNING
+    late = bench.add(4, 1)
+    assert next(bench.scheduler.waiting.candidates(0.0)) is young
+    while not (old.state is young.state is late.state is State.FINISHED):
+        bench.step()
+    assert young.timeline.num_preemptions >= 1
+    assert young.num_generated == 19
+
+
+def test_prompts_beside_decodes_keep_to_their_share_of_a_step() -> None:
+    bench = Bench(random.Random(5), 200, SchedulerLimits(PAGE, 64, 64, 4))
+    bench.scheduler.prompt_tokens_beside_decode = lambda: 2 * PAGE
+    decoding = bench.add(4, 1000)
+    bench.step()
+    long = bench.add(10 * PAGE, 5)
+    num_steps = 0
+    while long.num_generated == 0:
+        before = decoding.num_generated, long.num_computed
+        bench.step()
+        num_steps += 1
+        assert decoding.num_generated == before[0] + 1
+        assert long.num_computed - before[1] <= 2 * PAGE
+    assert num_steps == 5
+    bench.scheduler.finish(decoding)
+    alone = bench.add(10 * PAGE, 5)
+    bench.scheduler.finish(long)
+    bench.step()
+    assert alone.num_generated == 1
+
+
+def test_states_change_along_legal_edges_only() -> None:
+    bench = Bench(random.Random(3), 20, SchedulerLimits(PAGE, 64, 64, 4))
+    request = bench.add(4, 2)
+    bench.scheduler.finish(request)
+    with pytest.raises(AssertionError):
+        bench.scheduler._transition(request, State.RUNNING)
+    assert State.FILLING not in LEGAL_EDGES[State.RUNNING]
+    assert all(
+        State.PREEMPTED not in edges for s, edges in LEGAL_EDGES.items() if s != State.RUNNING
+    )
+
+
+def test_deadlines_end_requests_wherever_they_are() -> None:
+    bench = Bench(random.Random(4), 40, SchedulerLimits(PAGE, 8, 4, 1))
+    first = bench.add(4, 1000)
+    second = bench.add(4, 5)
+    first.deadline, second.first_token_deadline = 10.0, 5.0
+    bench.step()
+    bench.scheduler.expire(4.9)
+    assert bench.finished == []
+    bench.scheduler.expire(5.0)
+    assert bench.finished == [second]
+    bench.scheduler.expire(10.0)
+    assert bench.finished == [second, first]
+    assert isinstance(first.error, DeadlineExceeded)
+    assert bench.memory.counts().used == 0
+
+
+def test_what_is_cached_of_a_waiting_prompt_is_not_queued() -> None:
+    bench = Bench(random.Random(1), 64, SchedulerLimits(PAGE, 40, 40, 1))
+    prefix = [7] * (5 * PAGE)
+    first = bench.add(30, 40, prefix=prefix)
+    assert bench.scheduler.num_queued_tokens == 30
+    bench.step()
+    assert bench.scheduler.num_queued_tokens == 0
+    bench.add(50, 1, prefix=prefix)  # waits: there is one slot
+    assert bench.scheduler.num_queued_tokens == 50 - 5 * PAGE
+    bench.add(9, 1)
+    assert bench.scheduler.num_queued_tokens == 50 - 5 * PAGE + 9
+    bench.scheduler.finish(first)
+    bench.step()
+    assert bench.scheduler.num_queued_tokens == 9
+
+
+def test_what_a_leader_computes_is_no_longer_queued_for_those_that_follow() -> None:
+    """Found only when the second prompt is looked at again, after it was queued."""
+    bench = Bench(random.Random(1), 64, SchedulerLimits(PAGE, 2 * PAGE, 2 * PAGE, 4))
+    prefix = [7] * (4 * PAGE)
+    bench.add(4 * PAGE + 1, 9, prefix=prefix)
+    bench.add(4 * PAGE + 2, 9, prefix=prefix)
+    assert bench.scheduler.num_queued_tokens == 8 * PAGE + 3
+    bench.step()
+    bench.step()
+    bench.step()
+    assert bench.scheduler.num_queued_tokens <= 2
