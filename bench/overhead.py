@@ -51,8 +51,9 @@ OFF_EVERYWHERE = "--no-tracing --metrics-port none"
 OFF_WORKER = f"{OFF_EVERYWHERE} --no-page-digests"
 NAMES = ("on", "off")
 START_TRIES = 3
-EXPORT_DELAY_MS = 500
-SETTLE_S = 1.0
+EXPORT_DELAY_MS = 2000
+"""Shorter than the SDK's own 5 s, so that a turn need not settle for longer."""
+SETTLE_S = 2.5
 """After a turn: what is exported or reported late counts too."""
 GOAL = 1.03
 VOCABULARY = 49_152

@@ -33,8 +33,15 @@ from weft.cli.chaos.tiny import VOCAB_SIZE, make_tiny_model
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 DECODE = ("decode-0", "decode-1")
-FLAGS = "--decode 2 --local-prefill-max-tokens 0 --gateway-args '--decode-policy round_robin'"
+FLAGS = (
+    "--decode 2 --local-prefill-max-tokens 0 --gateway-args '--decode-policy round_robin' "
+    # Room for all streams on one worker: no pause is the wait for a slot.
+    "--decode-args '--max-running-requests {slots}'"
+)
 BACK_TIMEOUT_S = 600.0
+SETTLE_S = 5.0
+"""Between kills: a worker that is just back is still starting its compiler of constraints, and what
+it takes over then waits for that."""
 
 
 class WrongAnswer(Exception):
@@ -117,6 +124,7 @@ async def measure(
                         progress.advance(task)
                     await asyncio.sleep(0.5)  # the ready file of the killed one is gone by then
                     await wait_whole(mesh, stub)
+                    await asyncio.sleep(SETTLE_S)
     return pauses_s
 
 
@@ -195,7 +203,9 @@ def main() -> int:
         stops = ["e", "th", "\ufffd"]
         asks = kills.make_asks(arguments.streams, arguments.tokens, ids, draw, stops)
         before = MachineUse.now()
-        mesh = MeshProcess(model, "float32", FLAGS)
+        # A stream has one sample or two.
+        flags = FLAGS.format(slots=2 * arguments.streams)
+        mesh = MeshProcess(model, "float32", flags)
         try:
             mesh.wait_until_ready()
             pauses_s = asyncio.run(measure(mesh, asks, arguments.kills, arguments.minutes, draw))
