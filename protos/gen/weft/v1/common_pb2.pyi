@@ -377,6 +377,34 @@ class StopCriteria(_message.Message):
 Global___StopCriteria: _TypeAlias = StopCriteria  # noqa: Y015
 
 @_typing.final
+class AdapterRef(_message.Message):
+    """A LoRA adapter. Between services it is its content, never its name, that counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As requests name it; for logs and lists. 1 to 128 letters, digits and ._-/, a letter or digit
+    first.
+    """
+    digest: _builtins.bytes
+    """BLAKE2b-256 of what the adapter is: 32 bytes."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterRef: _TypeAlias = AdapterRef  # noqa: Y015
+
+@_typing.final
 class LogprobOptions(_message.Message):
     """Which log-probabilities to return."""
 

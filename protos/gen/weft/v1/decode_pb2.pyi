@@ -83,6 +83,9 @@ class Submit(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    END_SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """At most 64 bytes."""
     attempt: _builtins.int
@@ -101,6 +104,13 @@ class Submit(_message.Message):
     """Who is charged for the request where tenants are treated fairly; at most 64 bytes, empty = all
     requests without one together. Opaque to the worker.
     """
+    session_id: _builtins.str
+    """Of the chat that the request belongs to, as its client names it; at most 128 bytes, empty = none.
+    What the request leaves in the prefix cache is given up last until the chat has been still for
+    the worker's --session-ttl-s, or is over. Chats of different cache salts never meet.
+    """
+    end_session: _builtins.bool
+    """The chat is over with this request."""
     @_builtins.property
     def prompt(self) -> _common_pb2.TokenIds:
         """The prompt, or its first part when prompt_length is larger; the rest follows in PromptPart."""
@@ -125,6 +135,10 @@ class Submit(_message.Message):
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleProgress]:
         """Samples that other attempts have brought forward; empty in a first attempt."""
 
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterRef:
+        """Absent: the base model. A worker that does not know its digest fails the request."""
+
     def __init__(
         self,
         *,
@@ -144,10 +158,13 @@ class Submit(_message.Message):
         progress: _abc.Iterable[Global___SampleProgress] | None = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        adapter: _common_pb2.AdapterRef | None = ...,
+        session_id: _builtins.str = ...,
+        end_session: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -370,6 +387,7 @@ class SessionRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     GENERATED_PART_FIELD_NUMBER: _builtins.int
+    END_SESSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionRequest.Hello: ...
     @_builtins.property
@@ -382,6 +400,8 @@ class SessionRequest(_message.Message):
     def ping(self) -> Global___SessionRequest.Ping: ...
     @_builtins.property
     def generated_part(self) -> Global___GeneratedPart: ...
+    @_builtins.property
+    def end_session(self) -> Global___EndSession: ...
     def __init__(
         self,
         *,
@@ -391,16 +411,43 @@ class SessionRequest(_message.Message):
         cancel: Global___Cancel | None = ...,
         ping: Global___SessionRequest.Ping | None = ...,
         generated_part: Global___GeneratedPart | None = ...,
+        end_session: Global___EndSession | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "generated_part", b"generated_part", "hello", b"hello", "ping", b"ping", "prompt_part", b"prompt_part", "request", b"request", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "end_session", b"end_session", "generated_part", b"generated_part", "hello", b"hello", "ping", b"ping", "prompt_part", b"prompt_part", "request", b"request", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "generated_part", b"generated_part", "hello", b"hello", "ping", b"ping", "prompt_part", b"prompt_part", "request", b"request", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "end_session", b"end_session", "generated_part", b"generated_part", "hello", b"hello", "ping", b"ping", "prompt_part", b"prompt_part", "request", b"request", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["hello", "submit", "prompt_part", "cancel", "ping", "generated_part"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["hello", "submit", "prompt_part", "cancel", "ping", "generated_part", "end_session"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class EndSession(_message.Message):
+    """A chat is over: nothing is kept for it any more. Nothing answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """As in Submit."""
+    cache_salt: _builtins.str
+    """As in Submit."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSession: _TypeAlias = EndSession  # noqa: Y015
 
 @_typing.final
 class SessionEvent(_message.Message):

@@ -22,6 +22,32 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RegistryState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RegistryStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RegistryState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REGISTRY_STATE_UNSPECIFIED: _RegistryState.ValueType  # 0
+    REGISTRY_STATE_LOADING: _RegistryState.ValueType  # 1
+    """Workers load it; requests cannot name it yet."""
+    REGISTRY_STATE_SERVING: _RegistryState.ValueType  # 2
+    """Its name means it."""
+    REGISTRY_STATE_RETIRED: _RegistryState.ValueType  # 3
+    """Replaced or unloaded: only requests under way use it."""
+
+class RegistryState(_RegistryState, metaclass=_RegistryStateEnumTypeWrapper):
+    """What becomes of an entry of the registry."""
+
+REGISTRY_STATE_UNSPECIFIED: RegistryState.ValueType  # 0
+REGISTRY_STATE_LOADING: RegistryState.ValueType  # 1
+"""Workers load it; requests cannot name it yet."""
+REGISTRY_STATE_SERVING: RegistryState.ValueType  # 2
+"""Its name means it."""
+REGISTRY_STATE_RETIRED: RegistryState.ValueType  # 3
+"""Replaced or unloaded: only requests under way use it."""
+Global___RegistryState: _TypeAlias = RegistryState  # noqa: Y015
+
 class _BreakerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -119,6 +145,8 @@ class ChatRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    END_SESSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     stream: _builtins.bool
     cache_salt: _builtins.str
@@ -127,6 +155,12 @@ class ChatRequest(_message.Message):
     """-1,000,000..1,000,000, default 0; less is more urgent. Counts where workers run with the
     scheduling policy `priority`.
     """
+    session_id: _builtins.str
+    """Names the chat, at most 128 bytes: its KV stays on its worker between requests as long as there
+    is room. Where no routing key is given it is that as well.
+    """
+    end_session: _builtins.bool
+    """The chat is over with this request: nothing is kept for it."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """1..1,024 messages."""
@@ -160,10 +194,12 @@ class ChatRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         targets: Global___LatencyTargets | None = ...,
+        session_id: _builtins.str = ...,
+        end_session: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "end_session", b"end_session", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stream: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
     _WhichOneofArgType__stream: _TypeAlias = _typing.Literal["_stream", b"_stream"]  # noqa: Y015
@@ -186,11 +222,17 @@ class CompleteRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    END_SESSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     stream: _builtins.bool
     cache_salt: _builtins.str
     priority: _builtins.int
+    """As in ChatRequest."""
+    session_id: _builtins.str
+    """As in ChatRequest."""
+    end_session: _builtins.bool
     """As in ChatRequest."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
@@ -220,10 +262,12 @@ class CompleteRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         targets: Global___LatencyTargets | None = ...,
+        session_id: _builtins.str = ...,
+        end_session: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "logprobs", b"logprobs", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "end_session", b"end_session", "logprobs", b"logprobs", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream", b"stream", "targets", b"targets", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stream: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
     _WhichOneofArgType__stream: _TypeAlias = _typing.Literal["_stream", b"_stream"]  # noqa: Y015
@@ -474,10 +518,13 @@ class Model(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_context_tokens: _builtins.int
+    parent: _builtins.str
+    """Name of the base model, if this is an adapter."""
     ready: _builtins.bool
     """It can be served: workers of every role that it needs are healthy."""
     problem: _builtins.str
@@ -490,12 +537,13 @@ class Model(_message.Message):
         name: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         max_context_tokens: _builtins.int = ...,
+        parent: _builtins.str = ...,
         ready: _builtins.bool = ...,
         problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "max_context_tokens", b"max_context_tokens", "name", b"name", "problem", b"problem", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "max_context_tokens", b"max_context_tokens", "name", b"name", "parent", b"parent", "problem", b"problem", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -576,6 +624,262 @@ class GetModelResponse(_message.Message):
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    LENIENT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Of AdapterRef; no model's name."""
+    path: _builtins.str
+    """Folder of a PEFT adapter in the adapter root: relative to it, without `..` and links."""
+    model: _builtins.str
+    """Base model; empty = the served one, if there is only one."""
+    replace: _builtins.bool
+    """Where the name is taken by other content: serve the old one until the new one is everywhere,
+    then the new one. Without it such a load fails.
+    """
+    pinned: _builtins.bool
+    """Keep it on the device of every worker, if there is room."""
+    lenient: _builtins.bool
+    """Leave out what of the adapter cannot be applied, instead of refusing it."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """For the whole load; default and upper bound are the gateway's."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        model: _builtins.str = ...,
+        replace: _builtins.bool = ...,
+        pinned: _builtins.bool = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        lenient: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lenient", b"lenient", "model", b"model", "name", b"name", "path", b"path", "pinned", b"pinned", "replace", b"replace", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> Global___RegisteredAdapter: ...
+    def __init__(
+        self,
+        *,
+        adapter: Global___RegisteredAdapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """For the requests under way; default and upper bound are the gateway's."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterRef:
+        """What was taken away."""
+
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.AdapterRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Of the registry: rises with each change. 0 = there is none, or it is empty."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegisteredAdapter]:
+        """By name; of one name the newest first."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___RegisteredAdapter] | None = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class RegisteredAdapter(_message.Message):
+    """One content of one name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    LENIENT_FIELD_NUMBER: _builtins.int
+    parent: _builtins.str
+    """Name of the base model."""
+    path: _builtins.str
+    """Folder it was loaded from, in the adapter root."""
+    state: Global___RegistryState.ValueType
+    pinned: _builtins.bool
+    generation: _builtins.int
+    """Of the registry, when it was registered: newer is more."""
+    lenient: _builtins.bool
+    """As in LoadAdapterRequest."""
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterRef: ...
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterHolder]:
+        """Workers of the model, as they report."""
+
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.AdapterRef | None = ...,
+        parent: _builtins.str = ...,
+        path: _builtins.str = ...,
+        state: Global___RegistryState.ValueType = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        pinned: _builtins.bool = ...,
+        generation: _builtins.int = ...,
+        holders: _abc.Iterable[Global___AdapterHolder] | None = ...,
+        lenient: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "create_time", b"create_time", "generation", b"generation", "holders", b"holders", "lenient", b"lenient", "parent", b"parent", "path", b"path", "pinned", b"pinned", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegisteredAdapter: _TypeAlias = RegisteredAdapter  # noqa: Y015
+
+@_typing.final
+class AdapterHolder(_message.Message):
+    """An adapter on a worker, as the gateway sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _builtins.str
+    """"prefill" or "decode"."""
+    state: _builtins.str
+    """"loading", "disk", "host", "device" or "failed", as AdapterState; "absent" = the worker does not
+    tell of it, or unloads it.
+    """
+    error: _builtins.str
+    """With "failed": why."""
+    num_requests: _builtins.int
+    """On that worker, that use it."""
+    rank: _builtins.int
+    """As in AdapterStatus."""
+    weight_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        state: _builtins.str = ...,
+        error: _builtins.str = ...,
+        num_requests: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        weight_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_requests", b"num_requests", "rank", b"rank", "role", b"role", "state", b"state", "weight_bytes", b"weight_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterHolder: _TypeAlias = AdapterHolder  # noqa: Y015
+
+@_typing.final
 class CancelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -613,6 +917,50 @@ class CancelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
+
+@_typing.final
+class EndSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """1..128 bytes, as in the chat's requests."""
+    cache_salt: _builtins.str
+    """As in the chat's requests."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSessionRequest: _TypeAlias = EndSessionRequest  # noqa: Y015
+
+@_typing.final
+class EndSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    workers: _builtins.int
+    """Workers that were told."""
+    def __init__(
+        self,
+        *,
+        workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSessionResponse: _TypeAlias = EndSessionResponse  # noqa: Y015
 
 @_typing.final
 class GetFleetRequest(_message.Message):

@@ -70,10 +70,30 @@ class GatewayServiceStub:
                 request_serializer=weft_dot_v1_dot_gateway__pb2.CancelRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_gateway__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/weft.v1.GatewayService/EndSession',
+                request_serializer=weft_dot_v1_dot_gateway__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_gateway__pb2.EndSessionResponse.FromString,
+                _registered_method=True)
         self.GetFleet = channel.unary_unary(
                 '/weft.v1.GatewayService/GetFleet',
                 request_serializer=weft_dot_v1_dot_gateway__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_gateway__pb2.GetFleetResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/weft.v1.GatewayService/LoadAdapter',
+                request_serializer=weft_dot_v1_dot_gateway__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_gateway__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/weft.v1.GatewayService/UnloadAdapter',
+                request_serializer=weft_dot_v1_dot_gateway__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_gateway__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/weft.v1.GatewayService/ListAdapters',
+                request_serializer=weft_dot_v1_dot_gateway__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_gateway__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
 
 
@@ -130,8 +150,40 @@ class GatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndSession(self, request, context):
+        """Ends a chat: no worker keeps anything for it any more. Those of its requests that still run go on;
+        what they leave is kept again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetFleet(self, request, context):
         """The workers as this gateway sees them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Registers an adapter and answers once all serving workers of its model hold it: from then on
+        requests can name it. When one of them cannot load it, or the time runs out, what was there
+        before stays, and the error says who failed and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes an adapter away: new requests for it fail at once with NOT_FOUND, those under way go on.
+        Answers when the last of them has ended, or with DEADLINE_EXCEEDED; it is gone in both cases.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """The adapters of the registry, and which worker holds them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,10 +227,30 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     request_deserializer=weft_dot_v1_dot_gateway__pb2.CancelRequest.FromString,
                     response_serializer=weft_dot_v1_dot_gateway__pb2.CancelResponse.SerializeToString,
             ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=weft_dot_v1_dot_gateway__pb2.EndSessionRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_gateway__pb2.EndSessionResponse.SerializeToString,
+            ),
             'GetFleet': grpc.unary_unary_rpc_method_handler(
                     servicer.GetFleet,
                     request_deserializer=weft_dot_v1_dot_gateway__pb2.GetFleetRequest.FromString,
                     response_serializer=weft_dot_v1_dot_gateway__pb2.GetFleetResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=weft_dot_v1_dot_gateway__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_gateway__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=weft_dot_v1_dot_gateway__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_gateway__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=weft_dot_v1_dot_gateway__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_gateway__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -382,6 +454,33 @@ class GatewayService:
             _registered_method=True)
 
     @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.GatewayService/EndSession',
+            weft_dot_v1_dot_gateway__pb2.EndSessionRequest.SerializeToString,
+            weft_dot_v1_dot_gateway__pb2.EndSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetFleet(request,
             target,
             options=(),
@@ -398,6 +497,87 @@ class GatewayService:
             '/weft.v1.GatewayService/GetFleet',
             weft_dot_v1_dot_gateway__pb2.GetFleetRequest.SerializeToString,
             weft_dot_v1_dot_gateway__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.GatewayService/LoadAdapter',
+            weft_dot_v1_dot_gateway__pb2.LoadAdapterRequest.SerializeToString,
+            weft_dot_v1_dot_gateway__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.GatewayService/UnloadAdapter',
+            weft_dot_v1_dot_gateway__pb2.UnloadAdapterRequest.SerializeToString,
+            weft_dot_v1_dot_gateway__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.GatewayService/ListAdapters',
+            weft_dot_v1_dot_gateway__pb2.ListAdaptersRequest.SerializeToString,
+            weft_dot_v1_dot_gateway__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

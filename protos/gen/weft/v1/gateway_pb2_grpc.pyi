@@ -47,8 +47,23 @@ class GatewayServiceStub:
     """One of these models; NOT_FOUND when there is no such."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CancelRequest, _gateway_pb2.CancelResponse]
     """Ends a request by its id; its stream ends with FINISH_REASON_CANCELLED."""
+    EndSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionRequest, _gateway_pb2.EndSessionResponse]
+    """Ends a chat: no worker keeps anything for it any more. Those of its requests that still run go on;
+    what they leave is kept again.
+    """
     GetFleet: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetFleetRequest, _gateway_pb2.GetFleetResponse]
     """The workers as this gateway sees them."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.LoadAdapterRequest, _gateway_pb2.LoadAdapterResponse]
+    """Registers an adapter and answers once all serving workers of its model hold it: from then on
+    requests can name it. When one of them cannot load it, or the time runs out, what was there
+    before stays, and the error says who failed and why.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.UnloadAdapterRequest, _gateway_pb2.UnloadAdapterResponse]
+    """Takes an adapter away: new requests for it fail at once with NOT_FOUND, those under way go on.
+    Answers when the last of them has ended, or with DEADLINE_EXCEEDED; it is gone in both cases.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListAdaptersRequest, _gateway_pb2.ListAdaptersResponse]
+    """The adapters of the registry, and which worker holds them."""
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
@@ -69,8 +84,23 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """One of these models; NOT_FOUND when there is no such."""
     Cancel: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CancelRequest, _gateway_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a request by its id; its stream ends with FINISH_REASON_CANCELLED."""
+    EndSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionRequest, _gateway_pb2.EndSessionResponse]  # type: ignore[assignment]
+    """Ends a chat: no worker keeps anything for it any more. Those of its requests that still run go on;
+    what they leave is kept again.
+    """
     GetFleet: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetFleetRequest, _gateway_pb2.GetFleetResponse]  # type: ignore[assignment]
     """The workers as this gateway sees them."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.LoadAdapterRequest, _gateway_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Registers an adapter and answers once all serving workers of its model hold it: from then on
+    requests can name it. When one of them cannot load it, or the time runs out, what was there
+    before stays, and the error says who failed and why.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.UnloadAdapterRequest, _gateway_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Takes an adapter away: new requests for it fail at once with NOT_FOUND, those under way go on.
+    Answers when the last of them has ended, or with DEADLINE_EXCEEDED; it is gone in both cases.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListAdaptersRequest, _gateway_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """The adapters of the registry, and which worker holds them."""
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     """The front door for gRPC clients."""
@@ -132,11 +162,50 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a request by its id; its stream ends with FINISH_REASON_CANCELLED."""
 
     @_abc_1.abstractmethod
+    def EndSession(
+        self,
+        request: _gateway_pb2.EndSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.EndSessionResponse, _abc.Awaitable[_gateway_pb2.EndSessionResponse]]:
+        """Ends a chat: no worker keeps anything for it any more. Those of its requests that still run go on;
+        what they leave is kept again.
+        """
+
+    @_abc_1.abstractmethod
     def GetFleet(
         self,
         request: _gateway_pb2.GetFleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetFleetResponse, _abc.Awaitable[_gateway_pb2.GetFleetResponse]]:
         """The workers as this gateway sees them."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _gateway_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.LoadAdapterResponse, _abc.Awaitable[_gateway_pb2.LoadAdapterResponse]]:
+        """Registers an adapter and answers once all serving workers of its model hold it: from then on
+        requests can name it. When one of them cannot load it, or the time runs out, what was there
+        before stays, and the error says who failed and why.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _gateway_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.UnloadAdapterResponse, _abc.Awaitable[_gateway_pb2.UnloadAdapterResponse]]:
+        """Takes an adapter away: new requests for it fail at once with NOT_FOUND, those under way go on.
+        Answers when the last of them has ended, or with DEADLINE_EXCEEDED; it is gone in both cases.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _gateway_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.ListAdaptersResponse, _abc.Awaitable[_gateway_pb2.ListAdaptersResponse]]:
+        """The adapters of the registry, and which worker holds them."""
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

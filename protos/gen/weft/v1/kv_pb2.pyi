@@ -255,6 +255,7 @@ class KvHandle(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Stable id of the owning worker, and its incarnation."""
     owner_epoch: _builtins.int
@@ -294,6 +295,12 @@ class KvHandle(_message.Message):
     def nixl(self) -> Global___NixlTarget:
         """Absent: the owner wants gRPC `data` messages."""
 
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterRef:
+        """Adapter that the KV is computed with, as in Submit; its digest went into the namespace. A filler
+        that does not know it declines.
+        """
+
     def __init__(
         self,
         *,
@@ -313,10 +320,11 @@ class KvHandle(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        adapter: _common_pb2.AdapterRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration", "nixl", b"nixl", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "lease_duration", b"lease_duration", "nixl", b"nixl", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "start_token", b"start_token", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "start_token", b"start_token", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

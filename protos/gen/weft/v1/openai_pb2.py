@@ -27,7 +27,7 @@ from google.api import httpbody_pb2 as google_dot_api_dot_httpbody__pb2
 from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weft/v1/openai.proto\x12\x07weft.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a\x1bgoogle/protobuf/empty.proto\"%\n\x14RetrieveModelRequest\x12\r\n\x05model\x18\x01 \x01(\t2\xbd\x05\n\rOpenAIService\x12`\n\x0f\x43hatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19\"\x14/v1/chat/completions:\x01*0\x01\x12W\n\x0b\x43ompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14\"\x0f/v1/completions:\x01*0\x01\x12J\n\x06Models\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x12\x82\xd3\xe4\x93\x02\x0c\x12\n/v1/models\x12\x63\n\rRetrieveModel\x12\x1d.weft.v1.RetrieveModelRequest\x1a\x14.google.api.HttpBody\"\x1d\x82\xd3\xe4\x93\x02\x17\x12\x15/v1/models/{model=**}\x12P\n\x0cTokenizeText\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e\"\t/tokenize:\x01*\x12V\n\x10\x44\x65tokenizeTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x16\x82\xd3\xe4\x93\x02\x10\"\x0b/detokenize:\x01*\x12\x46\n\x05Ready\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\x12\x07/readyz\x12N\n\x07OpenApi\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x15\x82\xd3\xe4\x93\x02\x0f\x12\r/openapi.jsonB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weft/v1/openai.proto\x12\x07weft.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a\x1bgoogle/protobuf/empty.proto\"%\n\x14RetrieveModelRequest\x12\r\n\x05model\x18\x01 \x01(\t2\x83\x07\n\rOpenAIService\x12`\n\x0f\x43hatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19\"\x14/v1/chat/completions:\x01*0\x01\x12W\n\x0b\x43ompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14\"\x0f/v1/completions:\x01*0\x01\x12J\n\x06Models\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x12\x82\xd3\xe4\x93\x02\x0c\x12\n/v1/models\x12\x63\n\rRetrieveModel\x12\x1d.weft.v1.RetrieveModelRequest\x1a\x14.google.api.HttpBody\"\x1d\x82\xd3\xe4\x93\x02\x17\x12\x15/v1/models/{model=**}\x12P\n\x0cTokenizeText\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e\"\t/tokenize:\x01*\x12V\n\x10\x44\x65tokenizeTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x16\x82\xd3\xe4\x93\x02\x10\"\x0b/detokenize:\x01*\x12_\n\x0fLoadLoraAdapter\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\" \x82\xd3\xe4\x93\x02\x1a\"\x15/v1/load_lora_adapter:\x01*\x12\x63\n\x11UnloadLoraAdapter\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\"\x82\xd3\xe4\x93\x02\x1c\"\x17/v1/unload_lora_adapter:\x01*\x12\x46\n\x05Ready\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\x12\x07/readyz\x12N\n\x07OpenApi\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x15\x82\xd3\xe4\x93\x02\x0f\x12\r/openapi.jsonB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,6 +47,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENAISERVICE'].methods_by_name['TokenizeText']._serialized_options = b'\202\323\344\223\002\016\"\t/tokenize:\001*'
   _globals['_OPENAISERVICE'].methods_by_name['DetokenizeTokens']._loaded_options = None
   _globals['_OPENAISERVICE'].methods_by_name['DetokenizeTokens']._serialized_options = b'\202\323\344\223\002\020\"\013/detokenize:\001*'
+  _globals['_OPENAISERVICE'].methods_by_name['LoadLoraAdapter']._loaded_options = None
+  _globals['_OPENAISERVICE'].methods_by_name['LoadLoraAdapter']._serialized_options = b'\202\323\344\223\002\032\"\025/v1/load_lora_adapter:\001*'
+  _globals['_OPENAISERVICE'].methods_by_name['UnloadLoraAdapter']._loaded_options = None
+  _globals['_OPENAISERVICE'].methods_by_name['UnloadLoraAdapter']._serialized_options = b'\202\323\344\223\002\034\"\027/v1/unload_lora_adapter:\001*'
   _globals['_OPENAISERVICE'].methods_by_name['Ready']._loaded_options = None
   _globals['_OPENAISERVICE'].methods_by_name['Ready']._serialized_options = b'\202\323\344\223\002\t\022\007/readyz'
   _globals['_OPENAISERVICE'].methods_by_name['OpenApi']._loaded_options = None
@@ -54,5 +58,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RETRIEVEMODELREQUEST']._serialized_start=119
   _globals['_RETRIEVEMODELREQUEST']._serialized_end=156
   _globals['_OPENAISERVICE']._serialized_start=159
-  _globals['_OPENAISERVICE']._serialized_end=860
+  _globals['_OPENAISERVICE']._serialized_end=1058
 # @@protoc_insertion_point(module_scope)

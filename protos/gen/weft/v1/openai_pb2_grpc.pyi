@@ -50,6 +50,10 @@ class OpenAIServiceStub:
     """Turns a text or a conversation into token ids; vLLM's JSON."""
     DetokenizeTokens: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Turns token ids into text; vLLM's JSON."""
+    LoadLoraAdapter: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Loads a LoRA adapter and answers once all serving workers hold it; vLLM's JSON."""
+    UnloadLoraAdapter: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON."""
     Ready: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """200 while at least one worker of every needed role serves."""
     OpenApi: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
@@ -75,6 +79,10 @@ class OpenAIServiceAsyncStub(OpenAIServiceStub):
     """Turns a text or a conversation into token ids; vLLM's JSON."""
     DetokenizeTokens: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Turns token ids into text; vLLM's JSON."""
+    LoadLoraAdapter: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Loads a LoRA adapter and answers once all serving workers hold it; vLLM's JSON."""
+    UnloadLoraAdapter: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON."""
     Ready: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """200 while at least one worker of every needed role serves."""
     OpenApi: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -133,6 +141,22 @@ class OpenAIServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Turns token ids into text; vLLM's JSON."""
+
+    @_abc_1.abstractmethod
+    def LoadLoraAdapter(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Loads a LoRA adapter and answers once all serving workers hold it; vLLM's JSON."""
+
+    @_abc_1.abstractmethod
+    def UnloadLoraAdapter(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON."""
 
     @_abc_1.abstractmethod
     def Ready(

@@ -40,6 +40,44 @@ WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 1
 WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
+class _AdapterState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AdapterStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdapterState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ADAPTER_STATE_UNSPECIFIED: _AdapterState.ValueType  # 0
+    ADAPTER_STATE_LOADING: _AdapterState.ValueType  # 1
+    """Read and checked for the first time; requests for it fail."""
+    ADAPTER_STATE_DISK: _AdapterState.ValueType  # 2
+    """It was read before, and its host memory was needed: a request for it waits until it is read
+    again and on the device.
+    """
+    ADAPTER_STATE_HOST: _AdapterState.ValueType  # 3
+    """In host memory: a request for it waits until it is on the device."""
+    ADAPTER_STATE_DEVICE: _AdapterState.ValueType  # 4
+    """On the device."""
+    ADAPTER_STATE_FAILED: _AdapterState.ValueType  # 5
+    """It cannot be used here; `error` says why."""
+
+class AdapterState(_AdapterState, metaclass=_AdapterStateEnumTypeWrapper):
+    """How far an adapter has come on a worker."""
+
+ADAPTER_STATE_UNSPECIFIED: AdapterState.ValueType  # 0
+ADAPTER_STATE_LOADING: AdapterState.ValueType  # 1
+"""Read and checked for the first time; requests for it fail."""
+ADAPTER_STATE_DISK: AdapterState.ValueType  # 2
+"""It was read before, and its host memory was needed: a request for it waits until it is read
+again and on the device.
+"""
+ADAPTER_STATE_HOST: AdapterState.ValueType  # 3
+"""In host memory: a request for it waits until it is on the device."""
+ADAPTER_STATE_DEVICE: AdapterState.ValueType  # 4
+"""On the device."""
+ADAPTER_STATE_FAILED: AdapterState.ValueType  # 5
+"""It cannot be used here; `error` says why."""
+Global___AdapterState: _TypeAlias = AdapterState  # noqa: Y015
+
 @_typing.final
 class GetInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -98,6 +136,7 @@ class GetInfoResponse(_message.Message):
     NOTICES_FIELD_NUMBER: _builtins.int
     KVSTORES_FIELD_NUMBER: _builtins.int
     ADVERTISED_ADDRESS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___WorkerRole.ValueType
@@ -135,6 +174,10 @@ class GetInfoResponse(_message.Message):
     def kvstores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of the KV stores that it uses."""
 
+    @_builtins.property
+    def adapters(self) -> Global___AdapterLimits:
+        """Absent: it was started without an adapter root, and serves the base model alone."""
+
     def __init__(
         self,
         *,
@@ -157,14 +200,86 @@ class GetInfoResponse(_message.Message):
         notices: _abc.Iterable[_builtins.str] | None = ...,
         kvstores: _abc.Iterable[_builtins.str] | None = ...,
         advertised_address: _builtins.str = ...,
+        adapters: Global___AdapterLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertised_address", b"advertised_address", "dtype", b"dtype", "engine_pid", b"engine_pid", "epoch", b"epoch", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "role", b"role", "server_pid", b"server_pid", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "advertised_address", b"advertised_address", "dtype", b"dtype", "engine_pid", b"engine_pid", "epoch", b"epoch", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "role", b"role", "server_pid", b"server_pid", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
+
+@_typing.final
+class AdapterLimits(_message.Message):
+    """What a worker can hold of adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_RANK_FIELD_NUMBER: _builtins.int
+    MAX_DEVICE_ADAPTERS_FIELD_NUMBER: _builtins.int
+    max_rank: _builtins.int
+    """Largest rank of an adapter."""
+    max_device_adapters: _builtins.int
+    """Adapters on the device at once; others wait in host memory."""
+    def __init__(
+        self,
+        *,
+        max_rank: _builtins.int = ...,
+        max_device_adapters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_device_adapters", b"max_device_adapters", "max_rank", b"max_rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterLimits: _TypeAlias = AdapterLimits  # noqa: Y015
+
+@_typing.final
+class AdapterStatus(_message.Message):
+    """One adapter on one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    UNLOADING_FIELD_NUMBER: _builtins.int
+    state: Global___AdapterState.ValueType
+    rank: _builtins.int
+    """Largest rank in it; 0 = not read yet."""
+    weight_bytes: _builtins.int
+    """Of its weights as the device holds them; 0 = not read yet."""
+    num_requests: _builtins.int
+    """That use it now, waiting ones included."""
+    error: _builtins.str
+    """With ADAPTER_STATE_FAILED; or why one that is held cannot be pinned."""
+    unloading: _builtins.bool
+    """New requests for it fail; it goes when those under way have ended."""
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterRef: ...
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.AdapterRef | None = ...,
+        state: Global___AdapterState.ValueType = ...,
+        rank: _builtins.int = ...,
+        weight_bytes: _builtins.int = ...,
+        num_requests: _builtins.int = ...,
+        error: _builtins.str = ...,
+        unloading: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "error", b"error", "num_requests", b"num_requests", "rank", b"rank", "state", b"state", "unloading", b"unloading", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterStatus: _TypeAlias = AdapterStatus  # noqa: Y015
 
 @_typing.final
 class WatchLoadRequest(_message.Message):
@@ -233,6 +348,10 @@ class WatchLoadResponse(_message.Message):
     DECODE_STEP_FIELD_NUMBER: _builtins.int
     DECODE_STEP_REQUESTS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    PINNED_PAGES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTER_GENERATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     draining: _builtins.bool
@@ -258,6 +377,14 @@ class WatchLoadResponse(_message.Message):
     """Prompt and generated tokens of all requests here, whatever state they are in."""
     decode_step_requests: _builtins.float
     """Mean requests that decoded in those steps."""
+    sessions: _builtins.int
+    """Chat sessions for which pages are pinned: given up last."""
+    pinned_pages: _builtins.int
+    """These pages, each counted once; cached or used."""
+    adapter_generation: _builtins.int
+    """Of the registry that `adapters` answers: what is registered later the worker has not seen yet.
+    0 = it has no adapter root, or has not read it.
+    """
     @_builtins.property
     def loop_age(self) -> _duration_pb2.Duration:
         """Age of the engine's last loop turn when this was sent: stale means dead for routing."""
@@ -279,6 +406,10 @@ class WatchLoadResponse(_message.Message):
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.TierState]:
         """Below the pool. Pages there are not told of by WatchKv."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterStatus]:
+        """All adapters that this worker has, or has tried to load."""
 
     def __init__(
         self,
@@ -304,10 +435,14 @@ class WatchLoadResponse(_message.Message):
         decode_step: _duration_pb2.Duration | None = ...,
         decode_step_requests: _builtins.float = ...,
         tiers: _abc.Iterable[_kv_pb2.TierState] | None = ...,
+        sessions: _builtins.int = ...,
+        pinned_pages: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___AdapterStatus] | None = ...,
+        adapter_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step", b"decode_step", "loop_age", b"loop_age", "stale_after", b"stale_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "loop_age", b"loop_age", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "request_tokens", b"request_tokens", "running_requests", b"running_requests", "stale_after", b"stale_after", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_generation", b"adapter_generation", "adapters", b"adapters", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "loop_age", b"loop_age", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "request_tokens", b"request_tokens", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -468,6 +603,51 @@ class KvChange(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvChange: _TypeAlias = KvChange  # noqa: Y015
+
+@_typing.final
+class ListHeldAdaptersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHeldAdaptersRequest: _TypeAlias = ListHeldAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListHeldAdaptersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTER_GENERATION_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    epoch: _builtins.int
+    adapter_generation: _builtins.int
+    """As in WatchLoadResponse."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterStatus]: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___AdapterStatus] | None = ...,
+        adapter_generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_generation", b"adapter_generation", "adapters", b"adapters", "epoch", b"epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHeldAdaptersResponse: _TypeAlias = ListHeldAdaptersResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -60,6 +60,11 @@ class WorkerServiceStub:
                 request_serializer=weft_dot_v1_dot_worker__pb2.WatchKvRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_worker__pb2.WatchKvResponse.FromString,
                 _registered_method=True)
+        self.ListHeldAdapters = channel.unary_unary(
+                '/weft.v1.WorkerService/ListHeldAdapters',
+                request_serializer=weft_dot_v1_dot_worker__pb2.ListHeldAdaptersRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_worker__pb2.ListHeldAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -103,6 +108,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListHeldAdapters(self, request, context):
+        """The adapters of this worker. It loads and unloads them by itself, as the registry in its adapter
+        root says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +143,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchKv,
                     request_deserializer=weft_dot_v1_dot_worker__pb2.WatchKvRequest.FromString,
                     response_serializer=weft_dot_v1_dot_worker__pb2.WatchKvResponse.SerializeToString,
+            ),
+            'ListHeldAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHeldAdapters,
+                    request_deserializer=weft_dot_v1_dot_worker__pb2.ListHeldAdaptersRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_worker__pb2.ListHeldAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +286,33 @@ class WorkerService:
             '/weft.v1.WorkerService/WatchKv',
             weft_dot_v1_dot_worker__pb2.WatchKvRequest.SerializeToString,
             weft_dot_v1_dot_worker__pb2.WatchKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHeldAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.WorkerService/ListHeldAdapters',
+            weft_dot_v1_dot_worker__pb2.ListHeldAdaptersRequest.SerializeToString,
+            weft_dot_v1_dot_worker__pb2.ListHeldAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

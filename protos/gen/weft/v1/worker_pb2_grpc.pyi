@@ -47,6 +47,10 @@ class WorkerServiceStub:
     """Tells a router which pages the prefix cache holds, so that one that has just started need not
     learn it from what it sends: a snapshot in parts, after which the stream ends.
     """
+    ListHeldAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListHeldAdaptersRequest, _worker_pb2.ListHeldAdaptersResponse]
+    """The adapters of this worker. It loads and unloads them by itself, as the registry in its adapter
+    root says.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -66,6 +70,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     WatchKv: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchKvRequest, _worker_pb2.WatchKvResponse]  # type: ignore[assignment]
     """Tells a router which pages the prefix cache holds, so that one that has just started need not
     learn it from what it sends: a snapshot in parts, after which the stream ends.
+    """
+    ListHeldAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListHeldAdaptersRequest, _worker_pb2.ListHeldAdaptersResponse]  # type: ignore[assignment]
+    """The adapters of this worker. It loads and unloads them by itself, as the registry in its adapter
+    root says.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -113,6 +121,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchKvResponse], _abc.AsyncIterator[_worker_pb2.WatchKvResponse]]:
         """Tells a router which pages the prefix cache holds, so that one that has just started need not
         learn it from what it sends: a snapshot in parts, after which the stream ends.
+        """
+
+    @_abc_1.abstractmethod
+    def ListHeldAdapters(
+        self,
+        request: _worker_pb2.ListHeldAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ListHeldAdaptersResponse, _abc.Awaitable[_worker_pb2.ListHeldAdaptersResponse]]:
+        """The adapters of this worker. It loads and unloads them by itself, as the registry in its adapter
+        root says.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
