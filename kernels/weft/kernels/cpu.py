@@ -60,6 +60,33 @@ class Attention(ctypes.Structure):
     )
 
 
+class LoraPart(ctypes.Structure):
+    """`LoraPart` of csrc/lora.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("a", "b", "table", "b_table", "counts")),
+        *((name, ctypes.c_int64) for name in ("rows", "b_rows", "layers", "slots", "max_rows")),
+        *((name, ctypes.c_int64) for name in ("in_features", "out_features", "column", "offset")),
+    )
+
+
+class LoraGroup(ctypes.Structure):
+    """`LoraGroup` of csrc/lora.h."""
+
+    _fields_ = (("parts", LoraPart * 3), ("count", ctypes.c_int64))
+
+
+class Lora(ctypes.Structure):
+    """`Lora` of csrc/lora.h."""
+
+    _fields_ = (
+        ("groups", LoraGroup * 4),
+        *((name, ctypes.c_void_p) for name in ("token_slots", "order", "starts", "slots")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "shrunk")),
+        *((name, ctypes.c_int64) for name in ("tokens", "segments", "width")),
+    )
+
+
 class Layer(ctypes.Structure):
     """`Layer` of csrc/layer.h."""
 
@@ -87,6 +114,7 @@ class Batch(ctypes.Structure):
         ("max_positions", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
+        ("lora", ctypes.c_void_p),
     )
 
 
@@ -99,6 +127,8 @@ class Experts(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "residual", "out")),
         *((name, ctypes.c_void_p) for name in ("begins", "units", "place")),
         *((name, ctypes.c_void_p) for name in ("gathered", "inner", "products")),
+        *((name, ctypes.c_void_p) for name in ("lora", "place_slots")),
+        ("layer", ctypes.c_int64),
     )
 
 
@@ -121,6 +151,7 @@ class NativeCpu:
         "packed_columns",
         "packed_words",
         "paged_attention",
+        "prepare_lora",
         "rms_norm",
         "rope_and_cache",
         "silu_and_mul",
@@ -144,8 +175,9 @@ class NativeCpu:
         self.packed_words = declare("weft_packed_words", long, pointer)
         self.packed_columns = declare("weft_packed_columns", long, pointer)
         self.linear = declare(
-            "weft_linear", None, pointer, pointer, long, pointer, pointer, integer
+            "weft_linear", None, pointer, pointer, long, pointer, pointer, integer, pointer, long
         )
+        self.prepare_lora = declare("weft_prepare_lora", integer, pointer, long, long)
         self.moe = declare("weft_moe", integer, pointer)
         self.rms_norm = declare("weft_rms_norm", None, *norm)
         self.silu_and_mul = declare(
@@ -211,6 +243,8 @@ _STATUS = (
     "a page table names a page that the pool does not have",
     "a position lies beyond the rotation table",
     "a slot lies beyond the pool",
+    "the LoRA segments do not fit the tokens, or a table names rows that the pool does not have",
+    "an expert does not exist",
 )
 """Texts of `Status` in csrc/rows.h."""
 

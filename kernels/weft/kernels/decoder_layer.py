@@ -9,11 +9,22 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from weft.kernels import cpu
 from weft.kernels.attention import check_attention, fits_native, paged_attention
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
+from weft.kernels.lora import (
+    ExpertAddition,
+    Group,
+    LoraStep,
+    NativeLora,
+    addition_to,
+    check_addition,
+    describe_lora,
+    experts_addition,
+)
 from weft.kernels.moe import ExpertWeights, moe, route
 from weft.kernels.norm import rms_norm
 from weft.kernels.rope import check_rope, rope_and_cache
@@ -64,11 +75,16 @@ class SparseMlpWeight:
         sizes = (experts.num_experts, experts.inner_size, experts.hidden_size)
         return (*sizes, self.top_k, experts.dtype, self.router.dtype)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """[T, H], [T, H] or None -> [T, H]."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        lora: ExpertAddition | None = None,
+    ) -> torch.Tensor:
+        """[T, H], [T, H] or None -> [T, H], with what adapters add to the experts."""
         logits = linear(x, self.router, out_dtype=torch.float32)
         routing = route(logits, self.top_k, renormalise=self.renormalise)
-        return moe(x, routing, self.experts, residual)
+        return moe(x, routing, self.experts, residual, lora)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +124,16 @@ class DecoderLayers:
     """Their addresses; None if some layer is not in native form."""
 
 
+class NativeStep(NamedTuple):
+    """A step described to the native operation."""
+
+    batch: cpu.Batch
+    pool: cpu.Pool
+    scratch: torch.Tensor
+    """What layers compute in."""
+    lora: NativeLora | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderStep:
     """What all layers of one step share; the tensors are as in `rope_and_cache` and
@@ -124,8 +150,10 @@ class DecoderStep:
     scale: float
     max_q_len: int
     max_kv_len: int
-    native: tuple[cpu.Batch, cpu.Pool, torch.Tensor] | None
-    """The same for the native operation, and the buffer that layers compute in."""
+    lora: LoraStep | None
+    """The step's adapters; None if no token uses one."""
+    native: NativeStep | None
+    """The same for the native operation."""
 
 
 def pack_decoder_layer(
@@ -214,6 +242,7 @@ def prepare_step(
     scale: float,
     max_q_len: int,
     max_kv_len: int,
+    lora: LoraStep | None = None,
 ) -> DecoderStep:
     """Checks and describes a step once for all its layers.
 
@@ -230,10 +259,11 @@ def prepare_step(
         scale: Factor on the attention scores.
         max_q_len: Largest number of rows of a request.
         max_kv_len: Largest kv_len.
+        lora: The adapters of these T tokens, or None.
 
     Raises:
         ValueError: An argument does not fit.
-        IndexError: A position, slot, length or page points outside.
+        IndexError: A position, slot, length, page or row of an adapter points outside.
     """
     rows, dim = positions.shape[0], pool.shape[-1]
     native = cpu.native_cpu()
@@ -261,6 +291,12 @@ def prepare_step(
         )
         width = native.layer_scratch_width(ctypes.byref(layer.native), ctypes.byref(attention), dim)
         scratch = torch.empty(rows * width, dtype=dtype)
+        described_lora = None
+        if lora is not None:
+            _check_lora(layer, lora, rows)
+            groups = (lora.qkv, lora.o, lora.gate_up, lora.down)
+            if any(groups):
+                described_lora = describe_lora(native, groups, lora.segments)
         batch = cpu.Batch(
             attention,
             positions.data_ptr(),
@@ -269,12 +305,13 @@ def prepare_step(
             cos_sin.shape[0],
             rows,
             scratch.data_ptr(),
+            None if described_lora is None else described_lora.address,
         )
         described = cpu.describe_pool(pool)
         status = native.check_batch(ctypes.byref(batch), ctypes.byref(described))
         if status:
             cpu.check_status(status, "prepare_step")
-        prepared = (batch, described, scratch)
+        prepared = NativeStep(batch, described, scratch, described_lora)
     return DecoderStep(
         pool=pool,
         positions=positions,
@@ -287,8 +324,25 @@ def prepare_step(
         scale=scale,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
+        lora=lora,
         native=prepared,
     )
+
+
+def _check_lora(w: DecoderLayerWeight, lora: LoraStep, rows: int) -> None:
+    """For a layer with a gated MLP."""
+    assert isinstance(w.mlp, GatedMlpWeight)
+    groups: tuple[tuple[Group, LinearWeight], ...] = (
+        ("qkv", w.qkv),
+        ("o", w.o),
+        ("gate_up", w.mlp.gate_up),
+        ("down", w.mlp.down),
+    )
+    for group, weight in groups:
+        addition = lora.of(group, 0)
+        if addition is not None:
+            size = (rows, weight.in_features)
+            check_addition((rows, weight.out_features), size, weight.dtype, addition)
 
 
 def decoder_layers(
@@ -320,13 +374,14 @@ def decoder_layers(
         for i, layer in enumerate(stack.layers):
             hidden = decoder_layer_reference(hidden, layer, step, first + i)
         return hidden
-    batch, pool, _ = step.native
+    batch, pool, _, lora = step.native
     qkv = stack.layers[0].qkv
     if (
         hidden.shape != (batch.rows, qkv.in_features)
         or hidden.dtype != qkv.dtype
         or not hidden.is_contiguous()
         or not 0 <= first <= pool.layers - count
+        or (lora is not None and first > lora.num_layers - count)
     ):
         raise ValueError(
             f"hidden {tuple(hidden.shape)} {hidden.dtype} contiguous={hidden.is_contiguous()} at "
@@ -358,7 +413,9 @@ def decoder_layer_reference(
 ) -> torch.Tensor:
     """One layer as its single operations."""
     q = rope_and_cache(
-        linear(rms_norm(hidden, w.input_norm, w.eps), w.qkv),
+        linear(
+            rms_norm(hidden, w.input_norm, w.eps), w.qkv, lora=addition_to(step.lora, "qkv", layer)
+        ),
         step.positions,
         step.cos_sin,
         step.pool,
@@ -381,8 +438,9 @@ def decoder_layer_reference(
         step.max_q_len,
         step.max_kv_len,
     )
-    hidden = linear(mixed, w.o, hidden)
+    hidden = linear(mixed, w.o, hidden, lora=addition_to(step.lora, "o", layer))
     normed = rms_norm(hidden, w.post_norm, w.eps)
     if isinstance(w.mlp, SparseMlpWeight):
-        return w.mlp(normed, hidden)
-    return linear(gate_up_silu(normed, w.mlp.gate_up), w.mlp.down, hidden)
+        return w.mlp(normed, hidden, experts_addition(step.lora, layer))
+    inner = gate_up_silu(normed, w.mlp.gate_up, addition_to(step.lora, "gate_up", layer))
+    return linear(inner, w.mlp.down, hidden, lora=addition_to(step.lora, "down", layer))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul_reference
+from weft.kernels.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.memory import WeightArena
 
 
@@ -76,39 +77,48 @@ def linear(
     w: LinearWeight,
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    lora: LoraAddition | None = None,
 ) -> torch.Tensor:
-    """x @ weight^T + bias + residual.
+    """x @ weight^T + bias + residual, and what adapters add.
 
     Args:
         x: [M, K], contiguous, the weight's dtype; M may be 0.
         w: From `pack_linear`.
         residual: [M, N], contiguous, dtype of `x`; not changed.
         out_dtype: dtype of the result: that of `x` (default) or float32 (for logits).
+        lora: The adapters of these M tokens, or None.
 
     Returns:
-        [M, N]; accumulated in float32, rounded once. In the native form a row's result does not
-        depend on the other rows.
+        [M, N]; accumulated in float32. In the native form rounded once, and a row's result does not
+        depend on the other rows; else what adapters add is rounded by itself.
 
     Raises:
         ValueError: An argument does not fit.
     """
     if w.native is not None:
-        return _linear_native(x, w, residual, out_dtype)
+        return _linear_native(x, w, residual, out_dtype, lora)
     if w.onednn:
-        return _linear_onednn(x, w, residual, out_dtype)
-    if w.data.is_cuda:
+        out = _linear_onednn(x, w, residual, out_dtype)
+    elif w.data.is_cuda:
         from weft.kernels.gpu import linear as gpu
 
-        return gpu.linear(x, w.data, w.bias, residual, out_dtype)
-    return linear_reference(x, w.data, w.bias, residual, out_dtype)
+        out = gpu.linear(x, w.data, w.bias, residual, out_dtype)
+    else:
+        out = linear_reference(x, w.data, w.bias, residual, out_dtype)
+    if lora is not None:
+        add_lora(out, x, lora)
+    return out
 
 
-def gate_up_silu(x: torch.Tensor, w: LinearWeight) -> torch.Tensor:
+def gate_up_silu(
+    x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None = None
+) -> torch.Tensor:
     """silu(x @ gate^T) * (x @ up^T), both projections and the activation in one operation.
 
     Args:
         x: [M, K], contiguous, the weight's dtype; M may be 0.
         w: From `pack_gate_up`.
+        lora: What the adapters of these M tokens add before the activation, or None.
 
     Returns:
         [M, I], dtype of `x`.
@@ -117,12 +127,16 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight) -> torch.Tensor:
         ValueError: An argument does not fit.
     """
     if w.native is not None:
-        return _linear_native(x, w, None, None)
+        return _linear_native(x, w, None, None, lora)
     if w.data.is_cuda:
         from weft.kernels.gpu import linear as gpu
 
-        return gpu.gate_up_silu(x, w.data, w.bias)
+        if lora is not None:
+            check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+        return gpu.gate_up_silu(x, w.data, w.bias, lora)
     both = _linear_onednn(x, w) if w.onednn else linear_reference(x, w.data, w.bias)
+    if lora is not None:
+        add_lora(both, x, lora)
     return silu_and_mul_reference(both)
 
 
@@ -197,6 +211,7 @@ def _linear_native(
     w: LinearWeight,
     residual: torch.Tensor | None,
     out_dtype: torch.dtype | None,
+    lora: LoraAddition | None,
 ) -> torch.Tensor:
     dtype = w.dtype
     rows, width = x.shape
@@ -217,8 +232,19 @@ def _linear_native(
         residual_at = residual.data_ptr()
     native = cpu.native_cpu()
     assert native is not None
+    added, layer = None, 0
+    if lora is not None:
+        check_addition((rows, w.out_features), x.shape, x.dtype, lora)
+        added, layer = describe_lora(native, (lora.parts,), lora.segments), lora.layer
     native.linear(
-        w.address, x.data_ptr(), rows, residual_at, out.data_ptr(), out.dtype == torch.bfloat16
+        w.address,
+        x.data_ptr(),
+        rows,
+        residual_at,
+        out.data_ptr(),
+        out.dtype == torch.bfloat16,
+        None if added is None else added.address,
+        layer,
     )
     return out
 

@@ -10,6 +10,15 @@ from typing import NamedTuple
 import torch
 from weft.kernels import cpu
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.lora import (
+    ExpertAddition,
+    LoraAddition,
+    LoraSegments,
+    LoraWeights,
+    check_parts,
+    describe_group,
+    sort_tokens,
+)
 from weft.kernels.memory import WeightArena
 
 
@@ -119,7 +128,11 @@ def route_reference(logits: torch.Tensor, top_k: int, *, renormalise: bool) -> R
 
 
 def moe(
-    x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    routing: Routing,
+    w: ExpertWeights,
+    residual: torch.Tensor | None = None,
+    lora: ExpertAddition | None = None,
 ) -> torch.Tensor:
     """residual + sum over a row's experts of share * down(silu(gate(x)) * up(x)).
 
@@ -131,39 +144,75 @@ def moe(
         routing: From `route`.
         w: From `pack_experts`.
         residual: [T, H], contiguous, dtype of `x`, or None; not changed.
+        lora: The adapters of these T tokens, or None.
 
     Returns:
         [T, H], dtype of `x`; between the two products rounded to the dtype, summed in float32.
 
     Raises:
         ValueError: An argument does not fit.
-        IndexError: An expert does not exist.
+        IndexError: An expert or a row of an adapter does not exist.
     """
     _check(x, routing, w, residual)
+    if lora is not None:
+        _check_lora(x, w, lora)
     if x.shape[0] == 0:
         return x.clone()
     if w.stacked is not None:
         from weft.kernels.gpu import moe as gpu
 
-        return gpu.moe(x, routing.ids, routing.weights, *w.stacked, residual)
+        return gpu.moe(x, routing.ids, routing.weights, *w.stacked, residual, lora)
     if w.native is not None:
-        return _moe_native(x, routing, w, w.native, residual)
-    return moe_reference(x, routing, w, residual)
+        return _moe_native(x, routing, w, w.native, residual, lora)
+    return moe_reference(x, routing, w, residual, lora)
 
 
 def moe_reference(
-    x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    routing: Routing,
+    w: ExpertWeights,
+    residual: torch.Tensor | None = None,
+    lora: ExpertAddition | None = None,
 ) -> torch.Tensor:
     """`moe` as single operations, expert by expert."""
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(routing.ids.flatten().tolist())):
         rows, places = torch.where(routing.ids == expert)
-        inner = gate_up_silu(x.index_select(0, rows), w.w13[expert])
-        product = linear(inner, w.w2[expert], out_dtype=torch.float32)
+        to_w13, to_w2 = _of_expert(lora, rows, expert, w.num_experts)
+        inner = gate_up_silu(x.index_select(0, rows), w.w13[expert], to_w13)
+        product = linear(inner, w.w2[expert], out_dtype=torch.float32, lora=to_w2)
         total.index_add_(0, rows, product * routing.weights[rows, places, None])
     if residual is not None:
         total += residual
     return total.to(x.dtype)
+
+
+def _of_expert(
+    lora: ExpertAddition | None, rows: torch.Tensor, expert: int, num_experts: int
+) -> tuple[LoraAddition | None, LoraAddition | None]:
+    """What is added to the two products of an expert with some of the rows."""
+    if lora is None:
+        return None, None
+    slots = lora.token_slots.index_select(0, rows)
+    slots = torch.where(slots == 0, 0, slots * num_experts + expert)
+    segments = LoraSegments.of(sort_tokens(slots.numpy()))
+
+    def of(parts: tuple[LoraWeights, ...]) -> LoraAddition | None:
+        return LoraAddition(parts, lora.layer, segments) if parts else None
+
+    return of(lora.w13), of(lora.w2)
+
+
+def _check_lora(x: torch.Tensor, w: ExpertWeights, lora: ExpertAddition) -> None:
+    rows = x.shape[0]
+    slots = lora.token_slots
+    if slots.shape != (rows,) or slots.dtype != torch.int32 or not slots.is_contiguous():
+        raise ValueError(f"LoRA slots {tuple(slots.shape)} {slots.dtype} of {rows} rows")
+    for parts, columns, width in (
+        (lora.w13, 2 * w.inner_size, w.hidden_size),
+        (lora.w2, w.hidden_size, w.inner_size),
+    ):
+        check_parts(parts, lora.layer, (rows, columns), (rows, width), w.dtype)
 
 
 def _check(
@@ -193,6 +242,7 @@ def _moe_native(
     w: ExpertWeights,
     addresses: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]],
     residual: torch.Tensor | None,
+    lora: ExpertAddition | None,
 ) -> torch.Tensor:
     native = cpu.native_cpu()
     assert native is not None
@@ -204,13 +254,29 @@ def _moe_native(
     gathered = torch.empty((pairs, w.hidden_size), dtype=x.dtype)
     inner = torch.empty((pairs, w.inner_size), dtype=x.dtype)
     products = torch.empty((pairs, w.hidden_size), dtype=torch.float32)
+    added, place_slots = None, None
+    if lora is not None:
+        width = max(sum(part.max_rank for part in parts) for parts in (lora.w13, lora.w2))
+        shrunk = torch.empty(pairs * width, dtype=torch.float32)
+        place_slots = torch.empty(pairs, dtype=torch.int32)
+        added = cpu.Lora(
+            groups=(cpu.LoraGroup * 4)(describe_group(lora.w13), describe_group(lora.w2)),
+            token_slots=lora.token_slots.data_ptr(),
+            shrunk=shrunk.data_ptr(),
+            tokens=rows,
+            width=width,
+        )
     described = cpu.Experts(
         *(ctypes.addressof(array) for array in addresses),
         *(experts, top_k, rows),
         *(t.data_ptr() for t in (x, routing.ids, routing.weights)),
         None if residual is None else residual.data_ptr(),
         *(t.data_ptr() for t in (out, begins, units, place, gathered, inner, products)),
+        None if added is None else ctypes.addressof(added),
+        None if place_slots is None else place_slots.data_ptr(),
+        0 if lora is None else lora.layer,
     )
-    if not native.moe(ctypes.byref(described)):
-        raise IndexError(f"moe: an expert is not below {experts}")
+    status = native.moe(ctypes.byref(described))
+    if status:
+        cpu.check_status(status, "moe")
     return out

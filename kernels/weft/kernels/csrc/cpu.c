@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "layer.h"
 #include "linear.h"
+#include "lora.h"
 #include "moe.h"
 #include "rows.h"
 #include "team.h"
@@ -36,22 +37,41 @@ void weft_pack(const Weight *w, const void *plain, void *packed, const void *bia
   if (bias != NULL) pack_bias(w, bias, packed_bias);
 }
 
+/* `lora`, prepared, or null: its first group adds to the product in layer `layer`. */
 void weft_linear(const Weight *w, const void *x, int64_t rows, const void *residual, void *out,
-                 int out_bf16) {
+                 int out_bf16, const Lora *lora, int64_t layer) {
   Target target = {out, residual, out_bf16};
+  Addition add = {lora, lora == NULL ? NULL : &lora->groups[0], layer};
   int parallel = rows * w->in_features * w->out_features > PARALLEL_WORK;
   int threads = parallel ? team_limit() : 1;
-  Range ranges[MAX_THREADS];
+  Range ranges[MAX_THREADS], shrink[MAX_THREADS];
   divide_work(ranges, threads, linear_units(w, rows));
+  divide_work(shrink, threads, shrink_units(&add));
+  Barrier barrier = {0};
 #pragma omp parallel num_threads(threads) if (parallel)
-  linear_share(w, x, rows, target, ranges, threads, join_team(NULL).thread);
+  {
+    Member me = join_team(&barrier);
+    if (adds(&add)) {
+      shrink_share(&add, w->is_bf16, x, shrink, threads, me.thread);
+      wait_for_all(&me);
+    }
+    linear_share(w, x, rows, target, add, ranges, threads, me.thread);
+  }
 }
 
-/* 0: an expert's number is out of range, and nothing was written. */
+/* A Status; for additions that are used in layers first .. first + count - 1 without further
+ * checks. */
+int weft_prepare_lora(const Lora *lora, int64_t first, int64_t count) {
+  return prepare_lora(lora, first, count);
+}
+
+/* A Status; nothing was written to the result where it is not FINE. */
 int weft_moe(const Experts *experts) {
   const Weight *w = experts->w13[0];
   const int64_t pairs = experts->rows * experts->top_k;
-  if (!place_pairs(experts)) return 0;
+  Status status = place_pairs(experts);
+  if (status == FINE) status = place_slots(experts);
+  if (status != FINE) return status;
   int parallel = pairs * w->in_features * w->out_features > PARALLEL_WORK;
   int threads = parallel ? team_limit() : 1;
   Range first[MAX_THREADS], second[MAX_THREADS];
@@ -63,7 +83,7 @@ int weft_moe(const Experts *experts) {
     Member me = join_team(&barrier);
     moe_share(experts, first, second, &me);
   }
-  return 1;
+  return FINE;
 }
 
 void weft_rms_norm(int is_bf16, void *out, const void *x, void *residual, const void *weight,
@@ -145,7 +165,7 @@ int weft_decoder_layers(const Layer *const *layers, int64_t first, int64_t count
     Barrier barrier = {0};
     Division divisions[2];
     divisions[0].threads = divisions[1].threads = team_limit();
-    divide_layer(layers[0], batch->rows, &divisions[0]);
+    divide_layer(layers[0], first, batch, &divisions[0]);
 #pragma omp parallel num_threads(divisions[0].threads)
     {
       Member me = join_team(&barrier);

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "lora.h"
 
 /* As laid out by weft/kernels/cpu.py. */
 typedef struct {
@@ -21,6 +22,7 @@ typedef struct {
   int64_t max_positions;
   int64_t rows;
   void *scratch; /* rows * scratch_width elements, see layer_scratch_width */
+  const Lora *lora; /* or null */
 } Batch;
 
 /* Elements a row of scratch: the normed row, qkv, q, attention's result, the activation. */
@@ -32,14 +34,39 @@ static long layer_scratch_width(const Layer *layer, const Attention *a, long dim
 /* How the work of one layer is divided; filled anew for each layer by one thread. */
 typedef struct {
   int threads;
-  Range qkv[MAX_THREADS], o[MAX_THREADS], gate_up[MAX_THREADS], down[MAX_THREADS];
+  Range products[GROUPS][MAX_THREADS], shrink[GROUPS][MAX_THREADS];
 } Division;
 
-static void divide_layer(const Layer *layer, long rows, Division *d) {
-  divide_work(d->qkv, d->threads, linear_units(layer->qkv, rows));
-  divide_work(d->o, d->threads, linear_units(layer->o, rows));
-  divide_work(d->gate_up, d->threads, linear_units(layer->gate_up, rows));
-  divide_work(d->down, d->threads, linear_units(layer->down, rows));
+static const Weight *weight_of(const Layer *layer, Group group) {
+  return group == TO_QKV       ? layer->qkv
+         : group == TO_O       ? layer->o
+         : group == TO_GATE_UP ? layer->gate_up
+                               : layer->down;
+}
+
+static Addition addition_to(const Batch *batch, Group group, long index) {
+  const Lora *lora = batch->lora;
+  return (Addition){lora, lora == NULL ? NULL : &lora->groups[group], index};
+}
+
+static void divide_layer(const Layer *layer, long index, const Batch *batch, Division *d) {
+  for (Group group = 0; group < GROUPS; group++) {
+    const Addition add = addition_to(batch, group, index);
+    divide_work(d->shrink[group], d->threads, shrink_units(&add));
+    divide_work(d->products[group], d->threads, linear_units(weight_of(layer, group), batch->rows));
+  }
+}
+
+/* One product of the layer, x being complete. */
+static void product_share(const Layer *layer, Group group, const void *x, Target to,
+                          const Batch *batch, long index, Division *d, Member *me) {
+  const Weight *w = weight_of(layer, group);
+  const Addition add = addition_to(batch, group, index);
+  if (adds(&add)) {
+    shrink_share(&add, w->is_bf16, x, d->shrink[group], d->threads, me->thread);
+    wait_for_all(me);
+  }
+  linear_share(w, x, batch->rows, to, add, d->products[group], d->threads, me->thread);
 }
 
 /* hidden [rows, in_features of qkv] becomes the layer's output. Called by every thread of the team;
@@ -63,21 +90,21 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   norm_share(is_bf16, normed, hidden, NULL, layer->input_norm, rows, width, layer->eps, me);
   wait_for_all(me);
   Target to_qkv = {qkv, NULL, is_bf16};
-  linear_share(layer->qkv, normed, rows, to_qkv, d->qkv, d->threads, me->thread);
+  product_share(layer, TO_QKV, normed, to_qkv, batch, index, d, me);
   wait_for_all(me);
   rope_share(&rope, pool, index, me);
   wait_for_all(me);
   attention_share(&attention, pool, plan, index, me);
   wait_for_all(me);
   Target to_hidden = {hidden, hidden, is_bf16};
-  linear_share(layer->o, mixed, rows, to_hidden, d->o, d->threads, me->thread);
+  product_share(layer, TO_O, mixed, to_hidden, batch, index, d, me);
   wait_for_all(me);
   norm_share(is_bf16, normed, hidden, NULL, layer->post_norm, rows, width, layer->eps, me);
   wait_for_all(me);
   Target to_inner = {inner, NULL, is_bf16};
-  linear_share(layer->gate_up, normed, rows, to_inner, d->gate_up, d->threads, me->thread);
+  product_share(layer, TO_GATE_UP, normed, to_inner, batch, index, d, me);
   wait_for_all(me);
-  linear_share(layer->down, inner, rows, to_hidden, d->down, d->threads, me->thread);
+  product_share(layer, TO_DOWN, inner, to_hidden, batch, index, d, me);
 }
 
 /* Layers first .. first + count - 1 of the pool. */
@@ -88,7 +115,7 @@ static void layers_share(const Layer *const *layers, long first, long count, con
     /* Two in turn: one thread prepares the next layer's while others are still in this one. */
     Division *now = &divisions[i % 2];
     if (me->thread == 0 && i + 1 < count)
-      divide_layer(layers[i + 1], batch->rows, &divisions[(i + 1) % 2]);
+      divide_layer(layers[i + 1], first + i + 1, batch, &divisions[(i + 1) % 2]);
     layer_share(layers[i], batch, pool, first + i, hidden, plan, now, me);
     wait_for_all(me);
     if (me->thread == 0) plan->next_task = 0;

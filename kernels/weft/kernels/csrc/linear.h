@@ -2,6 +2,7 @@
 #ifndef WEFT_LINEAR_H
 #define WEFT_LINEAR_H
 
+#include "lora.h"
 #include "team.h"
 #include "tile.h"
 
@@ -110,9 +111,25 @@ static long blocks_of(long rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 static long groups_of(long rows) { return (blocks_of(rows) + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
 static long linear_units(const Weight *w, long rows) { return panels_of(w) * groups_of(rows); }
 
-static void linear_unit(const Weight *w, const char *x, long m, const Target *to, long unit) {
+static void prefetch_additions(const Weight *w, const Addition *add, long p) {
+  const long width = w->gated ? GATE : PANEL;
+  prefetch_expand(add, w->is_bf16, p * width, width);
+  if (w->gated) prefetch_expand(add, w->is_bf16, columns_of(w) + p * width, width);
+}
+
+/* What adapters add to columns of panel p. */
+static void add_to_tiles(const Weight *w, const Addition *add, float *tiles, long p, long first_row,
+                         long rows) {
+  const long columns = columns_of(w), width = w->gated ? GATE : PANEL, begin = p * width;
+  const long n = begin + width < columns ? width : columns - begin;
+  expand_tiles(add, w->is_bf16, begin, n, first_row, rows, tiles);
+  if (w->gated) expand_tiles(add, w->is_bf16, columns + begin, n, first_row, rows, tiles + GATE);
+}
+
+static void linear_unit(const Weight *w, const char *x, long m, const Target *to,
+                        const Addition *add, long unit) {
   long words = words_of(w), stride = w->in_features * (w->is_bf16 ? 2 : 4);
-  int odd = w->is_bf16 && (w->in_features & 1);
+  int odd = w->is_bf16 && (w->in_features & 1), is_adding = adds(add);
   long blocks = blocks_of(m), groups = groups_of(m), p = unit / groups, group = unit % groups;
   const uint32_t *panel = w->panels + p * words * PANEL;
   /* Each block of rows asks for a part of the next panel. With few rows the memory is the limit,
@@ -121,23 +138,31 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
   const char *next = (const char *)(panel + words * PANEL);
   const long first_block = blocks * group / groups, last_block = blocks * (group + 1) / groups;
   const long part = prefetch ? words * PANEL * 4 / (last_block - first_block) : 0;
-  ALIGNED float tile[TILE_ROWS * PANEL];
+  const long first_row = m * first_block / blocks, end_row = m * last_block / blocks;
+  ALIGNED float tiles[GROUP_BLOCKS * TILE_ROWS * PANEL];
+  if (is_adding && group == 0) prefetch_additions(w, add, p);
   for (long block = first_block; block < last_block; block++, next += part) {
     long first = m * block / blocks;
     Prefetch ahead = {.now = {next, next + part}};
     int rows = (int)(m * (block + 1) / blocks - first);
+    float *tile = tiles + (is_adding ? (first - first_row) * PANEL : 0);
     tile_set(w->is_bf16, rows, words - odd, odd, x + first * stride, stride, panel, tile, PANEL,
              &ahead);
-    finish_tile(w, to, tile, p, first, rows);
+    if (!is_adding) finish_tile(w, to, tile, p, first, rows);
+  }
+  if (is_adding) {
+    add_to_tiles(w, add, tiles, p, first_row, end_row - first_row);
+    finish_tile(w, to, tiles, p, first_row, (int)(end_row - first_row));
   }
 }
 
-/* This thread's share of x [m, k] * weight; `ranges` divide `linear_units` among `threads`. */
-static void linear_share(const Weight *w, const void *x, long m, Target to, Range *ranges,
-                         int threads, int thread) {
+/* This thread's share of x [m, k] * weight; `ranges` divide `linear_units` among `threads`. What
+ * `add` adds has been shrunk. */
+static void linear_share(const Weight *w, const void *x, long m, Target to, Addition add,
+                         Range *ranges, int threads, int thread) {
   int at = 0;
   for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;)
-    linear_unit(w, x, m, &to, unit);
+    linear_unit(w, x, m, &to, &add, unit);
 }
 
 #endif

@@ -3,6 +3,7 @@
 #define WEFT_MOE_H
 
 #include "linear.h"
+#include "lora.h"
 #include "rows.h"
 
 /* As laid out by weft/kernels/cpu.py. A pair is a row and one of its experts; pairs are numbered
@@ -24,14 +25,17 @@ typedef struct {
   void *gathered;         /* [rows * top_k, hidden] */
   void *inner;            /* [rows * top_k, inner] */
   float *products;        /* [rows * top_k, hidden] */
+  const Lora *lora;       /* or null; its groups add to w13 and to w2, token_slots are [rows] */
+  int32_t *place_slots;   /* [rows * top_k]: of each place, slot * experts + expert */
+  int64_t layer;          /* of the adapters */
 } Experts;
 
-/* Sorts pairs by expert, rows in their order; 0 when an id is out of range. */
-static int place_pairs(const Experts *m) {
+/* Sorts pairs by expert, rows in their order. */
+static Status place_pairs(const Experts *m) {
   const long pairs = m->rows * m->top_k;
   memset(m->begins, 0, (size_t)(m->experts + 1) * sizeof *m->begins);
   for (long p = 0; p < pairs; p++) {
-    if (m->ids[p] < 0 || m->ids[p] >= m->experts) return 0;
+    if (m->ids[p] < 0 || m->ids[p] >= m->experts) return BAD_EXPERT;
     m->begins[m->ids[p] + 1]++;
   }
   for (long e = 0; e < m->experts; e++) m->begins[e + 1] += m->begins[e];
@@ -45,7 +49,57 @@ static int place_pairs(const Experts *m) {
     first[e + 1] = first[e] + (rows > 0 ? linear_units(m->w13[e], rows) : 0);
     second[e + 1] = second[e] + (rows > 0 ? linear_units(m->w2[e], rows) : 0);
   }
-  return 1;
+  return FINE;
+}
+
+/* Sets each place's slot among all adapters' experts, and checks that its rows exist. */
+static Status place_slots(const Experts *m) {
+  if (m->lora == NULL) return FINE;
+  for (long p = 0; p < m->rows * m->top_k; p++) {
+    const long slot = m->lora->token_slots[p / m->top_k];
+    const long of_expert = slot * m->experts + m->ids[p];
+    for (Group group = TO_W13; slot != 0 && group <= TO_W2; group++)
+      for (long i = 0; i < m->lora->groups[group].count; i++)
+        if (slot < 0 || !part_fits(&m->lora->groups[group].parts[i], of_expert, m->layer, 1))
+          return BAD_LORA;
+    m->place_slots[m->place[p]] = slot == 0 ? 0 : (int32_t)of_expert;
+  }
+  return FINE;
+}
+
+/* The additions to the rows of one expert, which begin at place `first`. */
+typedef struct {
+  Lora lora;
+  Addition add;
+} Placed;
+
+static void place_addition(const Experts *m, Group group, long first, Placed *placed) {
+  static const int64_t any[1] = {1};
+  placed->add = (Addition){NULL, NULL, m->layer};
+  if (m->lora == NULL) return;
+  placed->lora = (Lora){.token_slots = m->place_slots + first,
+                        .blocks = (int64_t *)any,
+                        .shrunk = m->lora->shrunk + first * m->lora->width,
+                        .width = m->lora->width};
+  placed->add.lora = &placed->lora;
+  placed->add.group = &m->lora->groups[group];
+}
+
+/* The ranks of this thread's places; few of them share an adapter's expert, so one by one. */
+static void shrink_places(const Experts *m, Group group, const void *x, const Member *me) {
+  Placed placed;
+  place_addition(m, group, 0, &placed);
+  if (!adds(&placed.add)) return;
+  const int is_bf16 = m->w13[0]->is_bf16;
+  Rows mine = rows_of(me, m->rows * m->top_k);
+  for (long place = mine.first; place < mine.last; place++) {
+    const int32_t slot = m->place_slots[place], at = (int32_t)place;
+    for (long i = 0; slot != 0 && i < placed.add.group->count; i++) {
+      const LoraPart *part = &placed.add.group->parts[i];
+      shrink_block(&placed.lora, part, is_bf16, lora_rows(part, part->table, m->layer, slot),
+                   lora_count(part, m->layer, slot), x, &at, 1);
+    }
+  }
 }
 
 static void gather_share(const Experts *m, const Member *me) {
@@ -60,8 +114,11 @@ static void gather_share(const Experts *m, const Member *me) {
 }
 
 /* This thread's units of one of the two products, over all experts. */
-static void experts_share(const Experts *m, const Weight *const *weights, const int64_t *units,
-                          const void *x, void *out, int out_bf16, Range *ranges, const Member *me) {
+static void experts_share(const Experts *m, Group group, const void *x, void *out, int out_bf16,
+                          Range *ranges, const Member *me) {
+  const Weight *const *weights = group == TO_W13 ? m->w13 : m->w2;
+  const int64_t *units = group == TO_W13 ? m->units : m->units + m->experts + 1;
+  Placed placed;
   int at = 0;
   long e = 0;
   for (int64_t unit; (unit = next_unit(ranges, me->threads, me->thread, &at)) >= 0;) {
@@ -72,7 +129,8 @@ static void experts_share(const Experts *m, const Weight *const *weights, const 
     const size_t in = (size_t)(first * w->in_features) * (w->is_bf16 ? 2 : 4);
     const size_t to = (size_t)(first * columns_of(w)) * (out_bf16 ? 2 : 4);
     Target target = {(char *)out + to, NULL, out_bf16};
-    linear_unit(w, (const char *)x + in, rows, &target, unit - units[e]);
+    place_addition(m, group, first, &placed);
+    linear_unit(w, (const char *)x + in, rows, &target, &placed.add, unit - units[e]);
   }
 }
 
@@ -99,9 +157,17 @@ static void moe_share(const Experts *m, Range *first, Range *second, Member *me)
   const int is_bf16 = m->w13[0]->is_bf16;
   gather_share(m, me);
   wait_for_all(me);
-  experts_share(m, m->w13, m->units, m->gathered, m->inner, is_bf16, first, me);
+  if (m->lora != NULL) {
+    shrink_places(m, TO_W13, m->gathered, me);
+    wait_for_all(me);
+  }
+  experts_share(m, TO_W13, m->gathered, m->inner, is_bf16, first, me);
   wait_for_all(me);
-  experts_share(m, m->w2, m->units + m->experts + 1, m->inner, m->products, 0, second, me);
+  if (m->lora != NULL) {
+    shrink_places(m, TO_W2, m->inner, me);
+    wait_for_all(me);
+  }
+  experts_share(m, TO_W2, m->inner, m->products, 0, second, me);
   wait_for_all(me);
   combine_share(m, me);
 }

@@ -10,16 +10,17 @@ from weft.kernels.attention import check_attention
 from weft.kernels.decoder_layer import GatedMlpWeight
 from weft.kernels.gpu.attention import paged_attention
 from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.linear import gate_up_silu, linear
 from weft.kernels.gpu.moe import moe
 from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.norm import add_rms_norm, rms_norm
 from weft.kernels.gpu.rope import rope_and_cache
-from weft.kernels.linear import LinearWeight
+from weft.kernels.linear import gate_up_silu, linear
+from weft.kernels.lora import addition_to, experts_addition
 from weft.kernels.rope import check_rope
 
 if TYPE_CHECKING:
     from weft.kernels.decoder_layer import DecoderLayerWeight, DecoderStep, SparseMlpWeight
+    from weft.kernels.lora import LoraStep
 
 
 def decoder_layers(
@@ -29,9 +30,12 @@ def decoder_layers(
     _check(hidden, layers, step, first)
     normed = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
     for index, w in enumerate(layers):
-        mixed = _attend(_linear(normed, w.qkv), w, step, first + index)
-        normed, _ = add_rms_norm(_linear(mixed, w.o), hidden, w.post_norm, w.eps)
-        out = _mlp(normed, w.mlp)
+        layer = first + index
+        qkv = linear(normed, w.qkv, lora=addition_to(step.lora, "qkv", layer))
+        mixed = _attend(qkv, w, step, layer)
+        out = linear(mixed, w.o, lora=addition_to(step.lora, "o", layer))
+        normed, _ = add_rms_norm(out, hidden, w.post_norm, w.eps)
+        out = _mlp(normed, w.mlp, step.lora, layer)
         if index + 1 < len(layers):
             following = layers[index + 1]
             normed, _ = add_rms_norm(out, hidden, following.input_norm, following.eps)
@@ -76,16 +80,16 @@ def _attend(
     )
 
 
-def _mlp(x: torch.Tensor, w: GatedMlpWeight | SparseMlpWeight) -> torch.Tensor:
+def _mlp(
+    x: torch.Tensor, w: GatedMlpWeight | SparseMlpWeight, lora: LoraStep | None, layer: int
+) -> torch.Tensor:
     if isinstance(w, GatedMlpWeight):
-        return _linear(gate_up_silu(x, w.gate_up.data, w.gate_up.bias), w.down)
+        inner = gate_up_silu(x, w.gate_up, addition_to(lora, "gate_up", layer))
+        return linear(inner, w.down, lora=addition_to(lora, "down", layer))
     assert w.experts.stacked is not None
-    logits = linear(x, w.router.data, None, None, torch.float32)
-    return moe(x, *route(logits, w.top_k, w.renormalise), *w.experts.stacked, None)
-
-
-def _linear(x: torch.Tensor, w: LinearWeight) -> torch.Tensor:
-    return linear(x, w.data, w.bias, None, None)
+    logits = linear(x, w.router, out_dtype=torch.float32)
+    routing = route(logits, w.top_k, w.renormalise)
+    return moe(x, *routing, *w.experts.stacked, None, experts_addition(lora, layer))
 
 
 def _check(

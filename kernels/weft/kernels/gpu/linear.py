@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from weft.kernels.gpu.activation import silu_and_mul
+from weft.kernels.gpu.lora import add_lora
 from weft.kernels.gpu.small_linear import MAX_ROWS, MAX_SPREAD_ROWS, small_linear
+from weft.kernels.lora import LoraAddition
 
 _SMALL_WEIGHT = 1 << 23
 """Elements up to which cuBLAS is slower at 5 to 16 rows too (measured on an H200)."""
@@ -38,12 +40,27 @@ def linear(
     return F.linear(x, weight, bias).add_(residual)
 
 
-def gate_up_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`weft.kernels.linear.gate_up_silu` for CUDA tensors; `weight` is [2 * I, K]."""
+def gate_up_silu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora: LoraAddition | None,
+) -> torch.Tensor:
+    """`weft.kernels.linear.gate_up_silu` for CUDA tensors; `weight` is [2 * I, K].
+
+    Rows are computed by the same kernels with adapters in the step and without.
+    """
     _check(x, weight, None)
     if _is_small(x, weight):
-        return small_linear(x, weight, bias, None, x.dtype, gated=True)
-    return silu_and_mul(F.linear(x, weight, bias))
+        added = None
+        if lora is not None:
+            added = x.new_zeros((x.shape[0], weight.shape[0]), dtype=torch.float32)
+            add_lora(added, x, lora)
+        return small_linear(x, weight, bias, added, x.dtype, gated=True)
+    both = F.linear(x, weight, bias)
+    if lora is not None:
+        add_lora(both, x, lora)
+    return silu_and_mul(both)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.moe_lora import add_to_down, gate_up_additions
 from weft.kernels.gpu.moe_sort import sort_pairs
 from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
+from weft.kernels.lora import ExpertAddition
 
 MAX_DIRECT_ROWS = 8
 """Up to here hardly two rows share an expert: there is nothing to win by sorting."""
@@ -26,6 +28,7 @@ def moe(
     w13: torch.Tensor,
     w2: torch.Tensor,
     residual: torch.Tensor | None,
+    lora: ExpertAddition | None = None,
 ) -> torch.Tensor:
     """`weft.kernels.moe.moe` for CUDA tensors.
 
@@ -36,11 +39,17 @@ def moe(
         w13: [E, 2 * I, H], rows of gate first.
         w2: [E, H, I].
         residual: [T, H] or None.
+        lora: The tokens' adapters, or None.
     """
+    added = None if lora is None else gate_up_additions(x, ids, w2.shape[2], w2.shape[0], lora)
     if x.shape[0] <= MAX_DIRECT_ROWS:
-        return _direct(x, ids, shares, w13, w2, residual)
-    tiles = tiles_for(*ids.shape, *w2.shape)
-    return sorted_moe(x, ids, shares, w13, w2, residual, tiles)
+        out, inner = _direct(x, ids, shares, w13, w2, residual, added)
+    else:
+        tiles = tiles_for(*ids.shape, *w2.shape)
+        out, inner = sorted_moe(x, ids, shares, w13, w2, residual, tiles, added)
+    if lora is not None:
+        add_to_down(out, inner, ids, shares, w2.shape[0], lora)
+    return out
 
 
 def _direct(
@@ -50,20 +59,21 @@ def _direct(
     w13: torch.Tensor,
     w2: torch.Tensor,
     residual: torch.Tensor | None,
-) -> torch.Tensor:
+    added: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     (rows, hidden), width, (pairs, top_k) = x.shape, w2.shape[2], (ids.numel(), ids.shape[1])
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     columns, options = 4, launch_options(x.device)
     _direct_inner_kernel[(pairs, triton.cdiv(width, columns))](
-        inner, x, w13, ids, width, K=hidden, TOP_K=top_k, COLUMNS=columns,
+        inner, x, w13, ids, added, width, K=hidden, TOP_K=top_k, COLUMNS=columns,
         TILE=min(1024, triton.next_power_of_2(hidden)), num_warps=4, **options,
     )  # fmt: skip
     _direct_out_kernel[(rows, triton.cdiv(hidden, columns))](
         out, inner, w2, ids, shares, residual, hidden, K=width, TOP_K=top_k, COLUMNS=columns,
         TILE=min(1024, triton.next_power_of_2(width)), num_warps=4, **options,
     )  # fmt: skip
-    return out
+    return out, inner
 
 
 def sorted_moe(
@@ -74,8 +84,23 @@ def sorted_moe(
     w2: torch.Tensor,
     residual: torch.Tensor | None,
     tiles: Tiles,
-) -> torch.Tensor:
-    """`moe` over pairs sorted by expert, cut as `tiles` says."""
+    added: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`moe` over pairs sorted by expert, cut as `tiles` says.
+
+    Args:
+        x: As in `moe`, like those that follow.
+        ids: [T, k].
+        shares: [T, k].
+        w13: [E, 2 * I, H].
+        w2: [E, H, I].
+        residual: [T, H] or None.
+        tiles: How pairs and columns are cut.
+        added: [T * k, 2 * I], added to gate and up, or None.
+
+    Returns:
+        The result, and each pair's activation [T * k, I].
+    """
     (rows, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     pairs = ids.numel()
     blocks = sort_pairs(ids, experts, tiles.rows)
@@ -89,7 +114,7 @@ def sorted_moe(
     ):
         # Programs that run together share a block's rows and an expert's weights in the cache.
         _sorted_kernel[(triton.cdiv(columns, tile.columns), blocks.expert.shape[0])](
-            result, given, weight, shares, *blocks, columns, experts, K=depth,
+            result, given, weight, shares, *blocks, added, columns, experts, K=depth,
             TOP_K=top_k if is_first else 1, IS_GATED=is_first, ROWS=tiles.rows,
             COLUMNS=tile.columns, TILE=min(tile.depth, triton.next_power_of_2(depth)),
             IS_EXACT=is_exact, num_warps=tile.warps, num_stages=tile.stages, **options,
@@ -98,7 +123,7 @@ def sorted_moe(
     _combine_kernel[(rows, triton.cdiv(hidden, block))](
         out, products, residual, hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **options,
     )  # fmt: skip
-    return out
+    return out, inner
 
 
 @triton.jit
@@ -107,6 +132,7 @@ def _direct_inner_kernel(
     x: tl.tensor,
     w13: tl.tensor,
     ids: tl.tensor,
+    added: tl.tensor,
     width: int,
     IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
@@ -134,6 +160,10 @@ def _direct_inner_kernel(
         gate += values * tl.load(gate_at[:, None] + at[None, :], mask=mask, other=0.0)
         up += values * tl.load(up_at[:, None] + at[None, :], mask=mask, other=0.0)
     gate_sum, up_sum = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    if added is not None:
+        added_at = added + pair * 2 * width + column
+        gate_sum += tl.load(added_at, mask=column < width, other=0.0).to(tl.float32)
+        up_sum += tl.load(added_at + width, mask=column < width, other=0.0).to(tl.float32)
     product = gate_sum / (1.0 + tl.exp(-gate_sum)) * up_sum
     tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty), mask=column < width)
 
@@ -188,6 +218,7 @@ def _sorted_kernel(
     block_expert: tl.tensor,
     block_begin: tl.tensor,
     block_end: tl.tensor,
+    added: tl.tensor,
     columns: int,
     experts: int,
     IS_DEPENDENT: tl.constexpr,
@@ -230,6 +261,11 @@ def _sorted_kernel(
             tile = tl.load(up_at + at, mask=at < K, other=0.0)
             up = _dot(values, tile, up, IS_EXACT)
     if IS_GATED:
+        if added is not None:
+            added_at = added + (pair * 2 * columns)[:, None] + column[None, :]
+            mask = is_pair[:, None] & in_out[None, :]
+            product += tl.load(added_at, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(added_at + columns, mask=mask, other=0.0).to(tl.float32)
         product = product / (1.0 + tl.exp(-product)) * up
     else:
         product *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]

@@ -55,7 +55,7 @@ def small_linear(
         x: [M, K], contiguous, 16-bit floats, 1 <= M <= MAX_ROWS.
         weight: [N, K], contiguous, dtype of `x`; where gated the rows of gate come first.
         bias: [N], dtype of `x`, or None.
-        residual: [M, N], contiguous, or None; None where gated.
+        residual: [M, N], contiguous, or None; where gated added before the activation.
         out_dtype: dtype of the result.
         gated: apply the activation.
         shape: how to launch; None: what suits.
@@ -175,7 +175,12 @@ def _small_linear_kernel(
         tl.store(arrived + block, 0)
     if bias is not None:
         product += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[:, None]
+    row = tl.arange(0, BLOCK_ROWS)
+    mask = in_out[:, None] & (row < rows)[None, :]
     if IS_GATED:
+        added_at = row[None, :].to(tl.int64) * 2 * columns + column[:, None]
+        if residual is not None:
+            product += tl.load(residual + added_at, mask=mask, other=0.0).to(tl.float32)
         begin += tl.cast(columns, tl.int64) * K
         tile = _weight_tile(begin, 0, K, TILE, False)
         up = _product(
@@ -183,11 +188,12 @@ def _small_linear_kernel(
         )
         if bias is not None:
             up += tl.load(bias + columns + column, mask=in_out, other=0.0).to(tl.float32)[:, None]
+        if residual is not None:
+            up_at = residual + added_at + columns
+            up += tl.load(up_at, mask=mask, other=0.0).to(tl.float32)
         product = product / (1.0 + tl.exp(-product)) * up
-    row = tl.arange(0, BLOCK_ROWS)
     at = row[None, :].to(tl.int64) * columns + column[:, None]
-    mask = in_out[:, None] & (row < rows)[None, :]
-    if residual is not None:
+    if residual is not None and not IS_GATED:
         product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
 

@@ -1,0 +1,381 @@
+/* Low-rank additions to linear layers: first every token's input is shrunk to the ranks of its
+ * adapter, adapter by adapter; then each tile of a product is expanded from them before it is
+ * finished, so that nothing is rounded in between.
+ *
+ * A token's results do not depend on the other tokens. */
+#ifndef WEFT_LORA_H
+#define WEFT_LORA_H
+
+#include "rows.h"
+#include "team.h"
+#include "tile.h"
+
+#define ROW_RANK 8
+#define MAX_PARTS 3
+#define BLOCK_TOKENS 8 /* of a segment in one unit of work */
+#define SHRINK_RANKS 4
+#define EXPAND_ROWS 8
+#if VL == 16
+#define SHRINK_TOKENS 4 /* 16 accumulators of 32 registers */
+#else
+#define SHRINK_TOKENS 2
+#endif
+
+typedef enum { TO_QKV, TO_O, TO_GATE_UP, TO_DOWN, GROUPS, TO_W13 = 0, TO_W2 = 1 } Group;
+
+/* All of these as laid out by weft/kernels/cpu.py. */
+typedef struct {
+  const char *a;         /* [rows, ROW_RANK, in_features] */
+  const char *b;         /* [rows, ROW_RANK, out_features] */
+  const int32_t *table;  /* [layers, slots, max_rows]: rows of a */
+  const int32_t *b_table; /* the same of b */
+  const int32_t *counts; /* [layers, slots] */
+  int64_t rows, b_rows, layers, slots, max_rows;
+  int64_t in_features, out_features;
+  int64_t column; /* of the product, where its results begin */
+  int64_t offset; /* where its ranks begin in a row of `shrunk` */
+} LoraPart;
+
+typedef struct {
+  LoraPart parts[MAX_PARTS];
+  int64_t count;
+} LoraGroup;
+
+typedef struct {
+  LoraGroup groups[GROUPS];
+  const int32_t *token_slots; /* [tokens] */
+  const int32_t *order;       /* [tokens]; null: `segments` is 0, and tokens are added to in runs */
+  const int32_t *starts;      /* [segments + 1] */
+  const int32_t *slots;       /* [segments] */
+  int64_t *blocks;            /* [segments + 1]: blocks of tokens before each; set here */
+  float *shrunk;              /* [tokens, width] */
+  int64_t tokens, segments, width;
+} Lora;
+
+/* What is added to one product; lora = null for nothing. */
+typedef struct {
+  const Lora *lora;
+  const LoraGroup *group;
+  int64_t layer;
+} Addition;
+
+static int adds(const Addition *add) {
+  return add->lora != NULL && add->group->count > 0 && add->lora->blocks[add->lora->segments] > 0;
+}
+
+static int64_t lora_count(const LoraPart *part, long layer, long slot) {
+  return part->counts[layer * part->slots + slot];
+}
+static const int32_t *lora_rows(const LoraPart *part, const int32_t *table, long layer, long slot) {
+  return table + (layer * part->slots + slot) * part->max_rows;
+}
+
+/* Whether a slot's rows exist in layers first .. first + count - 1. */
+static int part_fits(const LoraPart *part, long slot, long first, long count) {
+  if (slot >= part->slots || first + count > part->layers) return 0;
+  int fits = 1;
+  for (long layer = first; layer < first + count; layer++) {
+    const int64_t rows = lora_count(part, layer, slot);
+    if (rows < 0 || rows > part->max_rows) return 0;
+    const int32_t *a = lora_rows(part, part->table, layer, slot);
+    const int32_t *b = lora_rows(part, part->b_table, layer, slot);
+    for (long i = 0; i < rows; i++)
+      fits &= (uint64_t)a[i] < (uint64_t)part->rows && (uint64_t)b[i] < (uint64_t)part->b_rows;
+  }
+  return fits;
+}
+
+/* Whether all that is read and written exists; counts the blocks. */
+static Status prepare_lora(const Lora *lora, long first, long count) {
+  lora->blocks[0] = 0;
+  if (lora->starts[0] != 0) return BAD_LORA;
+  for (long s = 0; s < lora->segments; s++) {
+    const long begin = lora->starts[s], end = lora->starts[s + 1], slot = lora->slots[s];
+    if (begin > end || end > lora->tokens) return BAD_LORA;
+    for (long i = begin; i < end; i++) {
+      const long token = lora->order[i];
+      if ((uint64_t)token >= (uint64_t)lora->tokens || lora->token_slots[token] != slot)
+        return BAD_LORA;
+    }
+    const int is_used = end > begin && slot != 0;
+    if (is_used && slot < 0) return BAD_LORA;
+    for (int g = 0; is_used && g < GROUPS; g++)
+      for (long p = 0; p < lora->groups[g].count; p++)
+        if (!part_fits(&lora->groups[g].parts[p], slot, first, count)) return BAD_LORA;
+    lora->blocks[s + 1] =
+        lora->blocks[s] + (is_used ? (end - begin + BLOCK_TOKENS - 1) / BLOCK_TOKENS : 0);
+  }
+  return lora->starts[lora->segments] == lora->tokens ? FINE : BAD_LORA;
+}
+
+static int64_t shrink_units(const Addition *add) {
+  return adds(add) ? add->lora->blocks[add->lora->segments] * add->group->count : 0;
+}
+
+INLINE vu load_words(const char *p, size_t bytes) {
+  vu words = {0};
+  memcpy(&words, p, bytes);
+  return words;
+}
+
+/* sum[t][r] += x[t] . a[r], one vector of each from byte `at` on. */
+INLINE void shrink_step(const int is_bf16, const int tokens, const char *const *x, const char *a,
+                        long bytes, long at, size_t some, vf sum[SHRINK_TOKENS][SHRINK_RANKS]) {
+  vu given[SHRINK_TOKENS];
+#pragma GCC unroll 4
+  for (int t = 0; t < tokens; t++) given[t] = load_words(x[t] + at, some);
+#pragma GCC unroll 4
+  for (int r = 0; r < SHRINK_RANKS; r++) {
+    vu words = load_words(a + r * bytes + at, some);
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) sum[t][r] = multiply_add(is_bf16, sum[t][r], given[t], words);
+  }
+}
+
+/* to[t][r] = x[t] . a[r], rows of `bytes` bytes. */
+INLINE void shrink_tile(const int is_bf16, const int tokens, const char *const *x, const char *a,
+                        long bytes, float *const *to) {
+  vf sum[SHRINK_TOKENS][SHRINK_RANKS];
+#pragma GCC unroll 4
+  for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 4
+    for (int r = 0; r < SHRINK_RANKS; r++) sum[t][r] = (vf){0};
+  const long rest = bytes % (4 * VL);
+  for (long at = 0; at < bytes - rest; at += 4 * VL)
+    shrink_step(is_bf16, tokens, x, a, bytes, at, 4 * VL, sum);
+  if (rest > 0) shrink_step(is_bf16, tokens, x, a, bytes, bytes - rest, (size_t)rest, sum);
+#pragma GCC unroll 4
+  for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 4
+    for (int r = 0; r < SHRINK_RANKS; r++) to[t][r] = vf_sum(sum[t][r]);
+}
+
+#define SHRINK_CASE(N)                                 \
+  case N:                                              \
+    shrink_tile(is_bf16, N, x, a, bytes, to);          \
+    break;
+
+INLINE void shrink_tokens(const int is_bf16, int tokens, const char *const *x, const char *a,
+                          long bytes, float *const *to) {
+  switch (tokens) {
+    SHRINK_CASE(1) SHRINK_CASE(2)
+#if SHRINK_TOKENS == 4
+    SHRINK_CASE(3) SHRINK_CASE(4)
+#endif
+  }
+}
+#undef SHRINK_CASE
+
+static void prefetch_bytes(const char *begin, long bytes) {
+  for (long at = 0; at < bytes; at += 64) __builtin_prefetch(begin + at, 0, 2);
+}
+
+/* The ranks of up to BLOCK_TOKENS tokens of one adapter in one part. */
+static void shrink_block(const Lora *lora, const LoraPart *part, int is_bf16, const int32_t *rows,
+                         long count, const char *x, const int32_t *tokens, int num_tokens) {
+  const long bytes = part->in_features * (is_bf16 ? 2 : 4);
+  /* Half a row ahead: read in several streams at once, the memory's own prefetcher finds none. */
+  const long half = SHRINK_RANKS * bytes;
+  if (count > 0) prefetch_bytes(part->a + rows[0] * ROW_RANK * bytes, half);
+  for (long i = 0; i < count; i++) {
+    const char *row = part->a + rows[i] * ROW_RANK * bytes;
+    const char *next = i + 1 < count ? part->a + rows[i + 1] * ROW_RANK * bytes : NULL;
+    for (int first = 0; first < num_tokens; first += SHRINK_TOKENS) {
+      const int some = at_most(num_tokens - first, SHRINK_TOKENS);
+      for (int rank = 0; rank < ROW_RANK; rank += SHRINK_RANKS) {
+        if (first == 0 && rank == 0) prefetch_bytes(row + half, half);
+        if (first == 0 && rank > 0 && next != NULL) prefetch_bytes(next, half);
+        const char *from[SHRINK_TOKENS];
+        float *to[SHRINK_TOKENS];
+        for (int t = 0; t < some; t++) {
+          const long token = tokens[first + t];
+          from[t] = x + token * bytes;
+          to[t] = lora->shrunk + token * lora->width + part->offset + i * ROW_RANK + rank;
+        }
+        if (is_bf16)
+          shrink_tokens(1, some, from, row + rank * bytes, bytes, to);
+        else
+          shrink_tokens(0, some, from, row + rank * bytes, bytes, to);
+      }
+    }
+  }
+}
+
+/* This thread's share of shrinking x [tokens, in_features]; `ranges` divide `shrink_units`. */
+static void shrink_share(const Addition *add, int is_bf16, const void *x, Range *ranges,
+                         int threads, int thread) {
+  const Lora *lora = add->lora;
+  int at = 0;
+  long s = 0;
+  for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;) {
+    const long block = unit / add->group->count;
+    const LoraPart *part = &add->group->parts[unit % add->group->count];
+    if (block < lora->blocks[s]) s = 0; /* taken from another thread */
+    while (block >= lora->blocks[s + 1]) s++;
+    const long first = lora->starts[s] + (block - lora->blocks[s]) * BLOCK_TOKENS;
+    const int tokens = at_most(lora->starts[s + 1] - first, BLOCK_TOKENS);
+    const long slot = lora->slots[s];
+    shrink_block(lora, part, is_bf16, lora_rows(part, part->table, add->layer, slot),
+                 lora_count(part, add->layer, slot), x, lora->order + first, tokens);
+  }
+}
+
+/* to[r] += ranks[r] * b, for `vectors` vectors of n columns: n is VL, or less for a single one. */
+INLINE void expand_rows(const int is_bf16, const int rows, const int vectors, int n,
+                        const LoraPart *part, const int32_t *table, long count, long column,
+                        const float *const *ranks, float *const *to) {
+  const long out = part->out_features;
+  vf sum[EXPAND_ROWS][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) sum[r][v] = (vf){0};
+  for (long i = 0; i < count; i++) {
+    const long begin = (long)table[i] * ROW_RANK * out + column;
+    for (int j = 0; j < ROW_RANK; j++) {
+      vf b[2];
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; v++)
+        b[v] = load_some(part->b, is_bf16, begin + j * out + v * VL, n);
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) sum[r][v] += ranks[r][i * ROW_RANK + j] * b[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++)
+      store_some(to[r], 0, v * VL, n, load_some(to[r], 0, v * VL, n) + sum[r][v]);
+}
+
+/* The same for n columns; moves `to` on. */
+INLINE void expand_columns(const int is_bf16, const int rows, int n, const LoraPart *part,
+                           const int32_t *table, long count, long column,
+                           const float *const *ranks, float **to) {
+  while (n > 0) {
+    const int some = n >= 2 * VL ? 2 * VL : at_most(n, VL);
+    if (some == 2 * VL)
+      expand_rows(is_bf16, rows, 2, VL, part, table, count, column, ranks, to);
+    else if (some == VL)
+      expand_rows(is_bf16, rows, 1, VL, part, table, count, column, ranks, to);
+    else
+      expand_rows(is_bf16, rows, 1, some, part, table, count, column, ranks, to);
+    n -= some;
+    column += some;
+    for (int r = 0; r < rows; r++) to[r] += some;
+  }
+}
+
+/* A tile's columns that one part adds to. */
+typedef struct {
+  const LoraPart *part;
+  long column; /* of the part's */
+  int n;
+  long first_row; /* of the product, that c[0] belongs to */
+  float *c;       /* [rows][PANEL] */
+} Piece;
+
+/* Adds to `count` rows of one slot: `tokens` of the product, or those from `first` on if null. A
+ * row of b is loaded once for all rows that are added to together. */
+INLINE void expand_tokens(const int is_bf16, const Addition *add, const Piece *piece, long slot,
+                          const int32_t *tokens, long first, long count) {
+  const LoraPart *part = piece->part;
+  const int32_t *table = lora_rows(part, part->b_table, add->layer, slot);
+  const long num_rows = lora_count(part, add->layer, slot);
+  for (long done = 0; num_rows > 0 && done < count;) {
+    const long left = count - done;
+    const int rows = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    const float *ranks[EXPAND_ROWS];
+    float *to[EXPAND_ROWS];
+    for (int r = 0; r < rows; r++, done++) {
+      const long token = tokens == NULL ? first + done : tokens[done];
+      ranks[r] = add->lora->shrunk + token * add->lora->width + part->offset;
+      to[r] = piece->c + (token - piece->first_row) * PANEL;
+    }
+    const long column = piece->column;
+    if (rows == 8)
+      expand_columns(is_bf16, 8, piece->n, part, table, num_rows, column, ranks, to);
+    else if (rows == 4)
+      expand_columns(is_bf16, 4, piece->n, part, table, num_rows, column, ranks, to);
+    else if (rows == 2)
+      expand_columns(is_bf16, 2, piece->n, part, table, num_rows, column, ranks, to);
+    else
+      expand_columns(is_bf16, 1, piece->n, part, table, num_rows, column, ranks, to);
+  }
+}
+
+/* The first place from `begin` on whose token is not before `row`; tokens ascend. */
+static long first_place(const int32_t *order, long begin, long end, long row) {
+  while (begin < end) {
+    const long middle = (begin + end) / 2;
+    if (order[middle] < row)
+      begin = middle + 1;
+    else
+      end = middle;
+  }
+  return begin;
+}
+
+/* Adds to `rows` rows. */
+INLINE void expand_piece(const int is_bf16, const Addition *add, const Piece *piece, long rows) {
+  const Lora *lora = add->lora;
+  const long first = piece->first_row, last = first + rows;
+  if (lora->order == NULL) {
+    for (long row = first, end; row < last; row = end) {
+      const int32_t slot = lora->token_slots[row];
+      for (end = row + 1; end < last && lora->token_slots[end] == slot; end++) continue;
+      if (slot != 0) expand_tokens(is_bf16, add, piece, slot, NULL, row, end - row);
+    }
+    return;
+  }
+  for (long s = 0; s < lora->segments; s++) {
+    if (lora->blocks[s + 1] == lora->blocks[s]) continue;
+    const long begin = first_place(lora->order, lora->starts[s], lora->starts[s + 1], first);
+    const long end = first_place(lora->order, begin, lora->starts[s + 1], last);
+    expand_tokens(is_bf16, add, piece, lora->slots[s], lora->order + begin, 0, end - begin);
+  }
+}
+
+/* Asks for what will be added to n columns from `column` of the product on: it lies in many short
+ * pieces, which the memory's own prefetcher does not find. */
+static void prefetch_expand(const Addition *add, int is_bf16, long column, long n) {
+  const Lora *lora = add->lora;
+  const long size = is_bf16 ? 2 : 4;
+  for (long p = 0; p < add->group->count; p++) {
+    const LoraPart *part = &add->group->parts[p];
+    const long out = part->out_features, first = column - part->column;
+    const long from = first > 0 ? first : 0, to = first + n < out ? first + n : out;
+    for (long s = 0; from < to && s < lora->segments; s++) {
+      if (lora->blocks[s + 1] == lora->blocks[s]) continue;
+      const int32_t *rows = lora_rows(part, part->b_table, add->layer, lora->slots[s]);
+      const long count = lora_count(part, add->layer, lora->slots[s]);
+      for (long i = 0; i < count; i++)
+        for (long j = 0; j < ROW_RANK; j++) {
+          const char *b = part->b + ((long)rows[i] * ROW_RANK + j) * out * size;
+          for (const char *at = b + from * size; at < b + to * size; at += 64)
+            __builtin_prefetch(at, 0, 2);
+        }
+    }
+  }
+}
+
+/* Adds to tiles of `rows` rows: their n columns from c on are those from `column` of the product. */
+static void expand_tiles(const Addition *add, int is_bf16, long column, long n, long first_row,
+                         long rows, float *c) {
+  for (long p = 0; p < add->group->count; p++) {
+    const LoraPart *part = &add->group->parts[p];
+    const long end = part->column + part->out_features;
+    const long from = column > part->column ? column : part->column;
+    const long to = column + n < end ? column + n : end;
+    if (from >= to) continue;
+    const Piece piece = {part, from - part->column, (int)(to - from), first_row, c + from - column};
+    if (is_bf16)
+      expand_piece(1, add, &piece, rows);
+    else
+      expand_piece(0, add, &piece, rows);
+  }
+}
+
+#endif

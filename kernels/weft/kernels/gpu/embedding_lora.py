@@ -1,0 +1,53 @@
+"""Low-rank additions to an embedding on a GPU: a token's ranks are looked up, not multiplied."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.lora import TokenSlots, direct_expand
+from weft.kernels.lora import LoraAddition
+
+
+def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: LoraAddition) -> None:
+    """`weft.kernels.lora.add_embedding_lora` for CUDA tensors."""
+    (part,), token_slots = addition.parts, addition.segments.token_slots
+    tokens, rows = token_ids.shape[0], part.table.shape[2]
+    if tokens == 0:
+        return
+    shrunk = torch.empty((1, tokens, part.max_rank), dtype=torch.float32, device=out.device)
+    _gather_kernel[(tokens, rows)](
+        shrunk, token_ids, token_slots, part.a, part.table, part.counts, addition.layer,
+        part.table.shape[1], part.in_features, num_warps=1, **launch_options(out.device),
+    )  # fmt: skip
+    slots = TokenSlots(token_slots, token_slots)
+    direct_expand(out, shrunk, addition.parts, addition.layer, slots)
+
+
+@triton.jit(do_not_specialize=["layer", "slots"])
+def _gather_kernel(
+    shrunk: tl.tensor,
+    token_ids: tl.tensor,
+    token_slots: tl.tensor,
+    a: tl.tensor,
+    table: tl.tensor,
+    counts: tl.tensor,
+    layer: int,
+    slots: int,
+    vocabulary: int,
+    IS_DEPENDENT: tl.constexpr,
+) -> None:
+    """The ranks of one of a token's rows."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    token, index = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(token_slots + token)
+    at = layer * slots + slot
+    if (slot == 0) | (index >= tl.load(counts + at)):
+        return
+    row = tl.load(table + at * tl.num_programs(1) + index).to(tl.int64)
+    rank = tl.arange(0, 8)
+    values = tl.load(a + (row * 8 + rank) * vocabulary + tl.load(token_ids + token))
+    to = shrunk + (token * tl.num_programs(1) + index) * 8 + rank
+    tl.store(to, values.to(tl.float32))

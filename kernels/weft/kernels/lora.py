@@ -1,0 +1,480 @@
+"""Low-rank additions to linear layers (LoRA, Hu et al. 2021), many adapters in one batch.
+
+An adapter is loaded as rows of ROW_RANK ranks, so that adapters of different ranks lie side by side
+in one pool and none is padded to the rank of another (S-LoRA, Sheng et al. 2023, section 5). A step
+names each token's slot; its tokens are sorted by slot into segments, one an adapter (Punica, Chen
+et al. 2023, section 4).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.kernels import cpu
+
+ROW_RANK = 8
+"""Ranks in a row of the pool."""
+
+NO_SLOT = 0
+"""The slot of tokens without an adapter."""
+
+EMPTY_SLOT = int(np.iinfo(np.int32).max)
+"""The slot of segments that have no tokens: it names nothing and comes after all others."""
+
+Int32Array = npt.NDArray[np.int32]
+
+Group = Literal["qkv", "o", "gate_up", "down", "embed", "lm_head"]
+"""Projections that are computed as one product; the last two have one layer, number 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """All loaded adapters' parameters for one kind of projection ("q", "gate", ...).
+
+    The tensors stay where they are: loading an adapter writes rows, then its table and counts.
+    """
+
+    a: torch.Tensor
+    """[num_rows, ROW_RANK, in_features], contiguous, dtype of the model."""
+    b: torch.Tensor
+    """[num_rows, ROW_RANK, out_features], contiguous, dtype of the model: B transposed, scaled."""
+    table: torch.Tensor
+    """[layers, num_slots, max_rows] int32: the rows of the slot's adapter in each layer. Entries
+    from the count on are undefined. For experts a slot is slot * num_experts + expert."""
+    counts: torch.Tensor
+    """[layers, num_slots] int32: how many rows; 0 leaves the projection alone, as slot 0 does."""
+    column: int = 0
+    """Where the projection's results begin in the product that it is computed in: for k after q's
+    columns, for v after k's, for up after gate's."""
+    b_table: torch.Tensor | None = None
+    """The rows of `b`, where they are not those of `a`: experts may share one of the two."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the tensors do not fit together."""
+        (rows, rank, _), (b_rows, b_rank, _) = self.a.shape, self.b.shape
+        layers, slots, _ = self.table.shape
+        have_one_table = self.b_table is None
+        if (
+            {rank, b_rank} != {ROW_RANK}
+            or self.b.dtype != self.a.dtype
+            or (have_one_table and b_rows != rows)
+        ):
+            raise ValueError(
+                f"LoRA rows {tuple(self.a.shape)} {self.a.dtype} and {tuple(self.b.shape)} "
+                f"{self.b.dtype} do not fit: both are [rows, {ROW_RANK}, features] of one dtype"
+            )
+        dtypes = {self.table.dtype, self.counts.dtype, self.rows_of_b.dtype}
+        fits = self.counts.shape == (layers, slots) and self.rows_of_b.shape == self.table.shape
+        if not fits or dtypes != {torch.int32}:
+            raise ValueError(
+                f"a LoRA table {tuple(self.table.shape)} and counts {tuple(self.counts.shape)}, "
+                f"{dtypes}, are not [layers, slots, rows] and [layers, slots] int32"
+            )
+        tensors = (self.a, self.b, self.table, self.counts, self.rows_of_b)
+        if not all(t.is_contiguous() for t in tensors):
+            raise ValueError("LoRA rows, table and counts must be contiguous")
+
+    @property
+    def rows_of_b(self) -> torch.Tensor:
+        """[layers, num_slots, max_rows] int32."""
+        return self.table if self.b_table is None else self.b_table
+
+    @property
+    def in_features(self) -> int:
+        """Width of the projection's input."""
+        return self.a.shape[2]
+
+    @property
+    def out_features(self) -> int:
+        """Width of the projection's output."""
+        return self.b.shape[2]
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that a slot has room for."""
+        return self.table.shape[2] * ROW_RANK
+
+
+class LoraRows(NamedTuple):
+    """One projection's A and B as rows of the pool."""
+
+    a: torch.Tensor
+    """[ceil(r / ROW_RANK), ROW_RANK, in_features]."""
+    b: torch.Tensor
+    """[ceil(r / ROW_RANK), ROW_RANK, out_features]."""
+
+
+def rank_rows(a: torch.Tensor, b: torch.Tensor) -> LoraRows:
+    """Cuts an adapter's parameters of one projection into rows, the last filled up with zeros.
+
+    Args:
+        a: [r, in_features], r at least 1.
+        b: [out_features, r], scaled already.
+
+    Raises:
+        ValueError: They differ in rank.
+    """
+    rank = a.shape[0]
+    if b.shape[1] != rank:
+        raise ValueError(f"A {tuple(a.shape)} and B {tuple(b.shape)} differ in rank")
+    missing = -rank % ROW_RANK
+
+    def cut(values: torch.Tensor) -> torch.Tensor:
+        filled = torch.nn.functional.pad(values, (0, 0, 0, missing))
+        return filled.reshape(-1, ROW_RANK, values.shape[1])
+
+    return LoraRows(cut(a), cut(b.t()))
+
+
+class HostSegments(NamedTuple):
+    """`LoraSegments` on the host."""
+
+    token_slots: Int32Array
+    order: Int32Array
+    starts: Int32Array
+    slots: Int32Array
+
+
+def sort_tokens(token_slots: Int32Array, num_segments: int | None = None) -> HostSegments:
+    """Sorts a step's tokens by adapter.
+
+    Example: slots [0, 1, 0, 2, 3, 0, 1, 3] have the order [0, 2, 5, 1, 6, 3, 4, 7] and the segments
+    begin at [0, 3, 5, 6, 8].
+
+    Args:
+        token_slots: [T], each token's slot.
+        num_segments: How many segments to make, for steps that are padded: those that are left over
+            are empty. None: as many as there are different slots.
+
+    Raises:
+        ValueError: There are more different slots than segments.
+    """
+    slots, counts = np.unique(token_slots, return_counts=True)
+    size = len(slots) if num_segments is None else num_segments
+    if len(slots) > size:
+        raise ValueError(f"a step names {len(slots)} LoRA slots, there are {size} segments")
+    starts = np.full(size + 1, len(token_slots), np.int32)
+    starts[0] = 0
+    starts[1 : len(slots) + 1] = np.cumsum(counts)
+    padded = np.full(size, EMPTY_SLOT, np.int32)
+    padded[: len(slots)] = slots
+    order = np.argsort(token_slots, kind="stable").astype(np.int32)
+    return HostSegments(token_slots, order, starts, padded)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSegments:
+    """Which adapter each token of a step uses, T tokens in S segments; on the model's device."""
+
+    token_slots: torch.Tensor
+    """[T] int32."""
+    order: torch.Tensor
+    """[T] int32: tokens sorted by slot, those of one slot in their order."""
+    starts: torch.Tensor
+    """[S + 1] int32: where each segment begins in `order`."""
+    slots: torch.Tensor
+    """[S] int32, ascending: each segment's slot; EMPTY_SLOT for those without tokens."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the tensors do not fit together."""
+        tensors = (self.token_slots, self.order, self.starts, self.slots)
+        tokens, order, starts, slots = (t.numel() for t in tensors)
+        if (order, starts) != (tokens, slots + 1) or any(
+            t.dtype != torch.int32 or t.dim() != 1 or not t.is_contiguous() for t in tensors
+        ):
+            raise ValueError(
+                f"LoRA segments {[(tuple(t.shape), t.dtype) for t in tensors]} are not [T], [T], "
+                "[S + 1] and [S] int32, contiguous"
+            )
+
+    @classmethod
+    def of(cls, host: HostSegments) -> LoraSegments:
+        """The same as CPU tensors, which share the arrays' memory."""
+        return cls(*(torch.from_numpy(array) for array in host))
+
+    def select(self, rows: torch.Tensor) -> LoraSegments:
+        """Of some of the tokens, in their order.
+
+        Computed on the device, without waiting for it.
+
+        Args:
+            rows: [L] int64, tokens of this step.
+        """
+        token_slots = self.token_slots.index_select(0, rows)
+        ordered, order = torch.sort(token_slots, stable=True)
+        starts = self.starts.new_full((self.slots.shape[0] + 1,), rows.shape[0])
+        starts[:-1] = torch.searchsorted(ordered, self.slots, out_int32=True)
+        return LoraSegments(token_slots, order.to(torch.int32), starts, self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAddition:
+    """What a step's adapters add to one product of one layer."""
+
+    parts: tuple[LoraWeights, ...]
+    """Of all projections in the product; no two for the same columns."""
+    layer: int
+    segments: LoraSegments
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertAddition:
+    """What a step's adapters add to the experts of one layer."""
+
+    w13: tuple[LoraWeights, ...]
+    """Of gate and up, before the activation; their slots are slot * num_experts + expert."""
+    w2: tuple[LoraWeights, ...]
+    """Of down, before the sum over experts."""
+    layer: int
+    token_slots: torch.Tensor
+    """[T] int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraStep:
+    """The adapters of one step: what they are, and which token uses which.
+
+    A group without parts is one that no loaded adapter can change.
+    """
+
+    segments: LoraSegments
+    qkv: tuple[LoraWeights, ...] = ()
+    o: tuple[LoraWeights, ...] = ()
+    gate_up: tuple[LoraWeights, ...] = ()
+    down: tuple[LoraWeights, ...] = ()
+    w13: tuple[LoraWeights, ...] = ()
+    """Of experts, see `ExpertAddition`."""
+    w2: tuple[LoraWeights, ...] = ()
+    embed: tuple[LoraWeights, ...] = ()
+    """At most one, whose input is the vocabulary."""
+    lm_head: tuple[LoraWeights, ...] = ()
+
+    def of(self, group: Group, layer: int) -> LoraAddition | None:
+        """What is added to a group's product in a layer; None for nothing."""
+        parts: tuple[LoraWeights, ...] = getattr(self, group)
+        return LoraAddition(parts, layer, self.segments) if parts else None
+
+    def of_experts(self, layer: int) -> ExpertAddition | None:
+        """What is added to a layer's experts; None for nothing."""
+        if not (self.w13 or self.w2):
+            return None
+        return ExpertAddition(self.w13, self.w2, layer, self.segments.token_slots)
+
+    def select(self, rows: torch.Tensor) -> LoraStep:
+        """For some of the step's tokens ([L] int64), in their order."""
+        return replace(self, segments=self.segments.select(rows))
+
+
+def experts_addition(lora: LoraStep | None, layer: int) -> ExpertAddition | None:
+    """What a step's adapters add to a layer's experts; None for nothing."""
+    return None if lora is None else lora.of_experts(layer)
+
+
+def addition_to(lora: LoraStep | None, group: Group, layer: int) -> LoraAddition | None:
+    """What a step's adapters add to a group's product in a layer; None for nothing."""
+    return None if lora is None else lora.of(group, layer)
+
+
+def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
+    """out[:, columns of each part] += (x @ A^T) @ B^T, with each token's own A and B, in place.
+
+    Rows whose adapter leaves a projection alone, those of slot 0 above all, are not touched there.
+
+    Args:
+        out: [T, N], contiguous: the product without adapters.
+        x: [T, K], contiguous, dtype of the parts.
+        addition: What to add.
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    check_addition(out.shape, x.shape, x.dtype, addition)
+    if out.is_cuda:
+        from weft.kernels.gpu import lora as gpu
+
+        gpu.add_lora(out, x, addition)
+    else:
+        add_lora_reference(out, x, addition)
+
+
+def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: LoraAddition) -> None:
+    """out[t] += A[:, token_ids[t]]^T @ B^T, with each token's own A and B, in place.
+
+    Args:
+        out: [T, H], contiguous: the embeddings without adapters.
+        token_ids: [T] int64.
+        addition: What to add: one part, with rows of the vocabulary's size.
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    (part,) = addition.parts
+    shape = (token_ids.shape[0], part.in_features)
+    check_addition(out.shape, shape, out.dtype, addition)
+    if out.is_cuda:
+        from weft.kernels.gpu import embedding_lora as gpu
+
+        gpu.add_embedding_lora(out, token_ids, addition)
+        return
+    for tokens, slot in _segments_of(addition.segments):
+        count = int(part.counts[addition.layer, slot])
+        if count == 0:
+            continue
+        a_rows, b_rows = _rows_of(part, addition.layer, slot, count)
+        given = part.a[a_rows[:, None], :, token_ids.index_select(0, tokens)[None, :]]
+        shrunk = given.transpose(0, 1).flatten(1).float()
+        _add(out, tokens, part, shrunk @ part.b.index_select(0, b_rows).flatten(0, 1).float())
+
+
+def add_lora_reference(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
+    """`add_lora` in eager torch, any device; sums in float32, rounds once."""
+    for tokens, slot in _segments_of(addition.segments):
+        given = x.index_select(0, tokens).float()
+        for part in addition.parts:
+            count = int(part.counts[addition.layer, slot])
+            if count:
+                a_rows, b_rows = _rows_of(part, addition.layer, slot, count)
+                shrunk = given @ part.a.index_select(0, a_rows).flatten(0, 1).float().t()
+                b = part.b.index_select(0, b_rows).flatten(0, 1).float()
+                _add(out, tokens, part, shrunk @ b)
+
+
+def _segments_of(segments: LoraSegments) -> Iterator[tuple[torch.Tensor, int]]:
+    """The tokens and the slot of each segment that has an adapter and tokens."""
+    starts = segments.starts.tolist()
+    for index, slot in enumerate(segments.slots.tolist()):
+        tokens = segments.order[starts[index] : starts[index + 1]].long()
+        if tokens.shape[0] and slot != NO_SLOT:
+            yield tokens, slot
+
+
+def _rows_of(
+    part: LoraWeights, layer: int, slot: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[count] int64: rows of A and of B."""
+    a, b = (table[layer, slot, :count].long() for table in (part.table, part.rows_of_b))
+    return a, b
+
+
+def _add(out: torch.Tensor, tokens: torch.Tensor, part: LoraWeights, added: torch.Tensor) -> None:
+    """Summed in float32, rounded once."""
+    columns = out[:, part.column : part.column + part.out_features]
+    columns[tokens] = (columns[tokens].float() + added).to(out.dtype)
+
+
+class NativeLora(NamedTuple):
+    """Additions described to the native operations; valid as long as this and the tensors live."""
+
+    described: cpu.Lora
+    address: int
+    num_layers: int
+    buffers: tuple[torch.Tensor, torch.Tensor]
+    """What they compute in."""
+
+
+def describe_lora(
+    native: cpu.NativeCpu, groups: Sequence[tuple[LoraWeights, ...]], segments: LoraSegments
+) -> NativeLora:
+    """Checks and describes what adapters add to the products of a step.
+
+    Args:
+        native: The operations.
+        groups: The parts of each product.
+        segments: Of the step.
+
+    Raises:
+        ValueError: The parts are of different numbers of layers.
+        IndexError: Segments or tables name what does not exist.
+    """
+    tokens, num_segments = segments.token_slots.shape[0], segments.slots.shape[0]
+    layers = {part.table.shape[0] for group in groups for part in group}
+    if len(layers) > 1:
+        raise ValueError(f"LoRA rows for different numbers of layers: {layers}")
+    num_layers = max(layers, default=0)
+    width = max(sum(part.max_rank for part in group) for group in groups)
+    blocks = torch.empty(num_segments + 1, dtype=torch.int64)
+    shrunk = torch.empty(tokens * width, dtype=torch.float32)
+    described = cpu.Lora(
+        (cpu.LoraGroup * 4)(*(describe_group(group) for group in groups)),
+        segments.token_slots.data_ptr(),
+        segments.order.data_ptr(),
+        segments.starts.data_ptr(),
+        segments.slots.data_ptr(),
+        blocks.data_ptr(),
+        shrunk.data_ptr(),
+        *(tokens, num_segments, width),
+    )
+    address = ctypes.addressof(described)
+    status = native.prepare_lora(address, 0, num_layers)
+    if status:
+        cpu.check_status(status, "describe_lora")
+    return NativeLora(described, address, num_layers, (blocks, shrunk))
+
+
+def describe_group(parts: tuple[LoraWeights, ...]) -> cpu.LoraGroup:
+    """The parts of one product for the native operations."""
+    described, offset = [], 0
+    for part in parts:
+        described.append(
+            cpu.LoraPart(
+                *(t.data_ptr() for t in (part.a, part.b, part.table, part.rows_of_b, part.counts)),
+                part.a.shape[0],
+                part.b.shape[0],
+                *part.table.shape,
+                part.in_features,
+                part.out_features,
+                part.column,
+                offset,
+            )
+        )
+        offset += part.max_rank
+    return cpu.LoraGroup((cpu.LoraPart * 3)(*described), len(described))
+
+
+def check_addition(
+    out_shape: Sequence[int], x_shape: Sequence[int], dtype: torch.dtype, addition: LoraAddition
+) -> None:
+    """Checks an addition to a product.
+
+    Args:
+        out_shape: [T, N] of the product.
+        x_shape: [T, K] of what is multiplied.
+        dtype: Of what is multiplied.
+        addition: What is added.
+
+    Raises:
+        ValueError: They do not fit together.
+    """
+    rows, tokens = x_shape[0], addition.segments.token_slots.shape[0]
+    if tokens != rows:
+        raise ValueError(f"LoRA segments of {tokens} tokens, {rows} rows")
+    check_parts(addition.parts, addition.layer, out_shape, x_shape, dtype)
+
+
+def check_parts(
+    parts: Sequence[LoraWeights],
+    layer: int,
+    out_shape: Sequence[int],
+    x_shape: Sequence[int],
+    dtype: torch.dtype,
+) -> None:
+    """Checks what is added to a product in a layer; see `check_addition`.
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    for part in parts:
+        end = part.column + part.out_features
+        if part.in_features != x_shape[1] or end > out_shape[1] or part.a.dtype != dtype:
+            raise ValueError(
+                f"LoRA rows of {part.in_features} to {part.out_features} {part.a.dtype} at column "
+                f"{part.column} do not fit {tuple(x_shape)} to {tuple(out_shape)} {dtype}"
+            )
+        if not 0 <= layer < part.table.shape[0]:
+            raise ValueError(f"layer {layer} of LoRA rows for {part.table.shape[0]}")
