@@ -78,6 +78,12 @@ class EngineConfig:
     prefix_cache: bool = True
     kv_eviction_policy: EvictionName = "lru"
     """Which cached page is given up first (`weft.engine.memory.eviction`)."""
+    session_pool_share: float = 0.25
+    """Of the pool's pages that chat sessions may have pinned; 0: sessions pin nothing."""
+    session_tenant_share: float = 1.0
+    """Of these, what sessions of one tenant may have."""
+    session_ttl_s: float = 600.0
+    """A session in which nothing has ended for so long loses its pins."""
     host_cache_bytes: int = 0
     """Host memory for pages that the pool gives up; 0: none."""
     disk_cache_dir: Path | None = None
@@ -90,6 +96,21 @@ class EngineConfig:
     load_back_threshold: int | None = None
     """None: pages are loaded from tiers and the KV store if that is faster than computing them.
     N: if they hold N tokens or more."""
+    enable_lora: bool = False
+    """Serve adapters (LoRA) beside the model; memory for them is set aside at start."""
+    max_lora_rank: int = 64
+    """Largest rank of an adapter."""
+    max_loras: int = 16
+    """Adapters on the device at once, and so of one step."""
+    lora_memory_bytes: int | None = None
+    """Device memory of adapters. None: as much as max_loras adapters of rank 16 take that change
+    every projection of the model."""
+    lora_projections: tuple[str, ...] = ()
+    """What adapters may change, among which that memory is divided: q, k, v, o, gate, up, down;
+    embed_tokens, lm_head; experts, or shared_experts where all of them share A of gate and up and B
+    of down. Empty: the first seven, as far as the model has them."""
+    lora_host_bytes: int = 4 << 30
+    """Host memory of adapters that were read; those beyond it are read from disk again."""
     poison_free_pages: bool = False
     """Fill pages with NaN when they become free (tests)."""
     deterministic: bool = False
@@ -185,6 +206,15 @@ class EngineConfig:
                 ">= 0, or none",
             ),
             ("lease_s", self.lease_s, self.lease_s > self.renew_interval_s, "> renew_interval_s"),
+            ("max_lora_rank", self.max_lora_rank, 1 <= self.max_lora_rank <= 512, "1..512"),
+            ("max_loras", self.max_loras, 1 <= self.max_loras <= 1024, "1..1024"),
+            (
+                "lora_memory_bytes",
+                self.lora_memory_bytes,
+                self.lora_memory_bytes is None or self.lora_memory_bytes > 0,
+                "> 0",
+            ),
+            ("lora_host_bytes", self.lora_host_bytes, self.lora_host_bytes > 0, "> 0"),
             (
                 "staging_bytes",
                 self.staging_bytes,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from weft.engine import faults
+from weft.engine.adapters import EngineAdapters
 from weft.engine.clock import Clock, monotonic
 from weft.engine.config import EngineConfig
 from weft.engine.drawing import Drawing, Drawn
@@ -24,9 +25,9 @@ from weft.engine.memory.kv_events import KvEvents
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.messages import Inbox, LeaseReply, Outbox, Ping, Pong, Submit
 from weft.engine.outgoing import Outgoing
-from weft.engine.parts import EngineParts
+from weft.engine.parts import EngineParts, make_store
 from weft.engine.pipeline import Pipeline
-from weft.engine.reports import engine_counters, load_report
+from weft.engine.reports import engine_counters, load_report, wants_report
 from weft.engine.resumption import first_to_run
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.limits import SchedulerLimits
@@ -35,9 +36,9 @@ from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
+from weft.engine.sessions import make_sessions
 from weft.engine.snapshot import engine_snapshot
 from weft.engine.stats import EngineStats
-from weft.engine.store import StoreLink
 from weft.engine.tiers.assembly import make_tiers
 from weft.engine.tiers.write_through import write_through
 from weft.engine.transfer.audit import PageAudit
@@ -91,12 +92,23 @@ class Engine:
             config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
         )
         waiting = make_queue(config.scheduling_policy, config.ageing_s, pages.num_cached_tokens)
+        self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         self.scheduler = Scheduler(
-            SchedulerLimits.of(config), pages, waiting, fills, self._on_finish, self._on_slot_free
+            SchedulerLimits.of(config),
+            pages,
+            waiting,
+            fills,
+            self._on_finish,
+            self._on_slot_free,
+            self.adapters.places,
         )
+        self.adapters.attach(self.scheduler.door)
         self.scheduler.prompt_tokens_beside_decode = partial(
             self.costs.tokens_within, config.inter_token_target_s
         )
+        self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
+        if self.sessions is not None:
+            self.scheduler.on_leaving = self.sessions.on_leaving
         self.fills.listener = self.scheduler
         if self.tiers is not None:
             self.tiers.listener = self.scheduler
@@ -106,6 +118,7 @@ class Engine:
             self.scheduler,
             parts.info.max_context_tokens,
             self._look_up,
+            self.adapters.holds,
             clock,
         )
         self.filler = Filler(
@@ -120,16 +133,10 @@ class Engine:
             nixl_version=parts.plane.nixl_version,
             max_chunk_pages=parts.plane.shipper.max_chunk_pages,
         )
-        self.store: StoreLink | None = None
-        if config.has_store:
-            self.store = StoreLink(
-                config.page_size,
-                parts.memory,
-                pages.num_cached_pages if self.tiers is None else self.tiers.num_held_pages,
-                parts.plane,
-                self._out.store,
-                clock,
-            )
+        num_held_pages = pages.num_cached_pages
+        if self.tiers is not None:
+            num_held_pages = self.tiers.num_held_pages
+        self.store = make_store(config, parts, num_held_pages, self._out.store, clock)
         write_through(self.scheduler, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:
@@ -201,15 +208,19 @@ class Engine:
             self._take_inbox(inbox)
         self._take_transfers()
         self._take_compiled()
+        self.adapters.turn()
         now = self._clock()
         if now >= self._expire_at:
             self._expire_at = now + EXPIRY_INTERVAL_S
             self.scheduler.expire(now)
             self.fills.tick()
+            if self.sessions is not None:
+                self.sessions.tick()
             self.filler.tick()
         plan = self.scheduler.plan(now)
         self._note_plan()
         self.ran_step = self.pipeline.turn(plan)
+        self.adapters.turn()
         if self.store is not None:
             self.store.tick()
         if self.tiers is not None:
@@ -218,7 +229,7 @@ class Engine:
             self._runner.poison(self.memory.take_freed())
             if self.tiers is not None:
                 self._runner.mark().wait()  # Loads wait for no step.
-        if now >= self._report_at or (inbox is not None and _wants_report(inbox)):
+        if now >= self._report_at or (inbox is not None and wants_report(inbox)):
             self._report_at = now + REPORT_INTERVAL_S
             self._out.outbox.load = load_report(self)
         self._out.outbox.kv_changes = self._kv_events.take()
@@ -227,6 +238,7 @@ class Engine:
     def close(self) -> None:
         """Ends the data plane's threads and agents, and the compiler of constraints."""
         self._constraints.close()
+        self.adapters.close()
         if self.tiers is not None:
             self.tiers.close()
         self.parts.plane.close()
@@ -234,6 +246,8 @@ class Engine:
     # -- what came in ----------------------------------------------------------------------------
 
     def _take_inbox(self, inbox: Inbox) -> None:
+        for order in inbox.adapter_orders:
+            self.adapters.order(order)
         if inbox.drain:
             self.is_draining = self.filler.is_draining = True
             self._hand_back(is_running_too=False)
@@ -274,6 +288,9 @@ class Engine:
                 self.store.on_answer(found)
             for result in inbox.store_put_results:
                 self.store.on_result(result)
+        if self.sessions is not None:
+            for end in inbox.session_ends:
+                self.sessions.release(end.cache_salt, end.session_id)
         for query_id in inbox.flush_cache:
             self._out.outbox.flush_replies.append((query_id, self._flush()))
         for query_id, max_entries in inbox.dump_state:
@@ -281,6 +298,8 @@ class Engine:
             self._out.outbox.state_replies.append((query_id, state))
 
     def _flush(self) -> int:
+        if self.sessions is not None:
+            self.sessions.pins.clear()
         num_pages = self.memory.flush_cache()
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
@@ -314,10 +333,10 @@ class Engine:
         try:
             if self.is_draining:
                 raise Draining("this worker is shutting down", stage="queue")
-            num_waiting = len(self.scheduler.waiting) + len(self.scheduler.held)
-            if num_waiting >= self.config.max_waiting_requests:
+            if (num_waiting := self.scheduler.num_waiting) >= self.config.max_waiting_requests:
                 message = f"{num_waiting} requests are waiting"
                 raise Overloaded(message, stage="queue", retry_after_s=self._queue_time_s())
+            self.adapters.check(submit)
             request = self._intake.from_submit(submit, self._clock())
             can_run = self._constraints.admit(request)
         except WeftError as error:
@@ -523,10 +542,13 @@ class Engine:
         """See `StepOwner.step_failed`."""
         failure = Internal(f"a step failed: {type(error).__name__}", stage="decode")
         for request, *_ in plan:
-            if request.is_fill:
-                self.scheduler.finish(request, failure)
-            else:
-                self._fail_group(request.key, failure)
+            self._fail(request, failure)
+
+    def _fail(self, request: Request, error: WeftError) -> None:
+        if request.is_fill:
+            self.scheduler.finish(request, error)
+        else:
+            self._fail_group(request.key, error)
 
     def _on_finish(self, request: Request) -> None:
         """The scheduler's word that a request is over and its pages released."""
@@ -567,6 +589,7 @@ class Engine:
             **self.filler.sizes(),
             **(self.store.sizes() if self.store is not None else {}),
             **(self.tiers.sizes() if self.tiers is not None else {}),
+            **self.adapters.sizes(),
             **self._constraints.sizes(),
             **self.parts.plane.sizes(),
         }
@@ -578,8 +601,3 @@ class Engine:
             max_entries: Of each list; `sizes` has the whole lengths.
         """
         return engine_snapshot(self, self._clock(), max_entries)
-
-
-def _wants_report(inbox: Inbox) -> bool:
-    """Somebody waits for what these do to the load, or compares it with the state."""
-    return inbox.drain or inbox.hand_back or bool(inbox.flush_cache or inbox.dump_state)

@@ -87,6 +87,20 @@ class ModelNotFound(WeftError):
     http_status = 404
 
 
+class AdapterNotFound(ModelNotFound):
+    """The worker was not told to load this adapter, or was told to unload it."""
+
+    reason = "ADAPTER_NOT_FOUND"
+
+
+class AdapterError(WeftError):
+    """An adapter cannot be used; the message names its directory, and the tensor or the sizes."""
+
+    reason = "ADAPTER_INVALID"
+    grpc_code = "INVALID_ARGUMENT"
+    http_status = 400
+
+
 class Overloaded(WeftError):
     """A bounded queue is full; try again after `retry_after_s`."""
 
@@ -190,6 +204,8 @@ _BY_REASON: dict[str, type[WeftError]] = {
         InvalidApiKey,
         PermissionDenied,
         ModelNotFound,
+        AdapterNotFound,
+        AdapterError,
         Overloaded,
         TargetUnattainable,
         RateLimited,

@@ -22,6 +22,7 @@ class ComputeJobs:
         scheduler: runs them.
         max_tokens: longest prompt that the context and the pool allow.
         look_up: asks the KV store about a new request.
+        has_adapter: pages can be computed with the adapter of this digest.
         clock: monotonic seconds.
     """
 
@@ -32,6 +33,7 @@ class ComputeJobs:
         scheduler: Scheduler,
         max_tokens: int,
         look_up: Callable[[Request], None],
+        has_adapter: Callable[[bytes], bool],
         clock: Clock,
     ) -> None:
         self._max_queued_tokens = config.max_queued_fill_tokens
@@ -39,12 +41,15 @@ class ComputeJobs:
         self._scheduler = scheduler
         self._max_tokens = max_tokens
         self._look_up = look_up
+        self._has_adapter = has_adapter
         self._clock = clock
 
     def why_not(self, handle: KvHandle) -> tuple[str, str]:
         """See `Jobs.why_not`."""
-        if handle.namespace != self._intake.namespace(handle.cache_salt):
+        if handle.namespace != self._intake.namespace(handle.cache_salt, handle.adapter):
             return "namespace", "model, dtype or layout differ"
+        if handle.adapter and not self._has_adapter(handle.adapter):
+            return "namespace", f"adapter {handle.adapter.hex()[:16]} is not loaded here"
         if handle.end_token > self._max_tokens:
             return "too_long", f"{handle.end_token} tokens, at most {self._max_tokens}"
         if max(handle.tokens) >= self._intake.vocab_size:

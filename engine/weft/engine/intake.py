@@ -66,15 +66,17 @@ class Intake:
         self._eos = frozenset(eos_token_ids)
         self._max_tokens = max_tokens
         self._arrivals = itertools.count()
-        self._namespaces: dict[str, bytes] = {}
+        self._namespaces: dict[tuple[str, bytes], bytes] = {}
 
-    def namespace(self, cache_salt: str) -> bytes:
-        """Namespace of this model and layout with a tenant's salt; 32 bytes."""
-        known = self._namespaces.get(cache_salt)
+    def namespace(self, cache_salt: str, adapter: bytes = b"") -> bytes:
+        """Namespace of this model and layout with a tenant's salt and an adapter; 32 bytes."""
+        known = self._namespaces.get((cache_salt, adapter))
         if known is None:
-            known = namespace_digest(self._model_digest, self._layout, cache_salt=cache_salt)
+            known = namespace_digest(
+                self._model_digest, self._layout, adapter_digest=adapter, cache_salt=cache_salt
+            )
             if len(self._namespaces) < 1024:
-                self._namespaces[cache_salt] = known
+                self._namespaces[cache_salt, adapter] = known
         return known
 
     def from_submit(self, submit: Submit, now: float) -> Request:
@@ -107,7 +109,7 @@ class Intake:
         max_tokens = room if wanted is None else min(room, wanted)
         unforked = self._samples(submit, max_tokens)
         sample = next(iter(unforked))
-        namespace = self.namespace(submit.cache_salt)
+        namespace = self.namespace(submit.cache_salt, submit.adapter)
         return Request(
             key=RequestKey(submit.session, submit.request_id, submit.attempt),
             sample=sample,
@@ -128,7 +130,10 @@ class Intake:
             cache_salt=submit.cache_salt,
             priority=submit.priority,
             tenant=submit.tenant,
+            session_id=submit.session_id,
+            ends_session=submit.ends_session,
             namespace=namespace,
+            adapter=submit.adapter,
             traceparent=submit.traceparent,
             unforked_samples=unforked,
         )
@@ -179,7 +184,10 @@ class Intake:
             cache_salt=first.cache_salt,
             priority=first.priority,
             tenant=first.tenant,
+            session_id=first.session_id,
+            ends_session=first.ends_session,
             namespace=first.namespace,
+            adapter=first.adapter,
             traceparent=first.traceparent,
             num_cached_tokens=first.num_cached_tokens,
         )
@@ -208,6 +216,7 @@ class Intake:
             priority=handle.priority,
             tenant=handle.tenant,
             namespace=handle.namespace,
+            adapter=handle.adapter,
             traceparent=traceparent,
             is_fill=True,
             lease_id=handle.lease_id,

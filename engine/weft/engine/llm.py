@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import Any, Self
 from weft.engine.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import WeftError, error_class
-from weft.engine.messages import Cancel, Failure, Inbox, SessionBatch, Submit
+from weft.engine.lora.digest import adapter_digest
+from weft.engine.messages import AdapterOrder, Cancel, Failure, Inbox, SessionBatch, Submit
 from weft.engine.parts import load_parts
 from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.scheduler.state import Timeline
 
 NO_TIMEOUT_S = 1e9
 _SESSION = 0
+_IDLE_S = 0.05
+"""Between turns that have nothing to do but to wait for a thread of the engine's."""
 
 
 @dataclass(slots=True)
@@ -56,7 +60,8 @@ class LLM:
         alone: dict[str, Any] = {"transport": "data", "local_prefill_max_tokens": NEVER_SHIP_TOKENS}
         settings = alone | settings
         config = EngineConfig(model_dir=Path(model_dir), **settings)
-        self.engine = Engine(config, load_parts(config))
+        self._woken = threading.Event()
+        self.engine = Engine(config, load_parts(config, wake=self._woken.set))
         self._ids = itertools.count()
 
     def __enter__(self) -> Self:
@@ -74,19 +79,79 @@ class LLM:
         """Ends the engine's threads."""
         self.engine.close()
 
+    def load_adapter(
+        self, directory: Path | str, *, is_pinned: bool = False, is_lenient: bool = False
+    ) -> bytes:
+        """Loads a PEFT directory, which must stay as it is; needs `enable_lora`.
+
+        Args:
+            directory: adapter_config.json and adapter_model.safetensors.
+            is_pinned: It stays on the device.
+            is_lenient: What cannot be applied is left out.
+
+        Returns:
+            Its digest, which names it in `generate`.
+
+        Raises:
+            AdapterError: It cannot be used.
+            ConfigError: `enable_lora` is off.
+        """
+        digest = adapter_digest(Path(directory), is_lenient=is_lenient)
+        order = AdapterOrder(
+            query=next(self._ids),
+            action="load",
+            digest=digest,
+            name=Path(directory).name,
+            directory=str(directory),
+            is_pinned=is_pinned,
+            is_lenient=is_lenient,
+        )
+        self._order(order)
+        return digest
+
+    def unload_adapter(self, digest: bytes) -> None:
+        """Forgets an adapter."""
+        self._order(AdapterOrder(query=next(self._ids), action="unload", digest=digest))
+
+    def _order(self, order: AdapterOrder) -> None:
+        inbox: Inbox | None = Inbox(adapter_orders=[order])
+        while True:
+            self._woken.clear()
+            replies = self.engine.turn(inbox).adapter_replies
+            inbox = None
+            for reply in replies:
+                if reply.failure is not None:
+                    raise to_error(reply.failure)
+                return
+            self._wait()
+
+    def _wait(self) -> None:
+        if not self.engine.has_work:
+            self._woken.wait(_IDLE_S)
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | None = None,
         stop: StopCriteria | None = None,
         top_logprobs: int | None = None,
+        adapters: Sequence[bytes] = (),
     ) -> list[Sample]:
         """Runs prompts of token ids to their end; with n > 1 the first sample of each.
+
+        Args:
+            prompts: Of token ids.
+            sampling: Of all; greedy if not given.
+            stop: Of all.
+            top_logprobs: None: no log-probabilities.
+            adapters: By prompt, each one's digest, or empty for the base model; none at all: the
+                base model for all.
 
         Raises:
             WeftError: a prompt was refused; nothing else goes on.
         """
-        return [group[0] for group in self.generate_all(prompts, sampling, stop, top_logprobs)]
+        groups = self.generate_all(prompts, sampling, stop, top_logprobs, adapters)
+        return [group[0] for group in groups]
 
     def generate_all(
         self,
@@ -94,6 +159,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         stop: StopCriteria | None = None,
         top_logprobs: int | None = None,
+        adapters: Sequence[bytes] = (),
     ) -> list[list[Sample]]:
         """Like `generate`, with all `n` samples of each prompt."""
         sampling = sampling or SamplingParams(temperature=0.0)
@@ -108,8 +174,9 @@ class LLM:
                 top_logprobs=top_logprobs,
                 first_token_timeout_s=NO_TIMEOUT_S,
                 total_timeout_s=NO_TIMEOUT_S,
+                adapter=adapter,
             )
-            for prompt in prompts
+            for prompt, adapter in zip(prompts, adapters or [b""] * len(prompts), strict=True)
         ]
         groups = {submit.request_id: [Sample() for _ in range(sampling.n)] for submit in submits}
         try:
@@ -124,10 +191,13 @@ class LLM:
         num_open = len(submits) * len(next(iter(groups.values()), []))
         inbox: Inbox | None = Inbox(submits=submits)
         while num_open:
+            self._woken.clear()
             outbox = self.engine.turn(inbox)
             inbox = None
             for batch in outbox.sessions:
                 num_open -= _take(batch, groups)
+            if num_open:
+                self._wait()
 
 
 def _take(batch: SessionBatch, groups: dict[str, list[Sample]]) -> int:

@@ -7,7 +7,7 @@ socket and converts them to protobuf at its edge. One `Inbox` and one `Outbox` t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from weft.engine.faults import FaultSpec, FaultState
 from weft.engine.memory.kv_events import KvChange
@@ -51,6 +51,12 @@ class Submit:
     """Less is more urgent."""
     tenant: str = ""
     """Who is charged, where tenants are treated fairly; empty = one shared."""
+    adapter: bytes = b""
+    """Content digest (32 bytes) of the adapter that it is to be run with; empty: the base model."""
+    session_id: str = ""
+    """Of the chat whose KV is to stay; empty = none."""
+    ends_session: bool = False
+    """It is the last request of that session."""
     progress: list[SampleProgress] = field(default_factory=list)
     """Of earlier attempts; samples without an entry begin anew."""
 
@@ -63,6 +69,14 @@ class Cancel:
     request_id: str
     attempt: int
     sample: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionEnd:
+    """A chat session is over: nothing is kept for it any more."""
+
+    cache_salt: str
+    session_id: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,6 +158,31 @@ class StorePutResult:
 
 
 @dataclass(slots=True, kw_only=True)
+class AdapterOrder:
+    """Loads or unloads an adapter; answered by one `AdapterReply` in any case.
+
+    A load is answered once the adapter is read, checked and known to fit, or has failed; that of
+    one which is there already at once (it changes its name, directory and pin). An unload is
+    answered once no request uses the adapter; new ones are refused from the order on. A load that
+    comes before that ends the unload, which is answered then. Nothing is known of the digest:
+    an unload is answered at once.
+    """
+
+    query: int
+    action: Literal["load", "unload"]
+    digest: bytes
+    """Content digest, 32 bytes; what is read must have it."""
+    name: str = ""
+    """For people; the engine does not tell adapters apart by it."""
+    directory: str = ""
+    """Where it lies, and stays unchanged until it is unloaded: it may be read again."""
+    is_pinned: bool = False
+    """It stays on the device."""
+    is_lenient: bool = False
+    """Of a load: what the model or this worker cannot apply is left out (the digest tells)."""
+
+
+@dataclass(slots=True, kw_only=True)
 class FaultOrder:
     """Arms a fault in the engine's process or disarms some; answered by those armed then."""
 
@@ -171,6 +210,7 @@ class Inbox:
 
     submits: list[Submit] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
+    session_ends: list[SessionEnd] = field(default_factory=list)
     closed_sessions: list[int] = field(default_factory=list)
     pings: list[Ping] = field(default_factory=list)
     fill_starts: list[FillStart] = field(default_factory=list)
@@ -193,6 +233,8 @@ class Inbox:
     """Query ids."""
     dump_state: list[tuple[int, int]] = field(default_factory=list)
     """(query, entries of each list at most)."""
+    adapter_orders: list[AdapterOrder] = field(default_factory=list)
+    """Handled before everything else: what comes with them may name the adapters."""
     fault_orders: list[FaultOrder] = field(default_factory=list)
     """For the engine's process."""
     log_level: str = ""
@@ -355,6 +397,41 @@ class LeaseReply:
 
 
 @dataclass(slots=True, kw_only=True)
+class AdapterReply:
+    """What became of an AdapterOrder."""
+
+    query: int
+    failure: Failure | None = None
+    """None: it is done."""
+
+
+AdapterPlace = Literal["loading", "disk", "host", "device", "failed"]
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterState:
+    """One adapter that an engine was told to load, and not yet to forget."""
+
+    digest: bytes
+    name: str
+    state: AdapterPlace
+    """`loading`: it is read for the first time, nothing may name it. `disk`: it was read before
+    and its memory was needed; `host` and `device`: it is there. Requests may name it in all three.
+    `failed`: it cannot be read, nothing may name it."""
+    rank: int = 0
+    """The largest; 0 while it is not known."""
+    num_bytes: int = 0
+    """Of its weights in memory; 0 while they are not known."""
+    num_requests: int = 0
+    """Requests that name it and have not ended."""
+    is_pinned: bool = False
+    is_unloading: bool = False
+    """New requests may not name it; it goes with the last that does."""
+    error: str = ""
+    """Of `failed`."""
+
+
+@dataclass(slots=True, kw_only=True)
 class TierReport:
     """State of one tier below the pool."""
 
@@ -408,6 +485,11 @@ class LoadReport:
     """Transports and lanes now (lanes are known once pages travelled)."""
     counters: dict[str, int]
     tiers: list[TierReport] = field(default_factory=list)
+    adapters: list[AdapterState] = field(default_factory=list)
+    sessions: int = 0
+    """Chat sessions with pinned pages."""
+    pinned_pages: int = 0
+    """For them; cached or used."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -428,6 +510,7 @@ class Outbox:
     """(query, pages flushed)."""
     state_replies: list[tuple[int, str]] = field(default_factory=list)
     """(query, JSON object)."""
+    adapter_replies: list[AdapterReply] = field(default_factory=list)
     fault_replies: list[tuple[int, list[FaultState]]] = field(default_factory=list)
     """(query, faults armed in the engine's process)."""
     load: LoadReport | None = None
@@ -453,3 +536,6 @@ class EngineInfo:
     versions: dict[str, str]
     notices: list[str]
     engine_pid: int
+    max_loras: int = 0
+    """Adapters on the device at once; 0: it serves none."""
+    max_lora_rank: int = 0

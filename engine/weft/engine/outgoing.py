@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.engine.errors import WeftError
 from weft.engine.messages import (
     Accepted,
+    AdapterReply,
     Failed,
     Failure,
     FillCommand,
@@ -111,6 +112,12 @@ class Outgoing:
             timeline=timeline,
         )
         self.session(key.session).failed.append(event)
+
+    def adapter_reply(self, query: int, error: WeftError | None) -> None:
+        """To an order about an adapter; None: it is done."""
+        failure = None if error is None else failure_of(error)
+        reply = AdapterReply(query=query, failure=failure)
+        self._outbox.adapter_replies.append(reply)
 
     def fill_command(self, command: FillCommand) -> None:
         """For a filler."""

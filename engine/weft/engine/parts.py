@@ -9,15 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from weft.engine.clock import Clock
 from weft.engine.config import EngineConfig
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.errors import ConfigError
 from weft.engine.intake import Intake
+from weft.engine.lora.manager import AdapterManager
+from weft.engine.lora.pool import LoraPool, plan_lora
+from weft.engine.lora.projections import projections_of
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.memory.radix_cache import RadixCache
-from weft.engine.messages import EngineInfo
+from weft.engine.messages import EngineInfo, StoreLookup, StorePut
 from weft.engine.models.loader import LoadedModel, load_model
 from weft.engine.runner.memory_plan import (
     MIN_PAGES,
@@ -28,6 +32,8 @@ from weft.engine.runner.memory_plan import (
 )
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.sampling.device_check import device_sampler_fault
+from weft.engine.scheduler.state import Request
+from weft.engine.store import StoreLink
 from weft.engine.tiers.parts import TierParts, load_tiers
 from weft.engine.transfer.page_mover import Lanes, PageMover, PinnedPages
 from weft.engine.transfer.plane import DataPlane
@@ -66,6 +72,8 @@ class EngineParts:
     """Below the pool; None: there are none."""
     sampling_device: torch.device | None = None
     """Where tokens are drawn; None = on the host."""
+    adapters: AdapterManager | None = None
+    """None: it serves none."""
 
 
 def load_parts(
@@ -98,7 +106,8 @@ def load_parts(
     )
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
-    num_pages, plan = _size_pool(config, loaded, layout, limit, device)
+    lora = _lora_pool(config, loaded, device)
+    num_pages, plan = _size_pool(config, loaded, layout, limit, device, lora)
     max_tokens = min(limit, (num_pages - 1) * config.page_size)
     runner = ModelRunner(
         loaded.model,
@@ -109,6 +118,7 @@ def load_parts(
         device,
         max_step_tokens=config.max_step_tokens,
         cuda_graphs=config.cuda_graphs,
+        lora=lora,
     )
     sampling_device, faults = _sampling_device(loaded.config.vocab_size, device)
     window: PoolWindow = DirectWindow(runner.pool_bytes)
@@ -139,8 +149,13 @@ def load_parts(
         transports=plane.transports,
         transport_detail=plane.describe(),
         versions=_versions(),
-        notices=[*plane.notices, *plan, *faults, *_missing_native(device), *promise],
+        notices=[
+            *(*plane.notices, *plan, *([] if lora is None else [lora.limits.describe()])),
+            *(*faults, *_missing_native(device), *promise),
+        ],
         engine_pid=os.getpid(),
+        max_loras=config.max_loras if lora is not None else 0,
+        max_lora_rank=config.max_lora_rank if lora is not None else 0,
     )
     tiers = load_tiers(config, layout.page_bytes, runner.page_pool, wake)
     if tiers is not None:
@@ -149,6 +164,7 @@ def load_parts(
     if config.prefix_cache:
         prefixes = RadixCache(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
     memory = KvMemory(num_pages, prefixes, tracks_freed=config.poison_free_pages)
+    adapters = AdapterManager(lora.limits, lora, wake) if lora is not None else None
     return EngineParts(
         runner=runner,
         layout=layout,
@@ -160,7 +176,32 @@ def load_parts(
         info=info,
         tiers=tiers,
         sampling_device=sampling_device,
+        adapters=adapters,
     )
+
+
+def make_store(
+    config: EngineConfig,
+    parts: EngineParts,
+    num_held_pages: Callable[[Request, int], int],
+    send: Callable[[StoreLookup | StorePut], None],
+    clock: Clock,
+) -> StoreLink | None:
+    """An engine's side of the KV store, if there is one; see `StoreLink`."""
+    if not config.has_store:
+        return None
+    return StoreLink(config.page_size, parts.memory, num_held_pages, parts.plane, send, clock)
+
+
+def _lora_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoraPool | None:
+    """The memory for adapters; None where none are served."""
+    if not config.enable_lora:
+        return None
+    dtype: torch.dtype = getattr(torch, loaded.dtype)
+    projections = projections_of(loaded.config, config.lora_projections)
+    limits = plan_lora(config, projections, dtype)
+    model, rank = loaded.config, config.max_lora_rank
+    return LoraPool(limits, projections, model, config.model_dir, rank, dtype, device)
 
 
 def _size_pool(
@@ -169,6 +210,7 @@ def _size_pool(
     layout: PlaneLayout,
     max_context_tokens: int,
     device: torch.device,
+    lora: LoraPool | None,
 ) -> tuple[int, list[str]]:
     """Pages of the pool, the null page included, and how they were found if they were measured."""
     size = config.kv_memory_bytes
@@ -182,6 +224,7 @@ def _size_pool(
             max_context_tokens,
             device,
             cuda_graphs=config.cuda_graphs,
+            lora=lora,
         )
         num_pages = pages_of(needs, layout.page_bytes)
         return num_pages, [describe_pool(needs, num_pages, layout)]

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from weft.engine.messages import LoadReport
+from weft.engine.messages import Inbox, LoadReport
 from weft.engine.tiers.assembly import tier_reports
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
+
+
+def wants_report(inbox: Inbox) -> bool:
+    """Somebody waits for what these do to the load, or compares it with the state."""
+    return inbox.drain or inbox.hand_back or bool(inbox.flush_cache or inbox.dump_state)
 
 
 def load_report(engine: Engine) -> LoadReport:
@@ -21,7 +26,7 @@ def load_report(engine: Engine) -> LoadReport:
     counts, scheduler, stats = engine.memory.counts(), engine.scheduler, engine.stats
     return LoadReport(
         running_requests=len(scheduler.running) + len(scheduler.prefilling),
-        waiting_requests=len(scheduler.waiting),
+        waiting_requests=len(scheduler.waiting) + len(scheduler.door),
         filling_requests=len(scheduler.filling),
         queued_tokens=scheduler.num_queued_tokens,
         request_tokens=scheduler.num_request_tokens,
@@ -43,6 +48,9 @@ def load_report(engine: Engine) -> LoadReport:
         transport_detail=engine.parts.plane.describe(),
         counters=engine.counters(),
         tiers=tier_reports(engine.tiers, engine.store, engine.tier_policy),
+        adapters=engine.adapters.states(),
+        sessions=len(engine.sessions.pins) if engine.sessions is not None else 0,
+        pinned_pages=engine.sessions.pins.num_pages if engine.sessions is not None else 0,
     )
 
 
@@ -53,6 +61,8 @@ def engine_counters(engine: Engine) -> dict[str, int]:
         **asdict(engine.fills.counters),
         **asdict(engine.filler.counters),
         **(asdict(engine.store.counters) if engine.store is not None else {}),
+        **engine.adapters.counters(),
+        **(asdict(engine.sessions.pins.counters) if engine.sessions is not None else {}),
         **engine.stats.counters(),
         "preemptions": scheduler.num_preemptions,
         "urgent_preemptions": scheduler.num_urgent_preemptions,

@@ -16,6 +16,8 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_PRIORITY = 1_000_000
 """Priorities are -MAX_PRIORITY to MAX_PRIORITY; less is more urgent."""
 MAX_TENANT_BYTES = 64
+MAX_SESSION_ID_BYTES = 128
+"""Of the name that a client gives to a chat."""
 
 ConstraintKind = Literal["json_schema", "regex", "ebnf", "choice"]
 MAX_CONSTRAINT_BYTES = 64 << 10

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from weft.engine.messages import AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request
 from weft.engine.transfer.fill import Fill
@@ -34,6 +35,7 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
         "sizes": engine.sizes(),
         "requests": request_entries(engine.scheduler, now, max_entries),
         "open_fills": fill_entries(engine.fills.open_fills, now, max_entries),
+        "adapters": adapter_entries(engine.adapters.states(), max_entries),
         "leases": lease_entries(engine.filler.leases, now, max_entries),
         "counters": engine.counters(),
         "audit": asdict(engine.audit.check()) if engine.audit is not None else None,
@@ -50,7 +52,7 @@ def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[
     """
     queues: tuple[Iterable[Request], ...] = (
         *(scheduler.running, scheduler.prefilling, scheduler.filling),
-        *(scheduler.waiting, scheduler.held),
+        *(scheduler.waiting, scheduler.held, scheduler.door),
     )
     return [
         {
@@ -67,6 +69,7 @@ def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[
             "pages": len(request.pages),
             "promised_pages": request.num_promised_pages,
             "slot": request.slot,
+            "adapter": request.adapter.hex()[:16],
             "candidates": [candidate.worker_id for candidate in request.candidates],
             "priority": request.priority,
             "preemptions": request.timeline.num_preemptions,
@@ -101,6 +104,19 @@ def fill_entries(fills: Iterable[Fill], now: float, max_entries: int) -> list[di
             "failure": fill.record.failure,
         }
         for fill in islice(fills, max_entries)
+    ]
+
+
+def adapter_entries(adapters: Iterable[AdapterState], max_entries: int) -> list[dict[str, Any]]:
+    """Adapters that this engine was told of.
+
+    Args:
+        adapters: As it reports them.
+        max_entries: Returned at most.
+    """
+    return [
+        {**asdict(adapter), "digest": adapter.digest.hex()}
+        for adapter in islice(adapters, max_entries)
     ]
 
 

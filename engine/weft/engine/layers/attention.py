@@ -8,6 +8,7 @@ from weft.engine.layers.norm import RMSNorm
 from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
 from weft.kernels.attention import paged_attention
+from weft.kernels.lora import addition_to
 from weft.kernels.rope import rope_and_cache
 
 
@@ -53,7 +54,7 @@ class Attention:
     def write(self, x: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
         """Stores K and V of x [T, hidden]; returns the rotated q [T, heads, head_dim]."""
         return rope_and_cache(
-            self.qkv_proj(x),
+            self.qkv_proj(x, lora=addition_to(batch.lora, "qkv", self.layer)),
             batch.positions,
             self.cos_sin,
             pool,
@@ -81,4 +82,4 @@ class Attention:
             batch.max_q_len,
             batch.max_kv_len,
         )
-        return self.o_proj(mixed, residual)
+        return self.o_proj(mixed, residual, addition_to(batch.lora, "o", self.layer))

@@ -18,6 +18,7 @@ from weft.kernels.decoder_layer import (
     prepare_step,
     stack_layers,
 )
+from weft.kernels.lora import add_embedding_lora, addition_to
 
 
 class DecoderLayer:
@@ -51,8 +52,7 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Runs the layer by single operations: [T, hidden] -> [T, hidden]."""
         q = self.self_attn.write(self.input_layernorm(hidden), batch, pool)
-        hidden = self.self_attn.attend(q, hidden, batch, pool)
-        return self.mlp(self.post_attention_layernorm(hidden), hidden)
+        return self._finish(q, hidden, batch, pool)
 
     def prepare(self, batch: ForwardBatch, pool: torch.Tensor) -> DecoderStep:
         """Describes a step, once for all layers of the same shape."""
@@ -69,6 +69,7 @@ class DecoderLayer:
             scale=self.self_attn.scale,
             max_q_len=batch.max_q_len,
             max_kv_len=batch.max_kv_len,
+            lora=batch.lora,
         )
 
     def write_only(self, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor) -> None:
@@ -85,9 +86,15 @@ class DecoderLayer:
         """
         rows = batch.logits_rows
         q = self.self_attn.write(self.input_layernorm(hidden), batch, pool).index_select(0, rows)
-        hidden = hidden.index_select(0, rows)
-        hidden = self.self_attn.attend(q, hidden, one_row_requests(batch), pool)
-        return self.mlp(self.post_attention_layernorm(hidden), hidden)
+        return self._finish(q, hidden.index_select(0, rows), one_row_requests(batch), pool)
+
+    def _finish(
+        self, q: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor
+    ) -> torch.Tensor:
+        """What comes after K and V are written: [T, hidden] -> [T, hidden]."""
+        hidden = self.self_attn.attend(q, hidden, batch, pool)
+        normed = self.post_attention_layernorm(hidden)
+        return self.mlp(normed, hidden, batch.lora, self.self_attn.layer)
 
 
 class DecoderStack:
@@ -108,6 +115,9 @@ class DecoderStack:
     def __call__(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `batch.logits_rows`."""
         hidden = self.embed_tokens.index_select(0, batch.token_ids)
+        added = addition_to(batch.lora, "embed", 0)
+        if added is not None:
+            add_embedding_lora(hidden, batch.token_ids, added)
         last, num_rows = self.layers[-1], batch.logits_rows.shape[0]
         if 2 * num_rows > hidden.shape[0]:
             hidden = self._run(hidden, batch, pool, is_whole=True)
@@ -152,4 +162,5 @@ def one_row_requests(batch: ForwardBatch) -> ForwardBatch:
         logits_rows=torch.arange(num_rows, device=rows.device),
         max_q_len=1,
         max_kv_len=batch.max_kv_len,
+        lora=None if batch.lora is None else batch.lora.select(rows),
     )

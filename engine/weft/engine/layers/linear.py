@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from weft.engine.layers.weights import Weights
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.lora import LoraAddition
 from weft.kernels.memory import WeightArena
 
 
@@ -33,9 +34,14 @@ class Linear:
         weight, biases = _read(weights, names, in_features, rows, bias)
         self.weight = pack_linear(weight, biases, weights.arena)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[M, in_features] -> [M, sum(rows)], plus `residual` if given."""
-        return linear(x, self.weight, residual)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        lora: LoraAddition | None = None,
+    ) -> torch.Tensor:
+        """[M, in_features] -> [M, sum(rows)], plus `residual` and what adapters add if given."""
+        return linear(x, self.weight, residual, lora=lora)
 
 
 class GateUp:
@@ -56,9 +62,9 @@ class GateUp:
         weight, biases = _read(weights, names, in_features, (inner, inner), bias)
         self.weight = pack_gate_up(weight, biases, weights.arena)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, in_features] -> silu(gate) * up, [M, inner]."""
-        return gate_up_silu(x, self.weight)
+    def __call__(self, x: torch.Tensor, lora: LoraAddition | None = None) -> torch.Tensor:
+        """[M, in_features] -> silu(gate) * up, [M, inner]; adapters add to gate and up."""
+        return gate_up_silu(x, self.weight, lora)
 
 
 class LMHead:
@@ -68,9 +74,9 @@ class LMHead:
         """Packs `weight` [vocab, hidden], which is not changed, into `arena`."""
         self._weight: LinearWeight = pack_linear(weight, arena=arena)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, hidden] -> [L, vocab] float32."""
-        return linear(hidden, self._weight, out_dtype=torch.float32)
+    def __call__(self, hidden: torch.Tensor, lora: LoraAddition | None = None) -> torch.Tensor:
+        """[L, hidden] -> [L, vocab] float32, with what these L tokens' adapters add."""
+        return linear(hidden, self._weight, out_dtype=torch.float32, lora=lora)
 
 
 def _read(

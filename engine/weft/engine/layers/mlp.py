@@ -7,6 +7,7 @@ from weft.engine.layers.linear import GateUp, Linear
 from weft.engine.layers.weights import Weights
 from weft.engine.models.config import ModelConfig
 from weft.kernels.decoder_layer import GatedMlpWeight
+from weft.kernels.lora import LoraStep, addition_to
 
 
 class GatedMLP:
@@ -23,6 +24,9 @@ class GatedMLP:
         """Both projections, for a stack of layers."""
         return GatedMlpWeight(self.gate_up_proj.weight, self.down_proj.weight)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[M, hidden], [M, hidden] -> [M, hidden]."""
-        return self.down_proj(self.gate_up_proj(x), residual)
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, lora: LoraStep | None, layer: int
+    ) -> torch.Tensor:
+        """[M, hidden], [M, hidden] -> [M, hidden], with these M tokens' adapters of a layer."""
+        inner = self.gate_up_proj(x, addition_to(lora, "gate_up", layer))
+        return self.down_proj(inner, residual, addition_to(lora, "down", layer))

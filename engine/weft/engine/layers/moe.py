@@ -9,6 +9,7 @@ from weft.engine.layers.weights import Weights
 from weft.engine.models.config import MoEConfig
 from weft.kernels.decoder_layer import SparseMlpWeight
 from weft.kernels.linear import pack_linear
+from weft.kernels.lora import LoraStep, experts_addition
 from weft.kernels.moe import pack_experts
 
 _FUSED = "gate_up_proj"
@@ -36,9 +37,11 @@ class SparseMLP:
         )
         """All parameters, for a stack of layers."""
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[M, hidden], [M, hidden] -> [M, hidden]."""
-        return self.weight(x, residual)
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, lora: LoraStep | None, layer: int
+    ) -> torch.Tensor:
+        """[M, hidden], [M, hidden] -> [M, hidden], with these M tokens' adapters of a layer."""
+        return self.weight(x, residual, experts_addition(lora, layer))
 
 
 def _split_experts(

@@ -10,6 +10,7 @@ looked for.
     held        used, or some node below is used
     evictable   not held: it will be given up before anything above it
     leaf        without children: only evictable leaves are given up, so no path has a gap
+    pinned      for a chat session: given up after all that are not; it holds nothing
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class Node:
         "last_used",
         "num_held",
         "num_hits",
+        "num_pins",
         "order",
         "page",
         "parent",
+        "pinned_at",
         "priority",
         "ticket",
         "tokens",
@@ -65,6 +68,7 @@ class Node:
         """Of its entry in the heap; 0 = it has none."""
         self.created = self.last_used = now
         self.num_hits = 0
+        self.num_pins = self.pinned_at = 0
         self.priority = priority
 
 
@@ -109,6 +113,10 @@ class RadixCache:
         """See `PageIndex.num_unused_pages`."""
         self.num_evictable_pages = 0
         """See `PageIndex.num_evictable_pages`."""
+        self.num_pinned_pages = 0
+        """Pages that are pinned, used or not."""
+        self.num_pinned_evictions = 0
+        """Pinned pages that were given up all the same, since start."""
 
     # -- finding and adding ----------------------------------------------------------------------
 
@@ -297,6 +305,37 @@ class RadixCache:
             if node.num_held or node.is_used:
                 return
 
+    # -- pins ------------------------------------------------------------------------------------
+
+    def pin(self, leaf: Node, stamp: int) -> None:
+        """Pins a page and all before it: they are given up after pages that are not pinned.
+
+        A pin holds nothing, so it never keeps a request from its pages.
+
+        Args:
+            leaf: A page that is cached.
+            stamp: Of pinned pages those with the least go first; it rises from pin to pin.
+        """
+        node = leaf
+        while node.parent is not None:
+            self.num_pinned_pages += not node.num_pins
+            node.num_pins += 1
+            node.pinned_at = stamp
+            if node.ticket:
+                self._offer(node)
+            node = node.parent
+
+    def unpin(self, leaf: Node) -> None:
+        """Ends a pin, whatever has been given up of it since."""
+        node = leaf
+        while node.parent is not None:
+            node.num_pins -= 1
+            if not node.num_pins and node.page >= 0:
+                self.num_pinned_pages -= 1
+                if node.ticket:
+                    self._offer(node)
+            node = node.parent
+
     # -- giving up -------------------------------------------------------------------------------
 
     def evict(self) -> Evicted | None:
@@ -327,7 +366,8 @@ class RadixCache:
     def _entry(self, node: Node) -> tuple[Key, int, Node]:
         self._num_tickets += 1
         node.ticket = self._num_tickets
-        return self._policy(node), node.ticket, node
+        key = (1, node.pinned_at) if node.num_pins else (0, *self._policy(node))
+        return key, node.ticket, node
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -340,6 +380,9 @@ class RadixCache:
         node.page, node.ticket = -1, 0
         self.num_evictable_pages -= 1
         self.num_unused_pages -= 1
+        if node.num_pins:
+            self.num_pinned_pages -= 1
+            self.num_pinned_evictions += 1
         if parent.children:
             return
         parent.children = parent.order = None
@@ -364,7 +407,7 @@ class RadixCache:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the counts are those of a walk over the tree."""
-        num_unused = num_evictable = num_pages = 0
+        num_unused = num_evictable = num_pages = num_pinned = 0
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -378,10 +421,13 @@ class RadixCache:
                 assert bool(node.ticket) == (is_evictable and not children)
                 num_pages += 1
                 num_unused += not node.is_used
+                num_pinned += node.num_pins > 0
+                assert node.num_pins >= sum(child.num_pins for child in children)
                 num_evictable += is_evictable
             stack += children
         assert num_pages == len(self._node_by_page), "a page is indexed and not in the tree"
         assert (num_unused, num_evictable) == (self.num_unused_pages, self.num_evictable_pages)
+        assert num_pinned == self.num_pinned_pages
 
 
 def _num_evictable_above(node: Node | None) -> int:

@@ -16,6 +16,7 @@ from weft.engine.layers.weights import Weights
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
+from weft.kernels.lora import LoraStep, addition_to
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -70,9 +71,9 @@ class DecoderOnlyLM:
         """Runs one ragged step: [L, hidden], final hidden states of `batch.logits_rows`."""
         return self.model(batch, pool)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, hidden] -> [L, vocab] float32."""
-        return self.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
+        """[L, hidden], these L rows' adapters -> [L, vocab] float32."""
+        return self.lm_head(hidden, addition_to(lora, "lm_head", 0))
 
 
 def qkv_projection(config: ModelConfig, weights: Weights) -> Linear:

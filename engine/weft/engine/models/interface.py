@@ -9,6 +9,7 @@ from weft.engine.layers.weights import Weights
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
+from weft.kernels.lora import LoraStep
 
 
 class CausalLM(Protocol):
@@ -32,8 +33,11 @@ class CausalLM(Protocol):
             is wanted the last layer ends with its KV write and L is 0.
         """
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, hidden] from `forward` -> [L, vocab] float32."""
+    def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
+        """[L, hidden] from `forward` -> [L, vocab] float32.
+
+        `lora` is the step's for these rows: `batch.lora.select(batch.logits_rows)`.
+        """
 
 
 class CausalLMClass(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from weft.kernels.lora import LoraStep
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,3 +32,5 @@ class ForwardBatch:
     """[L] int64: rows of T; empty when nothing is sampled."""
     max_q_len: int
     max_kv_len: int
+    lora: LoraStep | None = None
+    """The step's adapters; None if no token uses one."""

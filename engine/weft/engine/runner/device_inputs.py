@@ -6,10 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.engine.device_copies import DeviceCopies
+from weft.engine.lora.pool import LoraPool
 from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.runner.batch import ForwardBatch
+from weft.engine.runner.lora_columns import LoraColumns
 from weft.engine.runner.ragged_columns import RaggedColumns
-from weft.engine.runner.step import PageChanges, PageTable, StepArrays
+from weft.engine.runner.step import Int32Array, PageChanges, PageTable, StepArrays
+from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 
 _ALIGNMENT_BYTES = 16
 _MAX_STATIC_CHANGES = 4096
@@ -24,10 +27,18 @@ class DeviceInputs:
         page_size: token positions a page.
         max_decode_rows: requests of the largest decode step with static inputs.
         last_tokens: [slots + 1] int64 on the device: what each slot drew last.
+        lora: adapters on the device; None: steps have none.
+        max_tokens: of the largest step with static inputs.
     """
 
     def __init__(
-        self, table: PageTable, page_size: int, max_decode_rows: int, last_tokens: torch.Tensor
+        self,
+        table: PageTable,
+        page_size: int,
+        max_decode_rows: int,
+        last_tokens: torch.Tensor,
+        lora: LoraPool | None = None,
+        max_tokens: int = 0,
     ) -> None:
         device = last_tokens.device
         self._last_tokens = last_tokens
@@ -37,6 +48,10 @@ class DeviceInputs:
         self._table = torch.from_numpy(table.pages).to(device)
         self._static = _StaticColumns(max_decode_rows, device)
         self._ragged: torch.Tensor | None = None
+        self._lora = lora
+        if lora is not None:
+            columns = LoraColumns.of(max(max_tokens, max_decode_rows), lora.max_slots)
+            self._lora_bytes = torch.zeros(columns.num_bytes, dtype=torch.uint8, device=device)
         self._one_row_each = torch.arange(max_decode_rows + 1, dtype=torch.int32, device=device)
         self._static_rows = torch.arange(max_decode_rows, device=device)
         self.drawing_slots = self._static_rows[:0]
@@ -73,9 +88,44 @@ class DeviceInputs:
             logits_rows=logits_rows,
             max_q_len=arrays.max_q_len,
             max_kv_len=arrays.max_kv_len,
+            lora=self._lora_step(arrays),
         )
 
-    def decode_batch(self, num_rows: int) -> ForwardBatch:
+    def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
+        """The adapters of a step without static inputs."""
+        return None if arrays.adapter_slots is None else self.lora_of(arrays.adapter_slots)
+
+    def lora_of(self, token_slots: Int32Array) -> LoraStep:
+        """Sends the adapters of some tokens ([T]); as `batch` does a whole step's."""
+        assert self._lora is not None, "a step has adapters, and there is no memory for them"
+        return self._lora.step(LoraSegments(*self._copies.send(sort_tokens(token_slots))))
+
+    @property
+    def changes_logits(self) -> bool:
+        """Adapters may change the LM head."""
+        return self._lora is not None and self._lora.changes_logits
+
+    def _send_lora(self, arrays: StepArrays, num_tokens: int) -> None:
+        """Sends the adapters of a step that is padded to `num_tokens`, if it has any."""
+        if arrays.adapter_slots is None:
+            return
+        assert self._lora is not None, "a step has adapters, and there is no memory for them"
+        columns = LoraColumns.of(num_tokens, self._lora.max_slots)
+        buffer = self._copies.pinned.take(columns.num_bytes)
+        columns.write(buffer.numpy(), arrays.adapter_slots)
+        size = columns.num_bytes
+        self._lora_bytes[:size].copy_(buffer[:size], non_blocking=True)
+        self._copies.pinned.sent()
+
+    def _static_lora(self, num_tokens: int, *, has_lora: bool) -> LoraStep | None:
+        """What `_send_lora` sent last."""
+        if not has_lora:
+            return None
+        assert self._lora is not None
+        columns = LoraColumns.of(num_tokens, self._lora.max_slots)
+        return self._lora.step(columns.views(self._lora_bytes))
+
+    def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> ForwardBatch:
         """A decode step of `num_rows` requests that reads what `send_decode` sent last.
 
         To be called while a graph is captured: only the copy of the page table's rows is made
@@ -92,10 +142,12 @@ class DeviceInputs:
             logits_rows=self._static_rows[:num_rows],
             max_q_len=1,
             max_kv_len=self._table.shape[1] * self._page_size,
+            lora=self._static_lora(num_rows, has_lora=has_lora),
         )
 
     def send_decode(self, arrays: StepArrays, num_rows: int) -> None:
         """Sends a decode step padded to `num_rows`: the others write to the null page."""
+        self._send_lora(arrays, num_rows)
         changes = self._host_table.take_changes()
         if len(changes.indices) > _MAX_STATIC_CHANGES:
             self._apply(*self._copies.send(changes))
@@ -109,7 +161,9 @@ class DeviceInputs:
         token_ids, _, _, self.drawing_slots, _ = self._static.views(len(arrays.rows))
         self._take_last_tokens(token_ids, self.drawing_slots, arrays.num_decodes)
 
-    def ragged_batch(self, num_tokens: int, max_requests: int) -> ForwardBatch:
+    def ragged_batch(
+        self, num_tokens: int, max_requests: int, *, has_lora: bool = False
+    ) -> ForwardBatch:
         """A step of `num_tokens` rows of at most `max_requests` requests that reads what
         `send_ragged` sent last, for as many of each; see `decode_batch`."""
         columns = RaggedColumns(num_tokens, max_requests)
@@ -126,11 +180,13 @@ class DeviceInputs:
             logits_rows=logits_rows,
             max_q_len=num_tokens,
             max_kv_len=self._table.shape[1] * self._page_size,
+            lora=self._static_lora(num_tokens, has_lora=has_lora),
         )
 
     def send_ragged(self, arrays: StepArrays, num_tokens: int, max_requests: int) -> None:
         """Sends a step padded to `num_tokens` and `max_requests`: rows of no request write to the
         null page, requests that do not exist bring no row."""
+        self._send_lora(arrays, num_tokens)
         changes = self._host_table.take_changes()
         self.drawing_slots, *changed = self._copies.send((arrays.drawing_slots, *changes))
         self._apply(*changed)

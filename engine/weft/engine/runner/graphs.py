@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -50,6 +51,9 @@ _ONE_TOKEN = StepArrays(
 )
 """A step to capture with: it writes to the null page."""
 
+_ONE_LORA_TOKEN = replace(_ONE_TOKEN, adapter_slots=np.zeros(1, np.int32))
+"""One whose token could have an adapter."""
+
 
 class Bucket(NamedTuple):
     """What a graph is captured for."""
@@ -59,16 +63,28 @@ class Bucket(NamedTuple):
     requests: int
     """A bound; equal to `tokens` in decode steps."""
     kind: Literal["decode", "ragged", "cold"]
+    has_lora: bool = False
+    """Its tokens may have adapters."""
 
 
-def step_buckets(config: ModelConfig, max_requests: int, max_tokens: int) -> list[Bucket]:
-    """All steps that are captured, of at most so many requests and tokens."""
+def step_buckets(
+    config: ModelConfig, max_requests: int, max_tokens: int, *, has_lora: bool = False
+) -> list[Bucket]:
+    """All steps that are captured, of at most so many requests and tokens.
+
+    Args:
+        config: Of the model.
+        max_requests: Of a step.
+        max_tokens: Of a step.
+        has_lora: Each is captured with adapters too.
+    """
     cold = [
         Bucket(bucket.tokens, 1, "cold")
         for bucket in ragged_buckets(1, max_tokens)
         if _is_long_prompt(config, bucket.tokens)
     ]
-    return [*decode_buckets(max_requests), *ragged_buckets(max_requests, max_tokens), *cold]
+    buckets = [*decode_buckets(max_requests), *ragged_buckets(max_requests, max_tokens), *cold]
+    return [*buckets, *(b._replace(has_lora=True) for b in buckets)] if has_lora else buckets
 
 
 def decode_buckets(max_requests: int) -> list[Bucket]:
@@ -111,9 +127,10 @@ class StepGraphs:
         self._inputs = inputs
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._decode = _next_of([bucket for bucket in buckets if bucket.kind == "decode"])
-        self._cold = _next_of([bucket for bucket in buckets if bucket.kind == "cold"])
-        ragged = [bucket for bucket in buckets if bucket.kind == "ragged"]
+        sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
+        self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
+        self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
+        ragged = [bucket for bucket in sizes if bucket.kind == "ragged"]
         bounds = sorted({bucket.requests for bucket in ragged})
         self._ragged = [(n, _next_of([b for b in ragged if b.requests == n])) for n in bounds]
         self.bytes_of_each: list[int] = []
@@ -141,6 +158,12 @@ class StepGraphs:
 
     def bucket_of(self, arrays: StepArrays) -> Bucket | None:
         """What runs a step; None if it is to run without a graph."""
+        bucket = self._size_of(arrays)
+        if bucket is None or arrays.adapter_slots is None:
+            return bucket
+        return bucket._replace(has_lora=True)
+
+    def _size_of(self, arrays: StepArrays) -> Bucket | None:
         num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
         if arrays.is_decode:
             return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
@@ -169,8 +192,11 @@ class StepGraphs:
         return hidden[: len(arrays.logits_rows)]
 
     def _capture(self, bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
         if bucket.kind != "decode":
-            self._inputs.send_ragged(_ONE_TOKEN, bucket.tokens, bucket.requests)
+            self._inputs.send_ragged(step, bucket.tokens, bucket.requests)
+        elif bucket.has_lora:
+            self._inputs.send_decode(step, bucket.tokens)
         with torch.inference_mode():
             # Compiles kernels and lets libraries choose theirs, which a capture must not do.
             self._forward(bucket)
@@ -180,13 +206,18 @@ class StepGraphs:
                 hidden = self._forward(bucket)
             # Not captured, for its results are large; compiled here all the same.
             self._model.logits(hidden)
+            if bucket.has_lora and self._inputs.changes_logits:
+                lora = self._inputs.lora_of(np.zeros(hidden.shape[0], np.int32))
+                self._model.logits(hidden, lora)
         return graph, hidden
 
     def _forward(self, bucket: Bucket) -> torch.Tensor:
         if bucket.kind == "decode":
-            batch = self._inputs.decode_batch(bucket.tokens)
+            batch = self._inputs.decode_batch(bucket.tokens, has_lora=bucket.has_lora)
         else:
-            batch = self._inputs.ragged_batch(bucket.tokens, bucket.requests)
+            batch = self._inputs.ragged_batch(
+                bucket.tokens, bucket.requests, has_lora=bucket.has_lora
+            )
         if bucket.kind == "cold":
             # With one request, as many positions as rows say that nothing is before them. Rows of
             # padding come after all others, which therefore do not see them.

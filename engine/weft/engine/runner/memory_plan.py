@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from weft.engine.errors import ConfigError
+from weft.engine.lora.pool import LoraPool
 from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.models.interface import CausalLM
@@ -33,6 +34,7 @@ class MemoryNeeds:
     free: int
     """With the weights loaded."""
     weights: int
+    """Of the model and, where there are any, of adapters."""
     step: int
     """Largest step's activations and logits."""
     graphs: int
@@ -110,6 +112,7 @@ def measure_needs(
     device: torch.device,
     *,
     cuda_graphs: bool,
+    lora: LoraPool | None = None,
 ) -> MemoryNeeds:
     """Runs the largest step once, and captures the largest graphs, with a pool of two pages.
 
@@ -122,6 +125,7 @@ def measure_needs(
         max_context_tokens: Longest request.
         device: A CUDA device.
         cuda_graphs: Steps are captured.
+        lora: Adapters on the device, which are there already; steps are measured with them.
 
     Raises:
         ConfigError: The step or the graphs do not fit, even without a pool.
@@ -136,22 +140,28 @@ def measure_needs(
         device,
         max_step_tokens=max_step_tokens,
         cuda_graphs=False,
+        lora=lora,
     )
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        runner.run(largest_step(max_requests, max_step_tokens, max_context_tokens, layout))
+        step = largest_step(max_requests, max_step_tokens, max_context_tokens, layout)
+        if lora is not None:
+            step.adapter_slots = np.zeros(max_step_tokens, np.int32)
+        runner.run(step)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"no memory for a step of {max_step_tokens} tokens beside weights of {_gib(weights)}: "
             f"{error}; lower max_step_tokens"
         ) from error
-    step = torch.cuda.max_memory_allocated(device) - before
+    step_bytes = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     graphs = 0
     if cuda_graphs:
-        graphs = _measure_graphs(runner, step_buckets(model.config, max_requests, max_step_tokens))
+        has_lora = lora is not None
+        buckets = step_buckets(model.config, max_requests, max_step_tokens, has_lora=has_lora)
+        graphs = _measure_graphs(runner, buckets)
     table_bytes = before - weights
     del runner
     gc.collect()
@@ -161,7 +171,7 @@ def measure_needs(
         total=total,
         free=free,
         weights=weights,
-        step=step + table_bytes,
+        step=step_bytes + table_bytes,
         graphs=graphs,
         sampling=sampling_bytes(vocab_size, max_requests),
     )
@@ -170,9 +180,9 @@ def measure_needs(
 def _measure_graphs(runner: ModelRunner, buckets: Sequence[Bucket]) -> int:
     """Bytes of all, from the largest two of each kind: the first of all holds what the others
     share, and of its kind each adds about what the second does."""
-    by_kind: dict[str, list[Bucket]] = {}
+    by_kind: dict[tuple[str, bool], list[Bucket]] = {}
     for bucket in sorted(buckets, reverse=True):
-        by_kind.setdefault(bucket.kind, []).append(bucket)
+        by_kind.setdefault((bucket.kind, bucket.has_lora), []).append(bucket)
     probes = sorted((b for kind in by_kind.values() for b in kind[:2]), reverse=True)
     taken = dict(zip(probes, runner.capture(probes), strict=True))
     total = taken.pop(probes[0])

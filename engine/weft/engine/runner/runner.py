@@ -9,17 +9,19 @@ import numpy as np
 import torch
 from weft.engine.device_copies import Mark
 from weft.engine.errors import ConfigError
+from weft.engine.lora.pool import LoraPool
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.models.interface import CausalLM
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.device_pool import DevicePool
 from weft.engine.runner.graphs import Bucket, StepGraphs, step_buckets
-from weft.engine.runner.step import Int64Array, PageTable, StepArrays
+from weft.engine.runner.step import Int32Array, Int64Array, PageTable, StepArrays
 from weft.engine.scheduler.pages import PageCopy
 from weft.engine.scheduler.plan import Plan
 from weft.engine.tiers.pool import HostPool, PagePool
 from weft.engine.transfer.digest import digest_pages
+from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, page_index
@@ -48,6 +50,7 @@ class ModelRunner:
         device: where the model lives.
         max_step_tokens: largest step.
         cuda_graphs: capture steps, on a CUDA device.
+        lora: adapters on the device; None: there are none.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class ModelRunner:
         *,
         max_step_tokens: int,
         cuda_graphs: bool = True,
+        lora: LoraPool | None = None,
     ) -> None:
         self._model = model
+        self._lora = lora
         self._page_size = layout.page_size
         dtype = getattr(torch, layout.dtype)
         try:
@@ -82,10 +87,18 @@ class ModelRunner:
         """Captured steps; None where there are none."""
         if is_cuda:
             self._inputs = DeviceInputs(
-                self._page_table, self._page_size, max_requests, self._last_tokens
+                self._page_table,
+                self._page_size,
+                max_requests,
+                self._last_tokens,
+                lora,
+                max_step_tokens,
             )
             if cuda_graphs:
-                buckets = step_buckets(model.config, max_requests, max_step_tokens)
+                has_lora = lora is not None
+                buckets = step_buckets(
+                    model.config, max_requests, max_step_tokens, has_lora=has_lora
+                )
                 self.graphs = StepGraphs(model, self.pool, self._inputs, buckets)
 
     @property
@@ -153,7 +166,9 @@ class ModelRunner:
                 hidden = self.graphs.forward(arrays, bucket)
             else:
                 hidden = self._model.forward(self._batch(arrays), self.pool)
-            return self._model.logits(hidden) if hidden.shape[0] else None
+            if not hidden.shape[0]:
+                return None
+            return self._model.logits(hidden, self._logits_lora(arrays))
 
     def capture(self, buckets: Sequence[Bucket]) -> list[int]:
         """Captures steps on a CUDA device and drops them.
@@ -204,7 +219,24 @@ class ModelRunner:
             logits_rows=torch.from_numpy(arrays.logits_rows),
             max_q_len=arrays.max_q_len,
             max_kv_len=arrays.max_kv_len,
+            lora=self._lora_step(arrays),
         )
+
+    def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
+        return None if arrays.adapter_slots is None else self._lora_of(arrays.adapter_slots)
+
+    def _logits_lora(self, arrays: StepArrays) -> LoraStep | None:
+        """The adapters of the rows whose logits are wanted, if one of them changes those."""
+        if arrays.adapter_slots is None or self._lora is None or not self._lora.changes_logits:
+            return None
+        slots = arrays.adapter_slots[arrays.logits_rows]
+        if not slots.any():
+            return None
+        return self._lora_of(slots) if self._inputs is None else self._inputs.lora_of(slots)
+
+    def _lora_of(self, token_slots: Int32Array) -> LoraStep:
+        assert self._lora is not None, "a step has adapters, and there is no memory for them"
+        return self._lora.step(LoraSegments.of(sort_tokens(token_slots)))
 
 
 def _new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

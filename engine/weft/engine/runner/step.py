@@ -98,6 +98,8 @@ class StepArrays:
     """[L]: whose next token comes of each row of the logits; empty if none is drawn."""
     drawing_positions: Int64Array = field(default_factory=_nothing)
     """[L]: where it will be."""
+    adapter_slots: Int32Array | None = None
+    """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
 
     @property
     def is_decode(self) -> bool:
@@ -132,6 +134,7 @@ class StepArrays:
             request_of = np.repeat(np.arange(len(rows)), q_lens)
             positions = np.arange(len(token_ids)) + (starts - cu_q_lens[:-1])[request_of]
             row_of_token = rows[request_of]
+        adapter_slots = _adapter_slots(plan)
         pages = table.pages[row_of_token, positions // page_size].astype(np.int64)
         kv_lens = starts + q_lens
         is_drawing = is_drawing == 1
@@ -146,6 +149,18 @@ class StepArrays:
             drawing_slots=rows[is_drawing],
             drawing_positions=kv_lens[is_drawing],
             num_decodes=num_decodes,
+            adapter_slots=None if adapter_slots is None else np.repeat(adapter_slots, q_lens),
             max_q_len=int(q_lens.max()),
             max_kv_len=int(kv_lens.max()),
         )
+
+
+def _adapter_slots(plan: Plan) -> Int32Array | None:
+    """[R]: each request's slot of the LoRA tables; None: none has an adapter."""
+    of_chunks = [item.request.adapter_slot for item in plan.chunks]
+    if plan.adapter_slots is None and not any(of_chunks):
+        return None
+    of_decodes = plan.adapter_slots
+    if of_decodes is None:
+        of_decodes = np.zeros(len(plan.decodes), np.int64)
+    return np.concatenate([of_decodes, np.array(of_chunks, np.int64)]).astype(np.int32)

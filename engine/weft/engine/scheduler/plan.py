@@ -36,6 +36,7 @@ class Plan:
         slots: [len(decodes)], theirs.
         starts: [len(decodes)], the positions of the tokens that they bring.
         chunks: Pieces of prompts, which come behind them.
+        adapter_slots: [len(decodes)], of their adapters; None: none of them has one.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class Plan:
         slots: Int64Array = NO_NUMBERS,
         starts: Int64Array = NO_NUMBERS,
         chunks: Sequence[PlanItem] = (),
+        adapter_slots: Int64Array | None = None,
     ) -> None:
         self.decodes = decodes
         self.slots = slots
         self.starts = starts
         self.chunks = chunks
+        self.adapter_slots = adapter_slots
 
     def __len__(self) -> int:
         """Requests."""
@@ -82,12 +85,16 @@ class RunningColumns(NamedTuple):
     slots: Int64Array
     ends: Int64Array
     """Position of the last token that each may have; nothing follows it."""
+    adapter_slots: Int64Array | None
+    """None: none of them has an adapter."""
 
     @classmethod
     def of(cls, running: Sequence[Request]) -> RunningColumns:
         """The requests as they are now."""
+        adapter_slots = [request.adapter_slot for request in running]
         return cls(
             list(running),
             np.array([request.slot for request in running], np.int64),
             np.array([r.num_prompt_tokens + r.max_tokens - 1 for r in running], np.int64),
+            np.array(adapter_slots, np.int64) if any(adapter_slots) else None,
         )

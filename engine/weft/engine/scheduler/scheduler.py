@@ -13,17 +13,18 @@ pages end the one that loses least is pre-empted. Who is admitted next is a poli
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain, islice
 
 import numpy as np
 from weft.engine.errors import DeadlineExceeded, WeftError
 from weft.engine.memory.kv_memory import OutOfPages
+from weft.engine.scheduler.adapters import AdapterDoor, Adapters
 from weft.engine.scheduler.estimate import NewTokenEstimate
 from weft.engine.scheduler.fills import Fills
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.plan import NO_NUMBERS, Int64Array, Plan, PlanItem, RunningColumns
+from weft.engine.scheduler.plan import Plan, PlanItem, RunningColumns
 from weft.engine.scheduler.policies.base import AdmissionQueue
 from weft.engine.scheduler.sharing import PrefixSharing
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
@@ -43,6 +44,7 @@ class Scheduler:
         fills: remote fills; None when this engine asks nobody.
         on_finish: called once for each request when it reaches FINISHED, its pages released.
         on_slot_free: called when a slot is given back.
+        adapters: of requests; None: they have none.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Scheduler:
         fills: Fills | None,
         on_finish: Callable[[Request], None],
         on_slot_free: Callable[[int], None],
+        adapters: Adapters | None = None,
     ) -> None:
         self._limits = limits
         self.pages = pages
@@ -60,6 +63,9 @@ class Scheduler:
         self._fills = fills
         self._on_finish = on_finish
         self._on_slot_free = on_slot_free
+        self._adapters = adapters
+        self.door = AdapterDoor(waiting, adapters)
+        """WAITING and PREEMPTED, not queued before their adapter comes; all others pass."""
         self._victims = Victims(pages.memory, limits.page_size, by_priority=limits.by_priority)
         self.estimate = NewTokenEstimate()
         self.sharing = PrefixSharing(limits.page_size)
@@ -96,6 +102,8 @@ class Scheduler:
         """Told of full pages [first, end) that a request has now, whoever made them."""
         self.on_matched: Callable[[Request], None] | None = None
         """Told of each request that is admitted for the first time, with what was found of it."""
+        self.on_leaving: Callable[[Request], None] | None = None
+        """Told of each request of a session that ends without an error, its pages still its own."""
 
     # -- queries ---------------------------------------------------------------------------------
 
@@ -107,8 +115,12 @@ class Scheduler:
     @property
     def num_requests(self) -> int:
         """Requests that are not finished."""
-        queues = (self.held, self.filling, self.prefilling, self.running)
-        return len(self.waiting) + sum(len(queue) for queue in queues)
+        return self.num_waiting + len(self.filling) + len(self.prefilling) + len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not admitted, whatever they wait for."""
+        return len(self.waiting) + len(self.held) + len(self.door)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -117,16 +129,15 @@ class Scheduler:
         Of requests that wait without pages, what was in the prefix cache when they were last looked
         at is left out.
         """
-        queued = sum(
-            request.num_pending - (0 if request.pages else request.num_found_tokens)
-            for request in self.waiting
-        )
+        waiting = chain(self.waiting, self.door)
+        queued = sum(r.num_pending - (0 if r.pages else r.num_found_tokens) for r in waiting)
         return queued + sum(request.num_pending for request in self.prefilling)
 
     @property
     def num_request_tokens(self) -> int:
         """Prompt and generated tokens of all its requests."""
-        queues = chain(self.waiting, self.held, self.filling, self.prefilling, self.running)
+        waiting = (self.waiting, self.held, self.door)
+        queues = chain(*waiting, self.filling, self.prefilling, self.running)
         return sum(len(request.tokens) for request in queues)
 
     def sizes(self) -> dict[str, int]:
@@ -134,6 +145,7 @@ class Scheduler:
         return {
             "waiting": len(self.waiting),
             "held": len(self.held),
+            "lacking_adapter": len(self.door),
             "filling": len(self.filling),
             "prefilling": len(self.prefilling),
             "running": len(self.running),
@@ -145,11 +157,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a new request."""
         assert request.state is State.WAITING
+        self.door.begin(request)
         self._enqueue(request)
 
     def hold(self, request: Request) -> None:
         """Keeps a new request out of the queue until `release`."""
         assert request.state is State.WAITING
+        self.door.begin(request)
         self.held.append(request)
 
     def release(self, request: Request) -> None:
@@ -169,14 +183,17 @@ class Scheduler:
             assert self._fills is not None
             self._fills.abandon(request)
         request.error = error
+        if error is None and request.session_id and self.on_leaving is not None:
+            self.on_leaving(request)
         self.pages.drop(request)
         self._give_slot_back(request)
         self._transition(request, State.FINISHED)
+        self.door.end(request)
         self._on_finish(request)
 
     def expire(self, now: float) -> None:
         """Ends every request whose time ran out."""
-        queues = (self.held, self.filling, self.prefilling, self.running)
+        queues = (self.held, self.door, self.filling, self.prefilling, self.running)
         for request in list(chain(self.waiting, *queues)):
             is_late = now >= request.deadline or (
                 request.awaits_first_token and now >= request.first_token_deadline
@@ -192,9 +209,8 @@ class Scheduler:
         """Chooses the next step's tokens and makes sure that their pages exist."""
         if self._limits.preemption_threshold is not None and self.waiting and self.running:
             self._make_room_for_urgent(now, self._limits.preemption_threshold)
-        decodes, slots, starts = (
-            self._plan_running() if self.running else ((), NO_NUMBERS, NO_NUMBERS)
-        )
+        plan = self._plan_running() if self.running else Plan()
+        decodes = plan.decodes
         budget = self._limits.max_step_tokens - len(decodes)
         if decodes and self.prompt_tokens_beside_decode is not None:
             budget = min(budget, self.prompt_tokens_beside_decode())
@@ -204,7 +220,8 @@ class Scheduler:
             budget -= self._plan_chunk(request, budget, chunks)
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not decodes)
-        return Plan(decodes, slots, starts, chunks)
+        plan.chunks = chunks
+        return plan
 
     def _plan_waiting(
         self, now: float, budget: int, items: list[PlanItem], *, is_empty: bool
@@ -258,7 +275,10 @@ class Scheduler:
                 request.timeline.local_prefill_tokens += num_tokens
             if samples:
                 self._launch_last_chunk(request)
-        return self.pages.begin_step()
+        number = self.pages.begin_step()
+        if self._adapters is not None:
+            self._adapters.step_began(number)
+        return number
 
     def _launch_last_chunk(self, request: Request) -> None:
         self.prefilling.remove(request)
@@ -276,6 +296,8 @@ class Scheduler:
             plan: Its plan; an empty one of a step that failed.
         """
         self.pages.end_step(number)
+        if self._adapters is not None:
+            self._adapters.step_ended(number)
         for request in plan.decodes:
             request.num_launched -= 1
             if request.state is State.RUNNING:  # Else its pages are gone.
@@ -348,15 +370,13 @@ class Scheduler:
         """Queues a request, and looks once what of it is cached: gateways are told what is left."""
         if not request.pages:
             request.num_found_tokens = self.pages.num_cached_tokens(request)
-        self.waiting.add(request)
+        self.door.enqueue(request)
 
-    def _plan_running(self) -> tuple[Sequence[Request], Int64Array, Int64Array]:
-        """Requests that get a token, their slots, and the positions of the tokens they bring."""
-        if not self.running:
-            return (), NO_NUMBERS, NO_NUMBERS
+    def _plan_running(self) -> Plan:
+        """Requests that get a token; no chunks."""
         if self._decoding is None:
             self._decoding = RunningColumns.of(self.running)
-        requests, slots, ends = self._decoding
+        requests, slots, ends, adapter_slots = self._decoding
         starts = np.array([r.num_computed + r.num_launched for r in requests], np.int64)
         num_pages = np.array([len(r.pages) for r in requests], np.int64)
         chosen = starts < ends  # Else the token under way is the last one.
@@ -370,9 +390,11 @@ class Scheduler:
             # A later request's growth may have pre-empted an earlier one.
             chosen &= np.array([r.state is State.RUNNING for r in requests])
         if chosen.all():
-            return requests, slots, starts
+            return Plan(requests, slots, starts, adapter_slots=adapter_slots)
         left = [requests[i] for i in np.flatnonzero(chosen).tolist()]
-        return left, slots[chosen], starts[chosen]
+        if adapter_slots is not None:
+            adapter_slots = adapter_slots[chosen]
+        return Plan(left, slots[chosen], starts[chosen], adapter_slots=adapter_slots)
 
     def _grow(self, request: Request, position: int) -> bool:
         """Makes room for a token.
@@ -436,6 +458,7 @@ class Scheduler:
             return False
         request.lookup_until = 0.0
         request.slot = self._free_slots.pop()
+        self.door.admit(request)
         self.pages.note_hit(request)
         state = State.PREFILLING if self._fills is None else self._fills.next_state(request)
         if state is State.PREFILLING:
@@ -539,7 +562,7 @@ class Scheduler:
 
     def _strip_waiting(self) -> None:
         """Nothing runs and the head does not fit: pages held by queued requests must go."""
-        for request in self.waiting:
+        for request in chain(self.waiting, self.door):
             self.pages.drop(request)
 
     def _start_waiting_fills(self) -> None:
@@ -553,12 +576,13 @@ class Scheduler:
             self._on_slot_free(request.slot)
             self._free_slots.append(request.slot)
             request.slot = -1
+            self.door.leave(request)
 
     def _leave_queue(self, request: Request) -> None:
         if request in self.held:
             self.held.remove(request)
         elif request.state in (State.WAITING, State.PREEMPTED):
-            self.waiting.remove(request)
+            self.door.remove(request)
         elif request.state is State.RUNNING:
             self._leave_running(request)
         else:

@@ -149,6 +149,8 @@ class Request:
     """Time until which an answer of the KV store is waited for; 0 = none is."""
     cache_salt: str = ""
     namespace: bytes = b""
+    adapter: bytes = b""
+    """Content digest of its adapter; empty: the base model."""
     priority: int = 0
     """Less is more urgent."""
     tenant: str = ""
@@ -160,6 +162,10 @@ class Request:
     leader_pages: int = 0
     """The leader's published pages when it was looked at."""
     has_had_leader: bool = False
+    session_id: str = ""
+    """Of the chat that it belongs to; empty: none."""
+    ends_session: bool = False
+    """It is the last one of its session, which keeps nothing then."""
     traceparent: str = ""
     num_store_pages: int | None = None
     """Leading pages of the prompt that the KV store said it holds; None: it did not say."""
@@ -184,6 +190,8 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens that were found, not computed, for this request."""
     slot: int = -1
+    adapter_slot: int = 0
+    """Place of its adapter in the device's tables, while it has a `slot`; 0: no adapter."""
     unforked_samples: dict[int, list[int]] = field(default_factory=dict)
     """Siblings to be forked once the prompt's KV exists (first sample only), and the tokens that
     each has generated elsewhere."""

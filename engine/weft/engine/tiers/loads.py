@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.engine.scheduler.state import FillRecord, Request
@@ -42,11 +42,10 @@ class Load:
     """None: it has ended."""
     pages: list[int]
     """Destinations that are not accepted yet, in order."""
-    num_open_chunks: int
     last_progress_at: float
     """On the engine's clock."""
-    is_late: bool = False
-    """It was given up since nothing came: its tier stands still."""
+    chunks: list[LoadChunk] = field(default_factory=list)
+    """Those that have not ended, in order."""
     is_stopped: bool = False
     """Chunks that have not begun are not to be moved. Set by either thread."""
 
@@ -63,6 +62,11 @@ class LoadChunk:
     """Of the chunk's run in the request's timeline."""
     pool: PagePool
     ended: Callable[[LoadChunk], None]
+    is_begun: bool = False
+    """Its thread may write to its pages. Set by that thread, before it looks whether the load is
+    stopped."""
+    is_fenced: bool = False
+    """Its load was given up while it was under way: its pages are in quarantine until it ends."""
     num_good: int = 0
     """Leading pages that are in the pool."""
     duration_s: float = 0.0
@@ -70,6 +74,7 @@ class LoadChunk:
     def run(self) -> None:
         """See `Move.run`: up to the first page that is not right."""
         started_at = time.monotonic()
+        self.is_begun = True
         try:
             self.num_good = self._load()
         except Exception:
@@ -91,7 +96,8 @@ class LoadChunk:
                 self.load.is_stopped = True
                 break
             num_good += 1
-        self.pool.commit(self.pages[:num_good])
+        if num_good:
+            self.pool.commit(self.pages[:num_good])
         return num_good
 
     def end(self) -> None:

@@ -6,10 +6,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 2.0
 
 
 class Move(Protocol):
@@ -20,7 +22,7 @@ class Move(Protocol):
         ...
 
     def end(self) -> None:
-        """Takes note, whatever became of `run`."""
+        """Takes note, whatever became of `run`, also if it was not run."""
         ...
 
 
@@ -33,12 +35,17 @@ class Mover:
     """
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
+        self.name = name
         self._wake = wake
         self._jobs: SimpleQueue[Move | None] = SimpleQueue()
         self._done: deque[Move] = deque()
         self._is_closing = False
         self.num_open = 0
         """Moves that were given and have not been ended."""
+        self._num_begun = self._num_run = 0
+        self.current: Move | None = None
+        """That the thread is at; None: it waits."""
+        self._seen, self._seen_at = 0, 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -56,17 +63,50 @@ class Mover:
             move.end()
         return has_any
 
-    def close(self) -> None:
-        """Ends the thread after the move that it is at."""
+    def stuck_s(self, now: float) -> float:
+        """How long one move has been under way, as far as these calls have seen it.
+
+        Args:
+            now: Monotonic seconds, of one clock.
+        """
+        begun = self._num_begun
+        if begun == self._num_run or begun != self._seen:
+            self._seen, self._seen_at = begun, now
+            return 0.0
+        return now - self._seen_at
+
+    def take_back(self) -> list[Move]:
+        """Moves that have not begun, for the caller to end; the thread ends with its last one."""
+        self._is_closing = True
+        moves: list[Move] = []
+        while True:
+            try:
+                move = self._jobs.get_nowait()
+            except Empty:
+                break
+            if move is not None:
+                moves.append(move)
+        self._jobs.put(None)
+        self.num_open -= len(moves)
+        return moves
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Ends the thread after the move that it is at, which is waited for in bounds."""
         self._is_closing = True
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("%s: a move has not ended within %g s: it is left", self.name, timeout_s)
 
     def _run(self) -> None:
         while (move := self._jobs.get()) is not None and not self._is_closing:
+            self.current = move
+            self._num_begun += 1
             try:
                 move.run()
             except Exception:
                 logger.exception("a page was not moved")
+            self.current = None
+            self._num_run += 1
             self._done.append(move)
             self._wake()

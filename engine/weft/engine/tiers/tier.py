@@ -82,6 +82,8 @@ class TierCounters:
     """Pages that could not be read."""
     failed_saves: int = 0
     """Pages that could not be written (a full disk)."""
+    stalls: int = 0
+    """Times that it stood still for too long, and was left alone until it went on."""
 
 
 class PageLoad:
@@ -153,8 +155,8 @@ class PageSave:
 
     def end(self) -> None:
         """On the owner's thread, once: the page is held from now on, if it was written."""
-        if not self.outcome:
-            self._remove_gone()
+        if not self.outcome and self.gone:
+            self._tier.remove(self.gone)
         self._tier.saved(self)
 
     def _remove_gone(self) -> None:
@@ -180,6 +182,9 @@ class Tier:
         self.counters = TierCounters()
         self.on_evicted: Callable[[Place], None] | None = None
         """Told of each page that was given up to make room for another one."""
+        self.remove: Callable[[Sequence[Place]], None] = self.remove_now
+        """Removes bytes of pages that are forgotten; owners whose medium may take its time set what
+        does it in a thread, in the order of saves."""
         self._gone: list[Place] = []
         self._is_writing_well = True
         pages.on_evicted = self._evicted
@@ -234,7 +239,16 @@ class Tier:
         """Forgets a page that is not to be trusted."""
         place = self.pages.drop(key)
         if place is not None:
+            self.remove([place])
+
+    def remove_now(self, places: Sequence[Place]) -> None:
+        """Removes bytes of pages that are forgotten."""
+        for place in places:
             self.medium.remove(place)
+
+    def remove_with_next_save(self, places: Sequence[Place]) -> None:
+        """Leaves the removal of bytes to the next page that is saved."""
+        self._gone += places
 
     def flush(self) -> list[Place]:
         """Forgets every page that nobody reads; their bytes are still to be removed."""

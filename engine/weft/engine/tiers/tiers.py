@@ -13,7 +13,8 @@ its place is taken at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from weft.engine.clock import Clock
@@ -32,8 +33,12 @@ from weft.engine.tiers.saves import DiskSave, HostSave, Seal
 from weft.engine.tiers.tier import PageLoad, Tier
 from weft.engine.transfer.fill import FillListener
 
+logger = logging.getLogger(__name__)
+
 CHUNK_BYTES = 4 << 20
 """Of a load that becomes usable at a time."""
+LEAST_CHUNKS = 32
+"""Of a load as large as the pool: a chunk that never ends keeps its pages."""
 MAX_WRITE_BACK_BYTES = 64 << 20
 """Copied within one step at most; what else the pool gives up in it is lost."""
 MAX_OPEN_SAVES = 512
@@ -81,11 +86,14 @@ class Tiers:
         self._num_cached_pages = num_cached_pages
         self._clock = clock
         self._progress_timeout_s = progress_timeout_s
+        self._make_pool, self._wake = parts.make_pool, parts.wake
         self._load_pool, self._save_pool, self._step_pool = (parts.make_pool() for _ in range(3))
         self._loader = Mover("weft-tier-load", parts.wake)
         self._fetcher = Mover("weft-tier-fetch", parts.wake)
         self._saver = Mover("weft-tier-save", parts.wake)
         self._writer = Mover("weft-tier-disk", parts.wake)
+        most = memory.num_usable_pages // LEAST_CHUNKS
+        self._chunk_pages = max(1, min(CHUNK_BYTES // self._page_bytes, most))
         self._loads: dict[int, Load] = {}
         self._planned: dict[int, tuple[list[TierRun], list[PageLoad]]] = {}
         self._due: list[LoadChunk] = []
@@ -94,14 +102,20 @@ class Tiers:
         self._num_spilling = 0
         """Slots that host memory gave up and that are being written to disk."""
         self._disk_rests_until = 0.0
-        self._num_late = 0
-        """Loads that were given up and have not ended: until they do no other begins."""
+        self._stuck: list[tuple[Mover, Tier]] = []
+        """Threads that stand still in a tier, which is let be until they go on."""
         self.num_written_back_pages = 0
         """Copied within a step since the pool gave them up, since start."""
         self.listener: FillListener | None = None
         memory.on_reclaimed = self._reclaimed.append
         if self.disk is not None:
             self.host.on_evicted = self._host_evicted
+            self.disk.remove = self._remove_from_disk
+
+    @property
+    def _tiers(self) -> list[Tier]:
+        """The nearest first."""
+        return [self.host] if self.disk is None else [self.host, self.disk]
 
     # -- down ------------------------------------------------------------------------------------
 
@@ -178,7 +192,8 @@ class Tiers:
 
     @property
     def _may_write(self) -> bool:
-        return self._writer.num_open < MAX_OPEN_SAVES and self._clock() >= self._disk_rests_until
+        has_room = self._writer.num_open < MAX_OPEN_SAVES and not self._is_stuck(self.disk)
+        return has_room and self._clock() >= self._disk_rests_until
 
     def _make_room(self) -> None:
         """Keeps a few slots of host memory free: what is in them goes to disk before."""
@@ -221,7 +236,7 @@ class Tiers:
         something filled it up to a page border."""
         first = request.num_computed // self._page_size
         end = (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
-        if end <= first or self._num_late:
+        if end <= first:
             return False
         runs = self._find(request, first, end)
         if request.state is not State.LOADING:
@@ -248,9 +263,9 @@ class Tiers:
         first_page, end_page = runs[0].first_page, runs[-1].end_page
         pages = self._memory.allocate(end_page - first_page, request.namespace, promised=True)
         request.num_promised_pages -= len(pages)
-        pieces = chunked(runs, max(1, CHUNK_BYTES // self._page_bytes))
+        pieces = chunked(runs, self._chunk_pages)
         now = self._clock()
-        load = self._loads[id(request)] = Load(request, pages.copy(), len(pieces), now)
+        load = self._loads[id(request)] = Load(request, pages.copy(), now)
         records = [(run, self._record(request, run)) for run in runs]
         for piece in pieces:
             part = slice(piece.first_page - first_page, piece.end_page - first_page)
@@ -258,6 +273,7 @@ class Tiers:
             chunk = LoadChunk(
                 load, piece.tier, loads[part], pages[part], record, self._load_pool, self._loaded
             )
+            load.chunks.append(chunk)
             self._due.append(chunk)
         return True
 
@@ -273,7 +289,11 @@ class Tiers:
         self._due.clear()
 
     def abandon(self, request: Request) -> bool:
-        """The request ended: what has not begun is not moved; False: it had no load."""
+        """The request ended: what has not begun is not moved; False: it had no load.
+
+        Pages that a thread may still write to are in quarantine until it has let go of them, be it
+        the few of the chunk that it is at; the others are free at once.
+        """
         _, pinned = self._planned.pop(id(request), ([], []))
         for found in pinned:
             found.end()
@@ -281,19 +301,26 @@ class Tiers:
         if load is None:
             return False
         load.request = None
-        load.is_stopped = True
+        load.is_stopped = True  # Before it is asked what has begun: see `LoadChunk.is_begun`.
+        for chunk in load.chunks:
+            chunk.is_fenced = chunk.is_begun
+            if chunk.is_begun:
+                self._memory.quarantine(chunk.pages)
+            else:
+                self._memory.release(chunk.pages)
+        # What chunks that have ended did not bring.
+        open_pages = {page for chunk in load.chunks for page in chunk.pages}
+        self._memory.release([page for page in load.pages if page not in open_pages])
         return True
 
     def _find(self, request: Request, first: int, end: int) -> list[TierRun]:
         """What tiers hold of pages [first, end), up to the first gap; the nearest tier first."""
         runs: list[TierRun] = []
+        tiers = [tier for tier in self._tiers if not self._is_stuck(tier)]
         keys = request.keys.upto(request.tokens, end)
         for index in range(first, end):
-            if self.host.pages.has(keys[index]):
-                tier = self.host
-            elif self.disk is not None and self.disk.pages.has(keys[index]):
-                tier = self.disk
-            else:
+            tier = next((tier for tier in tiers if tier.pages.has(keys[index])), None)
+            if tier is None:
                 break
             if runs and runs[-1].tier is tier:
                 runs[-1] = runs[-1]._replace(end_page=index + 1)
@@ -333,12 +360,11 @@ class Tiers:
         num_bytes = chunk.num_good * self._page_bytes
         chunk.tier.counters.load_us += int(chunk.duration_s * 1e6)
         self._policy.observe(chunk.tier.name, num_bytes, chunk.duration_s)
-        load.num_open_chunks -= 1
+        load.chunks.remove(chunk)
         load.last_progress_at = self._clock()
         if request is None:
-            if not load.num_open_chunks:
-                self._memory.release(load.pages)
-                self._num_late -= load.is_late
+            if chunk.is_fenced:
+                self._memory.end_quarantine(chunk.pages)
             return
         num_tokens = chunk.num_good * self._page_size
         request.pages += load.pages[: chunk.num_good]
@@ -354,7 +380,7 @@ class Tiers:
         assert self.listener is not None
         if chunk.num_good:
             self.listener.publish(request)
-        if not load.num_open_chunks:
+        if not load.chunks:
             self._end(load, request)
 
     def _end(self, load: Load, request: Request) -> None:
@@ -371,10 +397,16 @@ class Tiers:
         """Takes what the threads have done."""
         for mover in (self._loader, self._fetcher, self._saver, self._writer):
             mover.take()
+        for mover, tier in list(self._stuck):
+            mover.take()
+            if not mover.num_open:
+                self._stuck.remove((mover, tier))
+                logger.info("%s: it goes on", tier.name)
 
     def tick(self) -> None:
         """Makes room, and begins to fetch for those that could not be admitted at once."""
         self._make_room()
+        self._leave_stuck()
         self._give_up_late()
         if self._waiting:
             waiting, self._waiting = self._waiting, []
@@ -383,23 +415,64 @@ class Tiers:
                     self._fetch(request)
 
     def _give_up_late(self) -> None:
-        """Lets requests go on elsewhere whose loads bring nothing: a disk may stand still.
-
-        Pages that are not there keep their place until the thread lets go of them.
-        """
+        """Lets requests go on elsewhere whose loads bring nothing: they may be behind long ones."""
         limit = self._clock() - self._progress_timeout_s
         for load in list(self._loads.values()):
-            request = load.request
-            if request is None or load.last_progress_at > limit:
-                continue
-            self.abandon(request)
-            load.is_late = True
-            self._num_late += 1
-            record = request.timeline.fills[-1]
-            record.failure = f"nothing came for {self._progress_timeout_s:.0f} s"
-            record.end_s = self._clock() - request.timeline.submitted_at
-            assert self.listener is not None
-            self.listener.fill_failed(request)
+            if load.last_progress_at <= limit:
+                self._give_up(load)
+
+    def _give_up(self, load: Load) -> None:
+        request = load.request
+        assert request is not None, "a load without a request is none of `_loads`"
+        self.abandon(request)
+        record = request.timeline.fills[-1]
+        record.failure = f"nothing came for {self._progress_timeout_s:.0f} s"
+        record.end_s = self._clock() - request.timeline.submitted_at
+        assert self.listener is not None
+        self.listener.fill_failed(request)
+
+    def _leave_stuck(self) -> None:
+        """Leaves threads alone that stand still in a tier: a disk may never answer.
+
+        What they have not begun is not done, others take their place, and their tier is let be
+        until they go on. A thread keeps what it is at: a few pages of the pool in quarantine.
+        """
+        now = self._clock()
+        if self._loader.stuck_s(now) >= self._progress_timeout_s:
+            at = self._loader.current
+            tier = at.tier if isinstance(at, LoadChunk) else self.host
+            self._load_pool = self._make_pool()
+            for load in list(self._loads.values()):
+                self._give_up(load)
+            self._loader = self._replace(self._loader, tier)
+        if self.disk is None:
+            return
+        if self._fetcher.stuck_s(now) >= self._progress_timeout_s:
+            self._fetcher = self._replace(self._fetcher, self.disk)
+        if self._writer.stuck_s(now) >= self._progress_timeout_s:
+            self._writer = self._replace(self._writer, self.disk)
+
+    def _replace(self, mover: Mover, tier: Tier) -> Mover:
+        logger.error(
+            "%s: nothing moves for %g s: it is let be until it goes on",
+            tier.name,
+            self._progress_timeout_s,
+        )
+        tier.counters.stalls += 1
+        self._stuck.append((mover, tier))
+        for move in mover.take_back():
+            move.end()
+        return Mover(mover.name, self._wake)
+
+    def _is_stuck(self, tier: Tier | None) -> bool:
+        return any(stuck is tier for _, stuck in self._stuck)
+
+    def _remove_from_disk(self, places: Sequence[Place]) -> None:
+        assert self.disk is not None
+        if self._is_stuck(self.disk):
+            self.disk.remove_with_next_save(places)
+        else:
+            self._writer.give(Removal(self.disk.medium, places))
 
     def _fetch(self, request: Request) -> None:
         assert self.disk is not None
@@ -431,14 +504,13 @@ class Tiers:
         if self.disk is not None:
             places = self.disk.flush()
             num_pages += len(places)
-            self._writer.give(Removal(self.disk.medium, places))
+            self.disk.remove(places)
         return num_pages
 
     def report(self) -> list[TierReport]:
         """State and counters of each tier."""
-        tiers = [self.host] if self.disk is None else [self.host, self.disk]
         reports = []
-        for tier in tiers:
+        for tier in self._tiers:
             counts = tier.counts()
             reports.append(
                 TierReport(
@@ -455,16 +527,20 @@ class Tiers:
 
     @property
     def num_open(self) -> int:
-        """Moves that have not ended: some of them hold pages of the pool."""
+        """Moves that have not ended, those apart that stand still: some of them hold pages."""
         movers = (self._loader, self._fetcher, self._saver, self._writer)
         return len(self._due) + sum(mover.num_open for mover in movers)
 
     def sizes(self) -> dict[str, int]:
-        """Loads, and moves of all threads."""
-        return {"tier_loads": len(self._loads), "tier_moves": self.num_open}
+        """Loads, moves of all threads, and threads that stand still."""
+        return {
+            "tier_loads": len(self._loads),
+            "tier_moves": self.num_open,
+            "tier_stalls": len(self._stuck),
+        }
 
     def close(self) -> None:
-        """Ends the threads; what they were to save is lost."""
+        """Ends the threads, in bounds; what they were to save is lost."""
         for mover in (self._loader, self._fetcher, self._saver, self._writer):
             mover.close()
         if self._files is not None:

@@ -14,6 +14,7 @@ from weft.engine.transfer.digest import digest_pages
 
 MAX_PUT_PAGES = 64
 MAX_QUEUED_PAGES = 512
+CLOSE_TIMEOUT_S = 5.0
 Tag = tuple[bytes, int] | int
 """What a digest is for: (lease, chunk) of a fill to verify, or the number of a put."""
 
@@ -92,7 +93,7 @@ class DigestThread:
     def close(self) -> None:
         """Ends the thread."""
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

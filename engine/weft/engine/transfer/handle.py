@@ -8,6 +8,7 @@ from typing import Literal
 DATA_CHUNK_BYTES = 1 << 20
 """Most bytes in one `data` event."""
 LEASE_ID_BYTES = 16
+ADAPTER_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,10 @@ class KvHandle:
     """Of the request; less is more urgent."""
     tenant: str = ""
     """Who is charged for the request."""
+    adapter: bytes = b""
+    """Content digest (`ADAPTER_DIGEST_BYTES`) of the adapter that the pages are computed with;
+    empty: the base model. It is part of `namespace`, and names the adapter for those who
+    compute."""
 
 
 EventKind = Literal[

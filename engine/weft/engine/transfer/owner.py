@@ -362,6 +362,7 @@ class OwnerFills:
             nixl=self._plane.target,
             priority=request.priority,
             tenant=request.tenant,
+            adapter=request.adapter,
         )
 
     def _command(

@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from weft.engine import faults
 from weft.engine.device_copies import Mark
-from weft.engine.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES, Digested, Tag
+from weft.engine.transfer.digester import (
+    CLOSE_TIMEOUT_S,
+    MAX_PUT_PAGES,
+    MAX_QUEUED_PAGES,
+    Digested,
+    Tag,
+)
 from weft.engine.transfer.source import Reading
 from weft.engine.transfer.staging import StagingArea
 
@@ -205,9 +211,11 @@ class StagedPort:
         return {"digests": self._jobs.qsize() + len(self._out)}
 
     def close(self) -> None:
-        """Ends the thread, when what was asked for is done."""
+        """Ends the thread, when what was asked for is done or a copy does not end in time."""
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("copies of pages have not ended within %g s", CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         try:

@@ -1,0 +1,102 @@
+"""What an engine says of adapters: to orders, to requests that name them, and in reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.engine.errors import AdapterNotFound, ConfigError, WeftError
+from weft.engine.lora.manager import AdapterManager
+from weft.engine.messages import AdapterOrder, AdapterState, Submit
+from weft.engine.outgoing import Outgoing
+from weft.engine.scheduler.adapters import AdapterDoor, Adapters
+from weft.engine.scheduler.state import Request
+
+
+class EngineAdapters:
+    """The manager of an engine's adapters, or the lack of one.
+
+    Args:
+        manager: None: this engine serves none.
+        out: Takes answers.
+        fail: Ends a request.
+    """
+
+    def __init__(
+        self,
+        manager: AdapterManager | None,
+        out: Outgoing,
+        fail: Callable[[Request, WeftError], None],
+    ) -> None:
+        self.manager = manager
+        self._out = out
+        self._fail = fail
+        self._door: AdapterDoor | None = None
+
+    @property
+    def places(self) -> Adapters | None:
+        """For the scheduler."""
+        return self.manager.residency if self.manager is not None else None
+
+    def attach(self, door: AdapterDoor) -> None:
+        """Takes the scheduler's door, before the first turn."""
+        self._door = door
+        if self.manager is not None:
+            self.manager.attach(door, self)
+
+    def holds(self, digest: bytes) -> bool:
+        """Work that was begun with an adapter may go on here."""
+        return self.manager is not None and self.manager.holds(digest)
+
+    def check(self, submit: Submit) -> None:
+        """A request's adapter is served here.
+
+        Raises:
+            AdapterNotFound: It is not.
+        """
+        digest = submit.adapter
+        if not digest or (self.manager is not None and self.manager.serves(digest)):
+            return
+        # A request that was begun elsewhere may end here, as long as the adapter is there.
+        if submit.attempt == 1 or not self.holds(digest):
+            message = f"adapter {digest.hex()[:16]} is not loaded on this worker"
+            raise AdapterNotFound(message, stage="validate", param="model")
+
+    def order(self, order: AdapterOrder) -> None:
+        """See `AdapterOrder`."""
+        if self.manager is not None:
+            self.manager.order(order)
+        else:
+            error = ConfigError("this worker serves no adapters: its enable_lora is off")
+            self.adapter_ordered(order.query, error)
+
+    def adapter_ordered(self, query: int, error: WeftError | None) -> None:
+        """See `AdapterOwner.adapter_ordered`."""
+        self._out.adapter_reply(query, error)
+
+    def adapter_failed(self, digest: bytes, error: WeftError) -> None:
+        """See `AdapterOwner.adapter_failed`."""
+        assert self._door is not None
+        for request in self._door.waiting_for(digest):
+            self._fail(request, error)
+
+    def turn(self) -> None:
+        """See `AdapterManager.turn`."""
+        if self.manager is not None:
+            self.manager.turn()
+
+    def close(self) -> None:
+        """Ends the manager's threads."""
+        if self.manager is not None:
+            self.manager.close()
+
+    def states(self) -> list[AdapterState]:
+        """See `AdapterManager.states`."""
+        return self.manager.states() if self.manager is not None else []
+
+    def counters(self) -> dict[str, int]:
+        """See `AdapterManager.counters`."""
+        return self.manager.counters() if self.manager is not None else {}
+
+    def sizes(self) -> dict[str, int]:
+        """See `AdapterManager.sizes`."""
+        return self.manager.sizes() if self.manager is not None else {}

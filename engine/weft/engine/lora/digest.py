@@ -1,0 +1,87 @@
+"""The digest that names an adapter: what of its configuration counts, and its tensors. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.engine.errors import AdapterError
+from weft.engine.lora.files import AdapterFiles, open_adapter
+from weft.engine.lora.peft_config import VARIANTS
+
+_VERSION = b"weft-adapter-1"
+# What changes hidden states or logits, or whether the adapter is taken at all. Not: who trained it
+# with which dropout from which path.
+_FIELDS = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+    "trainable_token_indices",
+    "ensure_weight_tying",
+    "use_dora",
+    "lora_bias",
+    "layer_replication",
+)
+_UNORDERED = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
+
+
+def adapter_digest(directory: Path, *, is_lenient: bool = False) -> bytes:
+    """BLAKE2b-256 over an adapter's content, whatever it is called and wherever it lies.
+
+    Args:
+        directory: PEFT directory.
+        is_lenient: Whether it is to be read with what cannot be applied left out: that may give
+            other text, so it is another adapter.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        AdapterError: The directory's files are missing or damaged (see `open_adapter`). Whether
+            the tensors fit a model is found out by `read_adapter`.
+    """
+    with open_adapter(directory) as files:
+        return digest_of(files, is_lenient=is_lenient)
+
+
+def digest_of(files: AdapterFiles, *, is_lenient: bool = False) -> bytes:
+    """`adapter_digest` of a directory that is open."""
+    weights = hashlib.blake2b(digest_size=32)
+    for piece in files.chunks():
+        weights.update(piece)
+    files.check_unchanged()
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (_VERSION, _canonical(files), weights.digest(), bytes([is_lenient])):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _canonical(files: AdapterFiles) -> bytes:
+    values = {name: _value(files.config, name) for name in _FIELDS}
+    # What is refused must not pass for a plain adapter with the same tensors that serves already.
+    values |= {name: True for name in sorted(VARIANTS) if files.config.get(name)}
+    try:
+        return json.dumps(values, separators=(",", ":"), allow_nan=False).encode()
+    except (ValueError, UnicodeEncodeError) as error:
+        raise AdapterError(f"adapter {files.directory}: adapter_config.json: {error}") from error
+
+
+def _value(config: Mapping[str, Any], name: str) -> Any:
+    value = config.get(name)
+    if name in _UNORDERED and isinstance(value, list):
+        return sorted(map(str, value))
+    # Of patterns the first that matches counts: their order is kept. Empty is as good as absent.
+    return (list(value.items()) if isinstance(value, dict) else value) or None

@@ -1,0 +1,220 @@
+"""From a PEFT directory to an `Adapter`: everything in it is applied, or the load fails.
+
+First names, shapes and sizes are checked, by the header alone (`plan`); then tensors are read,
+scaled and checked for NaN and infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from weft.engine.errors import AdapterError
+from weft.engine.lora.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
+from weft.engine.lora.digest import digest_of
+from weft.engine.lora.files import AdapterFiles, TensorEntry, open_adapter
+from weft.engine.lora.plan import (
+    DENSE,
+    PairPlan,
+    VocabularyPlan,
+    plan_adapter,
+    projection_shape,
+)
+from weft.engine.models.config import ModelConfig
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_adapter(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    max_rank: int,
+    max_bytes: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    parts: Collection[str] = (DENSE,),
+    is_lenient: bool = False,
+) -> Adapter:
+    """Reads, checks and normalises an adapter.
+
+    Args:
+        directory: adapter_config.json and adapter_model.safetensors, as PEFT writes them.
+        config: The model that it is for.
+        max_rank: Of any of its modules.
+        max_bytes: Of host memory for its tensors; None: any.
+        dtype: Of the tensors returned; scaling is done in float32 before.
+        parts: Which of `plan.PARTS` the caller applies; an adapter with others is refused.
+        is_lenient: Leaves out, and lists in `Adapter.ignored`, tensors of modules that the model
+            does not have, that the configuration does not target or that the caller does not apply.
+            What is damaged is refused all the same.
+
+    Raises:
+        AdapterError: The message names the directory, and the tensor or field.
+    """
+    with open_adapter(directory) as files:
+        plan = plan_adapter(files, config, max_rank=max_rank, parts=parts, is_lenient=is_lenient)
+        reader = _Reader(files, config, dtype)
+        reader.check_size(plan.num_elements, max_bytes)
+        digest = digest_of(files, is_lenient=is_lenient)
+        changes = {name: reader.vocabulary(part) for name, part in plan.vocabulary.items()}
+        if plan.ties_vocabulary and "embed_tokens" in changes:
+            changes.setdefault("lm_head", _tied(changes["embed_tokens"]))
+        adapter = Adapter(
+            digest=digest,
+            rank=max((pair.rank for pair in plan.pairs), default=0),
+            modules=reader.dense(plan.dense),
+            experts=reader.experts(plan.experts),
+            embed_tokens=changes.get("embed_tokens"),
+            lm_head=changes.get("lm_head"),
+            ignored=plan.ignored,
+        )
+        files.check_unchanged()
+    return adapter
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads tensors as a plan says."""
+
+    files: AdapterFiles
+    config: ModelConfig
+    dtype: torch.dtype
+
+    def check_size(self, num_elements: int, max_bytes: int | None) -> None:
+        """Refuses what is too large, with the arithmetic."""
+        num_bytes = num_elements * self.dtype.itemsize
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise AdapterError(
+                f"adapter {self.files.directory}: its {num_elements} numbers take {num_bytes} "
+                f"bytes of host memory as {self.dtype}, the limit is {max_bytes}"
+            )
+
+    def dense(self, plans: Sequence[PairPlan]) -> Mapping[tuple[int, str], LoraPair]:
+        """The pairs of the projections of dense layers and of attention."""
+        pairs: dict[tuple[int, str], LoraPair] = {}
+        for plan in plans:
+            pair = self._pair(plan)
+            parts = self._split(plan, pair.b, 0)
+            for kind, b in zip(plan.module.kinds, parts, strict=True):
+                pairs[plan.module.layer, kind] = LoraPair(pair.a, b)
+        return pairs
+
+    def experts(self, plans: Sequence[PairPlan]) -> Mapping[tuple[int, str], ExpertLora]:
+        """The changes of experts, those of one projection stacked."""
+        stacks: dict[tuple[int, str], ExpertLora] = {}
+        single: dict[tuple[int, str], list[PairPlan]] = {}
+        for plan in plans:
+            if plan.module.expert is not None:
+                for kind in plan.module.kinds:
+                    single.setdefault((plan.module.layer, kind), []).append(plan)
+                continue
+            pair = self._pair(plan)
+            a, b = pair.a, pair.b
+            if plan.module.parameter is not None:
+                # PEFT (`ParamWrapper.get_delta_weight`) keeps rows of A by expert, then rank, and
+                # columns of B by rank, then expert.
+                count = a.shape[0] // plan.rank
+                a = a.view(count, plan.rank, a.shape[1])
+                b = b.view(b.shape[0], plan.rank, count).permute(2, 0, 1)
+            for kind, part in zip(plan.module.kinds, self._split(plan, b, 1), strict=True):
+                stacks[plan.module.layer, kind] = ExpertLora(a, part)
+        for (layer, kind), members in single.items():
+            stacks[layer, kind] = self._stack(kind, members)
+        return _shared_outer(stacks)
+
+    def vocabulary(self, plan: VocabularyPlan) -> VocabularyChange:
+        """What happens to the embedding or to the LM head."""
+        if plan.copy and not self._are_same(plan.weight, plan.copy):
+            raise AdapterError(
+                f"adapter {self.files.directory}: tensors {plan.weight} and {plan.copy} are of the "
+                "same module, and differ"
+            )
+        return VocabularyChange(
+            weight=self._read(plan.weight) if plan.weight else None,
+            is_frozen=plan.is_frozen,
+            token_ids=plan.token_ids,
+            rows=self._read(plan.tokens) if plan.tokens else None,
+            lora=self._pair(plan.pair) if plan.pair else None,
+        )
+
+    def _stack(self, kind: str, plans: Sequence[PairPlan]) -> ExpertLora:
+        """Pairs of single experts as one; experts without one, and rows that one has fewer than
+        others, become zeros."""
+        assert self.config.moe is not None, "the plan has experts"
+        count, rank = self.config.moe.num_experts, max(plan.rank for plan in plans)
+        width, out = projection_shape(self.config, plans[0].module, kind)
+        a = torch.zeros((count, rank, width), dtype=self.dtype)
+        b = torch.zeros((count, out, rank), dtype=self.dtype)
+        for plan in plans:
+            expert, pair = plan.module.expert, self._pair(plan)
+            a[expert, : plan.rank] = pair.a
+            b[expert, :, : plan.rank] = self._split(plan, pair.b, 0)[plan.module.kinds.index(kind)]
+        return ExpertLora(a, b)
+
+    def _split(self, plan: PairPlan, b: torch.Tensor, axis: int) -> list[torch.Tensor]:
+        """B of stacked projections by projection."""
+        rows = [projection_shape(self.config, plan.module, kind)[1] for kind in plan.module.kinds]
+        if len(rows) == 1:
+            return [b.contiguous()]
+        return [part.contiguous() for part in torch.split(b, rows, dim=axis)]
+
+    def _are_same(self, first: str, second: str) -> bool:
+        entries = self.files.tensors[first], self.files.tensors[second]
+        one, other = (self.files.read(entry) for entry in entries)
+        return entries[0].dtype == entries[1].dtype and one == other
+
+    def _pair(self, plan: PairPlan) -> LoraPair:
+        return LoraPair(self._read(plan.a), self._read(plan.b, plan.scaling))
+
+    def _read(self, name: str, scaling: float = 1.0) -> torch.Tensor:
+        """A tensor, scaled and in the dtype asked for.
+
+        Raises:
+            AdapterError: It has NaN or infinite numbers, or gets them by scaling or conversion.
+        """
+        entry = self.files.tensors[name]
+        stored = _as_tensor(self.files.read(entry), entry)
+        scaled = (stored.float() * scaling if scaling != 1.0 else stored).to(self.dtype)
+        if not torch.isfinite(scaled).all():
+            cause = "as scaled" if torch.isfinite(stored).all() else "as stored"
+            raise AdapterError(
+                f"adapter {self.files.directory}: tensor {name} has NaN or infinite numbers, "
+                f"{cause}"
+            )
+        return scaled
+
+
+def _shared_outer(
+    stacks: Mapping[tuple[int, str], ExpertLora],
+) -> Mapping[tuple[int, str], ExpertLora]:
+    """Outer sides that are written out for every expert, and are equal, as one for all.
+
+    Trainers export shared outer sides under the names of the single experts. Only where this is so
+    in all layers: an adapter is of one form.
+    """
+    outer = [pair.b if kind == "down" else pair.a for (_, kind), pair in stacks.items()]
+    if not all(side.shape[0] > 1 and bool((side == side[:1]).all()) for side in outer):
+        return stacks
+    return {
+        (layer, kind): ExpertLora(pair.a, pair.b[:1].clone())
+        if kind == "down"
+        else ExpertLora(pair.a[:1].clone(), pair.b)
+        for (layer, kind), pair in stacks.items()
+    }
+
+
+def _tied(change: VocabularyChange) -> VocabularyChange:
+    """A change of the embedding as one of the LM head that is tied to it."""
+    if change.lora is None:
+        return change
+    return replace(
+        change, lora=LoraPair(change.lora.b.T.contiguous(), change.lora.a.T.contiguous())
+    )
+
+
+def _as_tensor(data: bytearray, entry: TensorEntry) -> torch.Tensor:
+    if not data:
+        return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    return torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).reshape(entry.shape)

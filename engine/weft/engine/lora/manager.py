@@ -1,0 +1,459 @@
+"""All adapters of a worker: told to load, read, kept on the host, brought to the device.
+
+    load order --> read (thread) --> host memory <--> device        (places: `Residency`)
+                                        |  ^
+                        memory is needed v  | read again when a request wants it
+                                       disk
+
+Nothing here waits: reading and writing are done by threads, requests whose adapter is not on the
+device wait before the scheduler's queue, and everybody else goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from weft.engine.errors import AdapterError, AdapterNotFound, Internal, PeerUnavailable, WeftError
+from weft.engine.lora.host_cache import HostCache, Weights
+from weft.engine.lora.limits import LoraLimits
+from weft.engine.lora.residency import Residency
+from weft.engine.lora.rows import Needs, Place, RowPool
+from weft.engine.messages import AdapterOrder, AdapterPlace, AdapterState
+from weft.engine.scheduler.adapters import AdapterDoor
+from weft.engine.tiers.mover import Mover
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterStore(Protocol):
+    """Where weights come from and go to; both are called by threads of their own."""
+
+    def read(self, directory: str, *, is_lenient: bool) -> Weights:
+        """Reads and checks an adapter.
+
+        Raises:
+            AdapterError: It cannot be used.
+        """
+        ...
+
+    def write(self, place: Place, weights: Weights) -> None:
+        """Writes all rows of a place, which no step uses, and its entries of the tables. They are
+        there when the call returns."""
+        ...
+
+
+class AdapterOwner(Protocol):
+    """Who is told what becomes of orders."""
+
+    def adapter_ordered(self, query: int, error: WeftError | None) -> None:
+        """An order is done; or it has failed."""
+        ...
+
+    def adapter_failed(self, digest: bytes, error: WeftError) -> None:
+        """Requests that wait for this adapter wait in vain."""
+        ...
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Entry:
+    """One adapter that this worker was told of."""
+
+    digest: bytes
+    name: str
+    directory: str
+    is_lenient: bool
+    is_pinned: bool
+    needs: Needs = field(default_factory=dict)
+    """Its rows; known with `is_held`."""
+    rank: int = 0
+    num_bytes: int = 0
+    is_held: bool = False
+    """It was read, and fits."""
+    is_unloading: bool = False
+    loads: list[int] = field(default_factory=list)
+    """Orders to be answered when it was read."""
+    unloads: list[int] = field(default_factory=list)
+    """Orders to be answered when nobody uses it."""
+    error: WeftError | None = None
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"adapter {self.name or self.digest.hex()[:16]} ({self.directory})"
+
+
+class AdapterManager:
+    """Loads and unloads adapters, and brings them to the device for requests.
+
+    Args:
+        limits: What they may take.
+        store: Reads and writes weights.
+        wake: Called from other threads when `turn` has something to take.
+    """
+
+    def __init__(self, limits: LoraLimits, store: AdapterStore, wake: Callable[[], None]) -> None:
+        self._limits = limits
+        self._store = store
+        self.residency = Residency(RowPool(limits.num_rows, limits.max_loras))
+        """For the scheduler."""
+        self._door: AdapterDoor | None = None
+        self._owner: AdapterOwner | None = None
+        self._host = HostCache(limits.host_bytes)
+        self._entries: dict[bytes, _Entry] = {}
+        self._new: deque[_Entry] = deque()
+        """To be read for the first time."""
+        self._reading: _Entry | None = None
+        self._was_new = False
+        """What was read last was so for the first time."""
+        self._reader = Mover("weft-lora-read", wake)
+        self._writer = Mover("weft-lora-write", wake)
+        self._is_changed = False
+        self.num_reads = 0
+        self.num_writes = 0
+        """Adapters read, and written to the device, since start."""
+
+    def attach(self, door: AdapterDoor, owner: AdapterOwner) -> None:
+        """Makes itself known to the engine that is built around it.
+
+        Args:
+            door: The scheduler's.
+            owner: Is told what becomes of orders.
+        """
+        self._door, self._owner = door, owner
+
+    def close(self) -> None:
+        """Ends the threads after what they are at."""
+        self._reader.close()
+        self._writer.close()
+
+    @property
+    def door(self) -> AdapterDoor:
+        """The scheduler's."""
+        assert self._door is not None
+        return self._door
+
+    @property
+    def owner(self) -> AdapterOwner:
+        """Whoever is told."""
+        assert self._owner is not None
+        return self._owner
+
+    # -- orders and queries ----------------------------------------------------------------------
+
+    def serves(self, digest: bytes) -> bool:
+        """New requests may name it."""
+        entry = self._entries.get(digest)
+        return entry is not None and entry.is_held and not entry.is_unloading
+
+    def holds(self, digest: bytes) -> bool:
+        """Requests that were begun with it may go on here."""
+        entry = self._entries.get(digest)
+        return entry is not None and entry.is_held
+
+    def order(self, order: AdapterOrder) -> None:
+        """See `AdapterOrder`."""
+        self._is_changed = True
+        if order.action == "load":
+            self._load(order)
+        else:
+            self._unload(order)
+
+    def states(self) -> list[AdapterState]:
+        """Of all adapters, for reports."""
+        return [
+            AdapterState(
+                digest=entry.digest,
+                name=entry.name,
+                state=self._place_of(entry),
+                rank=entry.rank,
+                num_bytes=entry.num_bytes,
+                num_requests=self.residency.num_requests(entry.digest),
+                is_pinned=entry.is_pinned,
+                is_unloading=entry.is_unloading,
+                error=entry.error.message if entry.error is not None else "",
+            )
+            for entry in self._entries.values()
+        ]
+
+    def counters(self) -> dict[str, int]:
+        """Since start."""
+        return {
+            "adapter_reads": self.num_reads,
+            "adapter_writes": self.num_writes,
+            "adapter_evictions": self.residency.num_evictions,
+        }
+
+    def sizes(self) -> dict[str, int]:
+        """Lengths of what grows with requests."""
+        return {
+            "adapter_moves": self._reader.num_open + self._writer.num_open,
+            **self.residency.sizes(),
+        }
+
+    def _place_of(self, entry: _Entry) -> AdapterPlace:
+        if entry.error is not None:
+            return "failed"
+        if not entry.is_held:
+            return "loading"
+        if self.residency.is_loaded(entry.digest):
+            return "device"
+        return "host" if entry.digest in self._host else "disk"
+
+    def _load(self, order: AdapterOrder) -> None:
+        entry = self._entries.get(order.digest)
+        if entry is None or entry.error is not None:
+            self._begin(order, entry)
+            return
+        if entry.is_held:
+            try:
+                self._check_pins(entry, is_pinned=order.is_pinned)
+            except AdapterError as error:
+                self.owner.adapter_ordered(order.query, error)
+                return
+        entry.name, entry.directory = order.name, order.directory
+        entry.is_lenient, entry.is_pinned = order.is_lenient, order.is_pinned
+        self.residency.pin(entry.digest, is_pinned=order.is_pinned)
+        entry.is_unloading = False
+        self._answer(entry.unloads, None)
+        if entry.is_held:
+            self.owner.adapter_ordered(order.query, None)
+        else:
+            entry.loads.append(order.query)
+
+    def _begin(self, order: AdapterOrder, failed: _Entry | None) -> None:
+        entry = _Entry(
+            digest=order.digest,
+            name=order.name,
+            directory=order.directory,
+            is_lenient=order.is_lenient,
+            is_pinned=order.is_pinned,
+            loads=[order.query],
+        )
+        if failed is not None:
+            self._answer(failed.unloads, None)
+        self._entries[order.digest] = entry
+        self._new.append(entry)
+
+    def _unload(self, order: AdapterOrder) -> None:
+        entry = self._entries.get(order.digest)
+        if entry is None:
+            self.owner.adapter_ordered(order.query, None)
+            return
+        entry.is_unloading = True
+        entry.unloads.append(order.query)
+        error = AdapterNotFound(f"{entry.label} was unloaded before it was read", stage="load")
+        self._answer(entry.loads, error)
+
+    def _answer(self, queries: list[int], error: WeftError | None) -> None:
+        for query in queries:
+            self.owner.adapter_ordered(query, error)
+        queries.clear()
+
+    def _check_pins(self, entry: _Entry, *, is_pinned: bool) -> None:
+        """What would be pinned leaves room for each of the others.
+
+        Raises:
+            AdapterError: It does not.
+        """
+        held = [e for e in self._entries.values() if e.is_held and e is not entry]
+        pinned = [e.needs for e in held if e.is_pinned]
+        others = [e.needs for e in held if not e.is_pinned]
+        (pinned if is_pinned else others).append(entry.needs)
+        self._limits.check_beside(entry.label, pinned, others)
+
+    # -- a turn ----------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Takes what threads have done, and gives them what is wanted next."""
+        has_news = self._reader.take() | self._writer.take() | self._is_changed
+        if not (has_news or self.door.is_changed or self.residency.is_changed):
+            return
+        self._is_changed = self.door.is_changed = self.residency.is_changed = False
+        self._end_unloads()
+        wanted = self._wanted()
+        for digest in self.residency.stay(wanted):
+            self.door.came(digest)
+        for index, digest in enumerate(wanted):
+            self._bring(self._entries[digest], wanted[index + 1 :])
+        if self._reading is None:
+            self._read_next(wanted)
+
+    def _wanted(self) -> list[bytes]:
+        """Adapters that are to get a place on the device, the first one first."""
+        has = self.residency.has
+        entries = self._entries.values()
+        pinned = [e.digest for e in entries if e.is_pinned and e.is_held and not e.is_unloading]
+        wanted = [digest for digest in pinned if not has(digest)]
+        for digest in self.door.wanted():
+            entry = self._entries.get(digest)
+            if entry is None or not entry.is_held:
+                reason = entry.error.message if entry is not None and entry.error else "it is gone"
+                self._fail_requests(digest, f"adapter {digest.hex()[:16]}: {reason}")
+            elif digest not in wanted and not has(digest):
+                wanted.append(digest)
+        return wanted
+
+    def _fail_requests(self, digest: bytes, message: str) -> None:
+        """Another worker may still have the adapter."""
+        self.owner.adapter_failed(digest, PeerUnavailable(message, stage="adapter"))
+
+    def _end_unloads(self) -> None:
+        for entry in [entry for entry in self._entries.values() if entry.is_unloading]:
+            digest = entry.digest
+            is_used = self.residency.num_requests(digest) > 0 or self._reading is entry
+            if is_used or not self.residency.drop(digest):
+                continue
+            if entry in self._new:
+                self._new.remove(entry)
+            self._host.drop(digest)
+            del self._entries[digest]
+            self._answer(entry.unloads, None)
+
+    def _bring(self, entry: _Entry, later: list[bytes]) -> None:
+        """Gives a wanted adapter its place, or makes others leave for it."""
+        digest = entry.digest
+        if digest not in self._host:
+            return  # It is read first.
+        residency, needs = self.residency, entry.needs
+        place = residency.place(digest, needs, later, is_pinned=entry.is_pinned)
+        if place is None:
+            for leaving in residency.make_leave(digest, needs, later):
+                self.door.goes(leaving)
+            place = residency.place(digest, needs, later, is_pinned=entry.is_pinned)
+        weights = self._host.get(digest)
+        if place is not None and weights is not None:
+            self._write(entry, place, weights)
+
+    def _write(self, entry: _Entry, place: Place, weights: Weights) -> None:
+        self.num_writes += 1
+        self._writer.give(_Write(self._store, place, weights, lambda e: self._written(entry, e)))
+
+    def _written(self, entry: _Entry, error: Exception | None) -> None:
+        self.residency.arrived(entry.digest)
+        if error is None:
+            self.door.came(entry.digest)
+            return
+        logger.error("%s was not written to the device", entry.label, exc_info=error)
+        self.residency.drop(entry.digest)
+        self._set_failed(entry, Internal(f"{entry.label} was not written to the device: {error}"))
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _read_next(self, wanted: list[bytes]) -> None:
+        """One at a time: one that requests wait for, and one to be loaded, in turns."""
+        again = self._first_to_read(wanted)
+        if self._new and (again is None or not self._was_new):
+            entry, self._was_new = self._new.popleft(), True
+        elif again is not None:
+            entry, self._was_new = again, False
+        else:
+            return
+        self._reading = entry
+        self.num_reads += 1
+        self._reader.give(_Read(self._store, entry, self._was_read))
+
+    def _first_to_read(self, wanted: list[bytes]) -> _Entry | None:
+        """Those wanted before stay in host memory beside it."""
+        num_bytes = 0
+        for digest in wanted:
+            entry = self._entries[digest]
+            if self.residency.has(digest):
+                continue  # It got its place in this turn.
+            num_bytes += entry.num_bytes
+            if num_bytes > self._limits.host_bytes:
+                return None
+            if digest not in self._host:
+                return entry
+        return None
+
+    def _was_read(self, entry: _Entry, weights: Weights | None, error: Exception | None) -> None:
+        self._reading = None
+        if weights is not None:
+            try:
+                self._take(entry, weights)
+            except AdapterError as refused:
+                error = refused
+        if error is None:
+            self._answer(entry.loads, None)
+            return
+        if not isinstance(error, WeftError):
+            logger.error("%s was not read", entry.label, exc_info=error)
+            error = Internal(f"{entry.label} was not read: {type(error).__name__}: {error}")
+        self._set_failed(entry, error)
+
+    def _take(self, entry: _Entry, weights: Weights) -> None:
+        """Raises AdapterError if it is not what was to be read, or does not fit."""
+        if weights.digest != entry.digest:
+            raise AdapterError(
+                f"{entry.label} has the digest {weights.digest.hex()[:16]}, not "
+                f"{entry.digest.hex()[:16]}: it was changed since it was registered"
+            )
+        if not entry.is_held:
+            entry.needs, entry.rank = weights.needs, weights.rank
+            entry.num_bytes = weights.num_bytes
+            self._limits.check(entry.label, entry.needs, entry.num_bytes)
+            if not entry.is_unloading:
+                self._check_pins(entry, is_pinned=entry.is_pinned)
+            entry.is_held = True
+        wanted = self._wanted()
+        self._host.put(weights, wanted)
+        if wanted or entry.is_unloading:
+            return  # What is free is for those that are waited for.
+        place = self.residency.place_if_free(entry.digest, entry.needs, is_pinned=entry.is_pinned)
+        if place is not None:
+            self._write(entry, place, weights)
+
+    def _set_failed(self, entry: _Entry, error: WeftError) -> None:
+        entry.error, entry.is_held = error, False
+        self._host.drop(entry.digest)
+        self._answer(entry.loads, error)
+        self._fail_requests(entry.digest, error.message)
+
+
+@dataclass(slots=True)
+class _Read:
+    """An adapter being read."""
+
+    store: AdapterStore
+    entry: _Entry
+    done: Callable[[_Entry, Weights | None, Exception | None], None]
+    weights: Weights | None = None
+    error: Exception | None = None
+
+    def run(self) -> None:
+        """See `Move.run`."""
+        try:
+            entry = self.entry
+            self.weights = self.store.read(entry.directory, is_lenient=entry.is_lenient)
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> None:
+        """See `Move.end`."""
+        self.done(self.entry, self.weights, self.error)
+
+
+@dataclass(slots=True)
+class _Write:
+    """An adapter being written to the device."""
+
+    store: AdapterStore
+    place: Place
+    weights: Weights
+    done: Callable[[Exception | None], None]
+    error: Exception | None = None
+
+    def run(self) -> None:
+        """See `Move.run`."""
+        try:
+            self.store.write(self.place, self.weights)
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> None:
+        """See `Move.end`."""
+        self.done(self.error)

@@ -1,0 +1,149 @@
+"""Tensor names of adapters, of PEFT and of those who write its format, taken apart. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+DENSE_KINDS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Projections of a decoder layer, in the order of its computation."""
+
+ROUTER = "router"
+"""Kind of the product that chooses a token's experts."""
+
+_PREFIX = re.compile(
+    r"(?:base_model\.model\.)?(?P<path>(?:model\.)?(?:language_model\.)?(?:model\.)?(?P<rest>.*))"
+)
+_PART = re.compile(
+    r"(?P<module>.+?)\."
+    r"(?P<part>lora_embedding_A|lora_embedding_B|lora_A|lora_B|lora_magnitude_vector)"
+    r"(?:\.(?!weight$|bias$)(?P<adapter>[^.]+))?(?:\.(?P<field>weight|bias))?"
+)
+_SAVED = re.compile(
+    r"(?P<module>.+?)(?P<wrapper>\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+?)?)?"
+    r"\.weight"
+)
+_TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.[^.]+)?")
+_SAVED_PARTS = {
+    "": "weight",
+    "modules_to_save": "copy",
+    "base_layer": "frozen",
+    "original_module": "original",
+}
+_LAYER = re.compile(r"layers\.(?P<layer>\d{1,6})\.(?P<module>.+)")
+_EXPERT = re.compile(
+    r"(?:mlp|block_sparse_moe)\.experts(?:\.(?P<expert>\d{1,6}))?(?:\.(?P<leaf>(?!\d)[^.]+))?"
+)
+
+_ATTENTION: Mapping[str, tuple[str, ...]] = {
+    "q_proj": ("q",),
+    "k_proj": ("k",),
+    "v_proj": ("v",),
+    "qkv_proj": ("q", "k", "v"),
+    "o_proj": ("o",),
+}
+_MLP: Mapping[str, tuple[str, ...]] = {
+    "gate_proj": ("gate",),
+    "up_proj": ("up",),
+    "gate_up_proj": ("gate", "up"),
+    "down_proj": ("down",),
+}
+_ROUTER: Mapping[str, tuple[str, ...]] = {"gate": (ROUTER,)}
+# Mixtral's letters: w1 and w3 are gate and up, w2 is down.
+_EXPERT_LEAVES: Mapping[str, tuple[str, ...]] = {
+    **_MLP,
+    "w1": ("gate",),
+    "w2": ("down",),
+    "w3": ("up",),
+}
+VOCABULARY = ("embed_tokens", "lm_head")
+
+
+# PEFT wraps the parameters of all experts, gate_up_proj and down_proj, one around the other: which
+# of them a name means, shapes tell.
+_WRAPPERS = (None, "base_layer")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleName:
+    """A module of the model that an adapter has tensors for."""
+
+    path: str
+    """As the adapter calls it, without PEFT's prefix; what patterns are matched with."""
+    rest: str
+    """From `layers.` on, or the name of a module outside the layers."""
+    layer: int = -1
+    """-1: outside the layers."""
+    kinds: tuple[str, ...] = ()
+    """Projections that it computes, whose outputs are stacked; empty: none that is known."""
+    is_expert: bool = False
+    expert: int | None = None
+    """Number of the expert; None: no expert, or all of them."""
+    parameter: str | None = None
+    """Of the parameters of all experts that PEFT wraps; "" as long as it is not known which."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Full names that the module goes by in configurations."""
+        canonical = self.rest if self.rest == "lm_head" else f"model.{self.rest}"
+        names: tuple[str, ...] = (self.path, canonical)
+        if self.parameter is not None:
+            names = tuple(f"{n.removesuffix('.base_layer')}.{self.parameter}" for n in names)
+        if self.kinds == (ROUTER,):
+            # PEFT calls it by its parameter as well.
+            names = (*names, *(f"{name}.weight" for name in names))
+        return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorName:
+    """What a tensor is."""
+
+    module: ModuleName
+    part: str
+    """A or B: half of a LoRA. embedding_A, embedding_B: of an embedding's. weight: the whole
+    parameter. copy: the same once more. frozen: the parameter below a LoRA, which was not trained.
+    original: the base's, in the place of which stands another. tokens: some rows of the parameter.
+    magnitude: DoRA's vector. bias: of B. other: none of these."""
+
+
+def parse_name(name: str) -> TensorName:
+    """Takes the name of a tensor apart; never fails (see `TensorName.part`)."""
+    if found := _PART.fullmatch(name):
+        part = found["part"].removeprefix("lora_").replace("magnitude_vector", "magnitude")
+        part = "bias" if found["field"] == "bias" else part
+        return TensorName(parse_module(found["module"]), part)
+    if found := _TOKENS.fullmatch(name):
+        return TensorName(parse_module(found["module"]), "tokens")
+    if found := _SAVED.fullmatch(name):
+        wrapper = (found["wrapper"] or "").split(".")[:2][-1]
+        return TensorName(parse_module(found["module"]), _SAVED_PARTS[wrapper])
+    return TensorName(parse_module(name), "other")
+
+
+def parse_module(name: str) -> ModuleName:
+    """What a module is, by its name with or without prefixes."""
+    found = _PREFIX.fullmatch(name)
+    assert found is not None, "every name has this form"
+    path, rest = found["path"], found["rest"]
+    if rest in VOCABULARY:
+        return ModuleName(path, rest, kinds=(rest,))
+    inside = _LAYER.fullmatch(rest)
+    if inside is None:
+        return ModuleName(path, rest)
+    layer, module = int(inside["layer"]), inside["module"]
+    if (expert := _EXPERT.fullmatch(module)) is not None:
+        return _expert_module(ModuleName(path, rest, layer, is_expert=True), expert)
+    block, _, leaf = module.rpartition(".")
+    mlp = {**_MLP, **_ROUTER}
+    projections = {"self_attn": _ATTENTION, "mlp": mlp, "block_sparse_moe": _ROUTER}.get(block, {})
+    return ModuleName(path, rest, layer, projections.get(leaf, ()))
+
+
+def _expert_module(module: ModuleName, found: re.Match[str]) -> ModuleName:
+    number, leaf = found["expert"], found["leaf"]
+    if number is None and leaf in _WRAPPERS:
+        return replace(module, parameter="")
+    expert = None if number is None else int(number)
+    return replace(module, expert=expert, kinds=_EXPERT_LEAVES.get(leaf or "", ()))

@@ -1,0 +1,215 @@
+"""The device's memory for adapters: rows of rank 8 for each kind of projection, and their tables.
+
+It is all taken at start, before the KV pool is sized, and never moves: captured graphs read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from weft.engine.config import EngineConfig
+from weft.engine.errors import AdapterError, ConfigError, ModelError
+from weft.engine.lora.formats import read_adapter
+from weft.engine.lora.host_cache import Weights
+from weft.engine.lora.limits import LoraLimits
+from weft.engine.lora.names import VOCABULARY
+from weft.engine.lora.plan import DENSE, EXPERTS
+from weft.engine.lora.projections import B_SUFFIX, EMBED_TOKENS, Projection
+from weft.engine.lora.rows import Place, Rows
+from weft.engine.lora.weights import Half, HostWeights, host_weights
+from weft.engine.models.checkpoint import Checkpoint
+from weft.engine.models.config import ModelConfig
+from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights
+
+DEFAULT_RANK = 16
+"""Of the adapters that the default of `lora_memory_bytes` has room for."""
+
+
+def plan_lora(
+    config: EngineConfig, projections: Sequence[Projection], dtype: torch.dtype
+) -> LoraLimits:
+    """Divides the memory for adapters among the kinds of projections, for adapters of one rank on
+    all of them.
+
+    Raises:
+        ConfigError: Not one row of each fits.
+    """
+    shares: dict[str, tuple[int, int]] = {}
+    for part in projections:
+        shares |= part.rows(dtype.itemsize)
+    unit = sum(count * size for count, size in shares.values())
+    size = config.lora_memory_bytes
+    if size is None:
+        size = config.max_loras * (DEFAULT_RANK // ROW_RANK) * unit
+    num_rows = {name: size * count // unit for name, (count, _) in shares.items()}
+    if not all(num_rows.values()):
+        raise ConfigError(
+            f"lora_memory_bytes = {size:,} holds not one row of rank {ROW_RANK} of each of "
+            f"{', '.join(num_rows)}; an adapter of rank {ROW_RANK} on all of them takes {unit:,} "
+            "bytes",
+            param="lora_memory_bytes",
+        )
+    return LoraLimits(
+        max_loras=config.max_loras,
+        memory_bytes=size,
+        num_rows=num_rows,
+        row_bytes={name: row_bytes for name, (_, row_bytes) in shares.items()},
+        host_bytes=config.lora_host_bytes,
+    )
+
+
+class LoraPool:
+    """Rows and tables; implements `weft.engine.lora.manager.AdapterStore`.
+
+    `read` and `write` are called by one thread each. `write` touches only what no step uses, and on
+    a GPU works on a stream of its own: it waits for no step, and no step for it.
+
+    Args:
+        limits: Rows of each kind.
+        projections: That adapters may change.
+        model: Whose they are.
+        model_dir: Its checkpoint.
+        max_rank: Of an adapter.
+        dtype: Of the model.
+        device: Of the model.
+
+    Raises:
+        ConfigError: There is not enough memory.
+    """
+
+    def __init__(
+        self,
+        limits: LoraLimits,
+        projections: Sequence[Projection],
+        model: ModelConfig,
+        model_dir: Path,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.limits = limits
+        self._projections = {part.name: part for part in projections}
+        self._model = model
+        self._model_dir = model_dir
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._is_cuda = device.type == "cuda"
+        self.max_slots = limits.max_loras + 1
+        """Slots of tables, that of no adapter included."""
+        try:
+            self._weights = {part.name: self._new(part, device) for part in projections}
+        except RuntimeError as error:
+            raise ConfigError(
+                f"lora_memory_bytes: {limits.memory_bytes:,} bytes for adapters do not fit: {error}"
+            ) from error
+        self._groups: dict[str, tuple[LoraWeights, ...]] = {}
+        for part in projections:
+            weights = (*self._groups.get(part.group, ()), self._weights[part.name])
+            self._groups[part.group] = weights
+        self._stream = _new_stream(device) if self._is_cuda else None
+
+    def _new(self, part: Projection, device: torch.device) -> LoraWeights:
+        def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        counts, own_b = self.limits.num_rows, part.name + B_SUFFIX
+        max_rows = -(-self._max_rank // ROW_RANK)
+        slots = (part.num_layers, self.max_slots * part.num_experts)
+        num_b = counts[own_b if part.is_expert else part.name]
+        return LoraWeights(
+            a=zeros((counts[part.name], ROW_RANK, part.in_features), self._dtype),
+            b=zeros((num_b, ROW_RANK, part.out_features), self._dtype),
+            table=zeros((*slots, max_rows), torch.int32),
+            counts=zeros(slots, torch.int32),
+            column=part.column,
+            b_table=zeros((*slots, max_rows), torch.int32) if part.is_expert else None,
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Adapters may change the LM head."""
+        return "lm_head" in self._groups
+
+    def step(self, segments: LoraSegments) -> LoraStep:
+        """What the layers are given for a step whose tokens are sorted so."""
+        return LoraStep(segments=segments, **self._groups)
+
+    def read(self, directory: str, *, is_lenient: bool) -> Weights:
+        """See `AdapterStore.read`."""
+        with torch.inference_mode():
+            adapter = read_adapter(
+                Path(directory),
+                self._model,
+                max_rank=self._max_rank,
+                max_bytes=self.limits.host_bytes,
+                dtype=self._dtype,
+                parts=self._parts,
+                is_lenient=is_lenient,
+            )
+            parts = tuple(self._projections.values())
+            try:
+                return host_weights(
+                    adapter, parts, self._max_rank, self._is_base, is_pinned=self._is_cuda
+                )
+            except AdapterError as error:
+                raise AdapterError(f"adapter {directory}: {error.message}") from error
+
+    def _is_base(self, name: str, weight: torch.Tensor) -> bool:
+        """See `IsBase`."""
+        try:
+            with Checkpoint(self._model_dir, weight.dtype, torch.device("cpu"), None) as base:
+                tensor = f"{name}.weight"
+                if name == EMBED_TOKENS or not base.has(tensor):
+                    tensor = "model.embed_tokens.weight"
+                own = torch.empty_like(weight)
+                base.read_into(tensor, own)
+        except ModelError:  # Another shape, or there is no checkpoint.
+            return False
+        return torch.equal(own, weight)
+
+    @property
+    def _parts(self) -> set[str]:
+        """See `read_adapter`."""
+        parts = {DENSE}
+        for projection in self._projections.values():
+            if projection.is_expert:
+                parts.add(EXPERTS)
+            elif projection.kind in VOCABULARY:
+                parts.add(projection.kind)
+        return parts
+
+    def write(self, place: Place, weights: Weights) -> None:
+        """See `AdapterStore.write`."""
+        assert isinstance(weights, HostWeights)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for name, target in self._weights.items():
+                num_experts = self._projections[name].num_experts
+                slots = slice(place.slot * num_experts, (place.slot + 1) * num_experts)
+                given = weights.kinds.get(name)
+                if given is None:
+                    target.counts[:, slots].zero_()
+                    continue
+                rows = place.rows[name]
+                rows_of_b = place.rows.get(name + B_SUFFIX, rows)
+                _write_half(target.a, target.table[:, slots], rows, given.a)
+                _write_half(target.b, target.rows_of_b[:, slots], rows_of_b, given.b)
+                target.counts[:, slots].copy_(torch.from_numpy(given.counts))
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Half) -> None:
+    """Overwrites rows wholly: nothing of what was there before is left, whatever it was."""
+    cuts = np.flatnonzero(np.diff(rows) != 1) + 1  # Between pieces of consecutive rows.
+    for begin, end in pairwise([0, *cuts.tolist(), len(rows)]):
+        first, count = int(rows[begin]), end - begin
+        target[first : first + count].copy_(given.rows[begin:end], non_blocking=True)
+    table.copy_(torch.from_numpy(rows[given.index]))
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,160 @@
+"""What of a model adapters may change here, and the rows that it takes. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.engine.errors import ConfigError
+from weft.engine.models.config import ModelConfig
+
+ROW_RANK = 8
+"""Ranks of a row (`weft.kernels.lora.ROW_RANK`)."""
+EXPERTS = "experts"
+SHARED_EXPERTS = "shared_experts"
+"""Experts of which all share one A for gate and up, and one B for down."""
+EMBED_TOKENS, LM_HEAD = "embed_tokens", "lm_head"
+B_SUFFIX = ".b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """One kind of product, in all layers that have it."""
+
+    name: str
+    """Of its rows; `expert_gate` for `gate` of experts."""
+    kind: str
+    """As adapters call it: `weft.engine.lora.names.DENSE_KINDS`, embed_tokens or lm_head."""
+    group: str
+    """Field of `weft.kernels.lora.LoraStep`."""
+    in_features: int
+    out_features: int
+    column: int = 0
+    """Where its results begin in the product that it is computed in."""
+    num_layers: int
+    num_experts: int = 1
+    """In each layer; 1: there are none."""
+    is_a_shared: bool = False
+    """There is memory for one A for all experts of a layer,"""
+    is_b_shared: bool = False
+    """or for one B."""
+
+    @property
+    def is_expert(self) -> bool:
+        """A and B have rows of their own: adapters may share one of them among experts."""
+        return self.num_experts > 1
+
+    def rows(self, item_bytes: int) -> Mapping[str, tuple[int, int]]:
+        """What a change of rank `ROW_RANK` in all layers takes: rows, and bytes of each.
+
+        Args:
+            item_bytes: Of a number.
+        """
+        a, b = (ROW_RANK * size * item_bytes for size in (self.in_features, self.out_features))
+        if not self.is_expert:
+            return {self.name: (self.num_layers, a + b)}
+        all_experts = self.num_layers * self.num_experts
+        return {
+            self.name: (self.num_layers if self.is_a_shared else all_experts, a),
+            self.name + B_SUFFIX: (self.num_layers if self.is_b_shared else all_experts, b),
+        }
+
+
+def projections_of(model: ModelConfig, names: Sequence[str]) -> tuple[Projection, ...]:
+    """The projections of a model that adapters may change.
+
+    Args:
+        model: Its configuration.
+        names: `EngineConfig.lora_projections`.
+
+    Raises:
+        ConfigError: The model has nothing of such a name.
+    """
+    known = {**_dense(model), **_vocabulary(model), **_experts(model)}
+    chosen = tuple(names) or tuple(_dense(model))
+    unknown = [name for name in chosen if name not in known]
+    if unknown or {EXPERTS, SHARED_EXPERTS} <= set(chosen):
+        raise ConfigError(
+            f"lora_projections = {', '.join(chosen)}: this model has {', '.join(known)}, and "
+            f"{EXPERTS} or {SHARED_EXPERTS} but not both",
+            param="lora_projections",
+        )
+    return tuple(part for name in chosen for part in known[name])
+
+
+def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
+    hidden, inner = model.hidden_size, model.intermediate_size
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    shapes = {
+        "q": ("qkv", hidden, q_size, 0),
+        "k": ("qkv", hidden, kv_size, q_size),
+        "v": ("qkv", hidden, kv_size, q_size + kv_size),
+        "o": ("o", q_size, hidden, 0),
+    }
+    moe = model.moe
+    if moe is None or not all(moe.is_sparse(layer) for layer in range(model.num_layers)):
+        shapes["gate"] = ("gate_up", hidden, inner, 0)
+        shapes["up"] = ("gate_up", hidden, inner, inner)
+        shapes["down"] = ("down", inner, hidden, 0)
+    return {
+        kind: (
+            Projection(
+                name=kind,
+                kind=kind,
+                group=group,
+                in_features=in_features,
+                out_features=out_features,
+                column=column,
+                num_layers=model.num_layers,
+            ),
+        )
+        for kind, (group, in_features, out_features, column) in shapes.items()
+    }
+
+
+def _vocabulary(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
+    hidden, vocab = model.hidden_size, model.vocab_size
+    shapes = {EMBED_TOKENS: ("embed", vocab, hidden), LM_HEAD: ("lm_head", hidden, vocab)}
+    return {
+        name: (
+            Projection(
+                name=name,
+                kind=name,
+                group=group,
+                in_features=in_features,
+                out_features=out_features,
+                num_layers=1,
+            ),
+        )
+        for name, (group, in_features, out_features) in shapes.items()
+    }
+
+
+def _experts(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
+    moe = model.moe
+    if moe is None:
+        return {}
+    hidden, inner = model.hidden_size, moe.intermediate_size
+    shapes = {
+        "gate": ("w13", hidden, inner, 0),
+        "up": ("w13", hidden, inner, inner),
+        "down": ("w2", inner, hidden, 0),
+    }
+    return {
+        name: tuple(
+            Projection(
+                name=f"expert_{kind}",
+                kind=kind,
+                group=group,
+                in_features=in_features,
+                out_features=out_features,
+                column=column,
+                num_layers=model.num_layers,
+                num_experts=moe.num_experts,
+                is_a_shared=name == SHARED_EXPERTS and kind != "down",
+                is_b_shared=name == SHARED_EXPERTS and kind == "down",
+            )
+            for kind, (group, in_features, out_features, column) in shapes.items()
+        )
+        for name in (EXPERTS, SHARED_EXPERTS)
+    }

@@ -1,0 +1,51 @@
+"""What an engine does for chat sessions: pins what their requests leave, as far as that may be."""
+
+from __future__ import annotations
+
+from weft.engine.clock import Clock
+from weft.engine.config import EngineConfig
+from weft.engine.memory.radix_cache import RadixCache
+from weft.engine.memory.session_pins import SessionKey, SessionPins
+from weft.engine.scheduler.state import Request
+
+
+def make_sessions(
+    config: EngineConfig, prefixes: RadixCache | None, num_pages: int, clock: Clock
+) -> Sessions | None:
+    """Sessions within the shares of the pool that settings give them; None: there are none.
+
+    Args:
+        config: Settings.
+        prefixes: None: nothing is cached.
+        num_pages: Of the pool.
+        clock: Monotonic seconds.
+    """
+    max_pages = int(num_pages * config.session_pool_share)
+    if prefixes is None or max_pages < 1:
+        return None
+    max_tenant_pages = max(1, int(max_pages * config.session_tenant_share))
+    return Sessions(SessionPins(prefixes, max_pages, max_tenant_pages, config.session_ttl_s), clock)
+
+
+class Sessions:
+    """Takes requests that end. Belongs to the engine's thread."""
+
+    def __init__(self, pins: SessionPins, clock: Clock) -> None:
+        self.pins = pins
+        self._clock = clock
+
+    def on_leaving(self, request: Request) -> None:
+        """A request that names a session ends well; its pages are its own still."""
+        if request.ends_session:
+            self.release(request.cache_salt, request.session_id)
+        elif request.cache_leaf is not None and request.cache_leaf.page >= 0:
+            key = SessionKey(request.cache_salt, request.session_id, request.adapter)
+            self.pins.pin(key, request.tenant, request.cache_leaf, self._clock())
+
+    def release(self, cache_salt: str, session_id: str) -> None:
+        """A client says that a session is over."""
+        self.pins.release(cache_salt, session_id)
+
+    def tick(self) -> None:
+        """Ends what has been still for too long."""
+        self.pins.expire(self._clock())
