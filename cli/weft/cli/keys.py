@@ -28,7 +28,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         if arguments.action == "add":
             lifetime = None if arguments.days is None else datetime.timedelta(days=arguments.days)
-            key, entry = new_key(arguments.tenant, arguments.cache_group, lifetime)
+            key, entry = new_key(
+                arguments.tenant,
+                arguments.cache_group,
+                lifetime,
+                manages_adapters=arguments.adapters,
+            )
             write_keys(path, [*_entries(path), entry])
             sys.stderr.write(f"{path}: added {entry.id} for {entry.tenant}; its only showing:\n")
             sys.stdout.write(f"{key}\n")
@@ -74,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     add = actions.add_parser("add", help="make a key and print it")
     add.add_argument("tenant", help="whose it is")
     add.add_argument("--cache-group", default="", help="share cached prefixes within this group")
+    add.add_argument(
+        "--adapters", action="store_true", help="let its owner load and unload LoRA adapters"
+    )
     add.add_argument("--days", type=int, help="lifetime; default: no end")
     listing = actions.add_parser("list", help="show keys, without their secrets")
     listing.add_argument(

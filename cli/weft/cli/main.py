@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "certs": Command("weft.cli.certs", "make certificates for the services of a mesh"),
     "keys": Command("weft.cli.keys", "add, list and revoke the API keys of tenants"),
     "chaos": Command("weft.cli.chaos.command", "fault runs against a mesh of its own, with checks"),
+    "adapter": Command("weft.cli.adapter", "load, unload and list LoRA adapters"),
     "model": Command("weft.cli.model", "list, verify and convert models"),
 }
 

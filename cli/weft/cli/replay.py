@@ -162,6 +162,7 @@ def to_request(prompt: LoggedPrompt) -> gateway_pb2.CompleteRequest:
         ParseError: It has fields that this version does not know.
     """
     request = gateway_pb2.CompleteRequest(
+        model=prompt.adapter,
         token_ids=common_pb2.TokenIds(ids=prompt.prompt_ids or []),
         sampling=ParseDict(prompt.sampling, common_pb2.SamplingParams()),
         stop=ParseDict(prompt.stop, common_pb2.StopCriteria()),

@@ -45,6 +45,14 @@ _TRANSPORTS = {
     common_pb2.TRANSPORT_KIND_NIXL: "nixl",
 }
 
+_ADAPTER_STATES = {
+    worker_pb2.ADAPTER_STATE_LOADING: "loading",
+    worker_pb2.ADAPTER_STATE_DISK: "disk",
+    worker_pb2.ADAPTER_STATE_HOST: "host",
+    worker_pb2.ADAPTER_STATE_DEVICE: "device",
+    worker_pb2.ADAPTER_STATE_FAILED: "failed",
+}
+
 
 @dataclass(slots=True, kw_only=True)
 class Pages:
@@ -73,6 +81,19 @@ class TierStatus:
 
 
 @dataclass(slots=True, kw_only=True)
+class AdapterHeld:
+    """One LoRA adapter on one worker."""
+
+    name: str
+    digest: str
+    state: str
+    """loading, disk, host, device or failed; unloading: it goes with its last request."""
+    rank: int = 0
+    num_requests: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
 class WorkerStatus:
     """One worker: what the gateway sees, and what the worker itself says if it answers."""
 
@@ -91,6 +112,10 @@ class WorkerStatus:
     filling_requests: int = 0
     queued_tokens: int = 0
     pages: Pages = field(default_factory=Pages)
+    sessions: int = 0
+    """Chat sessions with pinned pages."""
+    pinned_pages: int = 0
+    """For them; cached or used."""
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     transports: list[str] = field(default_factory=list)
@@ -102,13 +127,34 @@ class WorkerStatus:
     """host:port of the KV stores that it uses."""
     tiers: list[TierStatus] = field(default_factory=list)
     """Where its pages are, the nearest first."""
+    adapters: list[AdapterHeld] = field(default_factory=list)
+    """LoRA adapters that it has, or has tried to load."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GatewayStatus:
+    """What is at the gateway itself."""
+
+    running_prompts: int
+    queued_prompts: int
+    held_requests: int
+    first_token_s: float | None
+    """That a short prompt would wait for its first token; None: not known."""
+    requests_with_target: int
+    requests_within_target: int
+    limit_scale: float
+    """That rate limits are multiplied by."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `weft status`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="weft status", description=__doc__)
     add_gateway_flags(parser)
-    parser.add_argument("--json", action="store_true", help="everything there is, as JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="everything there is, as JSON: `gateway`, its load, and `workers`, stores included",
+    )
     arguments = parser.parse_args(argv)
     address = arguments.address
     try:
@@ -122,7 +168,11 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"weft status: {explain(error, address)}\n")
         return 1
     if arguments.json:
-        sys.stdout.write(json.dumps([asdict(worker) for worker in workers], indent=2) + "\n")
+        found = {
+            "gateway": asdict(gateway_status(load)),
+            "workers": [asdict(worker) for worker in workers],
+        }
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         show(Console(), workers)
         Console().print(describe_load(load), style="dim", highlight=False, soft_wrap=True)
@@ -226,6 +276,7 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
         quarantined=load.quarantined_pages,
         total=load.total_pages,
     )
+    status.sessions, status.pinned_pages = load.sessions, load.pinned_pages
     status.prefill_tokens_per_second = load.prefill_tokens_per_second
     status.decode_tokens_per_second = load.decode_tokens_per_second
     status.counters = dict(load.counters)
@@ -234,6 +285,17 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
     counters = status.counters
     asked, found = (counters.get(f"prefix_{name}_tokens", 0) for name in ("query", "hit"))
     _add_tiers(status, "device", _rate(found, asked), load.tiers)
+    status.adapters = [
+        AdapterHeld(
+            name=one.adapter.name,
+            digest=one.adapter.digest.hex(),
+            state="unloading" if one.unloading else _ADAPTER_STATES.get(one.state, "?"),
+            rank=one.rank,
+            num_requests=one.num_requests,
+            error=one.error,
+        )
+        for one in sorted(load.adapters, key=lambda one: one.adapter.name)
+    ]
 
 
 def _add_tiers(
@@ -260,6 +322,20 @@ def _add_tiers(
 
 def _rate(found: int, asked: int) -> float | None:
     return found / asked if asked else None
+
+
+def gateway_status(load: gateway_pb2.GatewayLoad) -> GatewayStatus:
+    """A gateway's load as plain values."""
+    has_estimate = load.HasField("first_token")
+    return GatewayStatus(
+        running_prompts=load.running_prompts,
+        queued_prompts=load.queued_prompts,
+        held_requests=load.held_requests,
+        first_token_s=load.first_token.ToNanoseconds() / 1e9 if has_estimate else None,
+        requests_with_target=load.requests_with_target,
+        requests_within_target=load.requests_within_target,
+        limit_scale=load.limit_scale or 1.0,
+    )
 
 
 def describe_load(load: gateway_pb2.GatewayLoad) -> str:
@@ -297,8 +373,13 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
     if any(len(worker.tiers) > 1 for worker in workers):
         console.print()
         console.print(_tier_table(workers))
+    if any(worker.adapters for worker in workers):
+        console.print()
+        console.print(_adapter_table(workers))
     for worker in workers:
+        pinned = f"{worker.sessions:,} sessions pin {worker.pinned_pages:,} pages"
         details = [worker.transport_detail, *worker.notices, worker.problem]
+        details.append(pinned if worker.sessions else "")
         for text in dict.fromkeys(detail for detail in details if detail):
             line = f"{worker.worker_id}: {text}"
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -322,6 +403,28 @@ def _tier_table(workers: Sequence[WorkerStatus]) -> Table:
                 f"{tier.total_pages:,}" if is_counted else "-",
                 "-" if tier.hit_rate is None else f"{tier.hit_rate:.0%}",
                 f"{speed:,.0f}" if speed else "-",
+            )
+    return table
+
+
+def _adapter_table(workers: Sequence[WorkerStatus]) -> Table:
+    """Which worker has which adapter where, and how many requests use it there."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("worker", "adapter", "content", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("rank", "requests"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for worker in workers:
+        for one in worker.adapters:
+            table.add_row(
+                worker.worker_id,
+                escape(one.name),
+                one.digest[:12],
+                one.state,
+                str(one.rank or "-"),
+                str(one.num_requests),
+                escape(one.error),
             )
     return table
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 from weft.cli.channel import cli_identity
+from weft.cli.operators import Operators, find_services
 from weft.cli.rest_binary import find_rest_binary
+from weft.cli.up.adapters import load_adapters
 from weft.cli.up.console import ConsoleReporter
 from weft.cli.up.exits import report_exit
 from weft.cli.up.liveness import health_checker
@@ -21,6 +23,7 @@ from weft.cli.up.process import ExitedEarly
 from weft.cli.up.readiness import wait_for_mesh
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder, locked_state_folder
+from weft.common.admin import read_token
 from weft.common.settings import load_settings
 from weft.engine.errors import ConfigError, WeftError
 
@@ -73,6 +76,12 @@ async def _serve(
         edges = plan.rest_edges.values() or [None] * len(plan.gateways)
         for gateway, edge in zip(plan.gateways.values(), edges, strict=True):
             await wait_for_mesh(gateway, edge, settings.ready_timeout_s, identity)
+        if settings.adapter:
+            first = next(iter(plan.gateways))
+            operators = Operators(
+                find_services(state, [first]), read_token(state.admin_token), identity
+            )
+            await load_adapters(settings, operators, reporter.notice)
 
     await run_mesh(
         plan.services,

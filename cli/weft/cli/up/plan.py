@@ -14,6 +14,7 @@ from weft.cli.up.ports import free_ports
 from weft.cli.up.process import ServiceSpec
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
+from weft.common.settings import list_text
 
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
@@ -192,6 +193,7 @@ def _worker(
                 "kv-memory-bytes": settings.kv_memory_bytes,
                 "host-cache-bytes": settings.host_cache_bytes,
                 **_disk(settings),
+                **_adapters(settings),
                 "crash-dir": state.crashes,
                 **_common(settings, state),
                 **_tls(settings, role),
@@ -203,6 +205,10 @@ def _worker(
     return command + shlex.split(
         settings.decode_args if role == "decode" else settings.prefill_args
     )
+
+
+def _adapters(settings: UpSettings) -> dict[str, object]:
+    return {"adapter-root": settings.adapter_root and settings.adapter_root.resolve()}
 
 
 def _disk(settings: UpSettings) -> dict[str, object]:
@@ -246,13 +252,14 @@ def _gateway(
             {
                 "model-dir": models[0].folder,
                 "model-name": models[0].name,
-                "models": ",".join(further) or None,
+                "models": list_text(further) or None,
                 "replicas": settings.gateways if settings.gateways > 1 else None,
                 "host": settings.host,
                 "port": port,
                 "decode": ",".join(decode),
                 "prefill": ",".join(prefill) or None,
                 "api-keys-file": settings.api_keys_file,
+                **_adapters(settings),
                 "insecure": settings.insecure or None,
                 **_common(settings, state),
                 **_tls(settings, "gateway"),

@@ -32,7 +32,8 @@ class UpSettings(Settings):
         ["demo"],
         min_length=1,
         max_length=16,
-        description="`demo`, or a Hugging Face model directory; several are served side by side",
+        description="`demo`, or a Hugging Face model directory (a comma in it is written \\,); "
+        "several are served side by side",
     )
     model_name: list[str] = Field(
         [],
@@ -83,6 +84,14 @@ class UpSettings(Settings):
     transport: Literal["auto", "nixl", "data"] = Field(
         "auto", description="how pages travel; auto = NIXL where it works, else gRPC data messages"
     )
+    adapter_root: Path | None = Field(
+        None, description="folder of LoRA adapters; none = the mesh serves none"
+    )
+    adapter: list[str] = Field(
+        [],
+        description="adapters to load at start, NAME=PATH each: PATH is the folder of a PEFT "
+        "adapter in the adapter root; with several models MODEL:NAME=PATH",
+    )
     enable_faults: bool = Field(False, description="let `weft fault` inject faults, for tests")
     tls_dir: Path | None = Field(
         None, description="folder of `weft certs`: gRPC is mutual TLS and REST is HTTPS; none = off"
@@ -126,6 +135,45 @@ class UpSettings(Settings):
         except ValueError as error:
             raise ValueError(f"{error}; quote it as a shell would") from error
         return text
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        if self.adapter and self.adapter_root is None:
+            raise ValueError("--adapter needs --adapter-root, the folder that its PATH is in")
+        for text in self.adapter:
+            self.parse_adapter(text)
+        return self
+
+    def parse_adapter(self, text: str) -> tuple[str, str, str]:
+        """Model (empty = the only one), name and folder of one of `adapter`.
+
+        Raises:
+            ValueError: It is not such a text.
+        """
+        whole, _, path = text.partition("=")
+        model, _, name = whole.rpartition(":")
+        if not name or not path:
+            raise ValueError(f"--adapter {text}: give NAME=PATH")
+        folder = Path(path)
+        if self.adapter_root is not None and folder.is_absolute():
+            # A shell completes whole paths; what counts is where it lies in the root.
+            try:
+                folder = folder.relative_to(self.adapter_root.absolute())
+            except ValueError:
+                raise ValueError(
+                    f"--adapter {text}: the folder is not in --adapter-root {self.adapter_root}"
+                ) from None
+        return model, name, str(folder)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if len(self.model_name) > len(self.model):
+            surplus = ", ".join(self.model_name[len(self.model) :])
+            raise ValueError(
+                f"--model-name {surplus}: there are {len(self.model_name)} names and "
+                f"{len(self.model)} models; give a --model for each name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:

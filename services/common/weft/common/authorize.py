@@ -32,7 +32,14 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.GatewayService/ListModels": _FRONT,
     "/weft.v1.GatewayService/GetModel": _FRONT,
     "/weft.v1.GatewayService/Cancel": _FRONT,
+    "/weft.v1.GatewayService/EndSession": _FRONT,
     "/weft.v1.GatewayService/GetFleet": OPERATORS,
+    # What all tenants see is changed by operators; and over REST by API keys that may.
+    "/weft.v1.GatewayService/LoadAdapter": OPERATORS,
+    "/weft.v1.GatewayService/UnloadAdapter": OPERATORS,
+    "/weft.v1.GatewayService/ListAdapters": OPERATORS,
+    "/weft.v1.OpenAIService/LoadLoraAdapter": frozenset({"rest", "cli"}),
+    "/weft.v1.OpenAIService/UnloadLoraAdapter": frozenset({"rest", "cli"}),
     "/weft.v1.OpenAIService/ChatCompletions": _FRONT,
     "/weft.v1.OpenAIService/Completions": _FRONT,
     "/weft.v1.OpenAIService/Models": _FRONT,
@@ -57,6 +64,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.WorkerService/GetInfo": _WATCHERS,
     "/weft.v1.WorkerService/WatchLoad": _WATCHERS,
     "/weft.v1.WorkerService/WatchKv": _WATCHERS,
+    "/weft.v1.WorkerService/ListHeldAdapters": _WATCHERS,
     "/weft.v1.WorkerService/Drain": OPERATORS,
     # A false report would free pages that a write may still reach.
     "/weft.v1.WorkerService/ReportExit": OPERATORS,

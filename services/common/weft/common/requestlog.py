@@ -45,6 +45,8 @@ class LoggedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
     """As the client or the REST edge called it (`X-Request-Id`); empty = it did not."""
     trace_id: str = ""
     model: str = ""
+    adapter: str = ""
+    """Name of the LoRA adapter that was asked for; empty = none."""
     sampling: dict[str, Any] = {}
     """weft.v1.SamplingParams as protobuf's JSON, with the seed that was used."""
     stop: dict[str, Any] = {}

@@ -11,7 +11,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -31,8 +31,8 @@ class Settings(BaseModel):
 
     A field `kv_memory_bytes` of program `decode` is the TOML key `kv_memory_bytes`, the
     environment variable `WEFT_DECODE_KV_MEMORY_BYTES` and the flag `--kv-memory-bytes`. Lists are
-    comma-separated in the environment and in flags, which can also be repeated; `none` clears an
-    optional field.
+    comma-separated in the environment and in flags, which can also be repeated; a comma that
+    belongs to an item is written `\\,`. `none` clears an optional field.
     """
 
     model_config = ConfigDict(
@@ -260,7 +260,7 @@ def _parse_flags(cls: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
         prog=f"{cls.command} {cls.program}",
         description=(cls.__doc__ or "").split("\n\n")[0],
         epilog=f"Every setting is also an environment variable {env_prefix(cls)}<NAME> and a key "
-        "of the TOML file. Order: defaults < file < environment < flags.",
+        "of the TOML file. Order: defaults < file < environment < flags. In lists \\, is a comma.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
     )
@@ -347,8 +347,14 @@ def _parse_text(field: FieldInfo, text: str) -> Any:
     if plain is not field.annotation and text.lower() == "none":
         return None
     if _is_list(field):
-        return [item.strip() for item in text.split(",") if item.strip()]
+        parts = (part.replace("\\,", ",") for part in re.split(r"(?<!\\),", text))
+        return [item.strip() for item in parts if item.strip()]
     return text
+
+
+def list_text(items: Iterable[str]) -> str:
+    """Items as a list's flag or variable has them."""
+    return ",".join(item.replace(",", "\\,") for item in items)
 
 
 def _is_list(field: FieldInfo) -> bool:

@@ -21,6 +21,7 @@ from weft.engine.messages import (
 from weft.engine.request import (
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
+    MAX_SESSION_ID_BYTES,
     MAX_TENANT_BYTES,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
@@ -30,6 +31,7 @@ from weft.engine.request import (
     TokenLogprob,
 )
 from weft.engine.scheduler.state import FillCandidate, FillRecord, Timeline
+from weft.engine.transfer.handle import ADAPTER_DIGEST_BYTES
 from weft.v1 import common_pb2, decode_pb2
 
 MAX_ID_BYTES = 64
@@ -67,6 +69,10 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
         raise InvalidRequest(f"not within {MAX_PRIORITY} of 0", param="priority")
     if len(message.tenant.encode()) > MAX_TENANT_BYTES:
         raise InvalidRequest(f"more than {MAX_TENANT_BYTES} bytes", param="tenant")
+    if message.HasField("adapter") and len(message.adapter.digest) != ADAPTER_DIGEST_BYTES:
+        raise InvalidRequest(f"a digest has {ADAPTER_DIGEST_BYTES} bytes", param="adapter")
+    if len(message.session_id.encode()) > MAX_SESSION_ID_BYTES:
+        raise InvalidRequest(f"more than {MAX_SESSION_ID_BYTES} bytes", param="session_id")
     top_logprobs = message.logprobs.top_logprobs if message.HasField("logprobs") else None
     if top_logprobs is not None and top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"more than {MAX_TOP_LOGPROBS}", param="top_logprobs")
@@ -95,6 +101,9 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
         traceparent=message.traceparent,
         priority=message.priority,
         tenant=message.tenant,
+        adapter=message.adapter.digest,
+        session_id=message.session_id,
+        ends_session=message.end_session,
         progress=[
             SampleProgress(
                 sample=entry.sample,

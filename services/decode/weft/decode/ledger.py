@@ -36,6 +36,7 @@ class Ledger:
             request_id=message.request_id,
             trace_id=message.traceparent[3:35],
             model=message.model,
+            adapter=message.adapter.name,
             sampling=MessageToDict(message.sampling, preserving_proto_field_name=True),
             stop=MessageToDict(message.stop, preserving_proto_field_name=True),
             top_logprobs=message.logprobs.top_logprobs if message.HasField("logprobs") else None,

@@ -13,7 +13,15 @@ from weft.decode.assembly import Assembly
 from weft.decode.convert import batch_to_proto, merge_batches, submit_from_proto
 from weft.engine import faults
 from weft.engine.errors import InvalidRequest, Overloaded, PeerUnavailable, WeftError
-from weft.engine.messages import Cancel, Failed, Inbox, Ping, SessionBatch, Submit
+from weft.engine.messages import (
+    Cancel,
+    Failed,
+    Inbox,
+    Ping,
+    SessionBatch,
+    SessionEnd,
+    Submit,
+)
 from weft.engine.outgoing import failure_of
 from weft.v1 import decode_pb2
 
@@ -104,6 +112,8 @@ class Session:
                 self._cancel(request.cancel)
             elif kind == "ping":
                 self._ping(request.ping)
+            elif kind == "end_session":
+                self._end_session(request.end_session)
 
     def _ping(self, message: decode_pb2.SessionRequest.Ping) -> None:
         if len(message.asked) > MAX_ASKED:
@@ -194,6 +204,10 @@ class Session:
             request_id=message.request_id, attempt=message.attempt, failure=failure_of(error)
         )
         self.push(SessionBatch(session=self._number, failed=[failed]))
+
+    def _end_session(self, message: decode_pb2.EndSession) -> None:
+        end = SessionEnd(cache_salt=message.cache_salt, session_id=message.session_id)
+        self._engine.send(Inbox(session_ends=[end]))
 
     def _cancel(self, message: decode_pb2.Cancel) -> None:
         self._partial.pop((message.request_id, message.attempt), None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 import grpc
 from weft.common.settings import LogLevel
 from weft.engine.faults import FaultSpec, FaultState
+from weft.gateway.adapters.calls import AdapterCalls
 from weft.gateway.fleet import Fleet
 from weft.gateway.pipeline import Pipeline
 from weft.gateway.served import Catalogue
@@ -50,6 +52,8 @@ class GatewayAdmin:
             "rate_limits": self._pipeline.limits.describe(now, max_entries),
             "num_requests": len(requests),
             "requests": requests[:max_entries],
+            "num_adapters": len(self._models.adapters.serving()),
+            "adapter_generation": self._models.adapters.manifest.generation,
             "num_workers": len(workers),
             "workers": [worker.snapshot(now) for worker in workers[:max_entries]],
             "server": {"tasks": len(asyncio.all_tasks())},
@@ -65,16 +69,35 @@ class GatewayAdmin:
         """See `AdminBackend`; a gateway is one process."""
 
 
-def add_fleet(face: gateway_pb2_grpc.GatewayServiceServicer, server: grpc.aio.Server) -> None:
-    """Serves `GatewayService/GetFleet`, and nothing else of it, on the operators' port too.
+def add_operators_calls(
+    face: gateway_pb2_grpc.GatewayServiceServicer, adapters: AdapterCalls, server: grpc.aio.Server
+) -> None:
+    """Serves what of `GatewayService` is for operators on their port too.
 
     On the main port operators are known by their certificates, which a gateway without
-    `client_certificates` never sees.
+    `client_certificates` never sees, and by API keys.
     """
-    handler = grpc.unary_unary_rpc_method_handler(
-        face.GetFleet,
-        gateway_pb2.GetFleetRequest.FromString,
-        gateway_pb2.GetFleetResponse.SerializeToString,
-    )
-    fleet = grpc.method_handlers_generic_handler("weft.v1.GatewayService", {"GetFleet": handler})
-    server.add_generic_rpc_handlers((fleet,))
+    handlers: dict[str, Any] = {
+        "GetFleet": grpc.unary_unary_rpc_method_handler(
+            face.GetFleet,
+            gateway_pb2.GetFleetRequest.FromString,
+            gateway_pb2.GetFleetResponse.SerializeToString,
+        ),
+        "LoadAdapter": grpc.unary_unary_rpc_method_handler(
+            adapters.load,
+            gateway_pb2.LoadAdapterRequest.FromString,
+            gateway_pb2.LoadAdapterResponse.SerializeToString,
+        ),
+        "UnloadAdapter": grpc.unary_unary_rpc_method_handler(
+            adapters.unload,
+            gateway_pb2.UnloadAdapterRequest.FromString,
+            gateway_pb2.UnloadAdapterResponse.SerializeToString,
+        ),
+        "ListAdapters": grpc.unary_unary_rpc_method_handler(
+            adapters.list,
+            gateway_pb2.ListAdaptersRequest.FromString,
+            gateway_pb2.ListAdaptersResponse.SerializeToString,
+        ),
+    }
+    calls = grpc.method_handlers_generic_handler("weft.v1.GatewayService", handlers)
+    server.add_generic_rpc_handlers((calls,))

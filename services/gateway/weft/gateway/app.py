@@ -8,11 +8,15 @@ import logging
 import secrets
 from collections.abc import Sequence
 
+from weft.common.adapters.registry import Registry
 from weft.common.server import ServiceServer
 from weft.common.tls import load_identity
 from weft.common.tracing import make_tracer
 from weft.engine.errors import ConfigError
-from weft.gateway.admin import GatewayAdmin, add_fleet
+from weft.gateway.adapters.calls import AdapterCalls
+from weft.gateway.adapters.directory import AdapterDirectory
+from weft.gateway.adapters.manager import AdapterManager
+from weft.gateway.admin import GatewayAdmin, add_operators_calls
 from weft.gateway.admit import Admission
 from weft.gateway.authenticate import ApiKeys, TenantInterceptor
 from weft.gateway.discovery import Discovery, Endpoint, Role, make_discovery
@@ -92,8 +96,20 @@ class GatewayApp:
         self.fleet = Fleet(discovery or make_discovery(settings), self._make_worker, self._models)
         self._admission = Admission(settings.max_running_requests, settings.max_queued_requests)
         self._tenants = Tenants(settings.tenants_file)
-        self.catalogue = Catalogue([self._serve(model) for model in loaded])
+        self.adapters = AdapterDirectory(
+            None if settings.adapter_root is None else Registry(settings.adapter_root)
+        )
+        self.catalogue = Catalogue([self._serve(model) for model in loaded], self.adapters)
         """The models that requests can name."""
+        self._adapter_manager = AdapterManager(
+            self.adapters,
+            self.fleet,
+            self.metrics,
+            self._models,
+            load_timeout_s=settings.adapter_load_timeout_s,
+            linger_s=settings.adapter_linger_s,
+            max_bytes=settings.max_adapter_bytes,
+        )
         self._log = (
             GatewayRequestLog(
                 settings, {name: model.tokenizer for name, model in self._models.items()}
@@ -128,6 +144,7 @@ class GatewayApp:
         self.metrics.registry.register(FleetCollector(self.fleet, self.catalogue))
         self._fleet_task: asyncio.Task[None] | None = None
         self._open_task: asyncio.Task[None] | None = None
+        self._adapter_task: asyncio.Task[None] | None = None
 
     @property
     def model(self) -> ServedModel:
@@ -172,16 +189,17 @@ class GatewayApp:
     def _make_follower(
         self, endpoint: Endpoint, stub: worker_pb2_grpc.WorkerServiceAsyncStub, model: str
     ) -> KvFollower | None:
-        index = self.catalogue.named(model).router.index(endpoint.role)
+        index = self.catalogue.base(model).router.index(endpoint.role)
         return None if index is None else KvFollower(stub, index, self.metrics)
 
     def _add_faces(self) -> None:
         limit = self._settings.max_body_bytes
-        typed = TypedFace(self.pipeline, self.catalogue, self.fleet, limit)
+        adapters = AdapterCalls(self._adapter_manager, self.catalogue, self._settings.has_api_keys)
+        typed = TypedFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(typed, self.server.grpc)
         if (operators := self.server.admin_grpc) is not None:
-            add_fleet(typed, operators)
-        self._openai = OpenAIFace(self.pipeline, self.catalogue, limit)
+            add_operators_calls(typed, adapters, operators)
+        self._openai = OpenAIFace(self.pipeline, self.catalogue, adapters, limit)
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
 
     def _add_gauges(self) -> None:
@@ -208,6 +226,10 @@ class GatewayApp:
                     "Pages that the index had no room for, since the start.",
                     lambda: sum(index.num_dropped for index in self._indexes()),
                 ),
+                "weft_adapters_serving": (
+                    "LoRA adapters that requests can name.",
+                    lambda: len(self.adapters.serving()),
+                ),
                 "weft_decode_workers": (
                     "Decode workers with an open Session.",
                     lambda: sum(
@@ -229,7 +251,10 @@ class GatewayApp:
         Raises:
             ConfigError: A port is taken.
         """
+        await self.adapters.refresh()
         await self.server.start(SERVICES)
+        self._adapter_task = asyncio.create_task(self._adapter_manager.run())
+        self._adapter_task.add_done_callback(log_failure)
         self._fleet_task = asyncio.create_task(self.fleet.run())
         self._fleet_task.add_done_callback(log_failure)
         await self.server.set_serving(True, but=(_EDGES_FACE,))
@@ -276,7 +301,7 @@ class GatewayApp:
 
     async def close(self) -> None:
         """Lets workers and threads go, after the server has stopped."""
-        for task in (self._open_task, self._fleet_task):
+        for task in (self._open_task, self._adapter_task, self._fleet_task):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

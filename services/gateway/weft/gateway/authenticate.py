@@ -28,6 +28,7 @@ KEYLESS = frozenset(
         "/weft.v1.OpenAIService/OpenApi",
         # Operators': with TLS, `weft.common.authorize` lets in nobody else.
         "/weft.v1.GatewayService/GetFleet",
+        "/weft.v1.GatewayService/ListAdapters",
     }
 )
 """Methods of the faces that need no key."""
@@ -107,12 +108,16 @@ def in_tenant_cache(request: GenerateRequest) -> GenerateRequest:
 
     A client's own `cache_salt` still separates within the tenant.
     """
-    if request.tenant is None:
-        return request
+    return replace(request, cache_salt=tenant_salt(request.tenant, request.cache_salt))
+
+
+def tenant_salt(tenant: Tenant | None, cache_salt: str) -> str:
+    """A cache salt that no other tenant's request can have, from what a client gave."""
+    if tenant is None:
+        return cache_salt
     # Two digests, so that no choice of a salt makes one tenant's input another's.
-    group = hashlib.blake2b(request.tenant.cache_group.encode(), digest_size=32).digest()
-    salt = hashlib.blake2b(request.cache_salt.encode(), key=group, digest_size=32)
-    return replace(request, cache_salt=salt.hexdigest())
+    group = hashlib.blake2b(tenant.cache_group.encode(), digest_size=32).digest()
+    return hashlib.blake2b(cache_salt.encode(), key=group, digest_size=32).hexdigest()
 
 
 def _bearer(metadata: Any) -> str:

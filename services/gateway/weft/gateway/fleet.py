@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from weft.common.breaker import Breaker
 from weft.common.channel import open_channel
 from weft.common.errors import from_rpc_error
 from weft.common.tls import Identity
 from weft.engine.errors import Draining, Internal, PeerUnavailable, WeftError
 from weft.engine.memory.layout import PlaneLayout
-from weft.gateway.breaker import Breaker
 from weft.gateway.discovery import Discovery, Endpoint, Role
 from weft.gateway.kv_follow import KvFollower
 from weft.gateway.model import ServedModel
@@ -35,6 +35,12 @@ _ROLES: dict[Role, worker_pb2.WorkerRole.ValueType] = {
     "prefill": worker_pb2.WORKER_ROLE_PREFILL,
     "decode": worker_pb2.WORKER_ROLE_DECODE,
 }
+_ON_DEVICE = (worker_pb2.ADAPTER_STATE_DEVICE,)
+_HELD = (
+    worker_pb2.ADAPTER_STATE_DEVICE,
+    worker_pb2.ADAPTER_STATE_HOST,
+    worker_pb2.ADAPTER_STATE_DISK,
+)
 
 
 class Worker:
@@ -76,6 +82,7 @@ class Worker:
         self._failure = "not reached yet"
         self._load: worker_pb2.WatchLoadResponse | None = None
         self._load_time = 0.0
+        self._adapters: dict[bytes, worker_pb2.AdapterStatus] = {}
         self.load = LoadEstimate()
         """What it has to do, as far as this gateway can tell."""
         self.member: WorkerView | None = None
@@ -123,6 +130,7 @@ class Worker:
                 _log.exception("following a worker failed", extra={"worker": str(self.endpoint)})
                 self._failure = "could not be followed"
             self._load = None
+            self._adapters = {}
             await backoff.sleep()
 
     async def _follow(self, backoff: Backoff) -> None:
@@ -190,6 +198,7 @@ class Worker:
 
     def _take(self, report: worker_pb2.WatchLoadResponse) -> None:
         self._load = report
+        self._adapters = {status.adapter.digest: status for status in report.adapters}
         self._load_time = asyncio.get_running_loop().time()
         self.load.report(
             report.running_requests + report.waiting_requests + report.filling_requests,
@@ -227,6 +236,29 @@ class Worker:
     def tokens_per_second(self) -> float:
         """Measured prefill rate; 0 = not known."""
         return 0.0 if self._load is None else self._load.prefill_tokens_per_second
+
+    def adapter(self, digest: bytes) -> worker_pb2.AdapterStatus | None:
+        """What it says about a content; None = nothing."""
+        return self._adapters.get(digest)
+
+    @property
+    def adapter_generation(self) -> int:
+        """Of the registry that it has followed; 0 = none, or it has not told."""
+        return 0 if self._load is None else self._load.adapter_generation
+
+    def holds(self, digest: bytes, *, on_device: bool = False) -> bool:
+        """Requests for an adapter can be served there.
+
+        Args:
+            digest: Of its content; empty = the base model, which every worker has.
+            on_device: Ask for those that need not load it first.
+        """
+        if not digest:
+            return True
+        status = self._adapters.get(digest)
+        if status is None or status.unloading:
+            return False
+        return status.state in (_ON_DEVICE if on_device else _HELD)
 
     def judge_request(self, error: WeftError | None, *, is_proven: bool) -> None:
         """A request left it; `breaker.begin` was told when it came.
@@ -300,6 +332,8 @@ class Worker:
             "model_digest": member.model_digest.hex(),
             "kv_layout": member.kv_layout,
             "fill_address": info.advertised_address,
+            "num_adapters": len(self._adapters),
+            "adapter_generation": self.adapter_generation,
         }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from weft.gateway.breaker import BreakerState
+from weft.common.breaker import BreakerState
 from weft.gateway.fleet import Fleet
 from weft.gateway.served import Catalogue
 

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
@@ -38,6 +38,8 @@ class Tenant:
     name: str
     cache_group: str
     """Tenants of one group may use each other's cached prefixes."""
+    manages_adapters: bool = field(default=False, compare=False)
+    """The key of this call may load and unload adapters."""
 
 
 class KeyEntry(BaseModel):
@@ -52,6 +54,8 @@ class KeyEntry(BaseModel):
     """Of the whole key."""
     cache_group: str = Field("", pattern=rf"^({TENANT})?$")
     """Empty: the tenant shares cached prefixes with nobody."""
+    manages_adapters: bool = False
+    """It may load and unload adapters, which all tenants then see."""
     created: AwareDatetime | None = None
     expires: AwareDatetime | None = None
     """Absent: never."""
@@ -88,11 +92,15 @@ class KeySet:
             return None
         # Groups and tenants that happen to have one name stay apart.
         group = f"group {entry.cache_group}" if entry.cache_group else f"tenant {entry.tenant}"
-        return Tenant(entry.tenant, group)
+        return Tenant(entry.tenant, group, entry.manages_adapters)
 
 
 def new_key(
-    tenant: str, cache_group: str = "", lifetime: datetime.timedelta | None = None
+    tenant: str,
+    cache_group: str = "",
+    lifetime: datetime.timedelta | None = None,
+    *,
+    manages_adapters: bool = False,
 ) -> tuple[str, KeyEntry]:
     """Draws a key; returns it and what is to be remembered of it.
 
@@ -108,6 +116,7 @@ def new_key(
             tenant=tenant,
             sha256=_digest(key).hex(),
             cache_group=cache_group,
+            manages_adapters=manages_adapters,
             created=now,
             expires=None if lifetime is None else now + lifetime,
         )

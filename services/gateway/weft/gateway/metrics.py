@@ -180,6 +180,19 @@ class GatewayMetrics:
             self.slo_requests.labels(outcome)
         for scope, kind in product(("global", "tenant"), ("requests", "tokens")):
             self.rate_limited.labels(scope, kind)
+        self.adapter_loads = Counter(
+            "weft_adapter_loads",
+            "Loads of LoRA adapters asked of this gateway, by outcome: ok, or the failure's reason "
+            "in lower case.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.adapter_loads.labels("ok")
+        self.adapter_load_time = self._histogram(
+            "weft_adapter_load_seconds",
+            "From such a call to its answer, copying and all workers' loads included.",
+            _DURATION_BUCKETS_S,
+        )
         self.prompt_tokens = self._counter("weft_prompt_tokens", "Prompt tokens accepted.")
         self.cached_prompt_tokens = self._counter(
             "weft_cached_prompt_tokens", "Prompt tokens whose KV came from the owner's cache."

@@ -26,12 +26,12 @@ from weft.gateway.limits import ASSUMED_OUTPUT_TOKENS, Charge, RateLimits
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.model import ServedModel
 from weft.gateway.render import RenderPlan
-from weft.gateway.request import GenerateRequest, PreparedPrompt
+from weft.gateway.request import Adapter, GenerateRequest, PreparedPrompt
 from weft.gateway.request_log import GatewayRequestLog
 from weft.gateway.resume import ResumeLimits
 from weft.gateway.routing import RoutingRequest
 from weft.gateway.run import Generation
-from weft.gateway.served import Catalogue, Served
+from weft.gateway.served import Catalogue, Meant, Served
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.slo import NO_TARGETS
 from weft.gateway.slo.passage import Passage
@@ -42,6 +42,9 @@ from weft.gateway.validate import check_request
 from weft.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
+
+_FIND_HOLDER_S = 2.0
+_LOOK_EVERY_S = 0.02
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,10 +179,20 @@ class Pipeline:
     @asynccontextmanager
     async def _run(self, account: _Account) -> AsyncIterator[TokenStream]:
         """The way of a request; `account` says how far it has come."""
-        loop = asyncio.get_running_loop()
-        request, trace = account.request, account.trace
-        served = self._models.find(request.model)
-        account.model = served.model.name
+        request = account.request
+        meant = await self._models.find(request.model)
+        account.model = meant.served.model.name
+        request = replace(request, adapter=meant.adapter)
+        with self._models.adapters.using(meant.adapter):
+            async with self._run_meant(account, meant, request) as stream:
+                yield stream
+
+    @asynccontextmanager
+    async def _run_meant(
+        self, account: _Account, meant: Meant, request: GenerateRequest
+    ) -> AsyncIterator[TokenStream]:
+        """Likewise, of a request whose `model` is resolved."""
+        loop, trace, served = asyncio.get_running_loop(), account.trace, meant.served
         check_request(request, served.model, self._settings.max_prompts)
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
@@ -197,6 +210,8 @@ class Pipeline:
         with place:
             with trace.stage("prepare"):
                 prompts = await self._prepare(served, request, deadline)
+            if request.adapter is not None:
+                await self._find_holder(served, request.adapter, deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
             routing = _routing(request, prompts)
             await self._pass_gate(passage, request, prompts, routing, deadline, trace)
@@ -204,6 +219,7 @@ class Pipeline:
                 request.request_id, self._settings.max_unsent_bytes, place.release
             )
             stream.trace_id = trace.trace_id
+            stream.base_model, stream.model = served.model.name, meant.name
             stream.headers = self.limits.headers(tenant, loop.time())
             timer = loop.call_at(deadline, self._expire, stream, timeout_s)
             try:
@@ -215,6 +231,20 @@ class Pipeline:
                 timer.cancel()
                 self._running.pop(request.request_id, None)
                 stream.close()
+
+    async def _find_holder(self, served: Served, adapter: Adapter, deadline: float) -> None:
+        """Waits a little for a worker that holds an adapter: they load it when they start."""
+        loop = asyncio.get_running_loop()
+        until = min(deadline, loop.time() + _FIND_HOLDER_S)
+        while not served.router.has_holder(adapter.digest):
+            if loop.time() >= until:
+                raise PeerUnavailable(
+                    f"no decode worker holds the adapter `{adapter.name}` yet; send the request "
+                    "again",
+                    stage="route",
+                    retry_after_s=_FIND_HOLDER_S,
+                )
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def _close(self, account: _Account) -> None:
         """A request is over: everybody who keeps books is told."""
@@ -399,6 +429,7 @@ def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[Ro
             cache_salt=request.cache_salt,
             routing_key=request.routing_key,
             first_token_s=request.targets.first_token_s,
+            adapter=b"" if request.adapter is None else request.adapter.digest,
         )
         for number, prompt in enumerate(prompts)
     ]

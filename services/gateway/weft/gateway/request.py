@@ -73,6 +73,15 @@ class Stopping:
     include_stop: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What the name of an adapter meant when a request came; it does not change any more."""
+
+    name: str
+    digest: bytes
+    """Of its content, 32 bytes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One request of one client: one or more prompts, `sampling.n` samples of each."""
@@ -82,7 +91,7 @@ class GenerateRequest:
     client_request_id: str = ""
     """What the client calls it; need not be unique. Empty = nothing."""
     model: str
-    """Empty = the served model."""
+    """A model, an adapter or `model:adapter`. Empty = the served model."""
     prompts: tuple[Prompt, ...]
     sampling: Sampling = field(default_factory=Sampling)
     stopping: Stopping = field(default_factory=Stopping)
@@ -100,11 +109,17 @@ class GenerateRequest:
     """Less is more urgent; bounds are those of `weft.v1.Submit`."""
     routing_key: str = ""
     """Requests of one key belong together, for policies that know keys; empty = none."""
+    session_id: str = ""
+    """The chat that it belongs to, whose KV stays for a while; empty = none."""
+    ends_session: bool = False
+    """The chat is over with it."""
     traceparent: str = ""
     targets: Targets = NO_TARGETS
     """Latency that the client asks for; its tenant's targets apply where there is none here."""
     tenant: Tenant | None = None
     """Whose it is; absent = the gateway asks for no API keys."""
+    adapter: Adapter | None = None
+    """What `model` means beside the base model, once it is resolved; absent = nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ class GatewayRequestLog:
                     client_request_id=request.client_request_id,
                     trace_id=trace_id,
                     model=model,
+                    adapter="" if request.adapter is None else request.adapter.name,
                     sampling=_as_dict(sampling_to_proto(request.sampling, generation.seed)),
                     stop=_as_dict(_stop(request.stopping, generation.prompt.max_tokens)),
                     top_logprobs=request.top_logprobs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
-from weft.engine.errors import DeadlineExceeded, Draining, Overloaded, WeftError
+from weft.engine.errors import AdapterNotFound, DeadlineExceeded, Draining, Overloaded, WeftError
 from weft.v1 import common_pb2
 
 _REFUSALS = (Draining, Overloaded)
@@ -72,7 +72,9 @@ class Losses:
 
     def is_over(self, error: WeftError) -> bool:
         """After the latest loss: the request is not to be submitted again."""
-        if not error.retryable or isinstance(error, DeadlineExceeded):
+        # A worker that does not know an adapter that it was chosen for: others may.
+        can_mend = error.retryable or isinstance(error, AdapterNotFound)
+        if not can_mend or isinstance(error, DeadlineExceeded):
             return True
         num_counted = sum(not isinstance(loss.error, _REFUSALS) for loss in self._losses)
         return num_counted >= self._limits.max_attempts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,9 @@ from weft.v1 import common_pb2, decode_pb2
 
 _RETRY_AFTER_S = 1.0
 _NOBODY = PoolView(())
+_DEVICE_REQUESTS = 8
+"""Requests that a worker with an adapter on its device may have more than the least busy one that
+must load it first, and still be preferred."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,8 +116,9 @@ class Router:
             session = worker.session
             return session is None or (worker.endpoint.address, session.worker_epoch) in excluded
 
-        pool = self._fleet.pool("decode")
-        owners = pool.choose(self._decode, request, 1, now, is_excluded if excluded else None)
+        owners = self._choose(
+            "decode", self._decode, request, 1, now, is_excluded if excluded else None
+        )
         if not owners or owners[0][0].session is None:
             raise PeerUnavailable(
                 "no decode worker is ready; send the request again",
@@ -133,6 +137,16 @@ class Router:
             num_tokens=num_tokens,
             to_compute=num_tokens - match_tokens,
         )
+
+    def has_holder(self, digest: bytes) -> bool:
+        """A healthy decode worker can serve requests for an adapter.
+
+        Args:
+            digest: Of its content.
+        """
+        now = asyncio.get_running_loop().time()
+        workers = self._fleet.workers("decode")
+        return any(one.holds(digest) and not one.health_problem(now) for one in workers)
 
     def filled(self, fills: Iterable[common_pb2.FillTimeline]) -> None:
         """Tells prefill workers' breakers how fills ended, as their owner reported."""
@@ -162,8 +176,45 @@ class Router:
     def _choose_prefill(self, request: RoutingRequest, now: float) -> list[tuple[Worker, int]]:
         if not self._max_prefill_candidates:
             return []
-        pool = self._fleet.pool("prefill")
-        return pool.choose(self._prefill, request, self._max_prefill_candidates, now)
+        return self._choose("prefill", self._prefill, request, self._max_prefill_candidates, now)
+
+    def _choose(
+        self,
+        role: Role,
+        policy: Policy,
+        request: RoutingRequest,
+        count: int,
+        now: float,
+        is_excluded: Callable[[Worker], bool] | None = None,
+    ) -> list[tuple[Worker, int]]:
+        """Applies a policy to the workers that hold the request's adapter.
+
+        Those with the adapter on their device come before those that must load it there, unless
+        they are much busier.
+        """
+        pool, digest = self._fleet.pool(role), request.adapter
+        if not digest:
+            return pool.choose(policy, request, count, now, is_excluded)
+        holders = [worker for worker in self._fleet.workers(role) if worker.holds(digest)]
+        if is_excluded is not None:
+            holders = [worker for worker in holders if not is_excluded(worker)]
+        healthy = [worker for worker in holders if not worker.problem(now)]
+        most = min((one.load.num_requests for one in healthy), default=0) + _DEVICE_REQUESTS
+        ready = {
+            worker
+            for worker in healthy
+            if worker.holds(digest, on_device=True) and worker.load.num_requests <= most
+        }
+        chosen: list[tuple[Worker, int]] = []
+        for group in (ready, set(healthy) - ready):
+            left = count - len(chosen)
+            if group and left:
+                chosen += pool.choose(policy, request, left, now, partial(_is_outside, group))
+        return chosen
+
+
+def _is_outside(group: Collection[Worker], worker: Worker) -> bool:
+    return worker not in group
 
 
 def _candidate(worker: Worker, match_tokens: int) -> decode_pb2.PrefillCandidate:

@@ -312,6 +312,13 @@ class DecodeSession:
             cancel = decode_pb2.Cancel(request_id=request_id, attempt=attempt, sample=sample)
             self._send(decode_pb2.SessionRequest(cancel=cancel))
 
+    def end_session(self, cache_salt: str, session_id: str) -> bool:
+        """Tells the worker that a chat is over; False: it cannot be told now."""
+        if self.is_open:
+            end = decode_pb2.EndSession(cache_salt=cache_salt, session_id=session_id)
+            self._send(decode_pb2.SessionRequest(end_session=end))
+        return self.is_open
+
     def release(self, request_id: str) -> None:
         """Drops the request's handler."""
         self._handlers.pop(request_id, None)

@@ -52,6 +52,28 @@ class GatewaySettings(ServiceSettings):
     models: list[str] = Field(
         [], description="further models, NAME=DIRECTORY each; workers say which one they serve"
     )
+    adapter_root: Path | None = Field(
+        None,
+        description="folder that LoRA adapters are loaded from and registered in, the same as the "
+        "workers'; none = no adapters",
+    )
+    adapter_load_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        le=3600,
+        description="longest load of an adapter, and wait for the requests of an unloaded one, in "
+        "seconds",
+    )
+    adapter_linger_s: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        description="an adapter that was replaced or unloaded stays for so long after its last "
+        "request, for one that is lost to be resumed, in seconds",
+    )
+    max_adapter_bytes: int = Field(
+        4 << 30, ge=1 << 10, description="largest adapter that is loaded, in bytes"
+    )
     discovery: DiscoveryName = Field(
         "static",
         description="where workers are found: in the lists, in every address of their DNS names, "

@@ -48,6 +48,8 @@ class TokenStream(Listener):
         self.request_id = request_id
         self.trace_id = ""
         """32 hex digits; empty while nothing is traced."""
+        self.base_model = self.model = ""
+        """Names of the base model, and of what was asked for: that or an adapter of it."""
         self.headers: tuple[tuple[str, str], ...] = ()
         """What the client is told with the beginning of its answer."""
         self._on_failed = on_failed

@@ -65,7 +65,11 @@ def submit_messages(
         priority=request.priority,
         tenant="" if request.tenant is None else request.tenant.name,
         model=model,
+        session_id=request.session_id,
+        end_session=request.ends_session,
     )
+    if request.adapter is not None:
+        submit.adapter.name, submit.adapter.digest = request.adapter.name, request.adapter.digest
     if request.top_logprobs is not None:
         submit.logprobs.top_logprobs = request.top_logprobs
         # A message field that equals its default must still be there.

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
+from weft.common.breaker import BreakerState
 from weft.engine.request import Constraint
-from weft.gateway.authenticate import current_tenant
-from weft.gateway.breaker import BreakerState
+from weft.gateway.adapters.calls import AdapterCalls
+from weft.gateway.authenticate import current_tenant, tenant_salt
 from weft.gateway.edge import CallFacts, Context, begin_answer, call_facts
 from weft.gateway.fleet import Fleet
 from weft.gateway.pipeline import Pipeline
@@ -22,10 +23,10 @@ from weft.gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
-from weft.gateway.served import Catalogue, Served
+from weft.gateway.served import Catalogue, Meant, Served
 from weft.gateway.slo.targets import Targets
 from weft.gateway.stream import Delta, TokenStream
-from weft.gateway.validate import check_ids, invalid
+from weft.gateway.validate import check_ids, check_session_id, invalid
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 _BREAKER_STATES = {
@@ -44,11 +45,13 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         pipeline: Pipeline,
         models: Catalogue,
         fleet: Fleet,
+        adapters: AdapterCalls,
         max_body_bytes: int,
     ) -> None:
         self._pipeline = pipeline
         self._models = models
         self._fleet = fleet
+        self._adapters = adapters
         self._max_body_bytes = max_body_bytes
 
     async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
@@ -82,7 +85,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         created = Timestamp()
         created.GetCurrentTime()
         async with self._pipeline.open(request) as stream:
-            model = self._models.find(request.model).model.name
+            model = stream.model
             await begin_answer(context, request.request_id, headers=stream.headers)
             collected: dict[int, gateway_pb2.Choice] = {}
             while deltas := await stream.next_deltas():
@@ -117,7 +120,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.TokenizeRequest, context: Context
     ) -> gateway_pb2.TokenizeResponse:
         """See gateway.proto."""
-        served = self._models.find(request.model)
+        served = (await self._models.find(request.model)).served
         prompt: Prompt
         if request.messages and request.text:
             raise invalid("text", "contradicts messages: give one of text and messages")
@@ -135,7 +138,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
         """See gateway.proto."""
-        served = self._models.find(request.model)
+        served = (await self._models.find(request.model)).served
         check_ids("tokens", request.tokens.ids, served.model.vocabulary_size)
         (text,) = await served.preparer.detokenize([request.tokens.ids])
         return gateway_pb2.DetokenizeResponse(text=text)
@@ -144,13 +147,20 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsResponse:
         """See gateway.proto."""
-        return gateway_pb2.ListModelsResponse(models=[_describe(one) for one in self._models])
+        described: list[gateway_pb2.Model] = []
+        for served in self._models:
+            adapters = self._models.adapters_of(served)
+            described += [_describe(served), *(_describe_adapter(one) for one in adapters)]
+        return gateway_pb2.ListModelsResponse(models=described)
 
     async def GetModel(
         self, request: gateway_pb2.GetModelRequest, context: Context
     ) -> gateway_pb2.GetModelResponse:
         """See gateway.proto."""
-        return gateway_pb2.GetModelResponse(model=_describe(self._models.named(request.model)))
+        meant = await self._models.named(request.model)
+        is_base = meant.entry is None
+        model = _describe(meant.served) if is_base else _describe_adapter(meant)
+        return gateway_pb2.GetModelResponse(model=model)
 
     async def Cancel(
         self, request: gateway_pb2.CancelRequest, context: Context
@@ -158,6 +168,38 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         """See gateway.proto."""
         found = self._pipeline.cancel(request.request_id, current_tenant.get())
         return gateway_pb2.CancelResponse(found=found)
+
+    async def LoadAdapter(
+        self, request: gateway_pb2.LoadAdapterRequest, context: Context
+    ) -> gateway_pb2.LoadAdapterResponse:
+        """See gateway.proto."""
+        self._adapters.check_caller()
+        return await self._adapters.load(request, context)
+
+    async def UnloadAdapter(
+        self, request: gateway_pb2.UnloadAdapterRequest, context: Context
+    ) -> gateway_pb2.UnloadAdapterResponse:
+        """See gateway.proto."""
+        self._adapters.check_caller()
+        return await self._adapters.unload(request, context)
+
+    async def ListAdapters(
+        self, request: gateway_pb2.ListAdaptersRequest, context: Context
+    ) -> gateway_pb2.ListAdaptersResponse:
+        """See gateway.proto."""
+        return await self._adapters.list(request, context)
+
+    async def EndSession(
+        self, request: gateway_pb2.EndSessionRequest, context: Context
+    ) -> gateway_pb2.EndSessionResponse:
+        """See gateway.proto."""
+        if not request.session_id:
+            raise invalid("session_id", "is empty")
+        check_session_id(request.session_id)
+        salt = tenant_salt(current_tenant.get(), request.cache_salt)
+        sessions = [worker.session for worker in self._fleet.workers("decode")]
+        told = [s.end_session(salt, request.session_id) for s in sessions if s is not None]
+        return gateway_pb2.EndSessionResponse(workers=sum(told))
 
     async def GetFleet(
         self, request: gateway_pb2.GetFleetRequest, context: Context
@@ -191,6 +233,21 @@ def _describe(served: Served) -> gateway_pb2.Model:
     )
 
 
+def _describe_adapter(meant: Meant) -> gateway_pb2.Model:
+    entry, adapter = meant.entry, meant.adapter
+    assert entry is not None
+    assert adapter is not None
+    problem = meant.served.adapter_problem(adapter)
+    return gateway_pb2.Model(
+        name=entry.name,
+        create_time=Timestamp(seconds=int(entry.created)),
+        max_context_tokens=meant.served.context_tokens,
+        parent=entry.model,
+        ready=not problem,
+        problem=problem,
+    )
+
+
 def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, str], ...]:
     for index, message in enumerate(messages):
         if not message.role:
@@ -216,7 +273,9 @@ def _translate(request: AnyRequest, facts: CallFacts, prompt: Prompt) -> Generat
         timeout_s=timeout_s,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        routing_key=facts.routing_key,
+        routing_key=facts.routing_key or request.session_id,
+        session_id=request.session_id,
+        ends_session=request.end_session,
         traceparent=facts.traceparent,
         targets=_targets(request.targets).over(facts.targets),
         tenant=facts.tenant,

@@ -9,6 +9,7 @@ from weft.engine.request import (
     MAX_CONSTRAINT_BYTES,
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
+    MAX_SESSION_ID_BYTES,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
     Constraint,
@@ -51,12 +52,21 @@ def check_request(request: GenerateRequest, model: ServedModel, max_prompts: int
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise invalid("cache_salt", f"at most {MAX_SALT_BYTES} bytes")
     check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_session_id(request.session_id)
+    if request.ends_session and not request.session_id:
+        raise invalid("end_session", "needs session_id")
     if len(request.routing_key.encode()) > MAX_ROUTING_KEY_BYTES:
         raise invalid("routing_key", f"at most {MAX_ROUTING_KEY_BYTES} bytes")
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise invalid("timeout", f"must be above 0 seconds, not {request.timeout_s:g}")
     _check_targets(request.targets)
     _check_prompts(request, model, max_prompts)
+
+
+def check_session_id(session_id: str) -> None:
+    """Raises InvalidRequest for a name of a chat that is too long."""
+    if len(session_id.encode()) > MAX_SESSION_ID_BYTES:
+        raise invalid("session_id", f"at most {MAX_SESSION_ID_BYTES} bytes")
 
 
 def _check_targets(targets: Targets) -> None:

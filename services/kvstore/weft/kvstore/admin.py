@@ -18,7 +18,7 @@ class StoreAdmin:
 
     async def flush_cache(self) -> int:
         """See `AdminBackend`."""
-        return self._store.flush()
+        return await self._store.flush()
 
     async def dump_state(self, max_entries: int) -> Mapping[str, object]:
         """See `AdminBackend`; a store keeps no lists."""

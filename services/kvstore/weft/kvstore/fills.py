@@ -11,10 +11,10 @@ from weft.engine.memory.keys import PageKeys
 from weft.engine.messages import FillReply, FillStart, LeaseQuery
 from weft.engine.transfer.filler import Filler, FillerCounters, ShipResult
 from weft.engine.transfer.handle import KvHandle
+from weft.kvstore.backends.base import Backend
 from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
 from weft.kvstore.pages import PageStore
 from weft.kvstore.plane import StorePlane
-from weft.kvstore.spill import Spill
 
 MOST_INLINE_PAGES = 256
 """Keys of longer prompts are hashed in a thread."""
@@ -32,7 +32,7 @@ class StoreFills:
         chunk_bytes: most of a fill that is written at a time: its owner checks one chunk while
             the next travels.
         clock: monotonic seconds.
-        spill: what is on disk; None: there is none.
+        backend: what is kept besides; None: nothing is.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class StoreFills:
         max_fills: int,
         chunk_bytes: int,
         clock: Clock,
-        spill: Spill | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self._pages = pages
-        self._spill = spill
+        self._backend = backend
         self._shipper = plane.shipper
         self._jobs = StoreJobs(pages, plane.shipper, max_fills)
         self._filler = Filler(
@@ -105,8 +105,8 @@ class StoreFills:
             keys = _keys_of(handle, num_pages)
         elif num_pages <= MAX_FILL_PAGES:
             keys = await asyncio.to_thread(_keys_of, handle, num_pages)
-        if keys and self._spill is not None and handle.page_size > 0:
-            await self._spill.fetch(keys[handle.start_token // handle.page_size :])
+        if keys and self._backend is not None and handle.page_size > 0:
+            await self._backend.fetch(keys[handle.start_token // handle.page_size :])
         is_used = self._jobs.get(handle.lease_id) is not None
         self._jobs.expected_keys = keys
         self._filler.on_start(start)

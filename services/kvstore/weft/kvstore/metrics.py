@@ -36,6 +36,16 @@ COUNTERS = {
     "filled_pages": "Pages written to owners",
 }
 """What the store counts, and what that means; others are shown under their bare names."""
+BACKEND_GAUGES = {
+    "backend_nodes": "Valkey nodes that have pages",
+    "backend_nodes_resting": "Of these, left alone after failures",
+}
+BACKEND_COUNTERS = {
+    "backend_calls": "Batches of commands, each to one node",
+    "backend_failed_calls": "Of these, broken or too late",
+    "backend_skipped_commands": "Commands not sent, since their node is left alone",
+    "backend_redirections": "Commands that another node has to be asked",
+}
 
 
 class StoreCollector(Collector):
@@ -61,7 +71,14 @@ class StoreCollector(Collector):
         yield GaugeMetricFamily(
             "weft_kvstore_arena_bytes", "Size of the arena", self._store.arena_bytes
         )
-        yield from tier_metrics(self._store.tiers())
+        tiers = self._store.tiers()
+        yield from tier_metrics(tiers)
+        for name, value in self._store.backend_sizes().items():
+            yield GaugeMetricFamily(f"weft_kvstore_{name}", BACKEND_GAUGES[name], value)
+        for name, text in BACKEND_COUNTERS.items():
+            for tier in tiers:
+                if name in tier.counters:
+                    yield CounterMetricFamily(f"weft_kvstore_{name}", text, tier.counters[name])
         for name, value in self._store.all_counters().items():
             if name in GAUGES:
                 yield GaugeMetricFamily(f"weft_kvstore_{name}", GAUGES[name], value)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from weft.common.settings import PageSettings
 from weft.engine.memory.eviction import EvictionName
 
@@ -31,6 +31,47 @@ class KvStoreSettings(PageSettings):
         le=1,
         description="share of the arena, and of the disk, that pages of one namespace (a model, "
         "adapter and cache salt) may have; beyond it they push out one another",
+    )
+    backend: Literal["memory", "valkey"] = Field(
+        "memory",
+        description="where pages are kept besides the arena: memory = nowhere, or on local disk "
+        "with --disk-cache-dir; valkey = in a Valkey or Redis server or cluster, which any number "
+        "of stores share",
+    )
+    valkey_url: list[str] = Field(
+        [],
+        max_length=64,
+        repr=False,
+        description="valkey: server, or some nodes of a cluster, as valkey://HOST:PORT or "
+        "valkeys://USER:PASSWORD@HOST:PORT?ssl_ca_certs=FILE (TLS)",
+    )
+    valkey_password_file: Path | None = Field(
+        None, description="valkey: file with the password, instead of one in --valkey-url"
+    )
+    valkey_prefix: str = Field(
+        "weft",
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="valkey: what names of pages begin with; stores with the same one share pages",
+    )
+    valkey_timeout_s: float = Field(
+        1.0,
+        ge=0.01,
+        le=60,
+        description="valkey: a call that moves pages, or connects, ends within, in seconds",
+    )
+    valkey_lookup_timeout_s: float = Field(
+        0.05,
+        ge=0.001,
+        le=10,
+        description="valkey: a lookup counts what was found by then, in seconds; workers wait for "
+        "0.08 s",
+    )
+    valkey_ttl_s: float = Field(
+        0.0,
+        ge=0,
+        le=10 * 365 * 86400,
+        description="valkey: pages expire so long after they were written, in seconds; 0 = when "
+        "the server gives them up",
     )
     disk_cache_dir: Path | None = Field(
         None,
@@ -59,3 +100,16 @@ class KvStoreSettings(PageSettings):
     put_data_timeout_s: float = Field(
         30.0, gt=0, le=600, description="a put's gRPC data must have come by then, in seconds"
     )
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        if self.backend == "valkey" and not self.valkey_url:
+            raise ValueError("--backend valkey needs --valkey-url")
+        if self.backend == "valkey" and self.disk_cache_dir is not None:
+            raise ValueError(
+                "--backend valkey keeps pages in the server: leave --disk-cache-dir away, or take "
+                "--backend memory"
+            )
+        if self.backend != "valkey" and self.valkey_url:
+            raise ValueError("--valkey-url is for --backend valkey")
+        return self

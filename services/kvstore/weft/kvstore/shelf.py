@@ -11,14 +11,13 @@ from weft.engine.clock import monotonic
 from weft.engine.errors import InvalidRequest, WeftError
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.messages import FillReply
-from weft.engine.tiers.tier import Tier
+from weft.kvstore.backends.base import BackendSource
 from weft.kvstore.counters import Counters
 from weft.kvstore.fills import StoreFills
 from weft.kvstore.pages import PageStore
 from weft.kvstore.plane import StorePlane, Transport
 from weft.kvstore.puts import Puts
 from weft.kvstore.settings import KvStoreSettings
-from weft.kvstore.spill import Spill
 
 LEAST_PAGES, MOST_PAGES = 4, 1 << 22
 
@@ -45,7 +44,7 @@ class Shelf:
         threads: where bytes move.
         reply: hands a fill's event to its stream.
         wake: called from the shipping thread when `take_shipped` has something to take.
-        disk: pages on disk, of the same size; None: there are none.
+        source: where pages are kept besides; None: in the arena alone.
 
     Raises:
         InvalidRequest: The arena does not hold a few pages of that size.
@@ -63,7 +62,7 @@ class Shelf:
         threads: ThreadPoolExecutor,
         reply: Callable[[FillReply], None],
         wake: Callable[[], None],
-        disk: Tier | None = None,
+        source: BackendSource | None = None,
     ) -> None:
         num_pages = min(len(arena) // page_bytes, MOST_PAGES)
         if num_pages < LEAST_PAGES:
@@ -75,9 +74,9 @@ class Shelf:
         pool = arena[: num_pages * page_bytes].reshape(num_pages, page_bytes)
         policy = EVICTION_POLICIES[settings.eviction_policy]
         self.pages = PageStore(pool, policy, settings.namespace_quota)
-        self.spill: Spill | None = None
-        if disk is not None:
-            self.spill = Spill(self.pages, disk, settings.namespace_quota)
+        self.backend = (
+            None if source is None else source.open(self.pages, settings.namespace_quota, threads)
+        )
         self.plane = StorePlane(transport, f"kvstore-{name}", pool, wake)
         self.puts = Puts(
             self.pages,
@@ -96,5 +95,5 @@ class Shelf:
             max_fills=settings.max_fills,
             chunk_bytes=settings.chunk_bytes,
             clock=monotonic,
-            spill=self.spill,
+            backend=self.backend,
         )

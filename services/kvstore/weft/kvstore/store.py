@@ -14,14 +14,12 @@ from dataclasses import asdict
 import numpy as np
 from weft.common.tracing import make_tracer
 from weft.engine.clock import monotonic
-from weft.engine.errors import ConfigError, Draining
-from weft.engine.memory.eviction import EVICTION_POLICIES
+from weft.engine.errors import Draining
 from weft.engine.memory.kv_memory import PageCounts
 from weft.engine.messages import TierReport
-from weft.engine.tiers.disk import PageFiles, disk_tier, stored_page_bytes
-from weft.engine.tiers.tier import Tier
 from weft.engine.transfer.digest import digest_pages, native_digest
 from weft.engine.transfer.quarantine import QuarantineWatch
+from weft.kvstore.backends.sources import open_source
 from weft.kvstore.convert import PutOrder
 from weft.kvstore.counters import Counters
 from weft.kvstore.front import FillFront
@@ -50,7 +48,8 @@ class KvStore:
         store_id: stable over restarts.
 
     Raises:
-        ConfigError: The transport that is wanted does not work here.
+        ConfigError: The transport that is wanted does not work here, or the back end cannot be
+            used.
     """
 
     def __init__(self, settings: KvStoreSettings, store_id: str) -> None:
@@ -66,13 +65,8 @@ class KvStore:
         self._arena = np.frombuffer(_map_memory(settings.memory_bytes), np.uint8)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-store")
         self._shelf: Shelf | None = None
-        self._files: PageFiles | None = None
-        self._disk: Tier | None = None
+        self._source = open_source(settings, store_id)
         """Pages that an earlier store left, until there is a shelf for them."""
-        if settings.disk_cache_dir is not None:
-            self._files = PageFiles(settings.disk_cache_dir / store_id)
-            if page_bytes := stored_page_bytes(self._files):
-                self._disk = self._open_disk(page_bytes)
         self._is_draining = False
         self._quarantine = QuarantineWatch(settings.max_quarantine_fraction, monotonic)
         self.pool_lost = asyncio.Event()
@@ -128,15 +122,18 @@ class KvStore:
             }
         return found
 
-    def look_up(self, keys: list[bytes]) -> int:
+    async def look_up(self, keys: list[bytes]) -> int:
         """Leading keys that are held."""
-        if self._shelf is None and self._disk is not None and self._disk.match(keys[:1]):
-            # These pages are of a model that runs: their size is the one that will come.
-            self._make_shelf(self._disk.page_bytes)
+        if self._shelf is None and self._source is not None and keys:
+            page_bytes = await self._source.page_bytes_of(keys[0])
+            if page_bytes and self._shelf is None:
+                self._make_shelf(page_bytes)
         num_held = 0
         if self._shelf is not None:
-            held = self._shelf.spill or self._shelf.pages
-            num_held = held.num_held(keys)
+            backend = self._shelf.backend
+            num_held = (
+                self._shelf.pages.num_held(keys) if backend is None else await backend.look_up(keys)
+            )
         self.counters.lookups += 1
         self.counters.lookup_pages += len(keys)
         self.counters.hit_pages += num_held
@@ -163,24 +160,25 @@ class KvStore:
             pages.unpin(pinned)
         return bool(found != told)
 
-    def flush(self) -> int:
+    async def flush(self) -> int:
         """Forgets every page that nobody reads; returns how many."""
         flushed = self._shelf.pages.flush() if self._shelf else 0
-        if self._shelf is not None and self._shelf.spill is not None:
-            flushed += self._shelf.spill.flush()
-        elif self._disk is not None:  # of an earlier store, and nobody has asked for it yet
-            places = self._disk.flush()
-            for place in places:
-                self._threads.submit(self._disk.medium.remove, place)
-            flushed += len(places)
+        if self._shelf is not None and self._shelf.backend is not None:
+            flushed += await self._shelf.backend.flush()
+        elif self._source is not None:  # of an earlier store, and nobody has asked for it yet
+            flushed += await self._source.flush()
         self.counters.flushed_pages += flushed
         return flushed
 
     async def describe_transport(self) -> str:
         """Transports and lanes, for people."""
-        if self._shelf is None:
-            return f"NIXL {self.transport.nixl_version}" if self.transport.nixl_version else "data"
-        return await self._loop.run_in_executor(self._threads, self._shelf.plane.describe)
+        if self._shelf is not None:
+            text = await self._loop.run_in_executor(self._threads, self._shelf.plane.describe)
+        else:
+            version = self.transport.nixl_version
+            text = f"NIXL {version}" if version else "data"
+        kept = self._source.describe() if self._source is not None else ""
+        return f"{text}. {kept}" if kept else text
 
     # -- puts ------------------------------------------------------------------------------------
 
@@ -215,9 +213,11 @@ class KvStore:
         return shelf
 
     def _make_shelf(self, page_bytes: int) -> Shelf:
-        """The shelf for pages of a size; pages of other sizes leave the disk."""
-        if self._files is not None and (self._disk is None or self._disk.page_bytes != page_bytes):
-            self._disk = self._open_disk(page_bytes)
+        """The shelf for pages of a size.
+
+        Raises:
+            InvalidRequest: The arena cannot have pages of this size.
+        """
         self._shelf = Shelf(
             self._settings,
             self.store_id,
@@ -229,23 +229,11 @@ class KvStore:
             self._threads,
             self.front.streams.deliver,
             self._wake,
-            self._disk,
+            self._source,
         )
         self.front.open(self._shelf.fills)
         logger.info("pages have %d bytes", page_bytes)
         return self._shelf
-
-    def _open_disk(self, page_bytes: int) -> Tier | None:
-        """The disk tier; None, in words: it cannot be had."""
-        assert self._files is not None
-        policy = EVICTION_POLICIES[self._settings.eviction_policy]
-        try:
-            disk = disk_tier(self._files, self._settings.disk_cache_bytes, page_bytes, policy)
-        except (ConfigError, OSError) as error:
-            logger.error("no pages are kept on disk: %s", error)
-            return None
-        logger.info("%d pages are on disk", disk.counts().cached)
-        return disk
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -267,17 +255,22 @@ class KvStore:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._shelf is not None:
             await self._shelf.puts.close(CLOSE_TIMEOUT_S)
-            if self._shelf.spill is not None:
-                await self._shelf.spill.close(CLOSE_TIMEOUT_S)
+            if self._shelf.backend is not None:
+                await self._shelf.backend.close(CLOSE_TIMEOUT_S)
             await self._loop.run_in_executor(self._threads, self._shelf.plane.close)
-        if self._files is not None:
-            self._files.close()
+        if self._source is not None:
+            await self._source.close()
         self._threads.shutdown(wait=False)
 
     def tiers(self) -> list[TierReport]:
         """State and counters of what is below the arena."""
-        spill = self._shelf.spill if self._shelf is not None else None
-        return [spill.report()] if spill is not None else []
+        backend = self._shelf.backend if self._shelf is not None else None
+        return [backend.report()] if backend is not None else []
+
+    def backend_sizes(self) -> dict[str, int]:
+        """What there is of servers behind the store, by name."""
+        backend = self._shelf.backend if self._shelf is not None else None
+        return backend.sizes() if backend is not None else {}
 
     def _wake(self) -> None:
         """From the shipping thread."""

@@ -6,6 +6,7 @@ from weft.common.durations import duration
 from weft.engine.errors import InvalidRequest
 from weft.engine.request import MAX_PRIORITY, MAX_TENANT_BYTES
 from weft.engine.transfer.handle import (
+    ADAPTER_DIGEST_BYTES,
     LEASE_ID_BYTES,
     FillEvent,
     FillTimings,
@@ -72,6 +73,8 @@ def handle_to_proto(handle: KvHandle) -> kv_pb2.KvHandle:
         priority=handle.priority,
         tenant=handle.tenant,
     )
+    if handle.adapter:
+        message.adapter.digest = handle.adapter
     target = handle.nixl
     if target is not None:
         message.nixl.CopyFrom(target_to_proto(target))
@@ -95,6 +98,8 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
         raise InvalidRequest(f"priority {message.priority}", param="priority")
     if len(message.tenant.encode()) > MAX_TENANT_BYTES:
         raise InvalidRequest(f"more than {MAX_TENANT_BYTES} bytes", param="tenant")
+    if message.HasField("adapter") and len(message.adapter.digest) != ADAPTER_DIGEST_BYTES:
+        raise InvalidRequest(f"a digest has {ADAPTER_DIGEST_BYTES} bytes", param="adapter")
     pages = [run.first_page + i for run in message.page_runs for i in range(run.num_pages)]
     return KvHandle(
         owner_id=message.owner_id,
@@ -112,6 +117,7 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
         nixl=target_from_proto(message.nixl) if message.HasField("nixl") else None,
         priority=message.priority,
         tenant=message.tenant,
+        adapter=message.adapter.digest,
     )
 
 

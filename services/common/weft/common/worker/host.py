@@ -16,6 +16,7 @@ from weft.common.requestlog import LoggedPrompt
 from weft.common.server import QUARANTINE_STATUS, ServiceServer
 from weft.common.tls import load_identity
 from weft.common.tracing import make_tracer
+from weft.common.worker.adapters import AdapterFollower, open_registry
 from weft.common.worker.admin import WorkerAdmin
 from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
@@ -86,6 +87,8 @@ async def run_worker(
 
     def on_outbox(outbox: Outbox) -> None:
         queries.on_outbox(outbox)
+        if adapters is not None:
+            adapters.on_outbox(outbox)
         if outbox.kv_changes and kv_feed is not None:
             kv_feed.take(outbox.kv_changes)
         for command in outbox.fill_commands:
@@ -103,6 +106,7 @@ async def run_worker(
 
     try:
         config = settings.engine_config(role, worker_id)
+        registry_of_adapters = open_registry(settings.adapter_root)
         identity = load_identity(settings)
     except ConfigError as error:
         logger.error("settings are not valid: %s", error.message)
@@ -128,6 +132,9 @@ async def run_worker(
     fills = FillClient(engine, identity)
     store: StoreClient | None = None
     kv_feed: KvFeed | None = None
+    adapters: AdapterFollower | None = None
+    if registry_of_adapters is not None:
+        adapters = AdapterFollower(registry_of_adapters, settings.served_name, engine.send)
     try:
         info = await engine.start()
         kv_feed = KvFeed(worker_id, info.epoch)
@@ -172,6 +179,7 @@ async def run_worker(
             os.getpid(),
             settings.kvstores,
             settings.advertise,
+            adapters,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         service.add_to(server.grpc)
@@ -202,6 +210,8 @@ async def run_worker(
     serving = asyncio.create_task(server.run_until_signal(drain))
     fencing = asyncio.create_task(_end_by_quarantine(server, engine, settings))
     watching = [asyncio.create_task(_tell_liveness(server, engine)), fencing]
+    if adapters is not None:
+        watching.append(asyncio.create_task(adapters.run()))
     if watchdog is not None:
         watching.append(asyncio.create_task(watchdog.run()))
     ends: set[asyncio.Future[Any]] = {serving, engine.gone}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from weft.engine.messages import LoadReport, TierReport
+from weft.engine.messages import AdapterPlace, AdapterState, LoadReport, TierReport
 from weft.engine.transfer.staging import StagingCounts
 
 COUNTERS = {
@@ -20,6 +21,9 @@ COUNTERS = {
     "digest_mismatches": "Chunks that arrived damaged",
     "stale_events": "Events of leases that were closed or stopping",
     "local_decisions": "Prompt remainders that ran here though there was a filler",
+    "expired_sessions": "Chat sessions that lost their pins since they were still for too long",
+    "released_sessions": "Chat sessions that their clients ended",
+    "displaced_sessions": "Chat sessions that lost their pins to others, by quota",
     "leases_accepted": "Fills taken, as their filler",
     "leases_declined": "Fills declined, as their filler",
     "leases_done": "Fills ended with all of their pages, as their filler",
@@ -58,6 +62,7 @@ TIER_COUNTERS = {
     "evicted_pages": "Pages of a tier given up for others",
     "dropped_pages": "Pages that a tier did not take, or lost on their way to the next one",
     "corrupt_pages": "Pages loaded that were not what was saved",
+    "stalls": "Times that a tier stood still for too long, and was let be until it went on",
     "failed_loads": "Pages of a tier that could not be read",
     "failed_saves": "Pages that could not be written to a tier",
 }
@@ -86,6 +91,7 @@ class EngineCollector(Collector):
             return
         yield from _gauges(load, self._loop_age_s())
         yield from tier_metrics(load.tiers)
+        yield from _adapter_metrics(load.adapters)
         for name, value in load.counters.items():
             if name == "open_fills":
                 yield GaugeMetricFamily("weft_open_fills", "Leases not closed yet", value)
@@ -123,12 +129,38 @@ def tier_metrics(tiers: Sequence[TierReport]) -> Iterator[Metric]:
         yield family
 
 
+def _adapter_metrics(adapters: Sequence[AdapterState]) -> Iterator[Metric]:
+    """How many adapters are where; names are for `weft status`, there may be thousands."""
+    count = GaugeMetricFamily(
+        "weft_adapters",
+        "LoRA adapters of this worker, by state: loading, disk, host, device, failed",
+        labels=["state"],
+    )
+    size = GaugeMetricFamily(
+        "weft_adapter_bytes", "Bytes of the weights of these adapters", labels=["state"]
+    )
+    for state in get_args(AdapterPlace):
+        found = [one for one in adapters if one.state == state]
+        count.add_metric([state], len(found))
+        size.add_metric([state], sum(one.num_bytes for one in found))
+    yield count
+    yield size
+    yield GaugeMetricFamily(
+        "weft_adapter_requests",
+        "Requests here that use an adapter",
+        sum(one.num_requests for one in adapters),
+    )
+
+
 def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
     requests = GaugeMetricFamily("weft_requests", "Requests by state", labels=["state"])
     requests.add_metric(["running"], load.running_requests)
     requests.add_metric(["waiting"], load.waiting_requests)
     requests.add_metric(["filling"], load.filling_requests)
     yield requests
+    yield GaugeMetricFamily("weft_sessions", "Chat sessions with pinned pages", load.sessions)
+    text = "KV pages that are given up last, for chat sessions; cached or used"
+    yield GaugeMetricFamily("weft_session_pinned_pages", text, load.pinned_pages)
     pages = GaugeMetricFamily("weft_kv_pages", "KV pages by state", labels=["state"])
     pages.add_metric(["free"], load.free_pages)
     pages.add_metric(["cached"], load.cached_pages)

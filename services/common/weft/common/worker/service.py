@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 from weft.common.durations import duration
+from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.tiers import tier_to_proto
@@ -119,6 +120,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         server_pid: this process.
         kvstores: host:port of the KV stores in use.
         advertised: host:port at which other workers reach this one; empty = as gateways do.
+        adapters: what it has of adapters; None = it serves the base model alone.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         server_pid: int,
         kvstores: Sequence[str] = (),
         advertised: str = "",
+        adapters: AdapterFollower | None = None,
     ) -> None:
         self._engine = engine
         self._queries = queries
@@ -145,6 +148,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._server_pid = server_pid
         self._kvstores = tuple(kvstores)
         self._advertised = advertised
+        self._adapters = adapters
 
     async def GetInfo(
         self,
@@ -157,7 +161,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             kv_pb2.PlanePart(name=name, dim=info.head_dim, dtype=info.dtype) for name in ("k", "v")
         ]
         plane = kv_pb2.Plane(name="target", layers=info.layers, heads=info.kv_heads, parts=parts)
-        return worker_pb2.GetInfoResponse(
+        response = worker_pb2.GetInfoResponse(
             worker_id=self._worker_id,
             epoch=info.epoch,
             role=self._role,
@@ -178,6 +182,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             kvstores=self._kvstores,
             advertised_address=self._advertised,
         )
+        if self._adapters is not None and info.max_loras:
+            response.adapters.max_rank = info.max_lora_rank
+            response.adapters.max_device_adapters = info.max_loras
+        return response
 
     async def WatchLoad(
         self,
@@ -202,6 +210,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async for response in self._kv_feed.watch(request):
             yield response
         raise PeerUnavailable(f"the engine is gone: {self._engine.gone.result()}", stage="engine")
+
+    async def ListHeldAdapters(
+        self,
+        request: worker_pb2.ListHeldAdaptersRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> worker_pb2.ListHeldAdaptersResponse:
+        """See worker.proto."""
+        response = worker_pb2.ListHeldAdaptersResponse(
+            worker_id=self._worker_id, epoch=self._info.epoch
+        )
+        if self._adapters is not None:
+            response.adapters.extend(self._adapters.statuses(self._engine.load))
+            response.adapter_generation = self._adapters.generation
+        return response
 
     async def Drain(
         self,
@@ -264,6 +286,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load = self._engine.load
         if load is None:
             return response
+        if self._adapters is not None:
+            response.adapters.extend(self._adapters.statuses(load))
+            response.adapter_generation = self._adapters.generation
         response.stale_after.CopyFrom(duration(load.stale_after_s))
         response.draining = load.is_draining
         response.running_requests = load.running_requests
@@ -276,6 +301,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         response.cached_pages = load.cached_pages
         response.used_pages = load.used_pages
         response.quarantined_pages = load.quarantined_pages
+        response.sessions = load.sessions
+        response.pinned_pages = load.pinned_pages
         response.prefill_tokens_per_second = load.prefill_tokens_per_second
         response.decode_tokens_per_second = load.decode_tokens_per_second
         if load.decode_step_s:

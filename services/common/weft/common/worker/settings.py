@@ -124,12 +124,49 @@ class WorkerSettings(PageSettings):
         description="start what compiles constraints, about 150 MiB, once the mesh has had a "
         "constrained request; off: with this worker's first, which waits for it",
     )
+    adapter_root: Path | None = Field(
+        None,
+        description="folder in which gateways register LoRA adapters; this worker loads what is "
+        "registered for its model; none = it serves the base model alone",
+    )
+    max_lora_rank: int = Field(64, ge=1, le=512, description="largest rank of an adapter")
+    max_loras: int = Field(
+        16, ge=1, le=1024, description="adapters on the device at once, and so in one step"
+    )
+    lora_memory_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="device memory of adapters, in bytes; default what max_loras adapters of rank "
+        "16 take that change every projection",
+    )
+    lora_host_bytes: int = Field(
+        4 << 30,
+        ge=1 << 20,
+        description="host memory of adapters, in bytes; those beyond it are read from disk again",
+    )
     prefix_cache: bool = Field(True, description="reuse KV of earlier prompts")
     kv_eviction_policy: EvictionName = Field(
         "lru",
         description="which cached KV page is given up first: least recently, least frequently or "
         "most recently used, first in, last in (filo), of least urgent requests, or slru: those "
         "never found again before the others",
+    )
+    session_pool_share: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="share of the KV pool that chat sessions may have pinned, which is given up "
+        "last; 0 = sessions pin nothing",
+    )
+    session_tenant_share: float = Field(
+        1.0, gt=0, le=1, description="of that share, what the sessions of one tenant may have"
+    )
+    session_ttl_s: float = Field(
+        600.0,
+        gt=0,
+        le=7 * 86400,
+        description="a session in which no request has ended for so long loses its pins, in "
+        "seconds",
     )
     host_cache_bytes: int = Field(
         0,
@@ -198,6 +235,7 @@ class WorkerSettings(PageSettings):
         values = {name: getattr(self, name) for name in shared}
         values |= {"role": role, "worker_id": worker_id, "model_name": self.served_name}
         values |= {"has_store": bool(self.kvstore), "transport": self.page_transport}
+        values |= {"enable_lora": self.adapter_root is not None}
         sizes = _GPU_SIZES if self.device.startswith("cuda") else _CPU_SIZES
         values |= {name: size for name, size in sizes.items() if values[name] is None}
         return EngineConfig(**values)

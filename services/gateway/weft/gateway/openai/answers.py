@@ -161,6 +161,18 @@ class ModelAnswer(Answer):
     created: int
     owned_by: str
     max_model_len: int = Field(description="context length, in tokens")
+    root: str = Field(description="of an adapter its folder; else the model")
+    parent: str | None = Field(description="base model of an adapter")
+
+
+class AdapterAnswer(Answer):
+    """An adapter that was loaded or unloaded."""
+
+    status: Literal["success"]
+    message: str
+    id: str = Field(description="its name")
+    parent: str = Field(description="its base model")
+    digest: str = Field(description="of its content, 64 hex digits")
 
 
 class ModelListAnswer(Answer):

@@ -155,6 +155,14 @@ class GenerationBody(Body):
     routing_key: str | None = Field(
         None, description="keeps requests of one key on one worker, if so set up; 256 bytes"
     )
+    session_id: str | None = Field(
+        None,
+        description="names the chat: its KV stays on its worker between requests while there is "
+        "room; 128 bytes. The routing key as well, where none is given",
+    )
+    end_session: bool | None = Field(
+        None, description="the chat is over with this request: nothing is kept for it"
+    )
     ttft_target_ms: float | None = Field(
         None,
         description="from arrival to the first token, 1 to 3600000 ms; refused at once when it "
@@ -222,3 +230,25 @@ class DetokenizeBody(Body):
     """POST /detokenize, as vLLM's."""
 
     tokens: Items[int] = Field(description="token ids")
+
+
+class LoadAdapterBody(Body):
+    """POST /v1/load_lora_adapter, as vLLM's."""
+
+    model: str | None = Field(None, description="base model; may be absent where there is one")
+    lora_name: str = Field(description="what requests will call it")
+    lora_path: str = Field(description="folder of a PEFT adapter, relative to the adapter root")
+    load_inplace: bool | None = Field(
+        None, description="replace other content of that name; default false"
+    )
+    pinned: bool | None = Field(None, description="keep it on the device; default false")
+    lenient: bool | None = Field(
+        None, description="leave out what of it cannot be applied; default false"
+    )
+
+
+class UnloadAdapterBody(Body):
+    """POST /v1/unload_lora_adapter, as vLLM's."""
+
+    model: str | None = Field(None, description="not used")
+    lora_name: str = Field(description="what requests call it")

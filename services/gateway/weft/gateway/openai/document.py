@@ -25,6 +25,18 @@ _POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel], type[BaseModel] |
         answers.CompletionAnswer,
     ),
     "/tokenize": ("Text to token ids.", bodies.TokenizeBody, answers.TokenizeAnswer, None),
+    "/v1/load_lora_adapter": (
+        "Loads a LoRA adapter on all workers.",
+        bodies.LoadAdapterBody,
+        answers.AdapterAnswer,
+        None,
+    ),
+    "/v1/unload_lora_adapter": (
+        "Takes a LoRA adapter away.",
+        bodies.UnloadAdapterBody,
+        answers.AdapterAnswer,
+        None,
+    ),
     "/detokenize": ("Token ids to text.", bodies.DetokenizeBody, answers.DetokenizeAnswer, None),
 }
 _GETS: dict[str, tuple[str, type[BaseModel]]] = {

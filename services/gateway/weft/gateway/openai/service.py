@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
+from weft.common.adapters.manifest import Entry
 from weft.engine.errors import Draining, PeerUnavailable
+from weft.gateway.adapters.calls import AdapterCalls
 from weft.gateway.edge import Context, begin_answer, call_facts
 from weft.gateway.model import ServedModel
 from weft.gateway.openai.bodies import (
@@ -16,7 +19,9 @@ from weft.gateway.openai.bodies import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    LoadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from weft.gateway.openai.chunks import (
     DONE,
@@ -29,10 +34,15 @@ from weft.gateway.openai.chunks import (
 )
 from weft.gateway.openai.document import openapi_document
 from weft.gateway.openai.parse import BodyParser
-from weft.gateway.openai.translate import chat_request, completion_request, tokenize_prompt
+from weft.gateway.openai.translate import (
+    chat_request,
+    completion_request,
+    load_order,
+    tokenize_prompt,
+)
 from weft.gateway.pipeline import Pipeline
 from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
-from weft.gateway.served import Catalogue, Served
+from weft.gateway.served import Catalogue, Meant, Served
 from weft.gateway.stream import Delta, TokenStream
 from weft.gateway.validate import check_ids
 from weft.v1 import openai_pb2, openai_pb2_grpc
@@ -52,10 +62,12 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self,
         pipeline: Pipeline,
         models: Catalogue,
+        adapters: AdapterCalls,
         max_body_bytes: int,
     ) -> None:
         self._pipeline = pipeline
         self._models = models
+        self._adapters = adapters
         self._bodies = BodyParser(max_body_bytes)
 
     def close(self) -> None:
@@ -69,10 +81,10 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             ChatBody, request.data, lambda body: chat_request(body, facts)
         )
 
-        def write(model: ServedModel) -> AnswerWriter:
+        def write(name: str, model: ServedModel) -> AnswerWriter:
             return ChatWriter(
                 generate.request_id,
-                model.name,
+                name,
                 model.vocabulary,
                 include_usage=_includes_usage(body),
             )
@@ -87,10 +99,10 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         )
         echoes = await self._echoes(generate) if body.echo else ()
 
-        def write(model: ServedModel) -> AnswerWriter:
+        def write(name: str, model: ServedModel) -> AnswerWriter:
             return CompletionWriter(
                 generate.request_id,
-                model.name,
+                name,
                 model.vocabulary,
                 include_usage=_includes_usage(body),
                 echoes=echoes,
@@ -103,11 +115,11 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self,
         request: GenerateRequest,
         body: GenerationBody,
-        write: Callable[[ServedModel], AnswerWriter],
+        write: Callable[[str, ServedModel], AnswerWriter],
         context: Context,
     ) -> None:
         async with self._pipeline.open(request) as stream:
-            writer = write(self._models.find(request.model).model)
+            writer = write(stream.model, self._models.base(stream.base_model).model)
             kind = _EVENTS if body.stream else _JSON
             await begin_answer(context, request.request_id, kind, stream.headers)
             if body.stream:
@@ -145,7 +157,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return await _build(size, lambda: writer.whole(choices, fields))
 
     async def _echoes(self, request: GenerateRequest) -> list[str]:
-        served = self._models.find(request.model)
+        served = (await self._models.find(request.model)).served
         texts = [prompt.text for prompt in request.prompts if isinstance(prompt, TextPrompt)]
         if texts:
             return texts
@@ -156,18 +168,23 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
 
     async def Models(self, request: Empty, context: Context) -> HttpBody:
         """See openai.proto."""
-        return _json({"object": "list", "data": [_describe(one) for one in self._models]})
+        meant = [
+            one
+            for served in self._models
+            for one in (Meant(served), *self._models.adapters_of(served))
+        ]
+        return _json({"object": "list", "data": [_describe(one) for one in meant]})
 
     async def RetrieveModel(
         self, request: openai_pb2.RetrieveModelRequest, context: Context
     ) -> HttpBody:
         """See openai.proto."""
-        return _json(_describe(self._models.named(request.model)))
+        return _json(_describe(await self._models.named(request.model)))
 
     async def TokenizeText(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         body, prompt = await self._bodies.parse(TokenizeBody, request.data, tokenize_prompt)
-        served = self._models.find(body.model or "")
+        served = (await self._models.find(body.model or "")).served
         ids = await served.preparer.tokenize(prompt)
         with_texts = bool(body.return_token_strs)
         return await _build(len(ids), lambda: self._tokenized(served, ids, with_texts))
@@ -185,10 +202,24 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def DetokenizeTokens(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         body, ids = await self._bodies.parse(DetokenizeBody, request.data, lambda body: body.tokens)
-        served = self._models.find(body.model or "")
+        served = (await self._models.find(body.model or "")).served
         check_ids("tokens", ids, served.model.vocabulary_size)
         (text,) = await served.preparer.detokenize([ids])
         return await _build(len(text), lambda: to_json({"prompt": text}))
+
+    async def LoadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        self._adapters.check_caller()
+        _, order = await self._bodies.parse(LoadAdapterBody, request.data, load_order)
+        entry = await self._adapters.load_order(replace(order, timeout_s=context.time_remaining()))
+        return _json(_adapter_json(entry, "loaded"))
+
+    async def UnloadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        self._adapters.check_caller()
+        body, _ = await self._bodies.parse(UnloadAdapterBody, request.data, lambda body: None)
+        entry = await self._adapters.unload_name(body.lora_name, context.time_remaining())
+        return _json(_adapter_json(entry, "unloaded"))
 
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
         """See openai.proto."""
@@ -216,13 +247,26 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return to_json(openapi_document())
 
 
-def _describe(served: Served) -> dict[str, object]:
+def _describe(meant: Meant) -> dict[str, object]:
+    served, entry = meant.served, meant.entry
     return {
-        "id": served.model.name,
+        "id": meant.name,
         "object": "model",
-        "created": served.model.created,
+        "created": served.model.created if entry is None else int(entry.created),
         "owned_by": "weft",
         "max_model_len": served.context_tokens,
+        "root": served.model.name if entry is None else entry.path,
+        "parent": None if entry is None else entry.model,
+    }
+
+
+def _adapter_json(entry: Entry, what: str) -> dict[str, object]:
+    return {
+        "status": "success",
+        "message": f"the adapter `{entry.name}` is {what}",
+        "id": entry.name,
+        "parent": entry.model,
+        "digest": entry.digest,
     }
 
 

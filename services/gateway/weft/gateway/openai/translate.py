@@ -7,11 +7,13 @@ from typing import Any, cast
 
 from weft.engine.errors import InvalidRequest
 from weft.engine.request import Constraint
+from weft.gateway.adapters.manager import LoadOrder
 from weft.gateway.edge import CallFacts
 from weft.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    LoadAdapterBody,
     Message,
     TokenizeBody,
 )
@@ -149,10 +151,24 @@ def _request(
         timeout_s=facts.timeout_s,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
-        routing_key=body.routing_key or facts.routing_key,
+        routing_key=body.routing_key or facts.routing_key or body.session_id or "",
+        session_id=body.session_id or "",
+        ends_session=bool(body.end_session),
         traceparent=facts.traceparent,
         targets=_targets(body).over(facts.targets),
         tenant=facts.tenant,
+    )
+
+
+def load_order(body: LoadAdapterBody) -> LoadOrder:
+    """The load that a body asks for."""
+    return LoadOrder(
+        name=body.lora_name,
+        path=body.lora_path,
+        model=body.model or "",
+        replaces=bool(body.load_inplace),
+        is_pinned=bool(body.pinned),
+        is_lenient=bool(body.lenient),
     )
 
 

@@ -67,6 +67,8 @@ class RoutingRequest:
     """Machine of the prefill worker that will fill it; empty = not known."""
     first_token_s: float | None = None
     """Target: time to its first token, from when it is sent; absent = none."""
+    adapter: bytes = b""
+    """Digest of its adapter's content; empty = the base model. Pages of others are not its own."""
     _keys: dict[tuple[bytes, str, int], ShortKeys] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -75,7 +77,9 @@ class RoutingRequest:
         """Keys of the prompt's full pages on a worker, which must have a page size."""
         keys = self._keys.get(worker.naming)
         if keys is None:
-            namespace = _namespace(worker.model_digest, worker.kv_layout, self.cache_salt)
+            namespace = _namespace(
+                worker.model_digest, worker.kv_layout, self.adapter, self.cache_salt
+            )
             keys = ShortKeys(self.prompt_ids, worker.page_size, namespace)
             self._keys[worker.naming] = keys
         return keys
@@ -92,8 +96,8 @@ class RoutingRequest:
 
 
 @lru_cache(maxsize=1024)
-def _namespace(model_digest: bytes, layout: str, cache_salt: str) -> bytes:
-    return namespace_digest(model_digest, layout, cache_salt=cache_salt)
+def _namespace(model_digest: bytes, layout: str, adapter: bytes, cache_salt: str) -> bytes:
+    return namespace_digest(model_digest, layout, adapter_digest=adapter, cache_salt=cache_salt)
 
 
 class Choice(NamedTuple):

@@ -21,14 +21,16 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	OpenAIService_ChatCompletions_FullMethodName  = "/weft.v1.OpenAIService/ChatCompletions"
-	OpenAIService_Completions_FullMethodName      = "/weft.v1.OpenAIService/Completions"
-	OpenAIService_Models_FullMethodName           = "/weft.v1.OpenAIService/Models"
-	OpenAIService_RetrieveModel_FullMethodName    = "/weft.v1.OpenAIService/RetrieveModel"
-	OpenAIService_TokenizeText_FullMethodName     = "/weft.v1.OpenAIService/TokenizeText"
-	OpenAIService_DetokenizeTokens_FullMethodName = "/weft.v1.OpenAIService/DetokenizeTokens"
-	OpenAIService_Ready_FullMethodName            = "/weft.v1.OpenAIService/Ready"
-	OpenAIService_OpenApi_FullMethodName          = "/weft.v1.OpenAIService/OpenApi"
+	OpenAIService_ChatCompletions_FullMethodName   = "/weft.v1.OpenAIService/ChatCompletions"
+	OpenAIService_Completions_FullMethodName       = "/weft.v1.OpenAIService/Completions"
+	OpenAIService_Models_FullMethodName            = "/weft.v1.OpenAIService/Models"
+	OpenAIService_RetrieveModel_FullMethodName     = "/weft.v1.OpenAIService/RetrieveModel"
+	OpenAIService_TokenizeText_FullMethodName      = "/weft.v1.OpenAIService/TokenizeText"
+	OpenAIService_DetokenizeTokens_FullMethodName  = "/weft.v1.OpenAIService/DetokenizeTokens"
+	OpenAIService_LoadLoraAdapter_FullMethodName   = "/weft.v1.OpenAIService/LoadLoraAdapter"
+	OpenAIService_UnloadLoraAdapter_FullMethodName = "/weft.v1.OpenAIService/UnloadLoraAdapter"
+	OpenAIService_Ready_FullMethodName             = "/weft.v1.OpenAIService/Ready"
+	OpenAIService_OpenApi_FullMethodName           = "/weft.v1.OpenAIService/OpenApi"
 )
 
 // OpenAIServiceClient is the client API for OpenAIService service.
@@ -51,6 +53,10 @@ type OpenAIServiceClient interface {
 	TokenizeText(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Turns token ids into text; vLLM's JSON.
 	DetokenizeTokens(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Loads a LoRA adapter and answers once all serving workers hold it; vLLM's JSON.
+	LoadLoraAdapter(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON.
+	UnloadLoraAdapter(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// 200 while at least one worker of every needed role serves.
 	Ready(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// OpenAPI document, made from the gateway's own validators.
@@ -143,6 +149,26 @@ func (c *openAIServiceClient) DetokenizeTokens(ctx context.Context, in *httpbody
 	return out, nil
 }
 
+func (c *openAIServiceClient) LoadLoraAdapter(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, OpenAIService_LoadLoraAdapter_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *openAIServiceClient) UnloadLoraAdapter(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, OpenAIService_UnloadLoraAdapter_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *openAIServiceClient) Ready(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
@@ -183,6 +209,10 @@ type OpenAIServiceServer interface {
 	TokenizeText(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Turns token ids into text; vLLM's JSON.
 	DetokenizeTokens(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Loads a LoRA adapter and answers once all serving workers hold it; vLLM's JSON.
+	LoadLoraAdapter(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON.
+	UnloadLoraAdapter(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// 200 while at least one worker of every needed role serves.
 	Ready(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// OpenAPI document, made from the gateway's own validators.
@@ -214,6 +244,12 @@ func (UnimplementedOpenAIServiceServer) TokenizeText(context.Context, *httpbody.
 }
 func (UnimplementedOpenAIServiceServer) DetokenizeTokens(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method DetokenizeTokens not implemented")
+}
+func (UnimplementedOpenAIServiceServer) LoadLoraAdapter(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method LoadLoraAdapter not implemented")
+}
+func (UnimplementedOpenAIServiceServer) UnloadLoraAdapter(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method UnloadLoraAdapter not implemented")
 }
 func (UnimplementedOpenAIServiceServer) Ready(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method Ready not implemented")
@@ -336,6 +372,42 @@ func _OpenAIService_DetokenizeTokens_Handler(srv interface{}, ctx context.Contex
 	return interceptor(ctx, in, info, handler)
 }
 
+func _OpenAIService_LoadLoraAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OpenAIServiceServer).LoadLoraAdapter(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: OpenAIService_LoadLoraAdapter_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OpenAIServiceServer).LoadLoraAdapter(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _OpenAIService_UnloadLoraAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OpenAIServiceServer).UnloadLoraAdapter(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: OpenAIService_UnloadLoraAdapter_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OpenAIServiceServer).UnloadLoraAdapter(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _OpenAIService_Ready_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(emptypb.Empty)
 	if err := dec(in); err != nil {
@@ -394,6 +466,14 @@ var OpenAIService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "DetokenizeTokens",
 			Handler:    _OpenAIService_DetokenizeTokens_Handler,
+		},
+		{
+			MethodName: "LoadLoraAdapter",
+			Handler:    _OpenAIService_LoadLoraAdapter_Handler,
+		},
+		{
+			MethodName: "UnloadLoraAdapter",
+			Handler:    _OpenAIService_UnloadLoraAdapter_Handler,
 		},
 		{
 			MethodName: "Ready",

@@ -1,4 +1,4 @@
-"""The store's disk: pages of the arena are copied there, and come back when they are asked for.
+"""Local disk: pages of the arena are copied there, and come back when they are asked for.
 
 The same tier that workers have below their pools (`weft.engine.tiers`). What is known of it belongs
 to the event loop; bytes move in two threads, one a direction.
@@ -8,34 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
+from weft.engine.errors import ConfigError
+from weft.engine.memory.eviction import EvictionPolicy
 from weft.engine.messages import TierReport
+from weft.engine.tiers.disk import PageFiles, disk_tier, stored_page_bytes
 from weft.engine.tiers.keyed import PageName, Place
 from weft.engine.tiers.policy import TierPolicy
 from weft.engine.tiers.tier import PageLoad, PageSave, Tier
+from weft.kvstore.backends.fetching import Fetching
 from weft.kvstore.pages import Incoming, Offer, PageStore
+
+logger = logging.getLogger(__name__)
 
 MAX_OPEN_SAVES = 1024
 """Pages on their way to disk; beyond them pages are in the arena alone."""
-MAX_OPEN_FETCHES = 4
-"""Prompts whose pages are brought back before anybody asks for a fill."""
-FETCH_BYTES = 8 << 20
-"""Brought back at a time; what has come is held at once."""
-MOST_FETCHED_BYTES = 512 << 20
-FETCH_TIMEOUT_S = 2.0
-"""A fill begins without what has not come back by then."""
 DISK_REST_S = 5.0
 CLOSE_POLL_S = 0.01
 
 
-class Spill:
-    """Disk below an arena. Belongs to the event loop.
+class DiskBackend:
+    """Implements `Backend`: disk below an arena. Belongs to the event loop.
 
     Args:
         pages: What the arena holds.
@@ -51,11 +52,15 @@ class Spill:
         self._loop = asyncio.get_running_loop()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weft-spill-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weft-spill-write")
-        self._fetching = asyncio.Lock()
-        self._tasks: set[asyncio.Task[int]] = set()
+        self._fetching = Fetching(pages, self._bring)
         self._saving: Counter[bytes] = Counter()
         """Pages on their way to disk, by group."""
         self._rests_until = 0.0
+        self._num_late = 0
+        """Reads that were given up and have not ended: until they do the disk is let be."""
+        self._saved_at = time.monotonic()
+        """When the last page got there, or the first of those under way was sent."""
+        disk.remove = self._remove_later
         pages.on_published = self._published
 
     # -- down ------------------------------------------------------------------------------------
@@ -66,7 +71,7 @@ class Spill:
             page = self._pages.page_of(offer.key)
             if page is None or self.disk.pages.knows(offer.key):
                 continue
-            if self._saving.total() >= MAX_OPEN_SAVES or time.monotonic() < self._rests_until:
+            if not self._may_save():
                 self.disk.counters.dropped_pages += 1
                 continue
             self._keep_to_quota(group)
@@ -78,6 +83,14 @@ class Spill:
             self._saving[group] += 1
             work = self._loop.run_in_executor(self._writer, self._save, save, page, offer.digest)
             work.add_done_callback(partial(self._saved, save, page))
+
+    def _may_save(self) -> bool:
+        """The disk takes pages, and not too many are on their way: they stay in the arena."""
+        now, num_open = time.monotonic(), self._saving.total()
+        if not num_open:
+            self._saved_at = now
+        is_stuck = now - self._saved_at > DISK_REST_S
+        return num_open < MAX_OPEN_SAVES and not is_stuck and now >= self._rests_until
 
     def _keep_to_quota(self, group: bytes) -> None:
         coming = self._saving[group]
@@ -96,17 +109,18 @@ class Spill:
         if not self._saving[group]:
             del self._saving[group]
         self._pages.unpin([page])
+        self._saved_at = time.monotonic()
         if save.outcome == "failed":
             self._rests_until = time.monotonic() + DISK_REST_S
         save.end()
 
     # -- up --------------------------------------------------------------------------------------
 
-    def num_held(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that are in the arena or on disk; what is on disk alone is fetched."""
+    async def look_up(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.look_up`."""
         num_arena = self._pages.num_held(keys)
         num_held, num_disk = num_arena, 0
-        for key in keys[num_arena:]:
+        for key in keys[num_arena:] if not self._num_late else ():
             if self._pages.page_of(key) is None:
                 if not self.disk.pages.has(key):
                     break
@@ -114,41 +128,14 @@ class Spill:
             num_held += 1
         self.disk.counters.queried_pages += len(keys) - num_arena
         self.disk.counters.hit_pages += num_disk
-        if num_disk and len(self._tasks) < MAX_OPEN_FETCHES:
-            task = self._loop.create_task(self._fetch(list(keys[:num_held])))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if num_disk:
+            self._fetching.begin(keys[:num_held])
         return num_held
 
     async def fetch(self, keys: Sequence[bytes]) -> None:
-        """Brings leading keys from disk to the arena, as far as that is done in time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FETCH_TIMEOUT_S):
-                await self._fetch(keys)
-
-    async def _fetch(self, keys: Sequence[bytes]) -> int:
-        """Returns how many pages came.
-
-        Pages that are in the arena stay there meanwhile, so that those to come do not push out
-        what comes before them in the prompt.
-        """
-        async with self._fetching:
-            most = MOST_FETCHED_BYTES // self.disk.page_bytes
-            step = max(1, FETCH_BYTES // self.disk.page_bytes)
-            num_fetched = 0
-            held: list[int] = []
-            try:
-                while num_fetched < most:
-                    done = self._pages.num_held(keys)
-                    held += self._pages.pin(keys[len(held) : done])
-                    wanted = keys[done : done + step]
-                    num_good = await self._bring(wanted) if wanted else 0
-                    num_fetched += num_good
-                    if not num_good:
-                        break
-            finally:
-                self._pages.unpin(held)
-            return num_fetched
+        """See `Backend.fetch`."""
+        if not self._num_late:
+            await self._fetching.fetch(keys)
 
     async def _bring(self, keys: Sequence[bytes]) -> int:
         """Reads consecutive pages into the arena; returns how many are right."""
@@ -171,11 +158,9 @@ class Spill:
         try:
             num_read, duration_s = await asyncio.shield(work)
         except asyncio.CancelledError:
-            work.add_done_callback(
-                lambda done: self._ended(
-                    loads, incoming, 0 if done.cancelled() else done.result()[0]
-                )
-            )
+            self._num_late += 1
+            self.disk.counters.stalls += 1
+            work.add_done_callback(partial(self._ended_late, loads, incoming))
             raise
         self._policy.observe("disk", num_read * self.disk.page_bytes, duration_s)
         self._ended(loads, incoming, num_read)
@@ -202,20 +187,29 @@ class Spill:
         ]
         self._pages.publish(incoming, digests)
 
+    def _ended_late(
+        self,
+        loads: Sequence[PageLoad],
+        incoming: Incoming,
+        work: asyncio.Future[tuple[int, float]],
+    ) -> None:
+        self._num_late -= 1
+        self._ended(loads, incoming, 0 if work.cancelled() else work.result()[0])
+
+    def _remove_later(self, places: Sequence[Place]) -> None:
+        with contextlib.suppress(RuntimeError):  # The store ends.
+            self._writer.submit(self.disk.remove_now, places)
+
     # -- for operators ---------------------------------------------------------------------------
 
-    def flush(self) -> int:
-        """Forgets every page that nobody reads; returns how many."""
+    async def flush(self) -> int:
+        """See `Backend.flush`."""
         places = self.disk.flush()
-        self._writer.submit(self._remove, places)
+        self.disk.remove(places)
         return len(places)
 
-    def _remove(self, places: Sequence[Place]) -> None:
-        for place in places:
-            self.disk.medium.remove(place)
-
     def report(self) -> TierReport:
-        """State and counters."""
+        """See `Backend.report`."""
         counts = self.disk.counts()
         return TierReport(
             name="disk",
@@ -227,18 +221,75 @@ class Spill:
             counters=asdict(self.disk.counters),
         )
 
-    async def close(self, timeout_s: float) -> None:
-        """Ends tasks and threads; what is not written by then is lost.
+    def sizes(self) -> dict[str, int]:
+        """See `Backend.sizes`."""
+        return {}
 
-        Args:
-            timeout_s: For what is on its way to disk.
-        """
+    async def close(self, timeout_s: float) -> None:
+        """See `Backend.close`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._saving:
                     await asyncio.sleep(CLOSE_POLL_S)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._fetching.close()
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
+
+
+class DiskSource:
+    """Implements `BackendSource`: a folder, with the pages that an earlier store left in it.
+
+    Args:
+        folder: Of this store alone.
+        num_bytes: Of pages at most.
+        policy: Which page goes first.
+
+    Raises:
+        ConfigError: The folder cannot be used, or another process has it.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int, policy: EvictionPolicy) -> None:
+        self._files = PageFiles(folder)
+        self._num_bytes = num_bytes
+        self._policy = policy
+        self._disk: Tier | None = None
+        if page_bytes := stored_page_bytes(self._files):
+            self._disk = self._open(page_bytes)
+
+    async def page_bytes_of(self, key: bytes) -> int:
+        """See `BackendSource.page_bytes_of`."""
+        # Pages that are found are of a model that runs: their size is the one that will come.
+        return self._disk.page_bytes if self._disk is not None and self._disk.match([key]) else 0
+
+    def open(
+        self, pages: PageStore, namespace_quota: float, threads: ThreadPoolExecutor
+    ) -> DiskBackend | None:
+        """See `BackendSource.open`. Pages of other sizes leave the disk."""
+        if self._disk is None or self._disk.page_bytes != pages.page_bytes:
+            self._disk = self._open(pages.page_bytes)
+        return None if self._disk is None else DiskBackend(pages, self._disk, namespace_quota)
+
+    async def flush(self) -> int:
+        """See `BackendSource.flush`."""
+        if self._disk is None:
+            return 0
+        places = self._disk.flush()
+        await asyncio.to_thread(self._disk.remove_now, places)
+        return len(places)
+
+    def describe(self) -> str:
+        """See `BackendSource.describe`."""
+        return ""
+
+    async def close(self) -> None:
+        """See `BackendSource.close`."""
+        self._files.close()
+
+    def _open(self, page_bytes: int) -> Tier | None:
+        try:
+            disk = disk_tier(self._files, self._num_bytes, page_bytes, self._policy)
+        except (ConfigError, OSError) as error:
+            logger.error("no pages are kept on disk: %s", error)
+            return None
+        logger.info("%d pages are on disk", disk.counts().cached)
+        return disk

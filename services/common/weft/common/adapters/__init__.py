@@ -1,0 +1,1 @@
+"""The registry of adapters: which names there are, what they mean, and where the files lie."""

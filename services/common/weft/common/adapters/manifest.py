@@ -1,0 +1,223 @@
+"""What the registry says: pure values, and the changes that are allowed.
+
+An entry is one content of one name. Of a name at most one entry is SERVING, which is what requests
+mean by it, and at most one is LOADING; RETIRED ones are there for requests that began with them.
+
+    begin            commit                          drop
+    ------> LOADING --------> SERVING ----> RETIRED ------>
+               | abandon              retire, or
+               v                      the commit of another one
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+from weft.engine.errors import ConfigError, InvalidRequest, Overloaded, WeftError
+from weft.engine.transfer.handle import ADAPTER_DIGEST_BYTES
+
+State = Literal["loading", "serving", "retired"]
+FORMAT = 1
+"""Of the file; another one is refused."""
+MAX_ENTRIES = 10_000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One content of one name."""
+
+    name: str
+    digest: str
+    """Of the content, 64 hex digits."""
+    model: str
+    """Name of its base model."""
+    path: str
+    """Folder that it was copied from, relative to the root."""
+    state: State
+    generation: int
+    """Of the registry, when it began."""
+    created: float
+    """Unix time, in seconds."""
+    is_pinned: bool = False
+    """Kept on the device where there is room."""
+    is_lenient: bool = False
+    """What of it cannot be applied is left out; the digest says so too."""
+    until: float = 0.0
+    """While it is loading, Unix time from which nobody waits for it any more, in seconds."""
+
+    @property
+    def digest_bytes(self) -> bytes:
+        """The digest as services send it."""
+        return bytes.fromhex(self.digest)
+
+
+class AdapterExists(InvalidRequest):
+    """The name means something else, and the caller did not ask for a replacement."""
+
+    reason = "ADAPTER_EXISTS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All entries, and how often they have changed."""
+
+    format: int = FORMAT
+    generation: int = 0
+    entries: tuple[Entry, ...] = ()
+
+    def of(self, name: str, state: State) -> Entry | None:
+        """The newest entry of a name in a state."""
+        found = [entry for entry in self.entries if (entry.name, entry.state) == (name, state)]
+        return max(found, key=lambda entry: entry.generation, default=None)
+
+    def in_state(self, state: State) -> Iterator[Entry]:
+        """The entries in a state, in the order of their names."""
+        return iter(
+            sorted((one for one in self.entries if one.state == state), key=lambda one: one.name)
+        )
+
+    def digests(self) -> set[str]:
+        """What the copies of must stay."""
+        return {entry.digest for entry in self.entries}
+
+    def begin(self, entry: Entry, *, replaces: bool, now: float) -> Manifest:
+        """Adds an entry that workers are to load, or finds that its content serves already.
+
+        What serves already is pinned if that is asked for; an unload ends that.
+
+        Args:
+            entry: In state `loading`; its generation is set here.
+            replaces: The name may mean other content now.
+            now: Unix time, in seconds.
+
+        Raises:
+            AdapterExists: The name means other content, and `replaces` is not set.
+            Overloaded: Another load of the name is under way.
+        """
+        serving, loading = self.of(entry.name, "serving"), self.of(entry.name, "loading")
+        if serving is not None and (serving.digest, serving.model) == (entry.digest, entry.model):
+            return self._pin(serving) if entry.is_pinned and not serving.is_pinned else self
+        if serving is not None and not replaces:
+            raise AdapterExists(
+                f"the adapter `{entry.name}` exists with other content; ask for its replacement",
+                stage="validate",
+                param="name",
+            )
+        if loading is not None and loading.until > now:
+            raise Overloaded(
+                f"another load of the adapter `{entry.name}` is under way",
+                stage="queue",
+                retry_after_s=min(10.0, loading.until - now),
+            )
+        if len(self.entries) >= MAX_ENTRIES:
+            raise Overloaded(f"the registry has {MAX_ENTRIES} entries; unload some", stage="queue")
+        # An older entry of the same content would be dropped while the new one is used.
+        kept = [
+            one
+            for one in self.entries
+            if one is not loading
+            and (one.name, one.digest, one.model) != (entry.name, entry.digest, entry.model)
+        ]
+        return self._with([*kept, replace(entry, generation=self.generation + 1)])
+
+    def commit(self, entry: Entry, now: float) -> Manifest:
+        """The name means this entry from now on; what it meant before retires.
+
+        Args:
+            entry: As `begin` added it.
+            now: Unix time, in seconds.
+
+        Raises:
+            Overloaded: It is not there any more: somebody took it for given up.
+        """
+        if entry not in self.entries:
+            raise Overloaded(
+                f"the load of the adapter `{entry.name}` took too long, or was called off",
+                stage="queue",
+            )
+
+        def changed(one: Entry) -> Entry:
+            if one == entry:
+                return replace(one, state="serving", created=now, until=0.0)
+            is_former = (one.name, one.state) == (entry.name, "serving")
+            return replace(one, state="retired") if is_former else one
+
+        return self._with(changed(one) for one in self.entries)
+
+    def retire(self, name: str) -> Manifest:
+        """The name means nothing any more; a load of it that is under way is called off."""
+        kept = [one for one in self.entries if (one.name, one.state) != (name, "loading")]
+        return self._with(
+            replace(one, state="retired") if (one.name, one.state) == (name, "serving") else one
+            for one in kept
+        )
+
+    def drop(self, gone: Iterable[Entry]) -> Manifest:
+        """Without these entries, as far as they are as given."""
+        away = set(gone)
+        return self._with(one for one in self.entries if one not in away)
+
+    def _pin(self, entry: Entry) -> Manifest:
+        return self._with(
+            replace(one, is_pinned=True) if one is entry else one for one in self.entries
+        )
+
+    def _with(self, entries: Iterable[Entry]) -> Manifest:
+        changed = tuple(entries)
+        if changed == self.entries:
+            return self
+        return Manifest(generation=self.generation + 1, entries=changed)
+
+
+_decoder = msgspec.json.Decoder(Manifest)
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """The manifest in a file's bytes.
+
+    Args:
+        data: The file.
+        where: Its name, for errors.
+
+    Raises:
+        ConfigError: It is none, or of another version of Weft.
+    """
+    try:
+        manifest = _decoder.decode(data)
+        _check(manifest)
+    except (msgspec.MsgspecError, WeftError, ValueError) as error:
+        raise ConfigError(f"{where} is no registry of adapters: {error}") from error
+    return manifest
+
+
+def serialise(manifest: Manifest) -> bytes:
+    """The file of a manifest."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+def check_name(name: str) -> str:
+    """Raises InvalidRequest for what cannot be an adapter's name, else gives it back."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            "name: 1 to 128 letters, digits and ._-/ are needed, a letter or digit first",
+            stage="validate",
+            param="name",
+        )
+    return name
+
+
+def _check(manifest: Manifest) -> None:
+    if manifest.format != FORMAT:
+        raise ValueError(f"its format is {manifest.format}, and {FORMAT} is known here")
+    for entry in manifest.entries:
+        check_name(entry.name)
+        if (
+            len(entry.digest) != 2 * ADAPTER_DIGEST_BYTES
+            or len(entry.digest_bytes) != ADAPTER_DIGEST_BYTES
+        ):
+            raise ValueError(f"the digest of {entry.name}")

@@ -1,0 +1,179 @@
+"""Copies of adapters: what a caller names is checked, copied and never looked at again.
+
+Copies lie in `<root>/.weft/<digest>/` and do not change. Paths are resolved one component at a time
+from the root's descriptor without following links, so that what was checked is what is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from weft.engine.errors import InvalidRequest, Overloaded, WeftError
+
+FILES = {"adapter_config.json": 2 << 20, "adapter_model.safetensors": 1 << 40}
+"""What an adapter is made of, and the largest size of each, in bytes. Nothing else is copied."""
+COPIES = ".weft"
+_TEMPORARY = "new-"
+_STALE_S = 3600.0
+"""A copy that was not completed for so long never will be."""
+_MAX_PATH_CHARS = 1024
+_CHUNK_BYTES = 8 << 20
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a pipe must not wait for a writer.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def components(path: str) -> list[str]:
+    """The folders that a path names, below the root.
+
+    Raises:
+        InvalidRequest: It leads out of the root, or into what is Weft's own.
+    """
+    if not path or len(path) > _MAX_PATH_CHARS or "\0" in path:
+        raise _refused(f"give the adapter's folder, at most {_MAX_PATH_CHARS} characters")
+    if path.startswith("/"):
+        raise _refused("give it relative to the adapter root, not as an absolute path")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if not parts or any(part.startswith(".") for part in parts):
+        raise _refused("`..` and hidden folders are not allowed")
+    return parts
+
+
+def copy_adapter(
+    root: Path, path: str, digest_of: Callable[[Path], bytes], max_bytes: int
+) -> bytes:
+    """Copies an adapter to where it does not change, unless it is there.
+
+    Args:
+        root: Adapter root.
+        path: Of the adapter's folder, relative to it.
+        digest_of: Checks a folder and gives the digest of its content, 32 bytes.
+        max_bytes: A larger adapter is refused.
+
+    Returns:
+        The digest.
+
+    Raises:
+        InvalidRequest: The path leads elsewhere, there is no adapter, or it is too large.
+        Overloaded: The copy cannot be written.
+        WeftError: Raised by `digest_of`: the files are not an adapter.
+    """
+    parts = components(path)
+    copies = root / COPIES
+    temporary = copies / f"{_TEMPORARY}{secrets.token_hex(8)}"
+    with _opened_folder(root, parts) as folder:
+        try:
+            temporary.mkdir(parents=True)
+            left = max_bytes
+            for name, limit in FILES.items():
+                left -= _copy_file(folder, path, name, temporary, min(limit, left), max_bytes)
+            digest = _digest(digest_of, temporary, path)
+            _publish(temporary, copies / digest.hex())
+        except OSError as error:
+            raise Overloaded(
+                f"the adapter cannot be copied into {copies}: {error.strerror}", stage="validate"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return digest
+
+
+def remove_copies(root: Path, kept: set[str]) -> None:
+    """Removes copies that no entry names; the registry must be locked."""
+    try:
+        found = list((root / COPIES).iterdir())
+    except OSError:
+        return
+    for folder in found:
+        is_copy = len(folder.name) == 64 and folder.name not in kept
+        with contextlib.suppress(OSError):
+            is_stale = (
+                folder.name.startswith(_TEMPORARY)
+                and time.time() - folder.stat().st_mtime > _STALE_S
+            )
+            if is_copy:
+                # What is half removed must not be taken for a copy, should this process die here.
+                folder = folder.rename(root / COPIES / f"{_TEMPORARY}{secrets.token_hex(8)}")
+            if is_copy or is_stale:
+                shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _opened_folder(root: Path, parts: list[str]) -> Iterator[int]:
+    """A descriptor of a folder below the root, to which no link leads."""
+    descriptor = -1
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for part in parts:
+            inner = os.open(part, _DIRECTORY, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        where = "/".join(parts)
+        raise _refused(
+            f"{where}: no such folder in the adapter root (links are not followed)"
+        ) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_bytes: int) -> int:
+    """Copies one file of an adapter; returns its size in bytes."""
+    try:
+        source = os.open(name, _FILE, dir_fd=folder)
+    except OSError as error:
+        raise _refused(
+            f"{path} has no file {name} (links are not followed); give the folder of a PEFT "
+            "adapter that was saved as safetensors"
+        ) from error
+    with os.fdopen(source, "rb") as reader:
+        if not stat.S_ISREG(os.fstat(source).st_mode):
+            raise _refused(f"{path}/{name} is not a file")
+        size = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(target / name, flags, 0o444), "wb") as writer:
+            while data := reader.read(_CHUNK_BYTES):
+                size += len(data)
+                if size > limit:
+                    raise _refused(
+                        f"{path}/{name} is too large: an adapter may have {max_bytes} bytes, its "
+                        f"configuration {FILES['adapter_config.json']}"
+                    )
+                writer.write(data)
+            writer.flush()
+            os.fsync(writer.fileno())
+    return size
+
+
+def _digest(digest_of: Callable[[Path], bytes], folder: Path, path: str) -> bytes:
+    """The digest of a copy; errors name what the caller gave, not where the copy is."""
+    try:
+        return digest_of(folder)
+    except WeftError as error:
+        error.message = error.message.replace(str(folder), path)
+        error.param = error.param or "path"
+        raise
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Gives a complete copy its name, unless there is one of the same content."""
+    try:
+        temporary.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+
+
+def _refused(message: str) -> InvalidRequest:
+    return InvalidRequest(f"path: {message}", stage="validate", param="path")

@@ -1,0 +1,169 @@
+"""The registry in its folder: one file, changed by compare and swap, and copies beside it.
+
+    <root>/adapters.json           the manifest
+    <root>/.weft/<digest>/         what entries mean: copies that do not change
+    <root>/.weft/lock              held while the manifest changes
+    <root>/<anything else>         where adapters are loaded from
+
+Any gateway may change it; workers and the other gateways follow. The root may be a shared volume of
+several machines, as long as it has file locks and atomic renames (local disks, NFS 4).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from weft.common.adapters.manifest import Manifest, parse, serialise
+from weft.common.adapters.paths import COPIES, copy_adapter, remove_copies
+from weft.engine.errors import ConfigError, Overloaded
+
+MANIFEST = "adapters.json"
+MAX_MANIFEST_BYTES = 16 << 20
+_LOCK_EVERY_S = 0.01
+Stamp = tuple[int, int, int]
+"""Of a file: when it changed, which it is, how long it is."""
+
+
+class Registry:
+    """One adapter root. Everything here waits for disks: call it in threads.
+
+    Args:
+        root: The folder; must exist.
+        lock_timeout_s: Others have this long to finish their changes.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+
+    def __init__(self, root: Path, lock_timeout_s: float = 10.0) -> None:
+        if not root.is_dir():
+            raise ConfigError(f"--adapter-root {root}: no such folder")
+        self.root = root
+        self._lock_timeout_s = lock_timeout_s
+        self._path = root / MANIFEST
+        self._was_there = False
+        """The manifest. Weft never removes it: if it goes, its volume did."""
+
+    def directory(self, digest: bytes) -> Path:
+        """Where the files of a content are."""
+        return self.root / COPIES / digest.hex()
+
+    def stamp(self) -> Stamp:
+        """Another one after each change; zeros while there is no manifest."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return (0, 0, 0)
+        return (found.st_mtime_ns, found.st_ino, found.st_size)
+
+    def read(self) -> Manifest:
+        """The manifest as it is; an empty one where there never was one.
+
+        Raises:
+            ConfigError: It cannot be read, or is none, or is gone.
+        """
+        try:
+            with self._path.open("rb") as file:
+                data = file.read(MAX_MANIFEST_BYTES + 1)
+        except FileNotFoundError:
+            if self._was_there:
+                raise ConfigError(
+                    f"{self._path} is gone: bring the volume or the file back, or start anew"
+                ) from None
+            return Manifest()
+        except OSError as error:
+            raise ConfigError(f"{self._path}: {error.strerror}") from error
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ConfigError(f"{self._path} has more than {MAX_MANIFEST_BYTES} bytes")
+        manifest = parse(data, str(self._path))
+        self._was_there = True
+        return manifest
+
+    def change(self, change: Callable[[Manifest], Manifest]) -> Manifest:
+        """Replaces the manifest by what `change` makes of it; nobody else changes it meanwhile.
+
+        Args:
+            change: Pure; what it raises is raised, and nothing changes.
+
+        Returns:
+            The new manifest.
+
+        Raises:
+            ConfigError: The manifest cannot be read or written.
+            Overloaded: Somebody else keeps the lock.
+        """
+        with self._lock():
+            old = self.read()
+            new = change(old)
+            if new != old:
+                self._write(new)
+            return new
+
+    def add_copy(self, path: str, digest_of: Callable[[Path], bytes], max_bytes: int) -> bytes:
+        """See `copy_adapter`."""
+        return copy_adapter(self.root, path, digest_of, max_bytes)
+
+    def clean(self) -> None:
+        """Removes copies that no entry names.
+
+        Raises:
+            ConfigError: The manifest cannot be read.
+            Overloaded: Somebody else keeps the lock.
+        """
+        with self._lock():
+            remove_copies(self.root, self.read().digests())
+
+    def _write(self, manifest: Manifest) -> None:
+        temporary = self.root / COPIES / f"{MANIFEST}.new"
+        try:
+            with temporary.open("wb") as file:
+                file.write(serialise(manifest))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+            folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be written: {error.strerror}") from error
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        path = self.root / COPIES / "lock"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: {error.strerror}; a gateway writes into its adapter root"
+            ) from error
+        try:
+            deadline = time.monotonic() + self._lock_timeout_s
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise Overloaded(
+                            f"{path} is held by another process for over "
+                            f"{self._lock_timeout_s:g} s",
+                            stage="queue",
+                            retry_after_s=1.0,
+                        ) from None
+                    time.sleep(_LOCK_EVERY_S)
+                except OSError as error:
+                    raise ConfigError(
+                        f"{path} cannot be locked: {error.strerror}; the adapter root must be on a "
+                        "file system with locks"
+                    ) from error
+            yield
+        finally:
+            os.close(descriptor)

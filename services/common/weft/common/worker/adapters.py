@@ -1,0 +1,259 @@
+"""Has the engine hold what the registry of adapters lists for this worker's model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from weft.common.adapters.manifest import Manifest
+from weft.common.adapters.registry import Registry, Stamp
+from weft.engine.errors import PeerUnavailable, WeftError
+from weft.engine.messages import AdapterOrder, AdapterState, Failure, Inbox, LoadReport, Outbox
+from weft.v1 import common_pb2, worker_pb2
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+FIRST_RETRY_S = 5.0
+LAST_RETRY_S = 60.0
+"""Between tries of an adapter that cannot be loaded; doubled from the first to the last."""
+_STATES = {
+    "loading": worker_pb2.ADAPTER_STATE_LOADING,
+    "disk": worker_pb2.ADAPTER_STATE_DISK,
+    "host": worker_pb2.ADAPTER_STATE_HOST,
+    "device": worker_pb2.ADAPTER_STATE_DEVICE,
+    "failed": worker_pb2.ADAPTER_STATE_FAILED,
+}
+
+
+class Wanted(NamedTuple):
+    """A content that the registry lists."""
+
+    name: str
+    """Of its newest entry."""
+    is_pinned: bool
+    is_lenient: bool
+    generation: int
+    """Of that entry: a content that is registered anew is tried anew."""
+
+
+@dataclass(slots=True)
+class _Ordered:
+    """What the engine was told of a content, and what it answered."""
+
+    wanted: Wanted
+    query: int
+    """Of the order that is not answered yet; 0 = all are."""
+    is_held: bool = False
+    """Requests may name it, by the engine's last answer."""
+    error: str = ""
+    """Why it is not held; or what of the last order for one that is held cannot be."""
+    retry_at: float = 0.0
+    retry_s: float = FIRST_RETRY_S
+
+
+class AdapterFollower:
+    """Follows a registry and gives the engine orders.
+
+    Args:
+        registry: To follow.
+        model: Served name: adapters of other models are not for this worker.
+        send: Gives the engine an inbox; raises PeerUnavailable once it is gone.
+        poll_s: Between looks at the registry, in seconds.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        model: str,
+        send: Callable[[Inbox], None],
+        poll_s: float = POLL_S,
+    ) -> None:
+        self._registry = registry
+        self._model = model
+        self._send = send
+        self._poll_s = poll_s
+        self._queries = itertools.count(1)
+        self._ordered: dict[bytes, _Ordered] = {}
+        self._stamp: Stamp | None = None
+        self._wanted: dict[bytes, Wanted] = {}
+        self._is_broken = False
+        self.generation = 0
+        """Of the registry that was followed last; 0 = it was not read yet."""
+
+    async def run(self) -> None:
+        """Follows until cancelled, or until the engine is gone."""
+        while True:
+            try:
+                await self._look()
+            except PeerUnavailable:
+                return
+            except WeftError as error:
+                if not self._is_broken:
+                    logger.error("adapters stay as they were: %s", error.message)
+                self._is_broken = True
+            except Exception:
+                # Whatever one look met must not end all further ones.
+                if not self._is_broken:
+                    logger.exception("following the adapters failed")
+                self._is_broken = True
+            await asyncio.sleep(self._poll_s)
+
+    async def _look(self) -> None:
+        # The stamp first: what is written in between shows at the next look.
+        stamp = await asyncio.to_thread(self._registry.stamp)
+        generation = self.generation
+        if stamp != self._stamp:
+            manifest = await asyncio.to_thread(self._registry.read)
+            self._stamp = stamp
+            self._wanted = wanted_of(manifest, self._model)
+            generation = manifest.generation
+        self._order(asyncio.get_running_loop().time())
+        self.generation, self._is_broken = generation, False
+
+    def _order(self, now: float) -> None:
+        """Tells the engine how what it has differs from what is wanted."""
+        for digest in [one for one in self._ordered if one not in self._wanted]:
+            del self._ordered[digest]
+            order = AdapterOrder(query=next(self._queries), action="unload", digest=digest)
+            self._send(Inbox(adapter_orders=[order]))
+        for digest, wanted in self._wanted.items():
+            ordered = self._ordered.get(digest)
+            if ordered is not None and ordered.wanted == wanted and not _is_due(ordered, now):
+                continue
+            query = next(self._queries)
+            if ordered is None:
+                self._ordered[digest] = _Ordered(wanted, query)
+            else:
+                if ordered.wanted != wanted:
+                    ordered.retry_s = FIRST_RETRY_S
+                ordered.wanted, ordered.query = wanted, query
+            self._send(Inbox(adapter_orders=[self._load(query, digest, wanted)]))
+
+    def _load(self, query: int, digest: bytes, wanted: Wanted) -> AdapterOrder:
+        return AdapterOrder(
+            query=query,
+            action="load",
+            digest=digest,
+            name=wanted.name,
+            directory=str(self._registry.directory(digest)),
+            is_pinned=wanted.is_pinned,
+            is_lenient=wanted.is_lenient,
+        )
+
+    def on_outbox(self, outbox: Outbox) -> None:
+        """Takes the engine's answers, and its word of what it has lost since."""
+        for reply in outbox.adapter_replies:
+            for digest, ordered in self._ordered.items():
+                if ordered.query == reply.query:
+                    self._answered(digest, ordered, reply.failure)
+        for state in outbox.load.adapters if outbox.load is not None else ():
+            held = self._ordered.get(state.digest)
+            if held is not None and held.is_held and not held.query and state.state == "failed":
+                self._failed(state.digest, held, state.error)
+
+    def _answered(self, digest: bytes, ordered: _Ordered, failure: Failure | None) -> None:
+        ordered.query = 0
+        ordered.error = ""
+        if failure is None:
+            ordered.is_held = True
+        elif ordered.is_held:
+            # It stays as it was: what was asked for beside, such as a pin, cannot be.
+            ordered.error = self._told(digest, failure.message)
+        else:
+            self._failed(digest, ordered, failure.message)
+
+    def _told(self, digest: bytes, message: str) -> str:
+        """An error's message for people who do not know where copies are."""
+        directory = str(self._registry.directory(digest))
+        return message.replace(f" ({directory})", "").replace(directory, "its copy")
+
+    def _failed(self, digest: bytes, ordered: _Ordered, message: str) -> None:
+        ordered.is_held = False
+        ordered.error = self._told(digest, message)
+        ordered.retry_at = asyncio.get_running_loop().time() + ordered.retry_s
+        ordered.retry_s = min(LAST_RETRY_S, 2 * ordered.retry_s)
+        logger.error("adapter %s: %s", ordered.wanted.name, ordered.error)
+
+    def statuses(self, load: LoadReport | None) -> list[worker_pb2.AdapterStatus]:
+        """What this worker has of adapters, for the wire.
+
+        Args:
+            load: The engine's newest report, which may be older than its answers to orders.
+        """
+        reported = {} if load is None else {one.digest: one for one in load.adapters}
+        known = [
+            _status(digest, ordered, reported.get(digest))
+            for digest, ordered in self._ordered.items()
+        ]
+        leaving = [one for digest, one in reported.items() if digest not in self._ordered]
+        return [*known, *(_leaving(one) for one in leaving)]
+
+
+def wanted_of(manifest: Manifest, model: str) -> dict[bytes, Wanted]:
+    """The contents that a worker of a model must have, the oldest first."""
+    found: dict[bytes, Wanted] = {}
+    for entry in sorted(manifest.entries, key=lambda entry: entry.generation):
+        if entry.model == model:
+            before = found.get(entry.digest_bytes)
+            is_pinned = entry.is_pinned or (before is not None and before.is_pinned)
+            found[entry.digest_bytes] = Wanted(
+                entry.name, is_pinned, entry.is_lenient, entry.generation
+            )
+    return found
+
+
+def _is_due(ordered: _Ordered, now: float) -> bool:
+    """It has failed, and is to be tried again."""
+    return not ordered.query and not ordered.is_held and now >= ordered.retry_at
+
+
+def _status(
+    digest: bytes, ordered: _Ordered, engine: AdapterState | None
+) -> worker_pb2.AdapterStatus:
+    status = worker_pb2.AdapterStatus(
+        adapter=common_pb2.AdapterRef(name=ordered.wanted.name, digest=digest)
+    )
+    if not ordered.is_held:
+        has_failed = bool(ordered.error) and not ordered.query
+        status.state = _STATES["failed" if has_failed else "loading"]
+        status.error = ordered.error if has_failed else ""
+        return status
+    status.state = _STATES["host"]
+    if engine is not None:
+        _add_report(status, engine)
+    status.error = ordered.error
+    return status
+
+
+def _leaving(engine: AdapterState) -> worker_pb2.AdapterStatus:
+    """Nothing lists it any more: it goes with its last request."""
+    status = worker_pb2.AdapterStatus(
+        adapter=common_pb2.AdapterRef(name=engine.name, digest=engine.digest)
+    )
+    _add_report(status, engine)
+    status.unloading = True
+    return status
+
+
+def _add_report(status: worker_pb2.AdapterStatus, engine: AdapterState) -> None:
+    status.state = _STATES[engine.state]
+    status.rank = engine.rank
+    status.weight_bytes = engine.num_bytes
+    status.num_requests = engine.num_requests
+    status.unloading = engine.is_unloading
+    status.error = engine.error
+
+
+def open_registry(root: Path | None) -> Registry | None:
+    """The registry of a setting; None = there is none.
+
+    Raises:
+        ConfigError: The folder is not there.
+    """
+    return None if root is None else Registry(root)

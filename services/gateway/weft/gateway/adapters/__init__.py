@@ -1,0 +1,1 @@
+"""LoRA adapters at the gateway: what names mean, who holds them, loading and unloading."""

@@ -1,0 +1,110 @@
+"""What names of adapters mean now, and which contents this gateway's requests use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from weft.common.adapters.manifest import Entry, Manifest
+from weft.common.adapters.registry import Registry, Stamp
+from weft.engine.errors import ConfigError, WeftError
+from weft.gateway.request import Adapter
+
+_log = logging.getLogger(__name__)
+
+
+class AdapterDirectory:
+    """Follows the registry.
+
+    Args:
+        registry: None = this gateway was started without an adapter root, and knows no adapters.
+    """
+
+    def __init__(self, registry: Registry | None) -> None:
+        self._registry = registry
+        self.manifest = Manifest()
+        """As this gateway has read it last."""
+        self._serving: dict[str, Entry] = {}
+        self._stamp: Stamp | None = None
+        self._reading = asyncio.Lock()
+        self._in_use: Counter[bytes] = Counter()
+        self._is_broken = False
+
+    @property
+    def registry(self) -> Registry:
+        """Where adapters are registered.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self._registry is None:
+            raise ConfigError(
+                "this gateway knows no adapters: start it and its workers with --adapter-root",
+                stage="validate",
+            )
+        return self._registry
+
+    @property
+    def is_on(self) -> bool:
+        """There is a registry."""
+        return self._registry is not None
+
+    def find(self, name: str) -> Entry | None:
+        """What a name means now; None = nothing."""
+        return self._serving.get(name)
+
+    def serving(self) -> list[Entry]:
+        """All that names mean, in their order."""
+        return list(self._serving.values())
+
+    async def refresh(self) -> None:
+        """Reads the registry if it has changed. One that cannot be read stays as it was."""
+        if self._registry is None:
+            return
+        async with self._reading:
+            try:
+                await self._read(self._registry)
+            except WeftError as error:
+                if not self._is_broken:
+                    _log.error("adapters stay as they were: %s", error.message)
+                self._is_broken = True
+
+    async def change(self, change: Callable[[Manifest], Manifest]) -> Manifest:
+        """Changes the registry; see `Registry.change`."""
+        registry = self.registry
+        async with self._reading:  # or what was read before could be taken after it
+            manifest = await asyncio.to_thread(registry.change, change)
+            self._take(manifest)
+        return manifest
+
+    async def _read(self, registry: Registry) -> None:
+        # The stamp first: what is written in between shows at the next look.
+        stamp = await asyncio.to_thread(registry.stamp)
+        if stamp != self._stamp:
+            self._take(await asyncio.to_thread(registry.read))
+        self._stamp, self._is_broken = stamp, False
+
+    def _take(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._serving = {entry.name: entry for entry in manifest.in_state("serving")}
+
+    @contextmanager
+    def using(self, adapter: Adapter | None) -> Iterator[None]:
+        """For as long as the block lasts a request of this gateway may need the content."""
+        if adapter is None:
+            yield
+            return
+        self._in_use[adapter.digest] += 1
+        try:
+            yield
+        finally:
+            self._in_use[adapter.digest] -= 1
+            if not self._in_use[adapter.digest]:
+                del self._in_use[adapter.digest]
+
+    def num_using(self, digest: bytes) -> int:
+        """Requests of this gateway that may need a content."""
+        return self._in_use[digest]

@@ -1,0 +1,400 @@
+"""Loads and unloads adapters over all workers of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from weft.common.adapters.manifest import Entry, Manifest, check_name
+from weft.engine.errors import (
+    AdapterError,
+    AdapterNotFound,
+    DeadlineExceeded,
+    Overloaded,
+    WeftError,
+)
+from weft.engine.lora.digest import adapter_digest
+from weft.gateway.adapters.directory import AdapterDirectory
+from weft.gateway.adapters.holders import Holder, holders, serving_holders
+from weft.gateway.fleet import Fleet
+from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.tasks import log_failure
+from weft.gateway.validate import invalid
+
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.02
+_FOLLOW_EVERY_S = 0.25
+_CLEAN_EVERY_S = 1.0
+_MARGIN_S = 30.0
+"""By which others wait longer than the gateway that loads: clocks differ."""
+_COPY_TRIES = 3
+_MAX_COPIES = 2
+"""Under way at once; further loads wait for their turn."""
+_SHOWN_NAMES = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """What a caller wants loaded."""
+
+    name: str
+    path: str
+    """Relative to the adapter root."""
+    model: str
+    """Name of the base model."""
+    replaces: bool = False
+    is_pinned: bool = False
+    is_lenient: bool = False
+    timeout_s: float | None = None
+    """None = the gateway's own bound, which holds in any case."""
+
+
+class AdapterManager:
+    """Changes the registry in the name of callers, and tidies it up.
+
+    Args:
+        directory: Follows it.
+        fleet: Who must hold what.
+        metrics: Where loads are counted.
+        models: Names of the base models.
+        load_timeout_s: Longest load, and longest wait for an unloaded one's requests.
+        linger_s: A retired content stays for so long after its last request.
+        max_bytes: A larger adapter is refused.
+    """
+
+    def __init__(
+        self,
+        directory: AdapterDirectory,
+        fleet: Fleet,
+        metrics: GatewayMetrics,
+        models: Collection[str],
+        *,
+        load_timeout_s: float,
+        linger_s: float,
+        max_bytes: int,
+    ) -> None:
+        self._directory = directory
+        self._fleet = fleet
+        self._metrics = metrics
+        self._models = models
+        self._load_timeout_s = load_timeout_s
+        self._linger_s = linger_s
+        self._max_bytes = max_bytes
+        self._idle_since: dict[Entry, float] = {}
+        self._has_copies = True
+        """There may be copies that no entry names: of loads that failed, or of earlier gateways."""
+        self._calling_off: set[asyncio.Task[None]] = set()
+        self._copy_places = asyncio.Semaphore(_MAX_COPIES)
+
+    async def run(self) -> None:
+        """Follows the registry and drops what nobody uses any more, until cancelled."""
+        if not self._directory.is_on:
+            return
+        cleaned_at = 0.0
+        while True:
+            try:
+                await self._directory.refresh()
+                now = asyncio.get_running_loop().time()
+                if now - cleaned_at >= _CLEAN_EVERY_S:
+                    cleaned_at = now
+                    await self._tidy(now)
+            except WeftError as error:
+                _log.warning("the adapters were not tidied up: %s", error.message)
+            except Exception:
+                # Whatever one look met must not end all further ones.
+                _log.exception("following the adapters failed")
+            await asyncio.sleep(_FOLLOW_EVERY_S)
+
+    async def load(self, order: LoadOrder) -> Entry:
+        """Registers an adapter and waits until all serving workers of its model hold it.
+
+        Args:
+            order: What, and under which name.
+
+        Returns:
+            What the name means now.
+
+        Raises:
+            WeftError: It means what it meant before. The message says who failed, and why.
+        """
+        loop = asyncio.get_running_loop()
+        began, outcome = loop.time(), "error"
+        try:
+            entry = await self._load(order)
+            outcome = "ok"
+            _log.info("adapter loaded", extra={"adapter": entry.name, "digest": entry.digest})
+            return entry
+        except WeftError as error:
+            outcome = error.reason.lower()
+            self._has_copies = True
+            _log.warning("adapter %s was not loaded: %s", order.name[:128], error.message)
+            raise
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            self._has_copies = True
+            raise
+        finally:
+            self._metrics.adapter_loads.labels(outcome).inc()
+            self._metrics.adapter_load_time.observe(loop.time() - began)
+
+    async def _load(self, order: LoadOrder) -> Entry:
+        self._check(order)
+        timeout_s = _bounded(order.timeout_s, self._load_timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        entry = await self._begin(order, deadline)
+        if entry.state == "serving":
+            return entry
+        try:
+            await self._wait_held(entry, deadline)
+            manifest = await self._directory.change(lambda old: old.commit(entry, time.time()))
+        except BaseException:
+            # Also when the caller goes away: the name then means what it meant before.
+            await self._call_off(entry)
+            raise
+        served = manifest.of(entry.name, "serving")
+        assert served is not None
+        return served
+
+    def _check(self, order: LoadOrder) -> None:
+        check_name(order.name)
+        if order.name in self._models:
+            raise invalid("name", f"`{order.name}` is the name of a model")
+
+    async def _begin(self, order: LoadOrder, deadline: float) -> Entry:
+        """Copies the files and registers them; or finds that they serve already."""
+        registry = self._directory.registry
+        for _ in range(_COPY_TRIES):
+            digest = await self._copy(order, deadline)
+            now = time.time()
+            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            wanted = Entry(
+                name=order.name,
+                digest=digest.hex(),
+                model=order.model,
+                path=order.path,
+                state="loading",
+                generation=0,
+                created=now,
+                is_pinned=order.is_pinned,
+                is_lenient=order.is_lenient,
+                until=now + left_s + _MARGIN_S,
+            )
+
+            def begin(old: Manifest, wanted: Entry = wanted, now: float = now) -> Manifest:
+                if not registry.directory(wanted.digest_bytes).is_dir():
+                    return old  # somebody has tidied the copy away in between
+                return old.begin(wanted, replaces=order.replaces, now=now)
+
+            manifest = await self._register(begin, wanted)
+            found = [
+                entry
+                for state in ("loading", "serving")
+                if (entry := manifest.of(order.name, state)) is not None
+                and entry.digest == wanted.digest
+            ]
+            if found:
+                return found[0]
+        raise Overloaded(
+            "the adapter's copy was removed again and again; try once more", stage="queue"
+        )
+
+    async def _copy(self, order: LoadOrder, deadline: float) -> bytes:
+        """Copies the files, a few adapters at once; returns their digest.
+
+        A disk may not answer: whoever leaves before its end leaves the thread to itself.
+        """
+        digest_of = partial(adapter_digest, is_lenient=order.is_lenient)
+        add_copy = self._directory.registry.add_copy
+        copying: asyncio.Task[bytes] | None = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._copy_places.acquire()
+                copying = asyncio.create_task(
+                    asyncio.to_thread(add_copy, order.path, digest_of, self._max_bytes)
+                )
+                copying.add_done_callback(self._copied)
+                return await asyncio.shield(copying)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the adapter `{order.name}` was not copied in time", stage="adapter"
+            ) from None
+        finally:
+            if copying is not None and not copying.done():
+                copying.add_done_callback(self._left_alone)
+
+    def _copied(self, copying: asyncio.Task[bytes]) -> None:
+        self._copy_places.release()
+
+    def _left_alone(self, copying: asyncio.Task[bytes]) -> None:
+        """A copy that nobody waits for any more has come to its end."""
+        self._has_copies = True
+
+    async def _register(self, begin: Callable[[Manifest], Manifest], wanted: Entry) -> Manifest:
+        """Adds an entry; if the caller goes away meanwhile it is taken back."""
+        adding = asyncio.create_task(self._directory.change(begin))
+        try:
+            return await asyncio.shield(adding)
+        except asyncio.CancelledError:
+            await self._finish(self._take_back(adding, wanted))
+            raise
+
+    async def _take_back(self, adding: asyncio.Task[Manifest], wanted: Entry) -> None:
+        """Once an entry has been added, drops it."""
+        with suppress(WeftError):  # It was refused: there is nothing to take back.
+            manifest = await adding
+            loading = manifest.in_state("loading")
+            gone = [one for one in loading if replace(one, generation=0) == wanted]
+            await self._directory.change(lambda old: old.drop(gone))
+        self._has_copies = True
+
+    async def _wait_held(self, entry: Entry, deadline: float) -> None:
+        """Returns once every serving worker of the model holds it, a decode worker among them.
+
+        Raises:
+            AdapterError: A worker cannot load it.
+            DeadlineExceeded: Some still do not hold it.
+            Overloaded: The load was called off by an unload.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            found = serving_holders(self._fleet, entry, loop.time())
+            if failed := [one for one in found if one.state == "failed" or one.error]:
+                told = "; ".join(f"{one.worker_id}: {one.error}" for one in failed)
+                raise AdapterError(
+                    f"the adapter `{entry.name}` was not loaded, since workers failed: {told}",
+                    stage="adapter",
+                    worker_id=failed[0].worker_id,
+                )
+            if all(one.holds for one in found) and any(one.role == "decode" for one in found):
+                return
+            if entry not in self._directory.manifest.entries:
+                raise Overloaded(
+                    f"the load of the adapter `{entry.name}` was called off", stage="adapter"
+                )
+            if loop.time() >= deadline:
+                raise DeadlineExceeded(
+                    f"the adapter `{entry.name}` was not loaded in time: {_missing(found)}",
+                    stage="adapter",
+                )
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _call_off(self, entry: Entry) -> None:
+        """Takes back what was begun."""
+        await self._finish(self._drop(entry))
+
+    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does something, whatever becomes of this task."""
+        task = asyncio.create_task(work)
+        self._calling_off.add(task)
+        task.add_done_callback(self._calling_off.discard)
+        task.add_done_callback(log_failure)
+        await asyncio.wait([task])
+
+    async def _drop(self, entry: Entry) -> None:
+        await self._directory.change(lambda old: old.drop([entry]))
+
+    async def unload(self, name: str, timeout_s: float | None) -> Entry:
+        """Takes a name away and waits until no request uses what it meant.
+
+        Args:
+            name: Of the adapter.
+            timeout_s: For those requests; None = the gateway's bound.
+
+        Returns:
+            What it meant.
+
+        Raises:
+            AdapterNotFound: It means nothing.
+            DeadlineExceeded: Requests still use it. The name is gone.
+        """
+        directory, loop = self._directory, asyncio.get_running_loop()
+        deadline = loop.time() + _bounded(timeout_s, self._load_timeout_s)
+        meant: list[Entry] = []
+
+        def retire(old: Manifest) -> Manifest:
+            found = old.of(name, "serving") or old.of(name, "loading")
+            meant[:] = [] if found is None else [found]
+            return old.retire(name)
+
+        registry = directory.registry
+        await directory.change(retire)
+        if not meant:
+            serving = [f"`{one.name}`" for one in directory.serving()]
+            names = ", ".join(serving[:_SHOWN_NAMES]) or "none"
+            if len(serving) > _SHOWN_NAMES:
+                names += f" and {len(serving) - _SHOWN_NAMES} more"
+            raise AdapterNotFound(
+                f"there is no adapter `{name[:128]}` in {registry.root.name}; there are: {names}",
+                stage="validate",
+                param="name",
+            )
+        _log.info("adapter unloaded", extra={"adapter": name, "digest": meant[0].digest})
+        while num_using := self._num_left(meant[0]):
+            if loop.time() >= deadline:
+                raise DeadlineExceeded(
+                    f"the adapter `{name}` is unloaded, and {num_using} requests still use it",
+                    stage="adapter",
+                )
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return meant[0]
+
+    def holders(self, entry: Entry) -> list[Holder]:
+        """Who holds it, of the workers that were met."""
+        return holders(self._fleet, entry)
+
+    def _num_left(self, entry: Entry) -> int:
+        """Requests to wait for; of a content that another name means there are none."""
+        kept = [one for one in self._directory.manifest.entries if one.state != "retired"]
+        return 0 if entry.digest in {one.digest for one in kept} else self._num_using(entry)
+
+    def _num_using(self, entry: Entry) -> int:
+        """Requests that need it, as far as this gateway can tell.
+
+        By the workers' count it sees those of other gateways.
+        """
+        reported = sum(one.num_requests for one in holders(self._fleet, entry))
+        return max(self._directory.num_using(entry.digest_bytes), reported)
+
+    async def _tidy(self, now: float) -> None:
+        """Drops retired entries that nobody has used for a while, and loads whose gateway died.
+
+        A request that lost its worker may need a content that no worker counts a request for.
+        """
+        manifest = self._directory.manifest
+        retired = set(manifest.in_state("retired"))
+        for entry in retired:
+            if self._num_left(entry):
+                self._idle_since.pop(entry, None)
+            else:
+                self._idle_since.setdefault(entry, now)
+        self._idle_since = {one: at for one, at in self._idle_since.items() if one in retired}
+        gone = [one for one, since in self._idle_since.items() if now - since >= self._linger_s]
+        gone += [one for one in manifest.in_state("loading") if one.until <= time.time()]
+        if gone:
+            await self._directory.change(lambda old: old.drop(gone))
+        if gone or self._has_copies:
+            self._has_copies = False
+            await asyncio.to_thread(self._directory.registry.clean)
+
+
+def _bounded(given_s: float | None, limit_s: float) -> float:
+    return limit_s if given_s is None else min(max(0.0, given_s), limit_s)
+
+
+def _missing(found: Collection[Holder]) -> str:
+    if not any(one.role == "decode" for one in found):
+        return "no decode worker is healthy"
+    waiting = [one for one in found if not one.holds]
+    told = (
+        f"{one.worker_id} "
+        + ("still loads it" if one.state == "loading" else "has not seen it; is its root the same?")
+        for one in waiting
+    )
+    return "; ".join(told)

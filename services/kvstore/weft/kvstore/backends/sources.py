@@ -1,0 +1,33 @@
+"""Opens the back end that a store's settings ask for."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from weft.engine.errors import ConfigError
+from weft.engine.memory.eviction import EVICTION_POLICIES
+from weft.kvstore.backends.base import BackendSource
+from weft.kvstore.backends.disk import DiskSource
+from weft.kvstore.settings import KvStoreSettings
+
+
+def open_source(settings: KvStoreSettings, store_id: str) -> BackendSource | None:
+    """Where pages are kept besides the arena; None: nowhere.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    if settings.backend == "valkey":
+        if importlib.util.find_spec("valkey") is None:
+            raise ConfigError(
+                "the package `valkey` is not installed: pip install 'weft[valkey]'",
+                param="backend",
+            )
+        # Its package is an extra: nothing else imports it.
+        from weft.kvstore.backends.valkey import ValkeySource
+
+        return ValkeySource(settings)
+    if settings.disk_cache_dir is None:
+        return None
+    policy = EVICTION_POLICIES[settings.eviction_policy]
+    return DiskSource(settings.disk_cache_dir / store_id, settings.disk_cache_bytes, policy)

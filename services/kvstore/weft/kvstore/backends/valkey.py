@@ -1,0 +1,381 @@
+"""Pages in a Valkey or Redis server or cluster, below the arena and shared by several stores.
+
+Pages are copied there as they come to the arena, unless another store has done so, and come back
+when they are asked for. What is given up there, and when it expires, is the server's business. A
+lost server or node is misses and pages that are not kept; what comes back is checked against the
+digest that it was kept with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from valkey.exceptions import OutOfMemoryError
+from weft.engine.clock import monotonic
+from weft.engine.errors import ConfigError
+from weft.engine.messages import TierReport
+from weft.engine.tiers.policy import TierPolicy
+from weft.engine.tiers.tier import TierCounters
+from weft.engine.transfer.digest import digest_pages
+from weft.kvstore.backends.fetching import Fetching
+from weft.kvstore.backends.valkey_servers import Command, Reply, ValkeyServers
+from weft.kvstore.backends.valkey_values import (
+    HEADER_BYTES,
+    StoredPage,
+    pack,
+    unpack,
+    value_name,
+)
+from weft.kvstore.pages import Incoming, Offer, PageStore
+from weft.kvstore.settings import KvStoreSettings
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_KEYS = 256
+"""Asked for at a time."""
+SAVE_BYTES = 8 << 20
+"""Sent at a time."""
+MAX_WAITING_BYTES = 256 << 20
+"""On their way to the server; beyond them pages are in the arena alone."""
+FULL_REST_S = 5.0
+"""A server that has no room is sent nothing for so long."""
+FLUSH_TIMEOUT_S = 30.0
+CLOSE_POLL_S = 0.01
+
+
+class _Waiting(NamedTuple):
+    """A page that is to be kept; it is held in the arena until then."""
+
+    offer: Offer
+    group: bytes
+    page: int
+
+
+class ValkeySource:
+    """Implements `BackendSource`: the servers, which are there before the size of a page is known.
+
+    Args:
+        settings: The `valkey_*` ones.
+
+    Raises:
+        ConfigError: They make no sense.
+    """
+
+    def __init__(self, settings: KvStoreSettings) -> None:
+        password = None
+        if settings.valkey_password_file is not None:
+            password = _read_password(settings.valkey_password_file)
+        self._settings = settings
+        self._servers = ValkeyServers(settings.valkey_url, password, settings.valkey_timeout_s)
+
+    async def page_bytes_of(self, key: bytes) -> int:
+        """See `BackendSource.page_bytes_of`."""
+        settings = self._settings
+        command = ("STRLEN", value_name(settings.valkey_prefix, key))
+        (size,) = await self._servers.call([command], settings.valkey_lookup_timeout_s)
+        return max(0, size - HEADER_BYTES) if isinstance(size, int) else 0
+
+    def open(
+        self, pages: PageStore, namespace_quota: float, threads: ThreadPoolExecutor
+    ) -> ValkeyBackend:
+        """See `BackendSource.open`. The server knows no quotas."""
+        return ValkeyBackend(self._servers, pages, threads, self._settings)
+
+    async def flush(self) -> int:
+        """See `BackendSource.flush`."""
+        return await remove_all(self._servers, self._settings.valkey_prefix)
+
+    def describe(self) -> str:
+        """See `BackendSource.describe`."""
+        return self._servers.describe()
+
+    async def close(self) -> None:
+        """See `BackendSource.close`."""
+        await self._servers.close()
+
+
+class ValkeyBackend:
+    """Implements `Backend`. Belongs to the event loop.
+
+    Args:
+        servers: Where pages are kept.
+        pages: What the arena holds.
+        threads: Where pages are copied and digested.
+        settings: The `valkey_*` ones.
+    """
+
+    def __init__(
+        self,
+        servers: ValkeyServers,
+        pages: PageStore,
+        threads: ThreadPoolExecutor,
+        settings: KvStoreSettings,
+    ) -> None:
+        self._servers = servers
+        self._pages = pages
+        self._threads = threads
+        self._prefix = settings.valkey_prefix
+        self._timeout_s = settings.valkey_timeout_s
+        self._lookup_timeout_s = settings.valkey_lookup_timeout_s
+        self._ttl_ms = round(settings.valkey_ttl_s * 1000)
+        self._loop = asyncio.get_running_loop()
+        self._policy = TierPolicy()
+        self._fetching = Fetching(pages, self._bring)
+        self._coming: set[bytes] = set()
+        """Keys of pages on their way here, which are not to be sent back."""
+        self._brings: set[asyncio.Task[int]] = set()
+        self._waiting: deque[_Waiting] = deque()
+        self._num_saving = 0
+        self._rests_until = 0.0
+        self._has_waiting = asyncio.Event()
+        self._saver = self._loop.create_task(self._save_all())
+        self.counters = TierCounters()
+        pages.on_published = self._published
+
+    # -- down ------------------------------------------------------------------------------------
+
+    def _published(self, offers: Sequence[Offer], group: bytes) -> None:
+        """Notes pages that have come to the arena."""
+        most = min(
+            MAX_WAITING_BYTES // self._pages.page_bytes, self._pages.memory.num_usable_pages // 2
+        )
+        for offer in offers:
+            page = self._pages.page_of(offer.key)
+            if page is None or offer.key in self._coming:
+                continue
+            num_open = len(self._waiting) + self._num_saving
+            if num_open >= max(1, most) or monotonic() < self._rests_until:
+                self.counters.dropped_pages += 1
+                continue
+            self._pages.hold(page)
+            self._waiting.append(_Waiting(offer, group, page))
+            self._has_waiting.set()
+
+    async def _save_all(self) -> None:
+        """Sends what waits, batch after batch, until it is cancelled."""
+        most = max(1, SAVE_BYTES // self._pages.page_bytes)
+        while True:
+            if not self._waiting:
+                self._has_waiting.clear()
+                await self._has_waiting.wait()
+            batch = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            self._num_saving = len(batch)
+            try:
+                await self._save(batch)
+            except Exception:
+                logger.exception("pages were not kept")
+                self.counters.failed_saves += len(batch)
+            finally:
+                self._num_saving = 0
+                self._pages.unpin([waiting.page for waiting in batch])
+
+    async def _save(self, batch: Sequence[_Waiting]) -> None:
+        started_at = monotonic()
+        asked: list[Command] = [("EXISTS", self._name(waiting.offer.key)) for waiting in batch]
+        known = await self._servers.call(asked, self._timeout_s)
+        # Who does not say whether it has a page is not sent that either.
+        lacking = [w for w, reply in zip(batch, known, strict=True) if _is_number(reply, 0)]
+        present = sum(_is_number(reply, 1) for reply in known)
+        commands = await self._loop.run_in_executor(self._threads, self._packed, lacking)
+        replies = await self._servers.call(commands, self._timeout_s) if commands else []
+        num_saved = sum(reply is True for reply in replies)
+        counters = self.counters
+        counters.saved_pages += num_saved
+        counters.saved_bytes += num_saved * self._pages.page_bytes
+        counters.failed_saves += len(batch) - present - num_saved
+        counters.save_us += int((monotonic() - started_at) * 1e6)
+        if any(isinstance(reply, OutOfMemoryError) for reply in replies):
+            self._rest()
+
+    def _packed(self, batch: Sequence[_Waiting]) -> list[Command]:
+        """In a thread: the commands that keep pages, which are held."""
+        commands: list[Command] = []
+        for offer, group, page in batch:
+            value = pack(offer.key, offer.digest, offer.parent, group, self._pages.pool[page])
+            command: Command = ("SET", self._name(offer.key), value)
+            commands.append((*command, "PX", self._ttl_ms) if self._ttl_ms else command)
+        return commands
+
+    def _rest(self) -> None:
+        if monotonic() >= self._rests_until:
+            logger.warning(
+                "valkey has no room and gives up nothing (maxmemory-policy): pages are not kept"
+            )
+        self._rests_until = monotonic() + FULL_REST_S
+        while self._waiting:
+            self.counters.dropped_pages += 1
+            self._pages.unpin([self._waiting.popleft().page])
+
+    # -- up --------------------------------------------------------------------------------------
+
+    async def look_up(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.look_up`."""
+        deadline = monotonic() + self._lookup_timeout_s
+        num_arena = num_held = self._pages.num_held(keys)
+        num_kept = 0
+        while num_held < len(keys) and (left_s := deadline - monotonic()) > 0:
+            part = keys[num_held : num_held + LOOKUP_KEYS]
+            asked = [key for key in part if self._pages.page_of(key) is None]
+            commands: list[Command] = [("EXISTS", self._name(key)) for key in asked]
+            replies = await self._servers.call(commands, left_s)
+            kept = {key for key, reply in zip(asked, replies, strict=True) if _is_number(reply, 1)}
+            num_found = _num_leading(
+                [key in kept or self._pages.page_of(key) is not None for key in part]
+            )
+            num_kept += sum(key in kept for key in part[:num_found])
+            num_held += num_found
+            if num_found < len(part):
+                break
+        self.counters.queried_pages += len(keys) - num_arena
+        self.counters.hit_pages += num_kept
+        if num_kept:
+            self._fetching.begin(keys[:num_held])
+        return num_held
+
+    async def fetch(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.fetch`."""
+        await self._fetching.fetch(keys)
+
+    async def _bring(self, keys: Sequence[bytes]) -> int:
+        """Brings the leading keys that the arena lacks; goes on though its caller may go away."""
+        lacking = keys[: _num_leading([self._pages.page_of(key) is None for key in keys])]
+        if not lacking:
+            return 0
+        task = self._loop.create_task(self._bring_all(lacking))
+        self._brings.add(task)
+        task.add_done_callback(self._brings.discard)
+        return await asyncio.shield(task)
+
+    async def _bring_all(self, keys: Sequence[bytes]) -> int:
+        started_at = monotonic()
+        commands: list[Command] = [("GET", self._name(key)) for key in keys]
+        replies = await self._servers.call(commands, self._timeout_s)
+        stored: dict[bytes, StoredPage] = {}
+        bad: list[bytes] = []
+        for key, reply in zip(keys, replies, strict=True):
+            if not isinstance(reply, bytes):
+                break  # What follows is of no use without it.
+            page = unpack(key, reply)
+            if page is None or len(page.content) != self._pages.page_bytes:
+                bad.append(key)
+                break
+            stored[key] = page
+        num_good = 0
+        if stored:
+            num_good = await self._take(stored, bad)
+            num_bytes = num_good * self._pages.page_bytes
+            self._policy.observe("valkey", num_bytes, monotonic() - started_at)
+        self.counters.load_us += int((monotonic() - started_at) * 1e6)
+        await self._drop(bad)
+        return num_good
+
+    async def _take(self, stored: dict[bytes, StoredPage], bad: list[bytes]) -> int:
+        """Puts pages into the arena; returns how many are right, adds the others to `bad`."""
+        group = next(iter(stored.values())).group
+        incoming = self._pages.begin(
+            [Offer(key, page.digest, 0, page.parent) for key, page in stored.items()], group
+        )
+        try:
+            digests = await self._loop.run_in_executor(
+                self._threads, self._copy_in, incoming, stored
+            )
+        except Exception:  # Not when cancelled: the thread may write still, and the store ends.
+            self._pages.abandon(incoming)
+            raise
+        self._coming.update(offer.key for offer in incoming.offers)
+        wrong = self._pages.publish(incoming, digests)
+        self._coming.difference_update(offer.key for offer in incoming.offers)
+        bad += [offer.key for offer, _ in wrong]
+        num_good = len(incoming.offers) - len(wrong)
+        self.counters.loaded_pages += num_good
+        self.counters.loaded_bytes += num_good * self._pages.page_bytes
+        return num_good
+
+    def _copy_in(self, incoming: Incoming, stored: dict[bytes, StoredPage]) -> list[int]:
+        """In a thread: copies pages to where they are to be; their digests there."""
+        for offer, page in zip(incoming.offers, incoming.pages, strict=True):
+            self._pages.pool[page] = np.frombuffer(stored[offer.key].content, np.uint8)
+        digests: list[int] = digest_pages(self._pages.pool, incoming.pages).tolist()
+        return digests
+
+    async def _drop(self, bad: Sequence[bytes]) -> None:
+        """Forgets pages that are not what was kept."""
+        if not bad:
+            return
+        for key in bad:
+            logger.error("valkey: page %s is not what was kept: it is dropped", key.hex())
+        self.counters.corrupt_pages += len(bad)
+        await self._servers.call([("UNLINK", self._name(key)) for key in bad], self._timeout_s)
+
+    # -- for operators ---------------------------------------------------------------------------
+
+    async def flush(self) -> int:
+        """See `Backend.flush`. Other stores lose these pages too."""
+        return await remove_all(self._servers, self._prefix)
+
+    def report(self) -> TierReport:
+        """See `Backend.report`. How many pages the server has it alone knows."""
+        counters = asdict(self.counters) | {
+            f"backend_{name}": count for name, count in asdict(self._servers.counters).items()
+        }
+        return TierReport(
+            name="valkey",
+            total_pages=0,
+            free_pages=0,
+            cached_pages=0,
+            used_pages=0,
+            load_bytes_per_s=self._policy.bytes_per_s("valkey"),
+            counters=counters,
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """See `Backend.sizes`."""
+        servers = self._servers
+        return {"backend_nodes": servers.num_nodes, "backend_nodes_resting": servers.num_resting}
+
+    async def close(self, timeout_s: float) -> None:
+        """See `Backend.close`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._waiting or self._num_saving or self._brings:
+                    await asyncio.sleep(CLOSE_POLL_S)
+        await self._fetching.close()
+        tasks = [self._saver, *self._brings]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _name(self, key: bytes) -> bytes:
+        return value_name(self._prefix, key)
+
+
+async def remove_all(servers: ValkeyServers, prefix: str) -> int:
+    """Removes all pages whose names begin with a prefix; returns how many."""
+    return await servers.remove_all(value_name(prefix, b"").decode() + "*", FLUSH_TIMEOUT_S)
+
+
+def _is_number(reply: Reply, number: int) -> bool:
+    return isinstance(reply, int) and reply == number
+
+
+def _num_leading(are_true: Sequence[bool]) -> int:
+    """How many there are before the first one that is not."""
+    return next((index for index, is_true in enumerate(are_true) if not is_true), len(are_true))
+
+
+def _read_password(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error}", param="valkey_password_file"
+        ) from error

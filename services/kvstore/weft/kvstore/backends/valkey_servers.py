@@ -1,0 +1,357 @@
+"""A Valkey or Redis server, or a cluster of them, asked for what it may have.
+
+Answers are those of a cache: what a node does not say in time is not there. Each node has its own
+connections and its own circuit breaker, so that a lost one costs its share of the pages and a few
+timeouts, then nothing. Commands are sent once: a redirection makes the map of the cluster be read
+again, and its key is a miss until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from valkey.asyncio import ConnectionPool, Valkey
+from valkey.crc import VALKEY_CLUSTER_HASH_SLOTS, key_slot
+from valkey.exceptions import ResponseError, ValkeyError
+from weft.common.breaker import Breaker, BreakerState
+from weft.engine.clock import Clock, monotonic
+from weft.engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""In a row, then a node is left alone for a while."""
+MAX_OPEN_S = 15.0
+MAX_CALLS = 16
+"""At once, to one node."""
+MAP_REST_S = 1.0
+"""Between two attempts to read the map of a cluster."""
+SCAN_COUNT = 1000
+_REDIRECTIONS = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
+_NO_CLUSTER = "cluster support disabled"
+
+Command = tuple[bytes | str | int, ...]
+"""Its second item is the key."""
+
+
+class NoAnswer:
+    """In place of an answer that did not come."""
+
+
+NO_ANSWER: Final = NoAnswer()
+Reply = bytes | int | bool | None | ResponseError | NoAnswer
+"""What the server says: bytes, a number, None for what it lacks, or that it refuses."""
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """Since start."""
+
+    calls: int = 0
+    """Batches of commands, each to one node."""
+    failed_calls: int = 0
+    """That broke or came too late."""
+    skipped_commands: int = 0
+    """Not sent, since their node is left alone."""
+    redirections: int = 0
+
+
+class _Node:
+    """One server."""
+
+    def __init__(self, name: str, pool: ConnectionPool) -> None:
+        self.name = name
+        self.client = Valkey.from_pool(pool)
+        self.breaker = Breaker(MAX_FAILURES, open_s=0.5, max_open_s=MAX_OPEN_S)
+        self.places = asyncio.Semaphore(MAX_CALLS)
+        self.problem = ""
+        """Of the last call; empty: it went well."""
+
+    async def close(self) -> None:
+        with contextlib.suppress(ValkeyError, OSError):
+            await self.client.connection_pool.disconnect()
+
+
+class ValkeyServers:
+    """Everything that is behind some URLs. Belongs to the event loop.
+
+    Args:
+        urls: One server, or some nodes of one cluster.
+        password: None: it is in the URLs, or there is none.
+        timeout_s: To connect, and for an answer.
+        clock: Monotonic seconds.
+
+    Raises:
+        ConfigError: A URL is not valid.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        password: str | None,
+        timeout_s: float,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+        }
+        if password is not None:
+            self._options["password"] = password
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._seeds = [self._seed(url) for url in urls]
+        self._nodes: dict[str, _Node] = {node.name: node for node in self._seeds}
+        self._slots: list[_Node | None] | None = None
+        """Who has which slot; None: not known yet, or there is no cluster."""
+        self._is_cluster: bool | None = None
+        self._is_stale = True
+        self._read_again_at = 0.0
+        self._map_task: asyncio.Task[None] | None = None
+        self.counters = ServerCounters()
+
+    def _seed(self, url: str) -> _Node:
+        try:
+            pool = ConnectionPool.from_url(url, **self._options)
+            # Or unknown options would show at the first call.
+            pool.make_connection()  # type: ignore[no-untyped-call]
+        except (ValueError, TypeError):
+            # The error may quote a password that has characters which end a URL's first part.
+            raise ConfigError(
+                "a URL is not valid: write valkey://HOST:PORT, and special characters of a "
+                "password as %XX, or take --valkey-password-file",
+                param="valkey_url",
+            ) from None
+        about = pool.connection_kwargs
+        name = about.get("path") or f"{about.get('host', 'localhost')}:{about.get('port', 6379)}"
+        return _Node(str(name), pool)
+
+    # -- commands --------------------------------------------------------------------------------
+
+    async def call(self, commands: Sequence[Command], timeout_s: float) -> list[Reply]:
+        """Sends commands, all of a node's at once; never raises for what servers do.
+
+        Args:
+            commands: Each with its key.
+            timeout_s: For all of them.
+
+        Returns:
+            Replies in the order of the commands.
+        """
+        replies: list[Reply] = [NO_ANSWER] * len(commands)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._read_map()
+        except TimeoutError:
+            return replies
+        groups: dict[_Node, list[int]] = {}
+        for index, command in enumerate(commands):
+            node = self._node_of(command[1])
+            if node is not None:
+                groups.setdefault(node, []).append(index)
+        await asyncio.gather(
+            *(
+                self._ask(node, [commands[i] for i in indices], indices, replies, deadline)
+                for node, indices in groups.items()
+            )
+        )
+        return replies
+
+    async def _ask(
+        self,
+        node: _Node,
+        commands: Sequence[Command],
+        indices: Sequence[int],
+        replies: list[Reply],
+        deadline: float,
+    ) -> None:
+        """Puts one node's replies to commands in their places."""
+        async with self._calling(node, len(commands), deadline) as is_allowed:
+            if not is_allowed:
+                return
+            pipeline = node.client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            found = await pipeline.execute(raise_on_error=False)
+            for index, reply in zip(indices, found, strict=True):
+                if isinstance(reply, ResponseError) and str(reply).startswith(_REDIRECTIONS):
+                    self.counters.redirections += 1
+                    self._is_stale = True
+                else:
+                    replies[index] = reply
+
+    @contextlib.asynccontextmanager
+    async def _calling(
+        self, node: _Node, num_commands: int, deadline: float
+    ) -> AsyncIterator[bool]:
+        """Around a call to a node: whether it may be made; its failures stay here."""
+        if node.breaker.problem(self._clock()):
+            self.counters.skipped_commands += num_commands
+            yield False
+            return
+        node.breaker.begin()
+        self.counters.calls += 1
+        try:
+            async with asyncio.timeout_at(deadline), node.places:
+                yield True
+        except (ValkeyError, OSError) as error:  # TimeoutError is an OSError.
+            self.counters.failed_calls += 1
+            self._is_stale = True
+            problem = str(error) or "no answer in time"
+            if not node.problem:
+                logger.warning("valkey at %s: %s: its pages are misses", node.name, problem)
+            node.problem = problem
+            node.breaker.failed(self._clock(), problem)
+        except BaseException:
+            node.breaker.abandoned()
+            raise
+        else:
+            if node.problem:
+                logger.info("valkey at %s answers again", node.name)
+            node.problem = ""
+            node.breaker.succeeded()
+
+    # -- the map ---------------------------------------------------------------------------------
+
+    def _node_of(self, key: bytes | str | int) -> _Node | None:
+        if self._is_cluster is False:
+            return self._seeds[0]
+        if self._slots is None:
+            return None
+        assert isinstance(key, bytes)
+        return self._slots[key_slot(key)]
+
+    async def _read_map(self) -> None:
+        """Sees to it that the map is read if it is not right; waits only while there is none."""
+        if self._is_stale and self._is_cluster is not False and self._map_task is None:
+            if self._clock() < self._read_again_at:
+                return
+            self._read_again_at = self._clock() + MAP_REST_S
+            self._map_task = asyncio.create_task(self._ask_for_map())
+        if self._map_task is not None and self._is_cluster is None:
+            await asyncio.shield(self._map_task)
+
+    async def _ask_for_map(self) -> None:
+        try:
+            known = sorted(
+                dict.fromkeys([*self._nodes.values(), *self._seeds]), key=lambda n: bool(n.problem)
+            )
+            for node in known:
+                if await self._read_map_of(node):
+                    self._is_stale = False
+                    return
+        except Exception:
+            logger.exception("valkey: the cluster's map cannot be read")
+        finally:
+            self._map_task = None
+
+    async def _read_map_of(self, node: _Node) -> bool:
+        """Whether a node has told."""
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        async with self._calling(node, 1, deadline) as is_allowed:
+            if not is_allowed:
+                return False
+            try:
+                told = await node.client.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
+            except ResponseError as error:
+                if _NO_CLUSTER not in str(error):
+                    raise
+                self._is_cluster = False
+                return True
+            await self._take_map(node, told)
+            return True
+        return False
+
+    async def _take_map(self, teller: _Node, told: Sequence[Sequence[Any]]) -> None:
+        """Takes what a node said: ranges of slots and the nodes that have them, owner first."""
+        slots: list[_Node | None] = [None] * VALKEY_CLUSTER_HASH_SLOTS
+        nodes: dict[str, _Node] = {}
+        about = teller.client.connection_pool.connection_kwargs
+        for first, last, owner, *_ in told:
+            # A node that does not know its own address leaves it out.
+            host = bytes(owner[0] or b"").decode() or about["host"]
+            node = self._node_at(host, int(owner[1]))
+            nodes[node.name] = node
+            slots[first : last + 1] = [node] * (last + 1 - first)
+        gone = [node for name, node in self._nodes.items() if name not in nodes]
+        self._is_cluster, self._slots, self._nodes = True, slots, nodes
+        for node in gone:
+            if node not in self._seeds:
+                await node.close()
+
+    def _node_at(self, host: str, port: int) -> _Node:
+        name = f"{host}:{port}"
+        known = self._nodes.get(name) or next((n for n in self._seeds if n.name == name), None)
+        if known is not None:
+            return known
+        pool = self._seeds[0].client.connection_pool
+        options = dict(pool.connection_kwargs) | {"host": host, "port": port}
+        return _Node(name, ConnectionPool(connection_class=pool.connection_class, **options))
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    async def remove_all(self, pattern: str, timeout_s: float) -> int:
+        """Removes every key that a pattern fits; returns how many, as far as that went in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await self._read_map()
+        if self._is_cluster is None:
+            return 0
+        nodes = list(self._nodes.values()) if self._is_cluster else self._seeds[:1]
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        return sum(
+            await asyncio.gather(*(self._remove_of(node, pattern, deadline) for node in nodes))
+        )
+
+    async def _remove_of(self, node: _Node, pattern: str, deadline: float) -> int:
+        num_removed = 0
+        async with self._calling(node, 1, deadline) as is_allowed:
+            if not is_allowed:
+                return 0
+            cursor = 0
+            while True:
+                cursor, names = await node.client.scan(cursor, match=pattern, count=SCAN_COUNT)
+                pipeline = node.client.pipeline(transaction=False)
+                for name in names:  # One at a time: they are of different slots.
+                    pipeline.unlink(name)
+                found = await pipeline.execute(raise_on_error=False) if names else []
+                num_removed += sum(reply for reply in found if isinstance(reply, int))
+                if not cursor:
+                    break
+        return num_removed
+
+    @property
+    def num_resting(self) -> int:
+        """Nodes that are left alone for now."""
+        now = self._clock()
+        return sum(
+            node.breaker.state(now) is not BreakerState.CLOSED for node in self._nodes.values()
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that are known and have pages."""
+        return len(self._nodes) if self._is_cluster else 1
+
+    def describe(self) -> str:
+        """What there is and what is wrong with it, for people."""
+        if self._is_cluster is None:
+            kind = f"valkey at {', '.join(node.name for node in self._seeds)}, not reached yet"
+        elif self._is_cluster:
+            kind = f"valkey cluster of {len(self._nodes)} nodes"
+        else:
+            kind = f"valkey at {self._seeds[0].name}"
+        problems = [f"{node.name}: {node.problem}" for node in self._nodes.values() if node.problem]
+        return f"{kind} ({'; '.join(problems)})" if problems else kind
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        if self._map_task is not None:
+            self._map_task.cancel()
+        await asyncio.gather(*(node.close() for node in {*self._seeds, *self._nodes.values()}))
