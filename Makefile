@@ -50,9 +50,11 @@ serve: setup ## Start a mesh whose prompts are all shipped; flags go in ARGS="..
 	@$(BIN)/weft up --local-prefill-max-tokens 0 $(ARGS)
 
 test: setup lint ## Check style, types, imports; run every test but the long ones.
+	@$(BIN)/python scripts/get_valkey.py --optional
 	$(BIN)/pytest $(TURNS) $(RETRIES) $(ARGS)
 
 test-full: setup lint ## As test, with the long ones.
+	@$(BIN)/python scripts/get_valkey.py --optional
 	$(BIN)/pytest $(TURNS) $(RETRIES) --full $(ARGS)
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU.
