@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
@@ -24,6 +25,7 @@ from weft.kernels.attention import paged_attention
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.linear import linear, pack_linear
+from weft.kernels.lora import LoraAddition, LoraSegments, LoraWeights, add_lora, sort_tokens
 from weft.kernels.norm import add_rms_norm, rms_norm
 from weft.kernels.rope import rope_and_cache
 
@@ -155,6 +157,47 @@ def bench_linears(bench: Bench, rows: int) -> None:
         bench.memory(f"linear {name} {rows} rows", 2.0 * (n * k + rows * (n + k)), us)
 
 
+def lora_additions(
+    k: int, widths: Sequence[int], adapters: int, rank: int, rows: int
+) -> list[LoraAddition]:
+    """Additions to the product of each of some layers, whose rows take turns with the adapters."""
+    count, layers = rank // 8, max(2, min(32, (1 << 28) // (adapters * rank * (k + sum(widths)))))
+    size = layers * adapters * count
+    table = torch.zeros(layers, adapters + 1, count, device="cuda", dtype=torch.int32)
+    order = torch.randperm(size, device="cuda").int()
+    table[:, 1:] = order.view(layers, adapters, count)
+    counts = torch.full((layers, adapters + 1), count, device="cuda", dtype=torch.int32)
+    counts[:, 0] = 0
+    parts, column = [], 0
+    for width in widths:
+        a, b = (torch.randn(size, 8, n, device="cuda", dtype=BF16) / 64 for n in (k, width))
+        parts.append(LoraWeights(a, b, table, counts, column))
+        column += width
+    host = sort_tokens((np.arange(rows) % adapters + 1).astype(np.int32), adapters + 1)
+    segments = LoraSegments(*(torch.from_numpy(array).cuda() for array in host))
+    return [LoraAddition(tuple(parts), layer, segments) for layer in range(layers)]
+
+
+def bench_lora(bench: Bench, rows: int, adapters: int, rank: int) -> None:
+    """What adapters add to the products of a layer of Llama-3.1-8B, apart from the products."""
+    total_us = 0.0
+    for name, k, widths in (
+        ("qkv", 4096, (4096, 1024, 1024)),
+        ("o", 4096, (4096,)),
+        ("gate_up", 4096, (14336, 14336)),
+        ("down", 14336, (4096,)),
+    ):
+        x = torch.randn(rows, k, device="cuda", dtype=BF16)
+        out = torch.zeros(rows, sum(widths), device="cuda", dtype=BF16)
+        additions = lora_additions(k, widths, adapters, rank, rows)
+        us = time_us([lambda a=a, x=x, out=out: add_lora(out, x, a) for a in additions])
+        weights = min(adapters, rows) * rank * (len(widths) * k + sum(widths))
+        label = f"lora {name} {rows} rows {adapters} x r{rank}"
+        bench.memory(label, 2.0 * (weights + rows * (k + 2 * sum(widths))), us)
+        total_us += us
+    print(f"{rows} rows, {adapters} adapters of rank {rank}: {total_us:.1f} us a layer")
+
+
 def attention_call(
     requests: int, q_len: int, kv_len: int, heads: int, kv_heads: int, dim: int = 128
 ) -> list[Callable[[], object]]:
@@ -236,6 +279,11 @@ def main() -> None:
             bench_rows(bench, tokens)
         for rows in (1, 16, 64):
             bench_linears(bench, rows)
+        for adapters in (1, 8, 32):
+            bench_lora(bench, 64, adapters, 16)
+        bench_lora(bench, 64, 8, 64)
+        bench_lora(bench, 1, 1, 16)
+        bench_lora(bench, 4096, 8, 16)
         bench_attention(bench)
     name = torch.cuda.get_device_name()
     print(

@@ -28,6 +28,8 @@ from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
 from weft.kernels.attention import paged_attention, paged_attention_reference
 from weft.kernels.decoder_layer import (
     DecoderLayerWeight,
+    DecoderStep,
+    GatedMlpWeight,
     decoder_layer_reference,
     decoder_layers,
     pack_decoder_layer,
@@ -35,6 +37,7 @@ from weft.kernels.decoder_layer import (
     stack_layers,
 )
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.lora import LoraSegments, LoraStep, LoraWeights, sort_tokens
 from weft.kernels.memory import WeightArena, huge_zeros
 from weft.kernels.norm import rms_norm, rms_norm_reference
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
@@ -96,8 +99,9 @@ def make_model(dtype: torch.dtype) -> Model:
             qkv=pack_linear(w["qkv"], arena=arena),
             o=pack_linear(w["o"], arena=arena),
             post_norm=1 + draw(HIDDEN),
-            gate_up=pack_gate_up(w["gate_up"], arena=arena),
-            down=pack_linear(w["down"], arena=arena),
+            mlp=GatedMlpWeight(
+                pack_gate_up(w["gate_up"], arena=arena), pack_linear(w["down"], arena=arena)
+            ),
             eps=EPS,
         )
         for w in plain
@@ -161,8 +165,10 @@ def linear_row(model: Model, rows: int, with_head: bool) -> Row:
         for layer in model.layers:
             linear(inputs[HIDDEN], layer.qkv)
             linear(inputs[HIDDEN], layer.o)
-            gate_up_silu(inputs[HIDDEN], layer.gate_up)
-            linear(inputs[INNER], layer.down)
+            mlp = layer.mlp
+            assert isinstance(mlp, GatedMlpWeight)
+            gate_up_silu(inputs[HIDDEN], mlp.gate_up)
+            linear(inputs[INNER], mlp.down)
         if with_head:
             linear(inputs[HIDDEN], model.head)
 
@@ -176,11 +182,9 @@ def linear_row(model: Model, rows: int, with_head: bool) -> Row:
         if with_head:
             F.linear(inputs[HIDDEN], model.plain_head)
 
-    for name, k in (("qkv", HIDDEN), ("down", INNER)):
-        check(
-            linear(inputs[k], getattr(model.layers[0], name)),
-            F.linear(inputs[k], model.plain[0][name]),
-        )
+    check(
+        linear(inputs[HIDDEN], model.layers[0].qkv), F.linear(inputs[HIDDEN], model.plain[0]["qkv"])
+    )
     return Row(
         f"linear layers{' + LM head' if with_head else ''}, {rows} rows",
         native,
@@ -262,6 +266,31 @@ def small_rows(model: Model, rows: int) -> list[Row]:
     ]
 
 
+def prepare(model: Model, step: Step, lora: LoraStep | None = None) -> DecoderStep:
+    """A step over all layers."""
+    return prepare_step(
+        model.layers[0],
+        pool=model.pool,
+        cos_sin=model.cos_sin,
+        positions=step.positions,
+        slots=step.slots,
+        page_table=step.page_table,
+        cu_q_lens=step.cu_q_lens,
+        kv_lens=step.kv_lens,
+        num_heads=HEADS,
+        scale=DIM**-0.5,
+        max_q_len=step.max_q_len,
+        max_kv_len=step.max_kv_len,
+        lora=lora,
+    )
+
+
+def logits_of(model: Model, hidden: torch.Tensor) -> torch.Tensor:
+    """The LM head."""
+    normed = rms_norm(hidden, model.layers[0].input_norm, EPS)
+    return linear(normed, model.head, None, torch.float32)
+
+
 def step_row(model: Model, name: str, requests: Sequence[tuple[int, int]], with_head: bool) -> Row:
     """A whole step of the model, as one operation beside single native operations."""
     step = make_step(requests, len(model.pool))
@@ -269,27 +298,10 @@ def step_row(model: Model, name: str, requests: Sequence[tuple[int, int]], with_
     stack = stack_layers(model.layers)
 
     def finish(out: torch.Tensor) -> torch.Tensor:
-        if not with_head:
-            return out
-        return linear(
-            rms_norm(out, model.layers[0].input_norm, EPS), model.head, None, torch.float32
-        )
+        return logits_of(model, out) if with_head else out
 
     def run(fused: bool) -> torch.Tensor:
-        prepared = prepare_step(
-            model.layers[0],
-            pool=model.pool,
-            cos_sin=model.cos_sin,
-            positions=step.positions,
-            slots=step.slots,
-            page_table=step.page_table,
-            cu_q_lens=step.cu_q_lens,
-            kv_lens=step.kv_lens,
-            num_heads=HEADS,
-            scale=DIM**-0.5,
-            max_q_len=step.max_q_len,
-            max_kv_len=step.max_kv_len,
-        )
+        prepared = prepare(model, step)
         if fused:
             return finish(decoder_layers(hidden.clone(), stack, prepared))
         out = hidden
@@ -307,6 +319,58 @@ def step_row(model: Model, name: str, requests: Sequence[tuple[int, int]], with_
         "single operations",
         flops=linears.flops + attention.flops,
         bytes=linears.bytes + attention.bytes,
+    )
+
+
+def make_lora(num_adapters: int, rank: int, rows: int, dtype: torch.dtype) -> LoraStep:
+    """Adapters of all projections; the rows take turns with them."""
+    count = rank // 8
+    slots = 1 + torch.arange(num_adapters)
+    table = torch.zeros(LAYERS, num_adapters + 1, count, dtype=torch.int32)
+    size = LAYERS * num_adapters * count
+    table[:, 1:] = torch.randperm(size).int().view(LAYERS, num_adapters, count)
+    counts = torch.full((LAYERS, num_adapters + 1), count, dtype=torch.int32)
+    counts[:, 0] = 0
+
+    def part(in_features: int, out_features: int, column: int = 0) -> LoraWeights:
+        a, b = (huge_zeros((size, 8, width), dtype) for width in (in_features, out_features))
+        a.copy_(torch.randn(a.shape) / in_features**0.5)
+        b.copy_(torch.randn(b.shape) / 50)
+        return LoraWeights(a, b, table, counts, column)
+
+    q, kv = HEADS * DIM, KV_HEADS * DIM
+    of_rows = slots[torch.arange(rows) % num_adapters].int()
+    return LoraStep(
+        segments=LoraSegments.of(sort_tokens(of_rows.numpy())),
+        qkv=(part(HIDDEN, q), part(HIDDEN, kv, q), part(HIDDEN, kv, q + kv)),
+        o=(part(q, HIDDEN),),
+        gate_up=(part(HIDDEN, INNER), part(HIDDEN, INNER, INNER)),
+        down=(part(INNER, HIDDEN),),
+    )
+
+
+def lora_row(
+    model: Model, name: str, requests: Sequence[tuple[int, int]], num_adapters: int, with_head: bool
+) -> Row:
+    """A whole step with adapters of rank 16 beside the same step without."""
+    step = make_step(requests, len(model.pool))
+    hidden = torch.randn(step.rows, HIDDEN).to(model.pool.dtype)
+    stack = stack_layers(model.layers)
+    lora = make_lora(num_adapters, 16, step.rows, model.pool.dtype)
+
+    def run(lora: LoraStep | None) -> torch.Tensor:
+        out = decoder_layers(hidden.clone(), stack, prepare(model, step, lora))
+        return logits_of(model, out) if with_head else out
+
+    prepared, out = prepare(model, step, lora), hidden
+    for i, layer in enumerate(model.layers):
+        out = decoder_layer_reference(out, layer, prepared, i)
+    check(run(lora), logits_of(model, out) if with_head else out)
+    return Row(
+        f"{num_adapters} adapters of rank 16, {name}",
+        lambda: run(lora),
+        lambda: run(None),
+        "no adapter",
     )
 
 
@@ -338,6 +402,10 @@ def make_rows(model: Model) -> list[Row]:
         rows.append(step_row(model, f"decode {name}", [(1, context)] * count, True))
     rows.append(step_row(model, "prompt 256 of 256", [(256, 256)], False))
     rows.append(step_row(model, "prompt 512 of 1024", [(512, 1024)], False))
+    for count in (1, 8, 32):
+        rows.append(lora_row(model, "decode 64 x 160", [(1, 160)] * 64, count, True))
+    rows.append(lora_row(model, "decode 1 x 160", [(1, 160)], 1, True))
+    rows.append(lora_row(model, "prompt 512 of 512", [(512, 512)], 1, False))
     return rows
 
 

@@ -45,6 +45,7 @@ from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.transfer.plane import DataPlane
 from weft.engine.transfer.window import DirectWindow
+from weft.kernels.lora import LoraStep
 
 PAGE_SIZE = 16
 MAX_CONTEXT_TOKENS = 8192
@@ -76,7 +77,7 @@ class FakeModel:
         self.returned_at_s = time.perf_counter()
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """[L, vocab]."""
         logits = self._logits[: hidden.shape[0]]
         self.returned_at_s = time.perf_counter()

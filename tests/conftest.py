@@ -64,6 +64,16 @@ def _missing_kube_apiserver() -> str | None:
     return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
 
 
+def _missing_valkey() -> str | None:
+    if not importlib.util.find_spec("valkey"):
+        return "the package `valkey` is not installed"
+    names = ("valkey-server", "redis-server")
+    unpacked = ROOT / "tests" / "tools" / "valkey" / "usr" / "bin"
+    if any(shutil.which(name) or (unpacked / name).exists() for name in names):
+        return None
+    return "no `valkey-server` or `redis-server`; scripts/get_valkey.py unpacks Debian's"
+
+
 CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "cc": _missing_cc,
     "cuda": _missing_cuda,
@@ -71,6 +81,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "kube-apiserver": _missing_kube_apiserver,
     "nixl": _missing_nixl,
     "triton-interpreter": _missing_triton_interpreter,
+    "valkey": _missing_valkey,
 }
 
 

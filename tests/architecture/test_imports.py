@@ -55,6 +55,11 @@ def test_gateway_and_store_need_no_torch(package: str) -> None:
     import_all(package, "torch,triton,transformers,safetensors,nixl,gguf")
 
 
+def test_the_store_needs_no_valkey_unless_it_is_asked_for() -> None:
+    apart = [f"weft.kvstore.backends.{name}" for name in ("valkey", "valkey_servers")]
+    import_all("weft.kvstore", "valkey,libvalkey", apart)
+
+
 @pytest.mark.parametrize("package", ["weft.kernels", "weft.engine"])
 def test_the_engine_needs_no_wire_format(package: str) -> None:
     absent = "grpc,google,nixl,msgspec,pydantic,opentelemetry,gguf,transformers,xgrammar"

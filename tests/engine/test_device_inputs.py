@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from bare_request import bare_request
+from tiny_models import make_tiny
+from weft.engine.config import EngineConfig
+from weft.engine.lora.pool import LoraPool, plan_lora
+from weft.engine.lora.projections import projections_of
+from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.step import PageTable, StepArrays
@@ -20,10 +26,12 @@ PAGE, MAX_PAGES, NUM_SLOTS, VOCAB = 4, 12, 6, 517
 class Bench:
     """Requests at random positions, and what their slots drew last."""
 
-    def __init__(self) -> None:
+    def __init__(self, lora: LoraPool | None = None) -> None:
+        self.num_adapters = lora.max_slots - 1 if lora is not None else 0
         self.table = PageTable(NUM_SLOTS, MAX_PAGES, keeps_changes=True)
         self.last_tokens = torch.zeros(NUM_SLOTS + 1, dtype=torch.int64)
-        self.inputs = DeviceInputs(self.table, PAGE, NUM_SLOTS, self.last_tokens)
+        most = NUM_SLOTS * MAX_PAGES * PAGE
+        self.inputs = DeviceInputs(self.table, PAGE, NUM_SLOTS, self.last_tokens, lora, most)
         self.free_pages = random.sample(range(1, 5000), 2000)
         self.requests = {slot: self.request(slot) for slot in range(NUM_SLOTS)}
 
@@ -32,7 +40,8 @@ class Bench:
         self.table.clear(slot)
         length = random.randint(2, MAX_PAGES * PAGE - 8)
         tokens = [random.randrange(3, VOCAB) for _ in range(length)]
-        request = bare_request(tokens, PAGE, bytes(32), slot=slot)
+        adapter_slot = random.randint(0, self.num_adapters)
+        request = bare_request(tokens, PAGE, bytes(32), slot=slot, adapter_slot=adapter_slot)
         request.pages = [self.free_pages.pop() for _ in range(-(-(length + 8) // PAGE))]
         return request
 
@@ -50,7 +59,10 @@ class Bench:
             tokens += request.tokens[start:end]
             positions += range(start, end)
         columns = (np.array(column, np.int64) for column in (slots[:num_decodes], starts))
-        return Plan(chosen[:num_decodes], *columns, chunks), tokens, positions
+        adapters = [request.adapter_slot for request in chosen[:num_decodes]]
+        adapter_slots = np.array(adapters, np.int64) if any(adapters) else None
+        plan = Plan(chosen[:num_decodes], *columns, chunks, adapter_slots)
+        return plan, tokens, positions
 
 
 def check(bench: Bench, plan: Plan, batch: ForwardBatch, tokens: list[int], at: list[int]) -> None:
@@ -76,9 +88,43 @@ def check(bench: Bench, plan: Plan, batch: ForwardBatch, tokens: list[int], at: 
     assert all(slot < PAGE for slot in at_slot), "rows of no request write to the null page"
 
 
+def check_adapters(plan: Plan, batch: ForwardBatch) -> None:
+    """Each token has its request's adapter; tokens of one adapter are one segment."""
+    items = list(plan)
+    wanted = [item.request.adapter_slot for item in items for _ in range(item.num_tokens)]
+    if not any(wanted):
+        return  # A graph with adapters may run it all the same; the engine takes the other one.
+    assert batch.lora is not None
+    segments = batch.lora.segments
+    wanted += [0] * (batch.token_ids.shape[0] - len(wanted))
+    assert segments.token_slots.tolist() == wanted
+    order, starts = segments.order.tolist(), segments.starts.tolist()
+    assert order == sorted(range(len(wanted)), key=lambda row: wanted[row])
+    found = {
+        slot: order[starts[index] : starts[index + 1]]
+        for index, slot in enumerate(segments.slots.tolist())
+        if starts[index] < starts[index + 1]
+    }
+    assert found == {
+        slot: [row for row, other in enumerate(wanted) if other == slot] for slot in set(wanted)
+    }
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> LoraPool:
+    """Memory for three adapters."""
+    config = EngineConfig(model_dir=Path(), max_loras=3)
+    model = ModelConfig.load(make_tiny("llama", tmp_path_factory.mktemp("tiny")))
+    projections = projections_of(model, ())
+    limits = plan_lora(config, projections, torch.float32)
+    device = torch.device("cpu")
+    return LoraPool(limits, projections, model, Path(), 16, torch.float32, device)
+
+
+@pytest.mark.parametrize("has_lora", [False, True], ids=["base", "adapters"])
 @pytest.mark.parametrize("kind", ["eager", "decode", "ragged"])
-def test_a_device_gets_what_was_planned(kind: str) -> None:
-    bench = Bench()
+def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPool) -> None:
+    bench = Bench(lora if has_lora else None)
     most = NUM_SLOTS * MAX_PAGES * PAGE
     if kind == "ragged":
         bench.inputs.ragged_batch(most, NUM_SLOTS)  # The largest comes first.
@@ -96,13 +142,15 @@ def test_a_device_gets_what_was_planned(kind: str) -> None:
         if kind == "decode":
             rows = random.randint(count, NUM_SLOTS)
             bench.inputs.send_decode(arrays, rows)
-            batch = bench.inputs.decode_batch(rows)
+            batch = bench.inputs.decode_batch(rows, has_lora=has_lora)
         elif kind == "ragged":
             rows, requests = random.randint(last[-1], most), random.randint(count, NUM_SLOTS)
             bench.inputs.send_ragged(arrays, rows, requests)
-            batch = bench.inputs.ragged_batch(rows, requests)
+            batch = bench.inputs.ragged_batch(rows, requests, has_lora=has_lora)
         else:
             batch = bench.inputs.batch(arrays)
         check(bench, plan, batch, tokens, positions)
+        check_adapters(plan, batch)
+        assert has_lora or batch.lora is None
         replaced = random.choice(list(bench.requests))
         bench.requests[replaced] = bench.request(replaced)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import random
 import resource
 import shutil
@@ -23,6 +24,7 @@ from weft.engine import faults
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
 from weft.engine.faults import FaultPoint, FaultSpec
+from weft.engine.memory.keys import PageKeys
 from weft.engine.messages import Cancel
 from weft.engine.runner.device_pool import DevicePool
 from weft.engine.runner.runner import ModelRunner
@@ -99,6 +101,12 @@ class Bench:
         for _ in range(3):
             self.ask(prompt_of(LENGTH))
         self.settle()
+
+    def go_on(self) -> None:
+        """Runs until nothing stands still any more."""
+        tiers = self.engine.tiers
+        assert tiers is not None
+        self.pair.run(lambda: not tiers.sizes()["tier_stalls"])
 
     def fills(self) -> list[FillRecord]:
         """Of the request that finished last."""
@@ -363,7 +371,9 @@ def test_a_request_cancelled_while_its_pages_are_loaded_leaves_nothing(
             assert bench.ask(other) == reference(other)
             bench.pair.send(cancels=[Cancel(session=1, request_id=asked, attempt=1)])
             bench.pair.run(lambda: bool(bench.pair.answers[asked].finished))
-            assert bench.engine.memory.counts().used > 0  # A write may still come.
+            # A write may still come.
+            counts = bench.engine.memory.counts()
+            assert (counts.used, counts.quarantined) == (0, 1)
         bench.settle()
         assert bench.ask(prompt) == reference(prompt)
 
@@ -377,15 +387,69 @@ def test_a_tier_that_stands_still_holds_up_nobody(model_dir: Path, reference: Re
         with armed(faults.TIER_HOST, "stall", skip=2, delay_s=FOR_EVER_S):
             asked = bench.pair.submit(prompts[0], max_tokens=NUM_NEW)
             bench.pair.run(lambda: faults.TIER_HOST.states()[0].fired == 1)
+            for _ in range(3):  # What came before is taken.
+                bench.pair.turn()
             bench.pair.clock.offset_s += 6.0
             assert bench.pair.finish(asked) == [reference(prompts[0])]
             assert [fill.failure != "" for fill in bench.fills()] == [True]
             assert bench.ask(prompts[1]) == reference(prompts[1])
             assert bench.fills() == []  # It still stands.
+        bench.go_on()
         bench.settle()
         bench.push_out()
         assert bench.ask(prompts[1]) == reference(prompts[1])
         assert [fill.source for fill in bench.fills()] == ["host"]
+
+
+def test_a_disk_that_never_answers_costs_a_page(
+    model_dir: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """A page's file is a pipe that nobody writes to: opening it waits for ever."""
+    prompts = [prompt_of(LENGTH), prompt_of(LENGTH)]
+    with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
+        for prompt in prompts:
+            bench.ask(prompt)
+    with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
+        tiers = bench.engine.tiers
+        assert tiers is not None
+        keys = PageKeys(bench.engine.parts.intake.namespace(""), PAGE).upto(prompts[0], 12)
+        (path,) = [path for path in tmp_path.rglob("*") if path.name.startswith(keys[10].hex())]
+        path.unlink()
+        os.mkfifo(path)
+        asked = bench.pair.submit(prompts[0], max_tokens=NUM_NEW)
+        bench.pair.run(lambda: bench.counters("disk")["loaded_pages"] == 10)
+        for _ in range(3):
+            bench.pair.turn()
+        bench.pair.clock.offset_s += 6.0
+        assert bench.pair.finish(asked) == [reference(prompts[0])]
+        assert bench.engine.memory.counts().quarantined == 1
+        assert bench.counters("disk")["stalls"] == 1
+        assert bench.ask(prompts[1]) == reference(prompts[1])
+        assert bench.fills() == []  # The disk is let be.
+        os.close(os.open(path, os.O_WRONLY))
+        bench.go_on()
+        assert bench.engine.memory.counts().quarantined == 0
+        assert bench.counters("disk")["failed_loads"] == 1
+        bench.push_out()
+        assert bench.ask(prompts[1]) == reference(prompts[1])
+        assert bench.fills()
+
+
+def test_an_engine_ends_though_its_disk_never_answers(model_dir: Path, tmp_path: Path) -> None:
+    prompt = prompt_of(LENGTH)
+    with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
+        bench.ask(prompt)
+    bench = Bench(model_dir, disk_cache_dir=tmp_path)
+    for path in [path for path in tmp_path.rglob("*.*") if path.is_file()]:
+        path.unlink()
+        os.mkfifo(path)
+    bench.pair.submit(prompt)
+    for _ in range(10):
+        bench.pair.turn()
+    bench.pair.close()
+    for path in tmp_path.rglob("*.*"):  # The thread that was left ends too.
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def test_a_request_that_waits_for_a_filler_may_go_on_with_a_load(
@@ -412,6 +476,8 @@ def test_a_request_that_waits_for_a_filler_may_go_on_with_a_load(
         with armed(faults.TIER_HOST, "stall", skip=2, delay_s=FOR_EVER_S):
             first = pair.submit(stalled, max_tokens=NUM_NEW, candidates=[])
             pair.run(lambda: faults.TIER_HOST.states()[0].fired == 1)
+            for _ in range(3):  # What came before is taken.
+                pair.turn()
             clock.offset_s += 6.0
             assert pair.finish(first) == [reference(stalled)]
             fills = pair.submit(other, max_tokens=NUM_NEW)
@@ -419,7 +485,7 @@ def test_a_request_that_waits_for_a_filler_may_go_on_with_a_load(
             waits = pair.submit(known, max_tokens=NUM_NEW)
             pair.run(lambda: len(owner.scheduler.filling) == 2)
         assert owner.tiers is not None
-        pair.run(lambda: owner.tiers.num_open == 0)
+        pair.run(lambda: not owner.tiers.sizes()["tier_stalls"])
         pair.stall(6.0)
         assert pair.finish(fills, waits) == [reference(other), reference(known)]
         loaded, avoided = pair.answers[waits].finished[-1].timeline.fills
@@ -440,9 +506,8 @@ def test_a_load_that_fails_in_its_middle_is_computed(
     with bench_of(model_dir) as bench:
         bench.ask(prompt)
         bench.push_out()
-        chunk_bytes = 4 * bench.engine.info.page_bytes
-        monkeypatch.setattr("weft.engine.tiers.tiers.CHUNK_BYTES", chunk_bytes)
         assert bench.engine.tiers is not None
+        monkeypatch.setattr(bench.engine.tiers, "_chunk_pages", 4)
         pool, pages = bench.engine.tiers._load_pool, []
         target = pool.target
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from fake_adapters import FakeAdapters
 from google.protobuf.duration_pb2 import Duration
 from weft.common.worker.kv_feed import KvFeed
 from weft.engine.memory.keys import ROOT_KEY, PageKeys, namespace_digest
@@ -119,6 +120,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """Of each submit: tokens of its samples that other attempts have generated."""
         self.largest_message_bytes = 0
         self.cancels: list[decode_pb2.Cancel] = []
+        self.session_ends: list[decode_pb2.EndSession] = []
         self.num_sessions = 0
         self.num_pings = 0
         self.expects_constraints = False
@@ -142,14 +144,29 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self._kv_events: KvEvents
         self.lost_changes: set[int] = set()
         """Changes that watchers are not told."""
+        self.adapters: FakeAdapters | None = None
+        """Absent: it was started without an adapter root."""
+        self._sessions_runs: list[dict[str, Run]] = []
         self.others: list[FakeWorker] = []
         """Who may fill for it."""
         self.address = ""
         self._server: grpc.aio.Server | None = None
 
-    def hold(self, ids: list[int], salt: str = "", num_pages: int | None = None) -> None:
+    def follow_adapters(self, root: Path) -> FakeAdapters:
+        """It follows a registry from now on."""
+        self.adapters = FakeAdapters(root, self.model, self.num_using)
+        return self.adapters
+
+    def num_using(self, digest: bytes) -> int:
+        """Requests under way that name an adapter."""
+        runs = [run for runs in self._sessions_runs for run in runs.values()]
+        return sum(run.submit.adapter.digest == digest for run in runs)
+
+    def hold(
+        self, ids: list[int], salt: str = "", num_pages: int | None = None, adapter: bytes = b""
+    ) -> None:
         """It has the first pages of a prompt from now on; all full ones unless told."""
-        keys = self._page_keys(ids, salt)[:num_pages]
+        keys = self._page_keys(ids, salt, adapter)[:num_pages]
         for parent, key in zip([ROOT_KEY, *keys], keys, strict=False):
             self._kv_events.stored(key, parent)
         self.kv.take(self._kv_events.take())
@@ -160,8 +177,10 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             self._kv_events.removed(key)
         self.kv.take(self._kv_events.take())
 
-    def _page_keys(self, ids: list[int], salt: str) -> list[bytes]:
-        namespace = namespace_digest(self.model_digest, LAYOUT.describe(), cache_salt=salt)
+    def _page_keys(self, ids: list[int], salt: str, adapter: bytes = b"") -> list[bytes]:
+        namespace = namespace_digest(
+            self.model_digest, LAYOUT.describe(), adapter_digest=adapter, cache_salt=salt
+        )
         return PageKeys(namespace, PAGE_SIZE).upto(ids, len(ids) // PAGE_SIZE)
 
     async def start(self, port: int = 0) -> str:
@@ -176,6 +195,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         return self.address
 
     async def stop(self) -> None:
+        if self.adapters is not None:
+            self.adapters.stop()
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
@@ -183,7 +204,9 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     # WorkerService
 
     async def GetInfo(self, request: Any, context: Any) -> worker_pb2.GetInfoResponse:
+        takes = self.adapters is not None
         return worker_pb2.GetInfoResponse(
+            adapters=worker_pb2.AdapterLimits(max_rank=64) if takes else None,
             worker_id=self.worker_id,
             epoch=self.epoch,
             role=self.role,
@@ -234,6 +257,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 prefill_tokens_per_second=self.prefill_tokens_per_second,
                 decode_step=duration(self.decode_step_s),
                 decode_step_requests=self.decode_step_requests,
+                adapters=[] if self.adapters is None else self.adapters.statuses(),
+                adapter_generation=0 if self.adapters is None else self.adapters.generation,
             )
             await asyncio.sleep(request.interval.ToNanoseconds() / 1e9 or 0.2)
 
@@ -244,6 +269,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     ) -> None:
         self.num_sessions += 1
         runs: dict[str, Run] = {}
+        self._sessions_runs.append(runs)
         partial: dict[str, Partial] = {}
         extra = Event()
         arrived = asyncio.Event()
@@ -275,6 +301,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 elif kind == "cancel":
                     self.cancels.append(message.cancel)
                     self._cancel(message.cancel, runs, extra)
+                elif kind == "end_session":
+                    self.session_ends.append(message.end_session)
                 elif kind == "ping":
                     self.num_pings += 1
                     self.expects_constraints = message.ping.constraints
@@ -310,6 +338,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 if runs:
                     await asyncio.sleep(self.step_s)
         finally:
+            self._sessions_runs.remove(runs)
             receiver.cancel()
 
     def _take(self, request_id: str, partial: dict[str, Partial], runs: dict[str, Run]) -> None:

@@ -95,6 +95,7 @@ async def gateway(
     wait: bool = True,
     step_s: float = 0.002,
     discovery: Discovery | None = None,
+    adapter_root: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[Harness]:
     """Starts workers and a gateway in front of them."""
@@ -123,6 +124,9 @@ async def gateway(
     for worker in workers:
         worker.others = workers
     addresses = [await worker.start() for worker in workers]
+    if adapter_root is not None:
+        for worker in workers:
+            worker.follow_adapters(adapter_root)
     settings = {
         "load_interval_s": 0.05,
         "ping_interval_s": 0.2,
@@ -137,6 +141,7 @@ async def gateway(
             model_dir=model_dir,
             decode=addresses[:num_decode],
             prefill=addresses[num_decode:],
+            adapter_root=adapter_root,
             **settings,
         ),
         discovery=discovery,

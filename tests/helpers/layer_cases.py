@@ -12,6 +12,7 @@ from weft.kernels.decoder_layer import (
     prepare_step,
 )
 from weft.kernels.linear import pack_gate_up, pack_linear
+from weft.kernels.lora import LoraStep
 from weft.kernels.moe import pack_experts
 
 LAYERS, PAGE_SIZE, HIDDEN, INNER = 3, 8, 72, 200
@@ -55,7 +56,10 @@ def make_layer(dtype: torch.dtype, qwen: bool, is_sparse: bool = False) -> Decod
 
 
 def make_step(
-    layer: DecoderLayerWeight, lengths: list[tuple[int, int]], pool: torch.Tensor
+    layer: DecoderLayerWeight,
+    lengths: list[tuple[int, int]],
+    pool: torch.Tensor,
+    lora: LoraStep | None = None,
 ) -> DecoderStep:
     """A step over requests of (new rows, context); their pages lie in order in `pool`."""
     pages = torch.arange(len(pool), dtype=torch.int32).view(len(lengths), -1)
@@ -77,4 +81,5 @@ def make_step(
         scale=DIM**-0.5,
         max_q_len=max(q for q, _ in lengths),
         max_kv_len=max(kv_len for _, kv_len in lengths),
+        lora=lora,
     )

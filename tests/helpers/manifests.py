@@ -26,10 +26,15 @@ Object = dict[str, Any]
 @functools.cache
 def render(overlay: str) -> tuple[Object, ...]:
     """All objects of an overlay."""
+    return render_folder(K8S / "overlays" / overlay)
+
+
+def render_folder(folder: Path) -> tuple[Object, ...]:
+    """All objects of a folder with a kustomization."""
     go = find_go()
     assert go is not None
     done = subprocess.run(
-        [go, "tool", "kustomize", "build", str(K8S / "overlays" / overlay)],
+        [go, "tool", "kustomize", "build", str(folder)],
         cwd=K8S / "tools" / "kustomize",
         env=go_environment(),
         capture_output=True,

@@ -23,6 +23,7 @@ from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
 from weft.engine.memory.keys import token_bytes
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.memory.radix_cache import RadixCache
+from weft.engine.memory.session_pins import SessionPins
 from weft.engine.messages import StoreAnswer, StoreLookup, StorePut, StorePutResult, StoreSegment
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import PageCopy, RequestPages
@@ -30,6 +31,7 @@ from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import FillCandidate, Request, RequestKey, State, Timeline
+from weft.engine.sessions import Sessions
 from weft.engine.store import StoreLink
 from weft.engine.tiers.disk import PageFiles, disk_tier
 from weft.engine.tiers.fills import TieredFills
@@ -220,6 +222,9 @@ class System:
         self.scheduler = Scheduler(
             LIMITS, self.pages, waiting, fills, lambda request: None, lambda slot: None
         )
+        self.sessions = Sessions(SessionPins(cache, num_pages // 3, num_pages, 5.0), self.clock)
+        self.scheduler.on_leaving = self.sessions.on_leaving
+        self.cache = cache
         self.tiers.listener = self.scheduler
         self._sent: list[StoreLookup | StorePut] = []
         self._plane = _Plane(self)
@@ -251,6 +256,8 @@ class System:
             arrival=self.num_added,
             timeline=Timeline(submitted_at=self.now),
             candidates=[PREFILL] * num_fillers,
+            session_id=self.rng.choice(["", "a", "b", "c"]),
+            ends_session=self.rng.random() < 0.1,
         )
         self.tiers.look_up(request)
         self.store.look_up(request)
@@ -262,6 +269,7 @@ class System:
             self.scheduler.finish(self.rng.choice(requests))
 
     def flush(self) -> None:
+        self.sessions.pins.clear()
         self.memory.flush_cache()
         self.tiers.flush()
 
@@ -274,6 +282,7 @@ class System:
     def step(self) -> None:
         """What an engine does in a turn, in its order."""
         self.now += 0.05
+        self.sessions.tick()
         self.tiers.take()
         self._take_store()
         plan = self.scheduler.plan(self.now)
@@ -387,6 +396,7 @@ class System:
     def check(self) -> None:
         """Every page of every tier is in exactly one state."""
         self.memory.check_integrity()
+        self.cache.check_integrity()
         for tier in (self.tiers.host, self.tiers.disk):
             assert tier is not None
             tier.pages.check_integrity()
@@ -402,6 +412,8 @@ class System:
         counts = self.memory.counts()
         assert counts.free + counts.cached + counts.quarantined == counts.total, counts
         assert (counts.quarantined, self.memory.num_promised_pages) == (0, 0)
+        self.sessions.pins.clear()
+        assert self.sessions.pins.num_pages == 0
         for tier in (self.tiers.host, self.tiers.disk):
             assert tier is not None
             counts = tier.counts()
@@ -410,7 +422,8 @@ class System:
         assert not any(self.tiers.sizes().values()), self.tiers.sizes()
 
     def _quiet(self) -> bool:
-        return bool(self.others.quarantined or self._sent or self._flying)
+        stalls = self.tiers.sizes()["tier_stalls"]
+        return bool(self.others.quarantined or self._sent or self._flying or stalls)
 
     def close(self) -> None:
         self.tiers.close()

@@ -3,11 +3,50 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from lora_cases import LoraCase, Shared, draw_slots, make_expert_lora
+from weft.kernels.lora import ExpertAddition
 from weft.kernels.moe import Routing
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What adapters add to the experts."""
+
+    slots: list[int]
+    """Of each row."""
+    w13: tuple[LoraCase, ...]
+    w2: tuple[LoraCase, ...]
+
+    def addition(self, device: str = "cpu") -> ExpertAddition:
+        """For the operation."""
+        return ExpertAddition(
+            tuple(case.to(device).weights for case in self.w13),
+            tuple(case.to(device).weights for case in self.w2),
+            0,
+            torch.tensor(self.slots, dtype=torch.int32, device=device),
+        )
+
+
+def make_adapters(
+    case: MoECase, is_shared: bool, ranks: Sequence[int] = (0, 8, 3, 0, 20)
+) -> Adapters:
+    """Of gate, up and down, each adapter's experts apart, or A of gate and up and B of down one."""
+    experts, (hidden, inner), dtype = len(case.w2), case.w2.shape[1:], case.x.dtype
+
+    def make(k: int, n: int, shared: Shared, column: int = 0) -> LoraCase:
+        one = shared if is_shared else None
+        return make_expert_lora(k, n, list(ranks), experts, dtype, shared=one, column=column)
+
+    return Adapters(
+        draw_slots(len(case.x), len(ranks)),
+        (make(hidden, inner, "a"), make(hidden, inner, "a", inner)),
+        (make(inner, hidden, "b"),),
+    )
 
 
 @dataclass(frozen=True)
@@ -26,14 +65,24 @@ class MoECase:
         """As `pack_experts` takes them."""
         return list(zip(self.w13, self.w2, strict=True))
 
-    def compute(self, dtype: torch.dtype) -> torch.Tensor:
+    def compute(self, dtype: torch.dtype, adapters: Adapters | None = None) -> torch.Tensor:
         """Row by row and expert by expert in `dtype`."""
         out = self.residual.to(dtype, copy=True)
         x, w13, w2 = (t.to(dtype) for t in (self.x, self.w13, self.w2))
         for row, (ids, shares) in enumerate(zip(*self.routing, strict=True)):
             for expert, share in zip(ids.tolist(), shares.to(dtype), strict=True):
-                gate, up = (w13[expert] @ x[row]).chunk(2)
-                out[row] += share * (w2[expert] @ (F.silu(gate) * up))
+                both = w13[expert] @ x[row]
+                if adapters is not None:
+                    slot = adapters.slots[row]
+                    for case in adapters.w13:
+                        both = case.add(both[None], x[row : row + 1], [slot], expert)[0]
+                gate, up = both.chunk(2)
+                inner = F.silu(gate) * up
+                product = w2[expert] @ inner
+                if adapters is not None:
+                    for case in adapters.w2:
+                        product = case.add(product[None], inner[None], [slot], expert)[0]
+                out[row] += share * product
         return out
 
 

@@ -7,10 +7,13 @@ is given at once, and into each page that becomes free.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from adapter_bench import AdapterBench
 from bare_request import bare_request
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.memory.radix_cache import RadixCache
@@ -44,13 +47,18 @@ class _Step:
     items: list[PlanItem]
     copies: list[tuple[int, int]]
     pages: list[list[int]]
+    adapters: list[tuple[int, bytes]]
+    """Slot and digest, of those that have one."""
     is_done: bool = False
 
-    def run(self, content: Content) -> None:
+    def run(self, content: Content, adapters: AdapterBench | None) -> None:
         """The device gets to it; tokens of earlier steps have been committed."""
         if self.is_done:
             return
         self.is_done = True
+        for slot, digest in self.adapters:
+            assert adapters is not None
+            adapters.check(slot, digest)
         for source, destination in self.copies:
             content[destination] = list(content[source])
         for item, pages in zip(self.items, self.pages, strict=True):
@@ -126,6 +134,7 @@ class Bench:
         *,
         is_overlapped: bool = False,
         stop_chance: float = 0.0,
+        adapters: AdapterBench | None = None,
     ) -> None:
         self.rng = rng
         self.is_overlapped = is_overlapped
@@ -143,9 +152,18 @@ class Bench:
         self.freed_slots: list[int] = []
         pages = RequestPages(self.memory, self.cache, PAGE)
         waiting = make_queue(policy, ageing_s, pages.num_cached_tokens)
+        self.adapters = adapters
         self.scheduler = Scheduler(
-            limits, pages, waiting, self.fills, self.finished.append, self.freed_slots.append
+            limits,
+            pages,
+            waiting,
+            self.fills,
+            self.finished.append,
+            self.freed_slots.append,
+            adapters.manager.residency if adapters is not None else None,
         )
+        if adapters is not None:
+            adapters.attach(self.scheduler)
         self.fills.scheduler = self.scheduler
         self.num_added = 0
         self.now = 0.0
@@ -160,6 +178,7 @@ class Bench:
         prefix: Sequence[int] = (),
         priority: int = 0,
         tenant: str = "",
+        adapter: bytes = b"",
     ) -> Request:
         """Queues a prompt of random tokens behind a prefix."""
         tokens = ([*prefix] + [self.rng.randrange(100) for _ in range(num_prompt)])[:num_prompt]
@@ -167,7 +186,7 @@ class Bench:
         request = bare_request(
             tokens,
             PAGE,
-            NAMESPACE,
+            hashlib.sha256(adapter).digest() if adapter else NAMESPACE,
             key=RequestKey(0, str(self.num_added), 1),
             num_prompt_tokens=num_prompt,
             max_tokens=max_tokens,
@@ -176,6 +195,7 @@ class Bench:
             priority=priority,
             tenant=tenant,
             candidates=[CANDIDATE, CANDIDATE] if remote else [],
+            adapter=adapter,
         )
         self.scheduler.add(request)
         return request
@@ -183,6 +203,8 @@ class Bench:
     def step(self) -> list[PlanItem]:
         """One turn, and what the scheduler must keep to in each; a second of its clock."""
         self.now += 1.0
+        if self.adapters is not None:
+            self.adapters.turn()
         plan = self.scheduler.plan(self.now)
         items = list(plan)
         self._check_plan(items)
@@ -192,7 +214,7 @@ class Bench:
             self._end(self._flying)
         self._flying = step
         if step is not None and self.rng.random() < 0.5:
-            step.run(self.content)
+            step.run(self.content, self.adapters)
         if step is not None and not self.is_overlapped:
             self._flying = None
             self._end(step)
@@ -224,11 +246,19 @@ class Bench:
         number = self.scheduler.launch(plan)
         copies = [tuple(copy) for copy in self.scheduler.pages.take_copies()]
         items = list(plan)
-        return _Step(number, plan, items, copies, [list(item.request.pages) for item in items])
+        pages = [list(item.request.pages) for item in items]
+        slots = np.zeros(len(items), np.int64)
+        if plan.adapter_slots is not None:
+            slots[: len(plan.decodes)] = plan.adapter_slots
+        slots[len(plan.decodes) :] = [item.request.adapter_slot for item in plan.chunks]
+        digests = [item.request.adapter for item in items]
+        assert [bool(slot) for slot in slots] == [bool(digest) for digest in digests]
+        adapters = [pair for pair in zip(slots.tolist(), digests, strict=True) if pair[0]]
+        return _Step(number, plan, items, copies, pages, adapters)
 
     def _end(self, step: _Step) -> None:
         """The device has done the step: commits it, and draws."""
-        step.run(self.content)
+        step.run(self.content, self.adapters)
         self._check_free()
         self.scheduler.commit(step.number, step.plan)
         for request in [item.request for item in step.items if item.samples]:

@@ -97,8 +97,10 @@ def test_images_are_small_and_not_roots(name: str) -> None:
 def test_small_images_have_the_projects_bounds(group: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = project["dependency-groups"][group]
-    export = project["project"]["optional-dependencies"]["otlp"]
-    assert set(wanted) <= {*project["project"]["dependencies"], *export}
+    extras = project["project"]["optional-dependencies"]
+    known = {*project["project"]["dependencies"], *extras["otlp"], *extras["valkey"]}
+    assert set(wanted) <= known
+    assert (set(extras["valkey"]) <= set(wanted)) == (group == "kvstore")
     assert not [name for name in wanted if name.startswith(("torch", "transformers", "triton"))]
 
 

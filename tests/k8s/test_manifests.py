@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import subprocess
 import typing
@@ -22,6 +23,7 @@ from manifests import (
     named,
     of_kind,
     render,
+    render_folder,
     selects,
     workloads,
 )
@@ -489,3 +491,36 @@ def test_the_demo_serves_the_demo_model() -> None:
         assert places[cache] == "models"
         (models,) = [v for v in workload.pod["volumes"] if v["name"] == "models"]
         assert "emptyDir" in models
+
+
+def test_adapters_are_off_until_their_component_is_added(tmp_path: Path) -> None:
+    for overlay in OVERLAYS:
+        for workload in workloads(render(overlay)):
+            assert not any("adapter" in flag for flag in workload.flags(render(overlay)))
+    for number, overlay in enumerate(DISAGGREGATED):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        components = os.path.relpath(ROOT / "k8s" / "components", folder)
+        overlays = os.path.relpath(ROOT / "k8s" / "overlays", folder)
+        (folder / "kustomization.yaml").write_text(
+            "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+            f"resources: [{overlays}/{overlay}]\ncomponents: [{components}/adapters]\n"
+        )
+        objects = render_folder(folder)
+        takers = {"gateway", *WORKERS}
+        for workload in workloads(objects):
+            if workload.service not in takers:
+                continue
+            settings = settings_of(workload, objects)
+            (mount,) = [
+                one for one in workload.container["volumeMounts"] if one["name"] == "adapters"
+            ]
+            assert settings.adapter_root == Path(mount["mountPath"])
+            is_worker = workload.service in WORKERS
+            assert mount.get("readOnly", False) == is_worker, "only gateways write"
+            volume = next(one for one in workload.pod["volumes"] if one["name"] == "adapters")
+            assert volume["persistentVolumeClaim"]["claimName"] == "weft-adapters"
+            if is_worker:
+                assert settings.engine_config(workload.service, settings.worker_id).enable_lora
+        for item in objects:
+            kubernetes_validate.validate(item, VERSION, strict=True)

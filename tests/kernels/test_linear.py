@@ -104,8 +104,9 @@ def test_values_outside_the_result_stay_untouched(monkeypatch: pytest.MonkeyPatc
             buffer = torch.full((rows * n + 128,), 77.0, dtype=dtype)
             out = buffer[64:-64]
             out.fill_(float("nan"))
+            is_bf16 = dtype == torch.bfloat16
             native.linear(
-                packed.address, x.data_ptr(), rows, None, out.data_ptr(), dtype == torch.bfloat16
+                packed.address, x.data_ptr(), rows, None, out.data_ptr(), is_bf16, None, 0
             )
             exact = x.double() @ weight.double().T
             assert_as_exact(out.view(rows, n), F.linear(x, weight), exact)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from kernel_checks import DTYPES, assert_as_exact, fresh_seed, mutated_native_cpu
-from moe_cases import MoECase, moe_case
+from moe_cases import MoECase, make_adapters, moe_case
 from weft.kernels import cpu
 from weft.kernels import moe as moe_module
 from weft.kernels.moe import ExpertWeights, Routing, moe, moe_reference, pack_experts, route
@@ -73,6 +74,42 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(known)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("shape", SHAPES[:4])
+def test_additions_to_experts(
+    shape: tuple[int, int, int, int, int], is_shared: bool, dtype: torch.dtype
+) -> None:
+    fresh_seed()
+    case = moe_case(*shape, dtype)
+    adapters, weights = make_adapters(case, is_shared), pack(case)
+    exact, eager = case.compute(torch.float64, adapters), case.compute(dtype, adapters)
+    call = (case.x, case.routing, weights, case.residual)
+    out = moe(*call, adapters.addition())
+    assert_as_exact(out, eager, exact)
+    assert_as_exact(moe_reference(*call, adapters.addition()), eager, exact)
+    plain = [row for row, slot in enumerate(adapters.slots) if slot in (0, 3)]
+    assert torch.equal(out[plain], moe(*call)[plain])
+    one_of_two = replace(adapters.addition(), w13=())
+    exact = case.compute(torch.float64, replace(adapters, w13=()))
+    assert_as_exact(moe(*call, one_of_two), case.compute(dtype, replace(adapters, w13=())), exact)
+
+
+def test_additions_to_experts_that_do_not_fit_are_refused() -> None:
+    case = moe_case(3, 24, 16, 4, 2)
+    call = (case.x, case.routing, pack(case), case.residual)
+    adapters = replace(make_adapters(case, False), slots=[1, 2, 1])
+    with pytest.raises(ValueError, match="of 3 rows"):
+        moe(*call, replace(adapters, slots=[1, 1]).addition())
+    with pytest.raises(ValueError, match="do not fit"):
+        moe(*call, replace(adapters, w2=adapters.w13[:1]).addition())
+    if cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    adapters.w2[0].weights.rows_of_b.fill_(1 << 20)
+    with pytest.raises(IndexError, match="LoRA"):
+        moe(*call, adapters.addition())
 
 
 def test_no_rows() -> None:

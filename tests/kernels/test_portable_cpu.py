@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from kernel_checks import DTYPES, fresh_seed
 from layer_cases import DIM, HIDDEN, KV_HEADS, LAYERS, PAGE_SIZE, make_layer, make_step
+from lora_cases import draw_slots, make_lora, segments_of
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
 from weft.kernels.attention import paged_attention, paged_attention_reference
 from weft.kernels.build import load_native, loaded_openmp_library
 from weft.kernels.decoder_layer import decoder_layer_reference, decoder_layers, stack_layers
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.lora import LoraAddition
 from weft.kernels.norm import rms_norm, rms_norm_reference
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
 
@@ -100,6 +102,27 @@ def test_rope_and_attention(dim: int, page_size: int, dtype: torch.dtype) -> Non
     lengths = torch.tensor(kv_lens).int()
     call = (other_pool, 1, pages, starts, lengths, dim**-0.5, max(q_lens), max(kv_lens))
     assert_near(paged_attention(other, *call), paged_attention_reference(other, *call))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_additions_of_adapters(dtype: torch.dtype) -> None:
+    cases = [
+        make_lora(72, width, [0, 8, 3, 24], dtype, column=column)
+        for width, column in ((50, 0), (33, 57))
+    ]
+    slots = draw_slots(130, 4)
+    weight = (torch.randn(90, 72) / 72**0.5).to(dtype)
+    x = torch.randn(130, 72).to(dtype)
+    added = LoraAddition(tuple(case.weights for case in cases), 0, segments_of(slots))
+    expected = F.linear(x, weight)
+    for case in cases:
+        expected = case.add(expected, x, slots, 0)
+    torch.testing.assert_close(
+        linear(x, pack_linear(weight), lora=added),
+        expected,
+        rtol=TOLERANCE[dtype],
+        atol=3 * TOLERANCE[dtype],
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

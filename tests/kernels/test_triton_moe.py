@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
-from moe_cases import MoECase, moe_case
+from moe_cases import MoECase, make_adapters, moe_case
 from weft.kernels.moe import route_reference
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -67,6 +68,56 @@ def test_without_a_residual_and_in_half_precision(tmp_path: Path) -> None:
         with kernel_module("moe", tmp_path) as module:
             out = run(module, case, None)
         assert_as_exact(out, case.compute(torch.float16), case.compute(torch.float64))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("shape", [(2, 33, 17, 4, 2), (9, 24, 9, 3, 2)])
+def test_additions_to_experts(
+    shape: tuple[int, int, int, int, int],
+    is_shared: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fresh_seed()
+    case = moe_case(*shape)
+    adapters = make_adapters(case, is_shared)
+    with kernel_module("moe", tmp_path) as module, monkeypatch.context() as patch:
+        poison(patch, module)
+        routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
+        out, plain = module.moe(*routed, adapters.addition()), module.moe(*routed)
+    exact, eager = case.compute(torch.float64, adapters), case.compute(torch.float32, adapters)
+    assert_as_exact(out, eager, exact)
+    rows = [row for row, slot in enumerate(adapters.slots) if slot in (0, 3)]
+    assert torch.equal(out[rows], plain[rows])
+
+
+@pytest.mark.parametrize(
+    ("original", "replacement"),
+    [
+        ("range(TOP_K)", "range(TOP_K - 1)"),
+        ("lora.w13, lora.layer, slots)", "lora.w13[:1], lora.layer, slots)"),
+    ],
+)
+def test_a_mutated_addition_is_noticed(
+    original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    case = moe_case(9, 24, 9, 3, 2)
+    adapters = make_adapters(case, True, (0, 8))
+    adapters = replace(adapters, slots=[1] * len(case.x))
+    with (
+        kernel_module("moe_lora", tmp_path, (original, replacement)) as added,
+        kernel_module("moe", tmp_path) as module,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(module, "gate_up_additions", added.gate_up_additions)
+        patch.setattr(module, "add_to_down", added.add_to_down)
+        routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
+        out = module.moe(*routed, adapters.addition())
+    with pytest.raises(AssertionError):
+        assert_as_exact(
+            out, case.compute(torch.float32, adapters), case.compute(torch.float64, adapters)
+        )
 
 
 LOOP = "for number in range(TOP_K):\n        "

@@ -92,6 +92,12 @@ def test_small_linear(rows: int, n: int, k: int, gated: bool, tmp_path: Path) ->
             (gate, up), (exact_gate, exact_up) = eager.chunk(2, -1), exact.chunk(2, -1)
             out = module.small_linear(x, weight, bias, None, x.dtype, gated=True)
             assert_as_exact(out, F.silu(gate) * up, F.silu(exact_gate) * exact_up)
+            added = torch.randn(rows, n)
+            (gate, up), (exact_gate, exact_up) = (
+                (product + added.to(product.dtype)).chunk(2, -1) for product in (eager, exact)
+            )
+            out = module.small_linear(x, weight, bias, added, x.dtype, gated=True)
+            assert_as_exact(out, F.silu(gate) * up, F.silu(exact_gate) * exact_up)
             return
         out = module.small_linear(x, weight, bias, residual, x.dtype)
         assert_as_exact(out, eager + residual, exact + residual.double())

@@ -48,7 +48,7 @@ async def test_status_shows_workers_and_transports(mesh: LocalMesh) -> None:
     async with Caller(mesh) as caller:
         await caller.rest(Ask(BY_NAME["python"], 1, new_salt()))
     mesh.wait_idle()
-    workers = json.loads(weft("status", "--json", "--address", mesh.grpc_address))
+    workers = json.loads(weft("status", "--json", "--address", mesh.grpc_address))["workers"]
     by_name = {worker["worker_id"]: worker for worker in workers}
     assert by_name.keys() == {"decode-0", "prefill-0"}
     for name, worker in by_name.items():

@@ -91,7 +91,7 @@ def test_text_pages_and_store_travel_as_they_should(mesh: SecureMesh) -> None:
 def test_operators_see_the_mesh(mesh: SecureMesh) -> None:
     done = mesh.weft("status", "--json")
     assert done.returncode == 0, done.stderr
-    workers = json.loads(done.stdout)
+    workers = json.loads(done.stdout)["workers"]
     assert {worker["role"] for worker in workers} == {"prefill", "decode", "kvstore"}
     assert all(worker["healthy"] for worker in workers), workers
     done = subprocess.run(

@@ -97,7 +97,7 @@ def test_workers_say_how_pages_travel(mesh: LocalMesh, request: pytest.FixtureRe
     command = [*WEFT, "status", "--json", "--address", mesh.grpc_address]
     done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
     is_staged = "staged" in request.node.callspec.id
-    details = {w["worker_id"]: w["transport_detail"] for w in json.loads(done.stdout)}
+    details = {w["worker_id"]: w["transport_detail"] for w in json.loads(done.stdout)["workers"]}
     for name in (*mesh.names("prefill"), *mesh.names("decode")):
         assert ("staged through" in details[name]) == is_staged
 

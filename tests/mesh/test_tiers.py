@@ -121,7 +121,7 @@ def test_status_tells_of_every_tier(mesh: TinyMesh) -> None:
     )
     found = {
         worker["worker_id"]: [tier["name"] for tier in worker["tiers"]]
-        for worker in json.loads(done.stdout)
+        for worker in json.loads(done.stdout)["workers"]
     }
     for name in WORKERS:
         assert found[name] == ["device", "host", "disk", "store"]

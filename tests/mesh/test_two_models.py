@@ -15,6 +15,7 @@ import pytest
 from local_mesh import WEFT, LocalMesh, wait_until
 from tiny_mesh import Greedy
 from tiny_models import make_tiny
+from weft.common.settings import list_text
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 pytestmark = pytest.mark.needs("go")
@@ -34,8 +35,8 @@ class TwoModels(LocalMesh):
         flags: list[str] = []
         self.greedy: dict[str, Greedy] = {}
         for number, (name, shape) in enumerate(SHAPES.items()):
-            path = make_tiny(path=folder / f"dir-{name}", seed=number, tokenizer=True, **shape)
-            flags += ["--model", str(path), "--model-name", name]
+            path = make_tiny(path=folder / f"dir,{name}", seed=number, tokenizer=True, **shape)
+            flags += ["--model", list_text([str(path)]), "--model-name", name]
             self.greedy[name] = Greedy(path)
         flags += ["--kvstore", "1", "--dtype", "float32", "--local-prefill-max-tokens", "0"]
         super().__init__(folder, *flags)

@@ -67,7 +67,7 @@ class LocalMesh:
     def status(self) -> dict[str, dict[str, Any]]:
         command = [*WEFT, "status", "--json", "--address", f"127.0.0.1:{self.grpc_port}"]
         done = subprocess.run(command, capture_output=True, check=True, timeout=60)
-        return {worker["worker_id"]: worker for worker in json.loads(done.stdout)}
+        return {worker["worker_id"]: worker for worker in json.loads(done.stdout)["workers"]}
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ FACE_CALLS: list[tuple[str, Any]] = [
     ("ListModels", gateway_pb2.ListModelsRequest()),
     ("GetModel", gateway_pb2.GetModelRequest()),
     ("Cancel", gateway_pb2.CancelRequest()),
+    ("EndSession", gateway_pb2.EndSessionRequest(session_id="chat")),
 ]
 
 

@@ -137,7 +137,8 @@ async def test_status_tells_of_every_worker(
                 await asyncio.sleep(0.05)
         status, out, err = await run("status", "--address", address, "--json")
         assert status == 0, err
-        workers = {worker["worker_id"]: worker for worker in json.loads(out)}
+        workers = {worker["worker_id"]: worker for worker in json.loads(out)["workers"]}
+        assert json.loads(out)["gateway"]["running_prompts"] == 0
         _, table, _ = await run("status", "--address", address)
     assert workers.keys() == {"decode-0", "decode-1", "prefill-0"}
     assert [workers[name]["healthy"] for name in sorted(workers)] == [True, False, True]

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 import pytest
 from pydantic import Field
-from weft.common.settings import ServiceSettings, load_settings
+from weft.cli.up.settings import UpSettings
+from weft.common.settings import ServiceSettings, list_text, load_settings
 
 
 class DemoSettings(ServiceSettings):
@@ -39,6 +40,24 @@ def test_sources_override_in_order(tmp_path: Path) -> None:
 def test_lists_are_comma_separated() -> None:
     assert load_settings(DemoSettings, ["--peers", "x:1, y:2,"], {}).peers == ["x:1", "y:2"]
     assert load_settings(DemoSettings, [], {"WEFT_DEMO_PEERS": ""}).peers == []
+
+
+def test_an_item_of_a_list_may_have_commas() -> None:
+    items = ["/models/a,b", "c", ",", "d,e,,f"]
+    text = list_text(items)
+    assert load_settings(DemoSettings, ["--peers", text], {}).peers == items
+    assert load_settings(DemoSettings, [], {"WEFT_DEMO_PEERS": text}).peers == items
+
+
+def test_weft_up_takes_a_directory_with_a_comma_and_no_surplus_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--model", r"/models/a\,b", "--model", "/models/c", "--model-name", "one,two"]
+    settings = load_settings(UpSettings, given, {})
+    assert settings.model == ["/models/a,b", "/models/c"]
+    with pytest.raises(SystemExit):
+        load_settings(UpSettings, [*given, "--model-name", "three"], {})
+    assert "--model-name three: there are 3 names and 2 models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

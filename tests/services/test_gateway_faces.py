@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 from fake_decode import FakeWorker, Script
 from gateway_harness import MODEL, Harness, gateway
@@ -107,6 +108,8 @@ async def test_sampling_reaches_the_worker_alike_from_both_faces(mesh: Harness) 
         "logprobs": True,
         "top_logprobs": 0,
         "cache_salt": "tenant",
+        "session_id": "chat",
+        "end_session": True,
         "priority": -7,
         "stop": "never",
         "user": "someone",
@@ -122,6 +125,8 @@ async def test_sampling_reaches_the_worker_alike_from_both_faces(mesh: Harness) 
         stop=common_pb2.StopCriteria(**stop, stop=["never"]),
         logprobs=common_pb2.LogprobOptions(),
         cache_salt="tenant",
+        session_id="chat",
+        end_session=True,
         priority=-7,
     )
     async for _ in mesh.typed.Chat(request):
@@ -136,6 +141,20 @@ async def test_sampling_reaches_the_worker_alike_from_both_faces(mesh: Harness) 
             submit.ClearField(name)  # type: ignore[arg-type]
     assert rest == typed
     assert rest.priority == -7
+    assert (rest.session_id, rest.end_session) == ("chat", True)
+
+
+async def test_the_end_of_a_session_reaches_every_decode_worker(mesh: Harness) -> None:
+    ending = gateway_pb2.EndSessionRequest(session_id="chat", cache_salt="tenant")
+    answer = await mesh.typed.EndSession(ending)
+    assert answer.workers == len(mesh.workers)
+    await mesh.wait(lambda: all(worker.session_ends for worker in mesh.workers))
+    (end,) = mesh.workers[0].session_ends
+    assert (end.session_id, end.cache_salt) == ("chat", "tenant")
+    for wrong in ("", "x" * 129):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await mesh.typed.EndSession(gateway_pb2.EndSessionRequest(session_id=wrong))
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_seed_is_drawn_when_absent(mesh: Harness) -> None:

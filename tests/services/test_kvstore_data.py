@@ -107,7 +107,7 @@ async def test_before_the_first_put_there_is_nothing(here: Here) -> None:
     assert status.state == kv_pb2.LEASE_STATE_UNKNOWN
     assert (await caller.fill(chain)).last.declined.reason == kv_pb2.DECLINE_REASON_NOT_HELD
     assert not (await caller.stub.ReportCorrupt(report(chain.keys[0], 1))).dropped
-    assert store.flush() == 0
+    assert await store.flush() == 0
     assert (await caller.stats()).total_pages == 0
     chain, _ = await put_chain(caller, 2)
     # A lease that was asked about is used up, also after the store has got its pages.
@@ -237,7 +237,7 @@ async def test_a_reader_that_does_not_read_fills_no_queues() -> None:
 async def test_flush_forgets_what_nobody_reads(here: Here) -> None:
     store, caller = here
     chain, _ = await put_chain(caller, 5)
-    assert store.flush() == 5
+    assert await store.flush() == 5
     assert await caller.look_up(chain) == 0
     stats = await caller.stats()
     assert stats.free_pages == stats.total_pages
@@ -510,7 +510,7 @@ async def any_operation(
         call.cancel()
     else:
         assert not (await caller.stub.ReportCorrupt(report(chain.keys[0], 0))).dropped
-        store.flush()
+        await store.flush()
 
 
 def report(key: bytes, digest: int) -> kvstore_pb2.ReportCorruptRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import resource
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from kv_chain import Chain, Filled, StoreCaller, random_pages
 from numpy.typing import NDArray
 from store_server import store_here
 from weft.engine.errors import ConfigError
+from weft.kvstore.backends.disk import DiskBackend
 from weft.kvstore.store import KvStore
 
 PAGE_BYTES = 4096
@@ -50,8 +52,8 @@ async def on_disk(store: KvStore, num_pages: int) -> None:
 
 def disk(store: KvStore) -> Any:
     assert store._shelf is not None
-    assert store._shelf.spill is not None
-    return store._shelf.spill.disk
+    assert isinstance(store._shelf.backend, DiskBackend)
+    return store._shelf.backend.disk
 
 
 def files(folder: Path) -> list[Path]:
@@ -100,7 +102,7 @@ async def test_a_flush_forgets_what_an_earlier_store_left(tmp_path: Path) -> Non
         chain, _ = await put(caller, 8)
         await on_disk(store, 8)
     async with opened(tmp_path) as (store, caller):
-        assert store.flush() == 8
+        assert await store.flush() == 8
         assert await caller.look_up(chain) == 0
         await until(
             lambda: not [path for path in files(tmp_path) if chain.keys[0].hex() in path.name]
@@ -151,11 +153,41 @@ async def test_a_full_disk_is_counted_and_nothing_else(tmp_path: Path) -> None:
         assert not files(tmp_path)
 
 
+async def test_a_disk_that_never_answers_is_let_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page's file is a pipe that nobody writes to: opening it waits for ever."""
+    monkeypatch.setattr("weft.kvstore.backends.fetching.FETCH_TIMEOUT_S", 0.3)
+    async with opened(tmp_path) as (store, caller):
+        chain, _ = await put(caller, 8)
+        await on_disk(store, 8)
+    async with opened(tmp_path) as (store, caller):
+        (path,) = [path for path in files(tmp_path) if path.name.startswith(chain.keys[0].hex())]
+        path.unlink()
+        os.mkfifo(path)
+        assert await caller.look_up(chain) == 8
+        async with asyncio.timeout(30):
+            assert (await caller.fill(chain)).kinds[-1] == "declined"
+            while await caller.look_up(chain):
+                await asyncio.sleep(0.05)
+        other, content = await put(caller, 2)
+        assert await caller.look_up(other) == 2
+        check(await caller.fill(other), content, 2)
+        assert disk(store).counters.stalls > 0
+        os.close(os.open(path, os.O_WRONLY))
+        async with asyncio.timeout(30):  # Its first page is gone, and the disk serves again.
+            while disk(store).counters.failed_loads == 0:
+                await asyncio.sleep(0.05)
+        await caller.settled()
+        assert await caller.look_up(chain) == 0
+        assert await caller.look_up(chain, first=1) == 7
+
+
 async def test_a_flush_empties_the_disk_too(tmp_path: Path) -> None:
     async with opened(tmp_path) as (store, caller):
         chain, _ = await put(caller, 8)
         await on_disk(store, 8)
-        assert store.flush() == 16
+        assert await store.flush() == 16
         assert await caller.look_up(chain) == 0
         await until(lambda: not files(tmp_path))
 

@@ -68,7 +68,7 @@ def test_the_main_port_says_where_to_ask(gateway: OpenGateway, command: tuple[st
 def test_the_operators_port_answers(gateway: OpenGateway) -> None:
     done = gateway.weft("status", "--json", *gateway.operators)
     assert done.returncode == 0, done.stderr
-    (worker,) = json.loads(done.stdout)
+    (worker,) = json.loads(done.stdout)["workers"]
     assert (worker["address"], worker["role"], worker["healthy"]) == (NOWHERE, "decode", False)
     done = gateway.weft("trace", "cmpl-1", *gateway.operators)
     assert "no spans of cmpl-1" in done.stderr

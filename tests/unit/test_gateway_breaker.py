@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from weft.gateway.breaker import Breaker, BreakerState
+from weft.common.breaker import Breaker, BreakerState
 
 LATER_S = 1.0
 """Between failures that are not one burst."""

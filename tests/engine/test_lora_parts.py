@@ -1,0 +1,144 @@
+"""Adapters of embedding, LM head and experts in the engine: tokens and logits are PEFT's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_reference import BASE, PeftModels, unload_all
+from merged_adapters import merged, read
+from threads import one_thread
+from tiny_adapters import PREFIX, write_adapter
+from tiny_models import make_tiny, tiny_config
+from weft.engine.errors import AdapterError
+from weft.engine.llm import LLM
+from weft.engine.request import StopCriteria
+
+VOCAB = 517
+NUM_NEW = 8
+DENSE = ("q", "k", "v", "o", "gate", "up", "down")
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "page_size": 8,
+    "num_pages": 200,
+    "prefill_chunk_tokens": 16,
+    "poison_free_pages": True,
+    "enable_lora": True,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def make_models(kind: str, folder: Path, seed: int, **overrides: Any) -> PeftModels:
+    print(f"seed {seed}")
+    overrides = {"vocab_size": VOCAB, "num_hidden_layers": 2, **overrides}
+    return PeftModels(make_tiny(kind, folder / "model", seed=seed, **overrides), folder)
+
+
+def check(models: PeftModels, *projections: str, **settings: Any) -> None:
+    """All adapters and none in one batch, with more requests than adapters."""
+    settings = {**SETTINGS, "lora_projections": projections, **settings}
+    with LLM(models.model_dir, **settings) as llm:
+        for directory in models.directories.values():
+            llm.load_adapter(directory)
+        adapters = [*models.digests, BASE, *models.digests]
+        lengths = [random.randint(1, 40) for _ in adapters]
+        prompts = [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+        stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        samples = llm.generate(prompts, stop=stop, top_logprobs=20, adapters=adapters)
+        for adapter, prompt, sample in zip(adapters, prompts, samples, strict=True):
+            models.check(adapter, prompt, sample)
+        unload_all(llm.engine)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+def test_embedding_and_head(is_tied: bool, tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    models = make_models("llama", tmp_path, seed, tie_word_embeddings=is_tied)
+    models.add(seed, r=4, target_modules=["lm_head"])
+    models.add(seed + 1, r=12, target_modules=["embed_tokens"])
+    models.add(seed + 2, r=8, target_modules=["embed_tokens", "lm_head", "q_proj", "down_proj"])
+    models.add(seed + 3, r=8)
+    check(models, *DENSE, "embed_tokens", "lm_head")
+    check(models, *DENSE, "embed_tokens", "lm_head", max_loras=1)
+
+
+def test_only_the_head_differs(tmp_path: Path) -> None:
+    """Pages are equal to the base's, and never taken for them."""
+    seed = random.randrange(2**31)
+    models = make_models("qwen3", tmp_path, seed)
+    digest = models.add(seed, r=8, target_modules=["lm_head"])
+    settings = {**SETTINGS, "lora_projections": ("lm_head",)}
+    prompt = [random.randrange(3, VOCAB) for _ in range(40)]
+    stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    with LLM(models.model_dir, **settings) as llm:
+        llm.load_adapter(models.directories[digest])
+        for adapter in (BASE, digest):
+            (sample,) = llm.generate([prompt], stop=stop, top_logprobs=20, adapters=[adapter])
+            assert sample.timeline is not None
+            assert sample.timeline.matched_tokens == 0
+            models.check(adapter, prompt, sample)
+
+
+def test_attention_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    models = make_models("qwen3_moe", tmp_path, seed)
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    models.add(seed, r=8, target_modules=attention)
+    models.add(seed + 1, r=20, target_modules=["o_proj"])
+    check(models)
+
+
+def test_experts(tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    models = make_models("qwen3_moe", tmp_path, seed)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    models.add(seed, r=3, target_modules=["q_proj"], target_parameters=names)
+    models.add(seed + 1, r=12, target_modules=["v_proj"], target_parameters=names[1:])
+    models.add(seed + 2, r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    shared = shared_experts(tmp_path / "shared", seed)
+    models.put(shared, merged(models.model_dir, read(shared, models.model_dir)))
+    check(models, "q", "k", "v", "o", "experts")
+    only = PeftModels(models.model_dir, tmp_path)
+    only.put(shared, merged(models.model_dir, read(shared, models.model_dir)))
+    check(only, "shared_experts")
+
+
+def shared_experts(path: Path, seed: int) -> Path:
+    """An adapter whose experts share A of gate and up, and B of down."""
+    config = tiny_config("qwen3_moe", num_hidden_layers=2)
+    experts, hidden = config["num_experts"], config["hidden_size"]
+    inner, rank = config["moe_intermediate_size"], 10
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(2):
+        stem = f"{PREFIX}model.layers.{layer}.mlp.experts"
+        for name in ("w1", "w2", "w3"):
+            width, out = (inner, hidden) if name == "w2" else (hidden, inner)
+            count_a, count_b = (experts, 1) if name == "w2" else (1, experts)
+            for half, shape in (("A", (count_a, rank, width)), ("B", (count_b, out, rank))):
+                numbers = 0.2 * torch.randn(shape, generator=generator)
+                tensors[f"{stem}.{name}.lora_{half}.weight"] = numbers
+    return write_adapter(path, tensors, r=rank, target_modules=["w1", "w2", "w3"])
+
+
+def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    models = make_models("llama", tmp_path, seed)
+    head = models.add(seed, r=4, target_modules=["lm_head"])
+    saved = models.add(seed, r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with LLM(models.model_dir, **SETTINGS) as llm:
+        for digest in (head, saved):
+            with pytest.raises(AdapterError, match="lm_head"):
+                llm.load_adapter(models.directories[digest])
+    settings = {**SETTINGS, "lora_projections": ("q", "lm_head")}
+    with LLM(models.model_dir, **settings) as llm, pytest.raises(AdapterError, match="modules_to"):
+        llm.load_adapter(models.directories[saved])

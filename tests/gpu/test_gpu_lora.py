@@ -1,0 +1,228 @@
+"""Low-rank additions on a GPU at real sizes, against float64."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gpu_kernels import kernel_module
+from kernel_checks import assert_as_exact, fresh_seed
+from lora_cases import LoraCase, draw_slots, make_lora, segments_of
+from lora_models import lora_step, make_adapters, make_experts
+from paging import PagedDriver, PagedRequest
+from tiny_models import make_tiny
+from weft.engine.models.loader import load_model
+from weft.kernels.gpu.lora import max_chunks
+from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.lora import LoraAddition, LoraSegments, LoraStep, add_lora, sort_tokens
+
+pytestmark = pytest.mark.needs("cuda")
+
+CUDA = "cuda"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RANKS = [0, 8, 16, 5, 0, 64, 32, 1, 16]
+"""By slot."""
+
+
+def on_gpu(segments: LoraSegments) -> LoraSegments:
+    return LoraSegments(*(getattr(segments, name).to(CUDA) for name in LoraSegments.__slots__))
+
+
+def make_parts(k: int, widths: tuple[int, ...], dtype: torch.dtype) -> list[LoraCase]:
+    return [
+        make_lora(
+            k,
+            width,
+            RANKS[:1] + random.sample(RANKS[1:], len(RANKS) - 1),
+            dtype,
+            column=sum(widths[:n]),
+            layers=2,
+        ).to(CUDA)
+        for n, width in enumerate(widths)
+    ]
+
+
+def add_all(
+    cases: list[LoraCase], out: torch.Tensor, x: torch.Tensor, slots: list[int]
+) -> torch.Tensor:
+    """Adapter by adapter, in the dtype of `x`."""
+    out = out.clone()
+    for case in cases:
+        w = case.weights
+        columns = out[:, w.column : w.column + w.out_features]
+        for slot in set(slots):
+            if (1, slot) in case.plain:
+                a, b = (t.to(x.dtype) for t in case.plain[1, slot])
+                tokens = [t for t, s in enumerate(slots) if s == slot]
+                columns[tokens] += (x[tokens] @ a.T) @ b.T
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("k", "widths"),
+    [(4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,)), (577, (301, 77))],
+)
+@pytest.mark.parametrize("tokens", [1, 8, 64, 700])
+def test_additions(k: int, widths: tuple[int, ...], tokens: int, dtype: torch.dtype) -> None:
+    fresh_seed()
+    cases = make_parts(k, widths, dtype)
+    slots = draw_slots(tokens, len(RANKS))
+    x = torch.randn(tokens, k, device=CUDA).to(dtype)
+    out = torch.randn(tokens, sum(widths) + 8, device=CUDA).to(dtype)
+    before = out.clone()
+    segments = on_gpu(segments_of(slots, len(RANKS) + 4))
+    # What the kernels do not write was NaN before.
+    poison = torch.full((8, tokens, 3 * 64), float("nan"), device=CUDA)
+    del poison
+    add_lora(out, x, LoraAddition(tuple(case.weights for case in cases), 1, segments))
+    exact = add_all(cases, before.double(), x.double(), slots)
+    assert_as_exact(out, add_all(cases, before, x, slots), exact)
+    untouched = exact == before.double()
+    assert torch.equal(out[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_layers_with_adapters(tokens: int) -> None:
+    fresh_seed()
+    k, inner, dtype = 1024, 3072, torch.bfloat16
+    weight = (torch.randn(2 * inner, k, device=CUDA) / k**0.5).to(dtype)
+    cases = make_parts(k, (inner, inner), dtype)
+    slots = draw_slots(tokens, len(RANKS))
+    x = torch.randn(tokens, k, device=CUDA).to(dtype)
+    added = LoraAddition(tuple(c.weights for c in cases), 1, on_gpu(segments_of(slots)))
+    product = x.double() @ weight.double().T
+    out = linear(x, pack_linear(weight), lora=added)
+    exact = add_all(cases, product, x.double(), slots)
+    peer = add_all(cases, torch.nn.functional.linear(x, weight), x, slots)
+    assert_as_exact(out, peer, exact)
+    plain = [token for token, slot in enumerate(slots) if slot == 0]
+    assert torch.equal(out[plain], linear(x, pack_linear(weight))[plain])
+    out = gate_up_silu(x, pack_gate_up(weight), added)
+    assert torch.equal(out[plain], gate_up_silu(x, pack_gate_up(weight))[plain])
+    (gate, up), (peer_gate, peer_up) = exact.chunk(2, -1), peer.chunk(2, -1)
+    silu = torch.nn.functional.silu
+    assert_as_exact(out, silu(peer_gate) * peer_up, silu(gate) * up)
+
+
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_a_captured_graph_serves_any_mix(tokens: int) -> None:
+    """Slots, tables and rows change between replays, at the same places."""
+    fresh_seed()
+    k, width, dtype = 512, 640, torch.bfloat16
+    cases = make_parts(k, (width,), dtype)
+    x = torch.randn(tokens, k, device=CUDA).to(dtype)
+    out = torch.zeros(tokens, width, device=CUDA, dtype=dtype)
+    segments = on_gpu(segments_of([0] * tokens, len(RANKS)))
+    added = LoraAddition((cases[0].weights,), 1, segments)
+    add_lora(out, x, added)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_lora(out, x, added)
+    for turn in range(4):
+        if turn == 3:
+            other = make_parts(k, (width,), dtype)
+            for name in ("a", "b"):
+                rows = getattr(cases[0].weights, name)
+                new = getattr(other[0].weights, name)
+                rows[: len(new)] = new[: len(rows)]
+            cases[0].weights.table.copy_(other[0].weights.table)
+            cases[0].weights.counts.copy_(other[0].weights.counts)
+            cases = [LoraCase(cases[0].weights, other[0].plain)]
+        slots = [turn] * tokens if turn < 2 else draw_slots(tokens, len(RANKS))
+        host = sort_tokens(np.array(slots, np.int32), len(RANKS))
+        for name, values in zip(LoraSegments.__slots__, host, strict=True):
+            getattr(segments, name).copy_(torch.from_numpy(values))
+        out.zero_()
+        graph.replay()
+        nothing = torch.zeros_like(out)
+        exact = add_all(cases, nothing.double(), x.double(), slots)
+        assert_as_exact(out, add_all(cases, nothing, x, slots), exact)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_models_with_adapters_equal_those_on_a_cpu(kind: str, tmp_path: Path) -> None:
+    """The same steps of the same requests, in float32: prompts, then a token each."""
+    fresh_seed()
+    path = make_tiny(kind, tmp_path / "model", random.randrange(1 << 30))
+    config = json.loads((path / "config.json").read_text())
+    is_dense = kind == "llama"
+    adapters, experts = make_adapters(config, is_dense), {} if is_dense else make_experts(config)
+    found = []
+    tokens = [random.choices(range(config["vocab_size"]), k=15 - slot) for slot in range(4)]
+    for device in ("cpu", CUDA):
+        driver = PagedDriver(load_model(path, "float32", device).model, num_pages=32)
+        driver.pool = driver.pool.to(device)
+        cases, of_experts = (
+            {name: case.to(device) for name, case in some.items()} for some in (adapters, experts)
+        )
+        requests, logits = [PagedRequest() for _ in tokens], []
+        for begin, end in ((0, 10), (10, 11)):
+            work = [(r, t[begin:end]) for r, t in zip(requests, tokens, strict=True)]
+            batch = driver.batch(work)
+            slots = [slot for slot, (_, new) in enumerate(work) for _ in new]
+            step = lora_step(cases, of_experts, slots)
+            step = replace(
+                step,
+                segments=LoraSegments(
+                    *(getattr(step.segments, n).to(device) for n in LoraSegments.__slots__)
+                ),
+            )
+            tensors = {
+                field.name: getattr(batch, field.name).to(device)
+                for field in fields(batch)
+                if isinstance(getattr(batch, field.name), torch.Tensor)
+            }
+            batch = replace(batch, **tensors, lora=step)
+            with torch.inference_mode():
+                hidden = driver.model.forward(batch, driver.pool)
+                rows = step.select(batch.logits_rows)
+                logits.append(driver.model.logits(hidden, rows).cpu())
+        found.append(torch.stack(logits))
+    assert (found[0] - found[1]).abs().max() < 1e-4 * found[0].abs().max()
+
+
+def test_selected_rows() -> None:
+    fresh_seed()
+    slots = draw_slots(200, len(RANKS))
+    rows = torch.tensor(sorted(random.sample(range(200), 9)))
+    step = LoraStep(segments=on_gpu(segments_of(slots, len(RANKS))))
+    selected = step.select(rows.to(CUDA)).segments
+    expected = segments_of(slots, len(RANKS)).select(rows)
+    for name in LoraSegments.__slots__:
+        assert torch.equal(getattr(selected, name).cpu(), getattr(expected, name))
+    assert max_chunks(200, step.segments, 16) >= sum(-(-slots.count(s) // 16) for s in set(slots))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "original", "replacement"),
+    [
+        (5, "for index in range(count):", "for index in range(count - 1):"),
+        (64, "range(0, num_ranks, RANKS)", "range(0, num_ranks - RANKS, RANKS)"),
+    ],
+)
+def test_the_checks_see_a_dropped_tile(
+    tokens: int, original: str, replacement: str, tmp_path: Path
+) -> None:
+    fresh_seed()
+    cases = make_parts(512, (300,), torch.bfloat16)
+    slots = [5] * tokens
+    x = torch.randn(tokens, 512, device=CUDA).bfloat16()
+    before = torch.randn(tokens, 300, device=CUDA).bfloat16()
+    added = LoraAddition((cases[0].weights,), 1, on_gpu(segments_of(slots)))
+    exact = add_all(cases, before.double(), x.double(), slots)
+    peer = add_all(cases, before, x, slots)
+    for change in (None, (original, replacement)):
+        out = before.clone()
+        with kernel_module("lora", tmp_path, change) as module:
+            module.add_lora(out, x, added)
+        if change is None:
+            assert_as_exact(out, peer, exact)
+    if any((1, 5) in case.plain for case in cases):
+        with pytest.raises(AssertionError):
+            assert_as_exact(out, peer, exact)

@@ -1,0 +1,177 @@
+"""The adapters of a worker around a device that is told of, not there; no torch, no threads.
+
+A row of the device holds the digest of the adapter that was written to it last.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+from weft.engine.errors import AdapterError, WeftError
+from weft.engine.lora import manager as manager_module
+from weft.engine.lora.host_cache import Weights
+from weft.engine.lora.limits import LoraLimits
+from weft.engine.lora.manager import AdapterManager
+from weft.engine.lora.rows import Place
+from weft.engine.messages import AdapterOrder
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.tiers.mover import Move
+
+ROW_BYTES = 100
+
+
+@dataclass(frozen=True)
+class FakeWeights:
+    """An adapter of which only sizes matter."""
+
+    digest: bytes
+    rank: int
+    needs: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return ROW_BYTES * sum(self.needs.values())
+
+
+class LateMover:
+    """In the place of `Mover`: does its work late, on the thread that takes it."""
+
+    rng = random.Random()
+    early_chance = 0.5
+
+    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+        self._moves: deque[Move] = deque()
+
+    @property
+    def num_open(self) -> int:
+        """Moves that have not ended."""
+        return len(self._moves)
+
+    def give(self, move: Move) -> None:
+        """Queues a move."""
+        self._moves.append(move)
+
+    def take(self) -> bool:
+        """Does some of it."""
+        has_any = False
+        while self._moves and self.rng.random() < self.early_chance:
+            has_any = True
+            self._moves[0].run()
+            self._moves.popleft().end()
+        return has_any
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
+class AdapterBench:
+    """Adapters by directory, a manager of them, and what the device's rows hold.
+
+    Args:
+        patch: Takes the threads out of the manager.
+        rng: How late moves are.
+        limits: Of the manager.
+        weights: What lies in each directory; None: it cannot be read.
+    """
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        rng: random.Random,
+        limits: LoraLimits,
+        weights: Mapping[str, FakeWeights | None],
+    ) -> None:
+        patch.setattr(manager_module, "Mover", LateMover)
+        patch.setattr(LateMover, "rng", rng)
+        self.weights = dict(weights)
+        self.limits = limits
+        self.content = {kind: [b""] * count for kind, count in limits.num_rows.items()}
+        self.slots: dict[int, Place] = {}
+        self.manager = AdapterManager(limits, self, lambda: None)
+        self.replies: dict[int, WeftError | None] = {}
+        self.failed: list[tuple[bytes, WeftError]] = []
+        self._scheduler: Scheduler | None = None
+        self._num_orders = 0
+
+    def attach(self, scheduler: Scheduler) -> None:
+        """Takes the scheduler that asks for adapters."""
+        self._scheduler = scheduler
+        self.manager.attach(scheduler.door, self)
+
+    # -- what the manager asks for ---------------------------------------------------------------
+
+    def read(self, directory: str, *, is_lenient: bool) -> Weights:
+        """See `AdapterStore.read`."""
+        weights = self.weights[directory]
+        if weights is None:
+            raise AdapterError(f"{directory} is damaged")
+        return weights
+
+    def write(self, place: Place, weights: Weights) -> None:
+        """See `AdapterStore.write`."""
+        assert {kind: len(rows) for kind, rows in place.rows.items()} == dict(weights.needs)
+        self.slots[place.slot] = place
+        for kind, rows in place.rows.items():
+            for row in rows:
+                self.content[kind][row] = weights.digest
+
+    def adapter_ordered(self, query: int, error: WeftError | None) -> None:
+        """See `AdapterOwner.adapter_ordered`."""
+        assert query not in self.replies, "an order is answered once"
+        self.replies[query] = error
+
+    def adapter_failed(self, digest: bytes, error: WeftError) -> None:
+        """See `AdapterOwner.adapter_failed`."""
+        assert self._scheduler is not None
+        self.failed.append((digest, error))
+        for request in self._scheduler.door.waiting_for(digest):
+            self._scheduler.finish(request, error)
+
+    # -- what tests do ---------------------------------------------------------------------------
+
+    def order(self, directory: str, *, unload: bool = False, is_pinned: bool = False) -> int:
+        """Loads or unloads what lies in a directory; returns the order's number."""
+        self._num_orders += 1
+        order = AdapterOrder(
+            query=self._num_orders,
+            action="unload" if unload else "load",
+            digest=directory.encode(),
+            name=directory,
+            directory=directory,
+            is_pinned=is_pinned,
+        )
+        self.manager.order(order)
+        return order.query
+
+    def load(self, directory: str, *, is_pinned: bool = False) -> WeftError | None:
+        """Loads, and waits for the answer."""
+        return self.answer(self.order(directory, is_pinned=is_pinned))
+
+    def answer(self, query: int) -> WeftError | None:
+        """Waits for the answer to an order."""
+        for _ in range(1000):
+            if query in self.replies:
+                return self.replies[query]
+            self.turn()
+        raise AssertionError("an order was not answered")
+
+    def turn(self) -> None:
+        """One of the manager's, and what must hold after each."""
+        self.manager.turn()
+        self.manager.residency.check_integrity()
+
+    def state(self, directory: str) -> str:
+        """Where an adapter is; empty if it is not known."""
+        states = {state.name: state.state for state in self.manager.states()}
+        return states.get(directory, "")
+
+    def check(self, slot: int, digest: bytes) -> None:
+        """A step finds an adapter where it was told."""
+        for kind, rows in self.slots[slot].rows.items():
+            for row in rows:
+                assert self.content[kind][row] == digest, "a step reads another adapter's rows"

@@ -1,0 +1,87 @@
+"""An engine's part in loading adapters, scripted; who follows the registry is the real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from weft.common.adapters.registry import Registry
+from weft.common.worker.adapters import AdapterFollower
+from weft.engine.messages import (
+    AdapterOrder,
+    AdapterPlace,
+    AdapterReply,
+    AdapterState,
+    Failure,
+    Inbox,
+    Outbox,
+)
+from weft.v1 import worker_pb2
+
+POLL_S = 0.02
+
+
+class FakeAdapters:
+    """Obeys the orders of a follower.
+
+    Args:
+        root: Adapter root.
+        model: Served name.
+        num_using: Tells how many requests use a content.
+    """
+
+    def __init__(self, root: Path, model: str, num_using: Callable[[bytes], int]) -> None:
+        self.follower = AdapterFollower(Registry(root), model, self._send, POLL_S)
+        self._num_using = num_using
+        self.orders: list[AdapterOrder] = []
+        self.states: dict[bytes, AdapterState] = {}
+        self.problem: Callable[[AdapterOrder], str] = lambda order: ""
+        """Why a load fails; empty = it does not."""
+        self.delay_s = 0.0
+        self.is_stuck = False
+        """Orders are not answered."""
+        self.place: AdapterPlace = "device"
+        """Where what is loaded comes to be."""
+        self._tasks = [asyncio.create_task(self.follower.run())]
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def generation(self) -> int:
+        return self.follower.generation
+
+    def statuses(self) -> list[worker_pb2.AdapterStatus]:
+        for digest, state in self.states.items():
+            state.num_requests = self._num_using(digest)
+        report: Any = SimpleNamespace(adapters=list(self.states.values()))
+        return self.follower.statuses(report)
+
+    def _send(self, inbox: Inbox) -> None:
+        for order in inbox.adapter_orders:
+            self.orders.append(order)
+            self._tasks.append(asyncio.create_task(self._obey(order)))
+
+    async def _obey(self, order: AdapterOrder) -> None:
+        while self.is_stuck:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(self.delay_s)
+        failure = None
+        if order.action == "unload":
+            state = self.states.get(order.digest)
+            while state is not None and self._num_using(order.digest):
+                state.is_unloading = True
+                await asyncio.sleep(0.01)
+            self.states.pop(order.digest, None)
+        elif problem := self.problem(order):
+            failure = Failure(reason="ADAPTER_INVALID", message=problem)
+        else:
+            self.states[order.digest] = AdapterState(
+                digest=order.digest, name=order.name, state=self.place, rank=8, num_bytes=1000
+            )
+        reply = AdapterReply(query=order.query, failure=failure)
+        self.follower.on_outbox(Outbox(adapter_replies=[reply]))

@@ -1,0 +1,307 @@
+"""Low-rank additions against float64 on fresh random inputs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_checks import DTYPES, assert_as_exact, fresh_seed, mutated_native_cpu
+from lora_cases import LoraCase, draw_slots, make_lora, segments_of
+from weft.kernels import cpu
+from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.lora import (
+    EMPTY_SLOT,
+    ROW_RANK,
+    LoraAddition,
+    LoraSegments,
+    LoraWeights,
+    add_embedding_lora,
+    add_lora,
+    rank_rows,
+    sort_tokens,
+)
+
+RANKS = [0, 8, 16, 5, 0, 40, 1]
+"""By slot."""
+
+
+@pytest.fixture(params=["native", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    elif cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    fresh_seed()
+    seed = random.randrange(1 << 31)
+    random.seed(seed)
+    print(f"random {seed}")
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(*shape) / shape[-1] ** 0.5).to(dtype)
+
+
+def addition(cases: list[LoraCase], slots: list[int], layer: int = 0) -> LoraAddition:
+    return LoraAddition(tuple(case.weights for case in cases), layer, segments_of(slots))
+
+
+def add_all(
+    cases: list[LoraCase], out: torch.Tensor, x: torch.Tensor, slots: list[int], layer: int = 0
+) -> torch.Tensor:
+    for case in cases:
+        out = case.add(out, x, slots, layer)
+    return out
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (37, 72), (200, 201), (96, 577)])
+def test_additions_to_a_linear_layer(n: int, k: int, dtype: torch.dtype) -> None:
+    weight, bias = draw(n, k, dtype=dtype), draw(n, dtype=dtype)
+    packed = pack_linear(weight, bias)
+    case = make_lora(k, n, RANKS, dtype, layers=2)
+    for rows in (0, 1, 2, 13, 40):
+        slots = draw_slots(rows, len(RANKS))
+        x, residual = torch.randn(rows, k).to(dtype), torch.randn(rows, n).to(dtype)
+        out = linear(x, packed, residual, lora=addition([case], slots, 1))
+        peer = case.add(F.linear(x, weight, bias) + residual, x, slots, 1)
+        product = x.double() @ weight.double().T + bias.double() + residual.double()
+        assert_as_exact(out, peer, case.add(product, x.double(), slots, 1))
+        alone = [t for t, slot in enumerate(slots) if (1, slot) not in case.plain]
+        assert torch.equal(out[alone], linear(x, packed, residual)[alone])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_additions_to_parts_of_a_product(missing: int | None, dtype: torch.dtype) -> None:
+    k, widths = 72, (90, 41, 41)
+    weight = draw(sum(widths), k, dtype=dtype)
+    cases = [
+        make_lora(k, width, _turn(RANKS, part), dtype, column=sum(widths[:part]))
+        for part, width in enumerate(widths)
+        if part != missing
+    ]
+    slots = draw_slots(33, len(RANKS))
+    x = torch.randn(33, k).to(dtype)
+    out = linear(x, pack_linear(weight), lora=addition(cases, slots))
+    exact = add_all(cases, x.double() @ weight.double().T, x.double(), slots)
+    assert_as_exact(out, add_all(cases, F.linear(x, weight), x, slots), exact)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "k"), [(17, 72), (96, 40), (200, 201)])
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_additions_before_an_activation(
+    inner: int, k: int, has_gate: bool, dtype: torch.dtype
+) -> None:
+    weight = draw(2 * inner, k, dtype=dtype)
+    cases = [make_lora(k, inner, _turn(RANKS, 2), dtype, column=inner)]
+    if has_gate:
+        cases.append(make_lora(k, inner, RANKS, dtype))
+    slots = draw_slots(29, len(RANKS))
+    x = torch.randn(29, k).to(dtype)
+    packed = pack_gate_up(weight)
+    out = gate_up_silu(x, packed, addition(cases, slots))
+    gate, up = add_all(cases, x.double() @ weight.double().T, x.double(), slots).chunk(2, dim=-1)
+    peer_gate, peer_up = add_all(cases, F.linear(x, weight), x, slots).chunk(2, dim=-1)
+    assert_as_exact(out, F.silu(peer_gate) * peer_up, F.silu(gate) * up)
+    alone = [t for t, slot in enumerate(slots) if slot == 0]
+    assert torch.equal(out[alone], gate_up_silu(x, packed)[alone])
+
+
+def _turn(ranks: list[int], by: int) -> list[int]:
+    return ranks[:1] + ranks[1 + by :] + ranks[1 : 1 + by]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_additions_in_place(dtype: torch.dtype) -> None:
+    cases = [make_lora(72, 40, RANKS, dtype), make_lora(72, 33, RANKS, dtype, column=47)]
+    slots = draw_slots(21, len(RANKS))
+    x, out = torch.randn(21, 72).to(dtype), torch.randn(21, 90).to(dtype)
+    before = out.clone()
+    add_lora(out, x, addition(cases, slots))
+    exact = add_all(cases, before.double(), x.double(), slots)
+    assert_as_exact(out, add_all(cases, before, x, slots), exact)
+    assert torch.equal(out[:, 40:47], before[:, 40:47])
+    assert torch.equal(out[:, 80:], before[:, 80:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_additions_to_an_embedding(dtype: torch.dtype) -> None:
+    vocabulary = 31
+    case = make_lora(vocabulary, 40, RANKS, dtype)
+    slots = draw_slots(23, len(RANKS))
+    ids, before = torch.randint(vocabulary, (23,)), torch.randn(23, 40).to(dtype)
+    out = before.clone()
+    add_embedding_lora(out, ids, addition([case], slots))
+    one_hot = F.one_hot(ids, vocabulary)
+    exact = case.add(before.double(), one_hot.double(), slots, 0)
+    assert_as_exact(out, case.add(before, one_hot.to(dtype), slots, 0), exact)
+    alone = [t for t, slot in enumerate(slots) if (0, slot) not in case.plain]
+    assert torch.equal(out[alone], before[alone])
+
+
+@pytest.mark.usefixtures("path")
+def test_additions_to_logits_are_float32() -> None:
+    weight, case = draw(90, 72, dtype=torch.bfloat16), make_lora(72, 90, RANKS, torch.bfloat16)
+    slots = draw_slots(9, len(RANKS))
+    x = torch.randn(9, 72).bfloat16()
+    packed = pack_linear(weight)
+    out = linear(x, packed, out_dtype=torch.float32, lora=addition([case], slots))
+    assert out.dtype == torch.float32
+    exact = case.add(x.double() @ weight.double().T, x.double(), slots, 0)
+    assert_as_exact(out, case.add(F.linear(x, weight), x, slots, 0).float(), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    if cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    packed, case = pack_linear(draw(100, 136, dtype=dtype)), make_lora(136, 100, RANKS, dtype)
+    slots = draw_slots(40, len(RANKS))
+    x = torch.randn(40, 136).to(dtype)
+    whole = linear(x, packed, lora=addition([case], slots))
+    for begin, end in ((0, 1), (39, 40), (3, 20), (11, 38)):
+        part = linear(x[begin:end], packed, lora=addition([case], slots[begin:end]))
+        assert torch.equal(part, whole[begin:end])
+
+
+@pytest.mark.parametrize(
+    ("original", "replacement"),
+    [
+        ("if (rest > 0)", "if (rest < 0)"),
+        ("first < num_tokens; first +=", "first < num_tokens - 1; first +="),
+        ("i < count; i++) {\n    const long begin", "i < count - 1; i++) {\n    const long begin"),
+        ("done < count;) {", "done < count - 1;) {"),
+        ("while (n > 0) {", "while (n >= VL) {"),
+    ],
+)
+def test_a_mutated_operation_is_noticed(
+    original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    case = make_lora(73, 37, [0, 40, 16], torch.float32)
+    slots = [1, 1, 1, 2, 0, 2, 1, 1, 2]
+    x, weight = torch.randn(9, 73), draw(37, 73, dtype=torch.float32)
+    mutated = mutated_native_cpu(tmp_path, "lora.h", original, replacement)
+    monkeypatch.setattr(cpu, "native_cpu", lambda: mutated)
+    out = linear(x, pack_linear(weight), lora=addition([case], slots))
+    exact = case.add(x.double() @ weight.double().T, x.double(), slots, 0)
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, case.add(F.linear(x, weight), x, slots, 0), exact)
+
+
+@pytest.mark.usefixtures("path")
+def test_additions_that_do_not_fit_are_refused() -> None:
+    packed, case = pack_linear(torch.randn(40, 16)), make_lora(16, 40, RANKS, torch.float32)
+    x = torch.randn(3, 16)
+    with pytest.raises(ValueError, match="2 tokens, 3 rows"):
+        linear(x, packed, lora=addition([case], [1, 1]))
+    with pytest.raises(ValueError, match="layer 1"):
+        linear(x, packed, lora=addition([case], [1, 1, 1], 1))
+    for wrong in (
+        make_lora(17, 40, RANKS, torch.float32),
+        make_lora(16, 40, RANKS, torch.float32, column=1),
+        make_lora(16, 40, RANKS, torch.bfloat16),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            linear(x, packed, lora=addition([wrong], [1, 1, 1]))
+
+
+def test_rows_and_segments_that_do_not_exist_are_refused() -> None:
+    if cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    packed, x = pack_linear(torch.randn(40, 16)), torch.randn(3, 16)
+    beyond = make_lora(16, 40, RANKS, torch.float32)
+    beyond.weights.table[0, 2, 1] = len(beyond.weights.a)
+    linear(x, packed, lora=addition([beyond], [1, 0, 1]))
+    for case, slots in ((beyond, [1, 2, 0]), (beyond, [1, len(RANKS), 0])):
+        with pytest.raises(IndexError, match="LoRA"):
+            linear(x, packed, lora=addition([case], slots))
+    right = segments_of([1, 0, 1])
+    for name, values in (("order", [1, 0, 3]), ("starts", [0, 2, 3]), ("slots", [0, 2])):
+        wrong = LoraSegments(
+            **{n: getattr(right, n) for n in LoraSegments.__slots__}
+            | {name: torch.tensor(values, dtype=torch.int32)}
+        )
+        case = make_lora(16, 40, RANKS, torch.float32)
+        with pytest.raises(IndexError, match="LoRA"):
+            linear(x, packed, lora=LoraAddition((case.weights,), 0, wrong))
+
+
+def test_the_worked_example_of_sorting() -> None:
+    slots = np.array([0, 1, 0, 2, 3, 0, 1, 3], np.int32)
+    segments = sort_tokens(slots)
+    assert segments.order.tolist() == [0, 2, 5, 1, 6, 3, 4, 7]
+    assert segments.starts.tolist() == [0, 3, 5, 6, 8]
+    assert segments.slots.tolist() == [0, 1, 2, 3]
+    padded = sort_tokens(slots, 6)
+    assert padded.order.tolist() == segments.order.tolist()
+    assert padded.starts.tolist() == [0, 3, 5, 6, 8, 8, 8]
+    assert padded.slots.tolist() == [0, 1, 2, 3, EMPTY_SLOT, EMPTY_SLOT]
+    with pytest.raises(ValueError, match="4 LoRA slots, there are 3"):
+        sort_tokens(slots, 3)
+    nothing = sort_tokens(slots[:0], 2)
+    assert nothing.starts.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("rows", [[], [7], [6, 0, 3], [2, 2, 4, 1]])
+@pytest.mark.parametrize("num_segments", [None, 6])
+def test_selected_rows_are_sorted_like_a_step_of_their_own(
+    rows: list[int], num_segments: int | None
+) -> None:
+    slots = np.array([0, 1, 0, 2, 3, 0, 1, 3], np.int32)
+    selected = LoraSegments.of(sort_tokens(slots, num_segments)).select(
+        torch.tensor(rows, dtype=torch.int64)
+    )
+    assert selected.token_slots.tolist() == slots[rows].tolist()
+    seen = []
+    for index, slot in enumerate(selected.slots.tolist()):
+        tokens = selected.order[selected.starts[index] : selected.starts[index + 1]].tolist()
+        assert tokens == [t for t, row in enumerate(rows) if slots[row] == slot]
+        seen += tokens
+    assert sorted(seen) == list(range(len(rows)))
+
+
+@pytest.mark.parametrize("rank", [1, 7, 8, 9, 24])
+def test_rank_rows_hold_all_ranks_and_zeros(rank: int) -> None:
+    a, b = torch.randn(rank, 13), torch.randn(29, rank)
+    rows = rank_rows(a, b)
+    count = -(-rank // ROW_RANK)
+    assert rows.a.shape == (count, ROW_RANK, 13)
+    assert rows.b.shape == (count, ROW_RANK, 29)
+    assert torch.equal(rows.a.flatten(0, 1)[:rank], a)
+    assert torch.equal(rows.b.flatten(0, 1)[:rank].T, b)
+    assert not rows.a.flatten(0, 1)[rank:].any()
+    assert not rows.b.flatten(0, 1)[rank:].any()
+    with pytest.raises(ValueError, match="differ in rank"):
+        rank_rows(a, torch.randn(29, rank + 1))
+
+
+def test_tensors_that_do_not_fit_together_are_refused() -> None:
+    a, b = torch.zeros(4, ROW_RANK, 16), torch.zeros(4, ROW_RANK, 32)
+    table, counts = torch.zeros(2, 3, 1, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+    weights = LoraWeights(a, b, table, counts)
+    assert (weights.in_features, weights.out_features, weights.max_rank) == (16, 32, ROW_RANK)
+    for wrong in (
+        (a[:3], b, table, counts),
+        (a[:, :4], b[:, :4], table, counts),
+        (a, b.bfloat16(), table, counts),
+        (a, b, table, counts[:1]),
+        (a, b, table.long(), counts),
+        (a, b.mT.contiguous().mT, table, counts),
+    ):
+        with pytest.raises(ValueError, match="LoRA"):
+            LoraWeights(*wrong)

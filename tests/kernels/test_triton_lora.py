@@ -1,0 +1,132 @@
+"""The GPU's low-rank additions, by Triton's interpreter at small sizes, against float64."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from gpu_kernels import kernel_module
+from kernel_checks import assert_as_exact, fresh_seed
+from lora_cases import LoraCase, draw_slots, make_lora, segments_of
+from weft.kernels.lora import LoraAddition
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+RANKS = [0, 8, 16, 3, 0, 24]
+"""By slot."""
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """What a kernel does not write is NaN."""
+    empty = torch.empty
+
+    def patched(*size: Any, **options: Any) -> torch.Tensor:
+        return empty(*size, **options).fill_(float("nan"))
+
+    monkeypatch.setattr(module.torch, "empty", patched)
+
+
+def parts_of(widths: tuple[int, ...], k: int, dtype: torch.dtype) -> list[LoraCase]:
+    return [
+        make_lora(k, width, RANKS[:1] + random.sample(RANKS[1:], 5), dtype, column=sum(widths[:n]))
+        for n, width in enumerate(widths)
+    ]
+
+
+def check(
+    module: ModuleType, cases: list[LoraCase], slots: list[int], dtype: torch.dtype, spare: int = 0
+) -> None:
+    k = cases[0].weights.in_features
+    width = max(c.weights.column + c.weights.out_features for c in cases) + 5
+    x, out = torch.randn(len(slots), k).to(dtype), torch.randn(len(slots), width).to(dtype)
+    before, exact, peer = out.clone(), out.double(), out.clone()
+    segments = segments_of(slots, len(set(slots)) + spare)
+    module.add_lora(out, x, LoraAddition(tuple(c.weights for c in cases), 0, segments))
+    for case in cases:
+        exact = case.add(exact, x.double(), slots, 0)
+        peer = case.add(peer, x, slots, 0)
+    assert_as_exact(out, peer, exact)
+    untouched = exact == before.double()
+    assert torch.equal(out[untouched], before[untouched])
+    assert untouched[:, -5:].all()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8, 9, 40])
+@pytest.mark.parametrize(("widths", "k"), [((37,), 72), ((300, 41), 33), ((48, 17, 17), 1040)])
+def test_additions(
+    tokens: int, widths: tuple[int, ...], k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    cases = parts_of(widths, k, torch.float32)
+    with kernel_module("lora", tmp_path) as module, monkeypatch.context() as patch:
+        poison(patch, module)
+        check(module, cases, draw_slots(tokens, len(RANKS)), torch.float32, spare=3)
+
+
+def test_in_half_precision(tmp_path: Path) -> None:
+    fresh_seed()
+    with kernel_module("lora", tmp_path) as module:
+        for tokens in (3, 21):
+            cases = parts_of((40, 24), 72, torch.float16)
+            check(module, cases, draw_slots(tokens, len(RANKS)), torch.float16)
+
+
+@pytest.mark.parametrize("slots", [[0] * 11, [3] * 35, [0, 5] * 9, list(range(6)) * 2, [4] * 12])
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_chunks_of_any_segments(
+    slots: list[int], chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    with kernel_module("lora", tmp_path) as module:
+        monkeypatch.setattr(module, "chunk_of", lambda tokens: chunk)
+        check(module, parts_of((24, 9), 40, torch.float32), slots, torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 13])
+def test_additions_to_an_embedding(
+    tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    vocabulary = 23
+    case, slots = make_lora(vocabulary, 40, RANKS, torch.float32), draw_slots(tokens, len(RANKS))
+    ids, before = torch.randint(vocabulary, (tokens,)), torch.randn(tokens, 40)
+    out, one_hot = before.clone(), torch.nn.functional.one_hot(ids, vocabulary)
+    addition = LoraAddition((case.weights,), 0, segments_of(slots))
+    with kernel_module("embedding_lora", tmp_path) as module, monkeypatch.context() as patch:
+        poison(patch, module)
+        module.add_embedding_lora(out, ids, addition)
+    exact = case.add(before.double(), one_hot.double(), slots, 0)
+    assert_as_exact(out, case.add(before, one_hot.float(), slots, 0), exact)
+
+
+WALK = "range(split * PART, (split + 1) * PART, TILE):\n        inside = "
+SHORT = WALK.replace("PART, TILE", "PART - TILE, TILE")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "original", "replacement"),
+    [
+        (5, f"{WALK}start", f"{SHORT}start"),
+        (5, "for index in range(count):", "for index in range(count - 1):"),
+        (20, f"{WALK}(start", f"{SHORT}(start"),
+        (20, "range(0, num_ranks, RANKS)", "range(0, num_ranks - RANKS, RANKS)"),
+        (40, "(number - before) * CHUNK, 0", "0 * CHUNK, 0"),
+    ],
+)
+def test_a_mutated_kernel_is_noticed(
+    tokens: int, original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    case = make_lora(1040, 40, [0, 24], torch.float32)
+    with (
+        kernel_module("lora", tmp_path, (original, replacement)) as module,
+        monkeypatch.context() as patch,
+    ):
+        poison(patch, module)
+        patch.setattr(module, "_splits", lambda programs, depth: 1)
+        with pytest.raises(AssertionError):
+            check(module, [case], [1] * tokens, torch.float32)

@@ -1,0 +1,486 @@
+"""Adapters in a real mesh: PEFT's texts, loads, replacements and unloads while streams run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+import torch
+from local_mesh import WEFT, wait_until
+from safetensors.torch import load_file, save_file
+from tiny_adapters import CONFIG_FILE, WEIGHTS_FILE, make_adapter
+from tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
+from tiny_models import tiny_config
+from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
+
+NUM_PROMPT, NUM_NEW, NUM_LONG, PAGE = 100, 10, 400, 16
+RANKS = {"first": 8, "second": 20, "third": 3}
+WORKERS = ("prefill-0", "decode-0", "decode-1")
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    config = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=1)
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    for number, (name, rank) in enumerate(RANKS.items()):
+        make_adapter(folder / name, config, seed + number, rank=rank, spread=0.3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mesh(
+    tmp_path_factory: pytest.TempPathFactory, root: Path, rest_binary: Path
+) -> Iterator[TinyMesh]:
+    mesh = TinyMesh(
+        tmp_path_factory.mktemp("mesh"),
+        *("--decode", "2", "--adapter-root", str(root), "--adapter", "first=first"),
+        *("--adapter", f"second={root / 'second'}", "--local-prefill-max-tokens", "0"),
+        *("--gateway-args", "--decode-policy round_robin --adapter-linger-s 0.3"),
+        max_context_tokens=4096,
+    )
+    wait_until(lambda: has_started(mesh), 180, lambda: mesh.text)
+    yield mesh
+    assert mesh.stop() == 0, mesh.text
+
+
+def has_started(mesh: TinyMesh) -> bool:
+    """With its adapters: what `weft up` prints comes behind them."""
+    assert mesh.process.poll() is None, mesh.text
+    return "Weft is ready" in mesh.text
+
+
+class Peft(Greedy):
+    """PEFT's own greedy continuations, of the base model too."""
+
+    def __init__(self, model_dir: Path, root: Path) -> None:
+        from peft import PeftModel
+
+        super().__init__(model_dir)
+        names = list(RANKS)
+        self._model = PeftModel.from_pretrained(self._model, root / names[0], names[0])
+        for name in names[1:]:
+            self._model.load_adapter(root / name, name)
+        self._model.eval()
+        self._lock = threading.Lock()
+
+    def ids(self, prompt: list[int], num_new: int) -> list[int]:
+        """See `Greedy`; with transformers' own cache, since answers are long."""
+        found, tokens, cache = [], torch.tensor([prompt]), None
+        with torch.inference_mode():
+            for _ in range(num_new):
+                out = self._model(tokens, past_key_values=cache, use_cache=True)
+                cache, tokens = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+                found.append(int(tokens))
+        return found
+
+    def answer(self, adapter: str, prompt: list[int], num_new: int = NUM_NEW) -> str:
+        """The text with an adapter; empty = without one."""
+        with self._lock:
+            if not adapter:
+                with self._model.disable_adapter():
+                    return self.text(self.ids(prompt, num_new))
+            self._model.set_adapter(adapter)
+            return self.text(self.ids(prompt, num_new))
+
+
+@pytest.fixture(scope="module")
+def peft(mesh: TinyMesh, root: Path) -> Peft:
+    return Peft(mesh.model_dir, root)
+
+
+def prompt_of(length: int = NUM_PROMPT) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+def post(mesh: TinyMesh, path: str, body: dict[str, object]) -> httpx.Response:
+    return httpx.post(f"{mesh.url}{path}", json=body, timeout=TIMEOUT_S, trust_env=False)
+
+
+def body_of(model: str, prompt: list[int], num_new: int) -> dict[str, object]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_new,
+        "temperature": 0,
+        "ignore_eos": True,
+        "weft_timeline": True,
+    }
+
+
+def ask(mesh: TinyMesh, model: str, prompt: list[int], num_new: int = NUM_NEW) -> dict[str, Any]:
+    answer = post(mesh, "/v1/completions", body_of(model, prompt, num_new))
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["text"])
+
+
+@dataclass(slots=True)
+class Stream:
+    """One long answer, as it comes."""
+
+    text: str = ""
+    error: str = ""
+    worker_id: str = ""
+    num_lost: int = 0
+
+
+def stream(mesh: TinyMesh, model: str, prompt: list[int], seen: Stream) -> Stream:
+    """Follows an answer over gRPC to its end."""
+    request = gateway_pb2.CompleteRequest(
+        model=model,
+        token_ids=common_pb2.TokenIds(ids=prompt),
+        sampling=common_pb2.SamplingParams(temperature=0),
+        stop=common_pb2.StopCriteria(max_tokens=NUM_LONG, ignore_eos=True),
+        stream=True,
+    )
+    with grpc.insecure_channel(mesh.grpc_address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        try:
+            for message in stub.Complete(request, timeout=TIMEOUT_S):
+                seen.text += "".join(choice.text for choice in message.choices)
+                if message.HasField("timeline"):
+                    seen.worker_id = message.timeline.worker_id
+                    seen.num_lost = len(message.timeline.lost_attempts)
+        except grpc.RpcError as error:
+            seen.error = str(error.details())
+    return seen
+
+
+class Streams:
+    """Long answers that run beside the test."""
+
+    def __init__(self, mesh: TinyMesh, pool: ThreadPoolExecutor) -> None:
+        self._mesh = mesh
+        self._pool = pool
+        self._open: list[tuple[str, list[int], Stream, Future[Stream]]] = []
+
+    def start(self, model: str, count: int) -> None:
+        """Starts some and returns when each has brought text."""
+        for _ in range(count):
+            prompt, seen = prompt_of(), Stream()
+            done = self._pool.submit(stream, self._mesh, model, prompt, seen)
+            self._open.append((model, prompt, seen, done))
+        wait_until(lambda: all(seen.text or seen.error for _, _, seen, _ in self._open), 60)
+
+    @property
+    def num_open(self) -> int:
+        return sum(not done.done() for *_, done in self._open)
+
+    def check(self, peft: Peft, meaning: str) -> list[Stream]:
+        """All have ended, with the text of the adapter that their name meant."""
+        for _, prompt, _, done in self._open:
+            seen = done.result(TIMEOUT_S)
+            assert not seen.error
+            assert seen.text == peft.answer(meaning, prompt, NUM_LONG)
+        return [done.result() for *_, done in self._open]
+
+
+@pytest.fixture
+def streams(mesh: TinyMesh) -> Iterator[Streams]:
+    with ThreadPoolExecutor(8) as pool:
+        yield Streams(mesh, pool)
+
+
+def weft(mesh: TinyMesh, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command on this mesh."""
+    return subprocess.run(
+        [*WEFT, *arguments, "--address", mesh.grpc_address],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"},
+    )
+
+
+def listed(mesh: TinyMesh) -> list[gateway_pb2.RegisteredAdapter]:
+    with grpc.insecure_channel(mesh.grpc_address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        return list(stub.ListAdapters(gateway_pb2.ListAdaptersRequest(), timeout=30).adapters)
+
+
+def serving(mesh: TinyMesh) -> dict[str, str]:
+    """Digests by name."""
+    found = [one for one in listed(mesh) if one.state == gateway_pb2.REGISTRY_STATE_SERVING]
+    return {one.adapter.name: one.adapter.digest.hex() for one in found}
+
+
+def load(mesh: TinyMesh, name: str, path: str, **fields: object) -> httpx.Response:
+    return post(mesh, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, **fields})
+
+
+def unload(mesh: TinyMesh, name: str) -> httpx.Response:
+    return post(mesh, "/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def held(mesh: TinyMesh, name: str) -> set[str]:
+    """Digests that a worker has, in whatever state."""
+    return {one.adapter.digest.hex() for one in mesh.load(name).adapters}
+
+
+def wait_held(mesh: TinyMesh, digests: Sequence[str]) -> None:
+    """Returns once every worker has these contents and no others."""
+    wait_until(lambda: all(held(mesh, name) == set(digests) for name in WORKERS), 30)
+
+
+@pytest.mark.parametrize("face", ["rest", "grpc"])
+def test_texts_are_pefts_in_one_batch(mesh: TinyMesh, peft: Peft, face: str) -> None:
+    """With prompts that a prefill worker has filled, of two adapters and of none, all at once."""
+    models = ["first", "", "second", f"{MODEL}:first", "", "second", "first", "second"]
+    prompts = [prompt_of(random.randrange(2 * PAGE, NUM_PROMPT)) for _ in models]
+    with ThreadPoolExecutor(len(models)) as pool:
+        if face == "rest":
+            answers = list(
+                pool.map(lambda model, ids: ask(mesh, model or MODEL, ids), models, prompts)
+            )
+            for answer in answers:
+                assert "FILL_SOURCE_PREFILL" in {
+                    fill["source"] for fill in answer["weft"]["timeline"]["fills"]
+                }
+            texts = [text_of(answer) for answer in answers]
+        else:
+            texts = list(
+                pool.map(partial(complete, mesh), [model or MODEL for model in models], prompts)
+            )
+    meant = [model.rpartition(":")[2] for model in models]
+    expected = [peft.answer(name, ids) for name, ids in zip(meant, prompts, strict=True)]
+    assert texts == expected
+    base = [peft.answer("", ids) for ids in prompts]
+    changed = [text for text, plain, name in zip(texts, base, meant, strict=True) if name]
+    assert changed != [plain for plain, name in zip(base, meant, strict=True) if name]
+
+
+def complete(mesh: TinyMesh, model: str, prompt: list[int]) -> str:
+    with grpc.insecure_channel(mesh.grpc_address) as channel:
+        request = gateway_pb2.CompleteRequest(
+            model=model,
+            token_ids=common_pb2.TokenIds(ids=prompt),
+            sampling=common_pb2.SamplingParams(temperature=0),
+            stop=common_pb2.StopCriteria(max_tokens=NUM_NEW, ignore_eos=True),
+        )
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        (message,) = stub.Complete(request, timeout=TIMEOUT_S)
+        return str(message.choices[0].text)
+
+
+def test_one_prompt_has_other_pages_with_each_adapter(mesh: TinyMesh, peft: Peft) -> None:
+    """What one has cached, here or in a prefill worker, is no hit for another."""
+    prompt = prompt_of()
+    for model in ("first", "", "second", "", "first", "second"):
+        for _ in range(2):  # decode workers take turns
+            assert text_of(ask(mesh, model or MODEL, prompt)) == peft.answer(model, prompt)
+
+
+def test_the_command_line_shows_what_is_loaded(mesh: TinyMesh) -> None:
+    assert serving(mesh).keys() == {"first", "second"}
+    told = json.loads(weft(mesh, "adapter", "list", "--json").stdout)["adapters"]
+    assert {one["adapter"]["name"]: one["adapter"]["digest"] for one in told} == serving(mesh)
+    table = weft(mesh, "adapter", "list").stdout
+    for name in ("first", "second"):
+        assert any(line.split()[:3] == [name, MODEL, "serving"] for line in table.splitlines())
+    status = weft(mesh, "status").stdout
+    rows = [line.split()[:2] for line in status.splitlines()]
+    for worker in WORKERS:
+        assert [worker, "first"] in rows
+        assert [worker, "second"] in rows
+    models = httpx.get(f"{mesh.url}/v1/models", timeout=30, trust_env=False).json()["data"]
+    assert {(one["id"], one["parent"]) for one in models} == {
+        (MODEL, None),
+        ("first", MODEL),
+        ("second", MODEL),
+    }
+
+
+def test_a_load_and_an_unload_while_streams_run(
+    mesh: TinyMesh, peft: Peft, streams: Streams
+) -> None:
+    assert unload(mesh, "third").status_code == 404
+    before = serving(mesh)
+    streams.start("first", 3)
+    done = weft(mesh, "adapter", "load", "third", "third")
+    assert done.returncode == 0, done.stderr
+    for name in WORKERS:
+        assert name in done.stdout
+    prompt = prompt_of()
+    assert text_of(ask(mesh, "third", prompt)) == peft.answer("third", prompt)
+    long = Streams(mesh, streams._pool)
+    long.start("third", 2)
+    done = weft(mesh, "adapter", "unload", "third")
+    assert done.returncode == 0, done.stderr
+    assert not long.num_open, "it waits for the requests under way"
+    long.check(peft, "third")
+    gone = post(mesh, "/v1/completions", body_of("third", prompt, NUM_NEW))
+    assert gone.status_code == 404
+    assert "`first`" in gone.json()["error"]["message"]
+    wait_held(mesh, list(before.values()))
+    streams.check(peft, "first")
+
+
+def test_a_replacement_while_streams_run(
+    mesh: TinyMesh, peft: Peft, root: Path, streams: Streams
+) -> None:
+    assert load(mesh, "name", "third").status_code == 200
+    old = serving(mesh)["name"]
+    streams.start("name", 4)
+    refused = load(mesh, "name", "second")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "adapter_exists"
+    assert load(mesh, "name", "second", load_inplace=True).status_code == 200
+    after = Streams(mesh, streams._pool)
+    after.start("name", 2)
+    streams.check(peft, "third")
+    after.check(peft, "second")
+    meant = serving(mesh)
+    assert meant["name"] == meant["second"] != old, "the same content"
+    wait_held(mesh, list(set(meant.values())))
+    assert unload(mesh, "name").status_code == 200
+    prompt = prompt_of()
+    assert text_of(ask(mesh, "second", prompt)) == peft.answer("second", prompt)
+
+
+def test_a_stream_that_loses_its_worker_keeps_its_adapter(
+    mesh: TinyMesh, peft: Peft, streams: Streams
+) -> None:
+    streams.start("first", 4)
+    kill(mesh, "decode-0")
+    seen = streams.check(peft, "first")
+    assert any(one.num_lost for one in seen)
+    mesh.wait_healthy()
+    wait_held(mesh, list(set(serving(mesh).values())))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-1"])
+def test_a_worker_killed_during_a_load(mesh: TinyMesh, peft: Peft, victim: str) -> None:
+    """The name is served everywhere or nowhere."""
+    name = f"during-{victim}"
+    engine = psutil.Process(mesh.service(victim)["engine_pid"])
+    engine.suspend()  # so that the load is under way when the worker dies
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(load, mesh, name, "third")
+        wait_until(lambda: any(one.adapter.name == name for one in listed(mesh)) or call.done(), 30)
+        early = post(mesh, "/v1/completions", body_of(name, [5], 1)).status_code
+        # A worker that stands still for two seconds is not waited for any more.
+        assert early == 404 or call.done()
+        kill(mesh, victim)
+        answer = call.result(TIMEOUT_S)
+    mesh.wait_healthy()
+    wait_held(mesh, list(set(serving(mesh).values())))
+    if answer.status_code == 200:
+        for _ in range(4):
+            prompt = prompt_of()
+            assert text_of(ask(mesh, name, prompt)) == peft.answer("third", prompt)
+        assert unload(mesh, name).status_code == 200
+    else:
+        assert name not in serving(mesh)
+        assert post(mesh, "/v1/completions", body_of(name, [5], 1)).status_code == 404
+
+
+def kill(mesh: TinyMesh, name: str) -> None:
+    """SIGKILL, and the return of the service."""
+    pid = mesh.service(name)["pid"]
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: (mesh.ready_file(name) or {}).get("pid", pid) != pid, 120)
+
+
+def damage(folder: Path, kind: str, root: Path) -> str:
+    """Makes an adapter of the root bad in a way; returns what the error must name."""
+    weights = folder / WEIGHTS_FILE
+    tensors = load_file(weights)
+    names = sorted(tensors)
+    if kind == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+        return folder.name
+    if kind == "header":
+        weights.write_bytes(b"\xff" * 8 + weights.read_bytes()[8:])
+        return folder.name
+    if kind == "no weights":
+        weights.unlink()
+        return WEIGHTS_FILE
+    if kind == "link":
+        weights.unlink()
+        weights.symlink_to(root / "first" / WEIGHTS_FILE)
+        return "links"
+    if kind == "half":
+        name = next(one for one in names if "lora_B" in one)
+        del tensors[name]
+        told = name.rpartition(".lora_")[0].removeprefix("base_model.model.")
+    elif kind == "nan":
+        name = next(one for one in names if "down_proj.lora_A" in one)
+        tensors[name][1, 2] = torch.nan
+        told = "down_proj"
+    elif kind == "shape":
+        name = next(one for one in names if "o_proj.lora_A" in one)
+        tensors[name] = tensors[name][:, :-1].contiguous()
+        told = "o_proj"
+    else:
+        assert kind == "rank"
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        (folder / CONFIG_FILE).write_text(json.dumps({**config, "r": 80}))
+        repeat = -(-80 // config["r"])
+        for name in names:
+            dim = 0 if "lora_A" in name else 1
+            tensors[name] = torch.cat([tensors[name]] * repeat, dim).narrow(dim, 0, 80).contiguous()
+        told = "80"
+    save_file(tensors, weights)
+    return told
+
+
+def copies(root: Path) -> set[str]:
+    return {path.name for path in (root / ".weft").iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize(
+    "kind", ["truncated", "header", "no weights", "link", "half", "nan", "shape", "rank"]
+)
+def test_a_bad_adapter_is_an_error_and_nothing_else(
+    mesh: TinyMesh, peft: Peft, root: Path, kind: str
+) -> None:
+    before = serving(mesh)
+    folder = root / f"bad-{kind.replace(' ', '-')}"
+    shutil.copytree(root / "third", folder)
+    told = damage(folder, kind, root)
+    answer = load(mesh, "bad", folder.name)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert told in error["message"]
+    assert str(root) not in error["message"], "paths of the server are not the caller's"
+    assert serving(mesh) == before
+    prompt = prompt_of()
+    assert text_of(ask(mesh, "first", prompt)) == peft.answer("first", prompt)
+    wait_held(mesh, list(set(before.values())))
+    wait_until(lambda: copies(root) == set(before.values()), 30)
+
+
+@pytest.mark.parametrize("path", ["../first", "/etc", ".weft", "linked", "nothing"])
+def test_paths_out_of_the_root_are_refused(mesh: TinyMesh, root: Path, path: str) -> None:
+    linked = root / "linked"
+    if not linked.is_symlink():
+        linked.symlink_to(root / "third")
+    answer = load(mesh, "trick", path)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "path"
+    assert "trick" not in serving(mesh)

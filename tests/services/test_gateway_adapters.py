@@ -1,0 +1,553 @@
+"""Adapters at the gateway: names, loads, replacements and unloads, with workers without engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from adapter_files import WEIGHTS, write_adapter
+from fake_adapters import FakeAdapters
+from fake_decode import FakeWorker, Script
+from gateway_harness import MODEL, Harness, gateway
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.empty_pb2 import Empty
+from weft.common.errors import from_rpc_error
+from weft.engine.errors import WeftError
+from weft.engine.lora.digest import adapter_digest
+from weft.v1 import decode_pb2, gateway_pb2, openai_pb2
+
+LONG = 200
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    folder = tmp_path / "adapters"
+    for number, name in enumerate(("pirate", "json", "other")):
+        write_adapter(folder / name, seed + number)
+    return folder
+
+
+def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+    return Script(tokens=[[40 + index % 10 for index in range(submit.stop.max_tokens)]])
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, root: Path) -> AsyncIterator[Harness]:
+    async with gateway(
+        tmp_path, script, num_decode=2, num_prefill=1, adapter_root=root, adapter_linger_s=0.1
+    ) as harness:
+        yield harness
+
+
+def adapters(worker: FakeWorker) -> FakeAdapters:
+    assert worker.adapters is not None
+    return worker.adapters
+
+
+async def load(
+    mesh: Harness, name: str, path: str = "", *, timeout_s: float | None = None, **fields: Any
+) -> gateway_pb2.RegisteredAdapter:
+    timeout = None
+    if timeout_s is not None:
+        timeout = Duration()
+        timeout.FromNanoseconds(int(timeout_s * 1e9))
+    request = gateway_pb2.LoadAdapterRequest(
+        name=name, path=path or name, timeout=timeout, **fields
+    )
+    return (await mesh.typed.LoadAdapter(request)).adapter
+
+
+async def unload(mesh: Harness, name: str) -> None:
+    await mesh.typed.UnloadAdapter(gateway_pb2.UnloadAdapterRequest(name=name))
+
+
+async def complete(mesh: Harness, model: str, text: str = "hi", max_tokens: int = 3) -> Any:
+    body = {"model": model, "prompt": text, "max_tokens": max_tokens, "temperature": 0}
+    return await mesh.json("Completions", body)
+
+
+def ask(mesh: Harness, model: str, max_tokens: int = LONG) -> asyncio.Task[Any]:
+    """A request that goes on until it is looked at again."""
+    return asyncio.create_task(complete(mesh, model, max_tokens=max_tokens))
+
+
+async def error_of(awaitable: Any) -> WeftError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await awaitable
+    return from_rpc_error(caught.value)
+
+
+async def listed(mesh: Harness) -> dict[str, list[str]]:
+    answer = await mesh.typed.ListAdapters(gateway_pb2.ListAdaptersRequest())
+    states: dict[str, list[str]] = {}
+    for one in answer.adapters:
+        name = gateway_pb2.RegistryState.Name(one.state).removeprefix("REGISTRY_STATE_").lower()
+        states.setdefault(one.adapter.name, []).append(name)
+    return states
+
+
+def submits(mesh: Harness) -> list[decode_pb2.Submit]:
+    return [submit for worker in mesh.workers for submit in worker.submits]
+
+
+async def test_a_name_means_a_digest_on_all_workers(mesh: Harness, root: Path) -> None:
+    loaded = await load(mesh, "pirate")
+    digest = adapter_digest(root / "pirate")
+    assert (loaded.adapter.name, loaded.adapter.digest, loaded.parent) == ("pirate", digest, MODEL)
+    assert {one.worker_id: one.state for one in loaded.holders} == {
+        "decode-0": "device",
+        "decode-1": "device",
+        "prefill-0": "device",
+    }
+    for name in ("pirate", f"{MODEL}:pirate"):
+        answer = await complete(mesh, name)
+        assert answer["model"] == "pirate"
+    assert [submit.adapter.digest for submit in submits(mesh)] == [digest, digest]
+    assert {submit.model for submit in submits(mesh)} == {MODEL}
+    await complete(mesh, MODEL)
+    assert [submit.HasField("adapter") for submit in submits(mesh)].count(False) == 1
+
+
+async def test_copies_are_what_workers_read(mesh: Harness, root: Path) -> None:
+    digest = adapter_digest(root / "pirate")
+    await load(mesh, "pirate")
+    for worker in mesh.workers:
+        (order,) = adapters(worker).orders
+        assert (order.action, order.digest, order.name) == ("load", digest, "pirate")
+        assert adapter_digest(Path(order.directory)) == digest
+        assert Path(order.directory) != root / "pirate"
+
+
+async def test_models_list_adapters_with_their_parent(mesh: Harness) -> None:
+    await load(mesh, "pirate")
+    data = json.loads((await mesh.openai.Models(Empty())).data)["data"]
+    assert [(one["id"], one["parent"]) for one in data] == [(MODEL, None), ("pirate", MODEL)]
+    typed = (await mesh.typed.ListModels(gateway_pb2.ListModelsRequest())).models
+    assert [(one.name, one.parent, one.ready) for one in typed] == [
+        (MODEL, "", True),
+        ("pirate", MODEL, True),
+    ]
+    for name in ("pirate", f"{MODEL}:pirate"):
+        request = openai_pb2.RetrieveModelRequest(model=name)
+        one = json.loads((await mesh.openai.RetrieveModel(request)).data)
+        assert (one["id"], one["parent"]) == ("pirate", MODEL)
+        got = await mesh.typed.GetModel(gateway_pb2.GetModelRequest(model=name))
+        assert got.model.parent == MODEL
+
+
+@pytest.mark.parametrize("name", ["nobody", "tiny:nobody", "pirate:tiny", "other:pirate", "tiny:"])
+async def test_unknown_names_are_told_what_there_is(mesh: Harness, name: str) -> None:
+    await load(mesh, "pirate")
+    error = await error_of(complete(mesh, name))
+    assert (error.http_status, error.reason) == (404, "MODEL_NOT_FOUND")
+    assert "`pirate`" in error.message
+    assert f"`{MODEL}`" in error.message
+
+
+async def test_rest_loads_and_unloads(mesh: Harness) -> None:
+    answer = await mesh.json("LoadLoraAdapter", {"lora_name": "pirate", "lora_path": "pirate"})
+    assert (answer["id"], answer["parent"], answer["status"]) == ("pirate", MODEL, "success")
+    error = await error_of(
+        mesh.post("LoadLoraAdapter", {"lora_name": "pirate", "lora_path": "other"})
+    )
+    assert (error.http_status, error.reason) == (400, "ADAPTER_EXISTS")
+    body = {"lora_name": "pirate", "lora_path": "other", "load_inplace": True}
+    replaced = await mesh.json("LoadLoraAdapter", body)
+    assert replaced["digest"] != answer["digest"]
+    await mesh.json("UnloadLoraAdapter", {"lora_name": "pirate"})
+    error = await error_of(mesh.post("UnloadLoraAdapter", {"lora_name": "pirate"}))
+    assert (error.http_status, error.reason) == (404, "ADAPTER_NOT_FOUND")
+
+
+def copies(mesh: Harness) -> list[str]:
+    folder = mesh.app.adapters.registry.root / ".weft"
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+async def test_a_load_that_fails_on_one_worker_leaves_the_old_state(
+    mesh: Harness, root: Path
+) -> None:
+    await load(mesh, "pirate")
+    adapters(mesh.workers[1]).problem = lambda order: "layers.3.q_proj.lora_A has a NaN"
+    error = await error_of(load(mesh, "pirate", "other", replace=True))
+    assert (error.http_status, error.reason) == (400, "ADAPTER_INVALID")
+    assert "decode-1: layers.3.q_proj.lora_A has a NaN" in error.message
+    assert "decode-0" not in error.message
+    assert await listed(mesh) == {"pirate": ["serving"]}
+    await complete(mesh, "pirate")
+    assert (await error_of(load(mesh, "json"))).reason == "ADAPTER_INVALID"
+    assert (await error_of(complete(mesh, "json"))).http_status == 404
+    await mesh.wait(lambda: copies(mesh) == [adapter_digest(root / "pirate").hex()])
+    adapters(mesh.workers[1]).problem = lambda order: ""
+    await load(mesh, "json")
+    await complete(mesh, "json")
+
+
+async def test_a_load_waits_no_longer_than_it_is_given(mesh: Harness) -> None:
+    await load(mesh, "pirate")
+    adapters(mesh.workers[2]).is_stuck = True
+    error = await error_of(load(mesh, "pirate", "other", replace=True, timeout_s=0.3))
+    assert (error.http_status, error.reason) == (504, "DEADLINE_EXCEEDED")
+    assert "prefill-0 still loads it" in error.message
+    assert await listed(mesh) == {"pirate": ["serving"]}
+    await complete(mesh, "pirate")
+
+
+async def test_a_caller_that_goes_away_leaves_the_old_state(mesh: Harness) -> None:
+    adapters(mesh.workers[0]).is_stuck = True
+    call = asyncio.create_task(load(mesh, "pirate"))
+    await mesh.wait(lambda: adapters(mesh.workers[0]).orders)
+    assert await listed(mesh) == {"pirate": ["loading"]}
+    assert (await error_of(complete(mesh, "pirate"))).http_status == 404
+    call.cancel()
+    await mesh.wait(lambda: not mesh.app.adapters.manifest.entries)
+
+
+async def test_a_caller_that_goes_away_while_it_is_registered_leaves_nothing(
+    mesh: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name can be loaded at once by somebody else."""
+    registry = mesh.app.adapters.registry
+    change, has_begun, may_go_on = registry.change, threading.Event(), threading.Event()
+
+    def slowly(changing: Any) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(30)
+        return change(changing)
+
+    monkeypatch.setattr(registry, "change", slowly)
+    call = asyncio.create_task(load(mesh, "pirate"))
+    await mesh.wait(has_begun.is_set)
+    call.cancel()
+    await asyncio.sleep(0.1)
+    may_go_on.set()
+    await mesh.wait(lambda: mesh.app.adapters.manifest.generation == 2)
+    assert await listed(mesh) == {}
+    await load(mesh, "pirate")
+
+
+async def test_a_disk_that_does_not_answer_costs_a_load_its_time(
+    mesh: Harness, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is copied too late does not stay."""
+    registry = mesh.app.adapters.registry
+    add_copy, answers = registry.add_copy, threading.Event()
+
+    def slowly(*arguments: Any) -> bytes:
+        assert answers.wait(30)
+        return add_copy(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(registry, "add_copy", slowly)
+        errors = [error_of(load(mesh, "pirate", timeout_s=0.3)) for _ in range(3)]
+        for error in await asyncio.gather(*errors):
+            assert (error.http_status, error.reason) == (504, "DEADLINE_EXCEEDED")
+        await complete(mesh, MODEL)
+        digest = adapter_digest(root / "pirate")
+        answers.set()
+        await mesh.wait(registry.directory(digest).exists)
+        await mesh.wait(lambda: not registry.directory(digest).exists())
+    await load(mesh, "pirate")
+
+
+async def test_a_worker_that_leaves_is_not_waited_for(mesh: Harness) -> None:
+    """The name is served everywhere where anything is."""
+    adapters(mesh.workers[1]).is_stuck = True
+    call = asyncio.create_task(load(mesh, "pirate"))
+    await mesh.wait(lambda: adapters(mesh.workers[1]).orders)
+    await mesh.workers[1].stop()
+    loaded = await call
+    assert {one.worker_id for one in loaded.holders if one.state == "device"} == {
+        "decode-0",
+        "prefill-0",
+    }
+    await complete(mesh, "pirate")
+
+
+async def test_a_replacement_serves_the_old_until_the_new_is_everywhere(
+    mesh: Harness, root: Path
+) -> None:
+    old, new = adapter_digest(root / "pirate"), adapter_digest(root / "other")
+    await load(mesh, "pirate")
+    running = ask(mesh, "pirate")
+    await mesh.wait(lambda: submits(mesh))
+    adapters(mesh.workers[1]).is_stuck = True
+    call = asyncio.create_task(load(mesh, "pirate", "other", replace=True))
+    await mesh.wait(lambda: new in adapters(mesh.workers[0]).states)
+    await complete(mesh, "pirate")
+    assert submits(mesh)[-1].adapter.digest == old
+    adapters(mesh.workers[1]).is_stuck = False
+    await call
+    await complete(mesh, "pirate")
+    by_id = {submit.request_id: submit.adapter.digest for submit in submits(mesh)}
+    assert sorted(by_id.values()).count(new) == 1
+    assert all(old in adapters(worker).states for worker in mesh.workers), "it is still used"
+    assert (await running)["usage"]["completion_tokens"] == LONG
+    await mesh.wait(lambda: not any(old in adapters(worker).states for worker in mesh.workers))
+    assert await listed(mesh) == {"pirate": ["serving"]}
+    await mesh.wait(lambda: not mesh.app.adapters.registry.directory(old).exists())
+    assert mesh.app.adapters.registry.directory(new).exists()
+
+
+async def test_an_unload_waits_for_its_requests_and_refuses_new_ones(
+    mesh: Harness, root: Path
+) -> None:
+    digest = adapter_digest(root / "pirate")
+    await load(mesh, "pirate")
+    running = ask(mesh, "pirate")
+    await mesh.wait(lambda: submits(mesh))
+    unloading = asyncio.create_task(unload(mesh, "pirate"))
+    await mesh.wait(lambda: not mesh.app.adapters.serving())
+    error = await error_of(complete(mesh, "pirate"))
+    assert (error.http_status, error.reason) == (404, "MODEL_NOT_FOUND")
+    assert not unloading.done()
+    assert not running.done()
+    assert (await running)["usage"]["completion_tokens"] == LONG
+    await unloading
+    await mesh.wait(lambda: not any(digest in adapters(worker).states for worker in mesh.workers))
+    assert await listed(mesh) == {}
+
+
+async def test_a_resumed_request_keeps_its_digest(tmp_path: Path, root: Path) -> None:
+    """Also when its name means something else by then."""
+    tokens = list(range(40, 50)) * 6
+
+    def dies(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        is_first = submit.attempt == 1 and submit.HasField("adapter")
+        return Script(
+            tokens=[tokens[: submit.stop.max_tokens]], break_after=20 if is_first else 10**9
+        )
+
+    async with gateway(
+        tmp_path, dies, num_decode=2, adapter_root=root, step_s=0.02, adapter_linger_s=0.1
+    ) as mesh:
+        old = adapter_digest(root / "pirate")
+        await load(mesh, "pirate")
+        running = ask(mesh, "pirate", max_tokens=len(tokens))
+        await mesh.wait(lambda: submits(mesh))
+        await load(mesh, "pirate", "other", replace=True)
+        answer = await running
+        assert answer["usage"]["completion_tokens"] == len(tokens)
+        attempts = [one for one in submits(mesh) if one.HasField("adapter")]
+        assert {submit.attempt for submit in attempts} == {1, 2}
+        assert {submit.adapter.digest for submit in attempts} == {old}
+        assert attempts[1].progress or attempts[0].progress
+
+
+async def test_only_holders_get_its_requests(mesh: Harness) -> None:
+    """A worker that joins gets requests for an adapter when it has loaded it."""
+    adapters(mesh.workers[1]).is_stuck = True
+    call = asyncio.create_task(load(mesh, "pirate"))
+    await mesh.wait(lambda: adapters(mesh.workers[1]).orders)
+    await mesh.workers[1].stop()
+    await call
+    await mesh.workers[1].start(int(mesh.workers[1].address.rpartition(":")[2]))
+    fleet = mesh.app.fleet
+    now = asyncio.get_running_loop().time
+    await mesh.wait(lambda: all(not worker.problem(now()) for worker in fleet.workers()))
+    adapters(mesh.workers[1]).stop()
+    joined = mesh.workers[1].follow_adapters(mesh.app.adapters.registry.root)
+    joined.is_stuck = True
+    for _ in range(6):
+        await complete(mesh, "pirate")
+    assert not mesh.workers[1].submits
+    joined.is_stuck = False
+    await mesh.wait(lambda: joined.states)
+    await mesh.wait(
+        lambda: all(worker.holds(next(iter(joined.states))) for worker in fleet.workers())
+    )
+    await asyncio.gather(*(complete(mesh, "pirate", max_tokens=30) for _ in range(6)))
+    assert mesh.workers[1].submits
+
+
+async def test_workers_with_it_on_the_device_are_preferred(mesh: Harness) -> None:
+    adapters(mesh.workers[0]).place = "host"
+    await load(mesh, "pirate")
+    await asyncio.gather(*(complete(mesh, "pirate", max_tokens=20) for _ in range(6)))
+    assert not mesh.workers[0].submits
+    # Not at any price: one that is much busier is passed over.
+    mesh.workers[1].running_requests = 50
+    await mesh.wait(
+        lambda: any(worker.load.num_requests >= 50 for worker in mesh.app.fleet.workers())
+    )
+    await complete(mesh, "pirate")
+    assert len(mesh.workers[0].submits) == 1
+
+
+async def test_prefill_candidates_hold_it(tmp_path: Path, root: Path) -> None:
+    async with gateway(
+        tmp_path, script, num_prefill=2, adapter_root=root, adapter_linger_s=0.1
+    ) as mesh:
+        decode, first, second = mesh.workers
+        await load(mesh, "pirate")
+        text = "a prompt of more than one page " * 4
+        await complete(mesh, "pirate", text)
+        assert len(decode.submits[-1].prefill_candidates) == 2
+        digest = next(iter(adapters(first).states))
+        adapters(first).states[digest].is_unloading = True
+        fleet = mesh.app.fleet
+        await mesh.wait(
+            lambda: sum(worker.holds(digest) for worker in fleet.workers("prefill")) == 1
+        )
+        await complete(mesh, "pirate", text)
+        candidates = decode.submits[-1].prefill_candidates
+        assert [one.worker_id for one in candidates] == [second.worker_id]
+        await complete(mesh, MODEL, text)
+        assert len(decode.submits[-1].prefill_candidates) == 2
+
+
+async def test_pages_of_another_adapter_are_no_match(tmp_path: Path, root: Path) -> None:
+    """cache_aware: the same prompt has other keys with another adapter."""
+    async with gateway(
+        tmp_path, script, num_prefill=2, adapter_root=root, prefill_policy="cache_aware"
+    ) as mesh:
+        decode, first, second = mesh.workers
+        for name in ("pirate", "json"):
+            await load(mesh, name)
+        text = "the same prompt for all of them, several pages long " * 4
+        ids = mesh.ids(text)
+        first.hold(ids, adapter=adapter_digest(root / "pirate"))
+        second.hold(ids)
+        index = mesh.app.catalogue.first.router.index("prefill")
+        assert index is not None
+        await mesh.wait(lambda: index.num_pages == 2 * (len(ids) // 16))
+        expected = {"pirate": first.worker_id, MODEL: second.worker_id}
+        for name, worker_id in expected.items():
+            for _ in range(3):
+                await complete(mesh, name, text)
+                best = decode.submits[-1].prefill_candidates[0]
+                assert best.worker_id == worker_id
+                assert best.match_tokens >= len(ids) // 16 * 16 - 16
+        await complete(mesh, "json", text)
+        assert {one.match_tokens for one in decode.submits[-1].prefill_candidates} == {0}
+
+
+async def test_a_worker_that_does_not_know_it_is_passed_over(tmp_path: Path, root: Path) -> None:
+    failed = decode_pb2.SessionEvent.Failed(grpc_code=5)
+    failed.error.code = "ADAPTER_NOT_FOUND"
+    calls: list[str] = []
+
+    def refuses_once(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        calls.append(submit.request_id)
+        ok = script(submit, prompt)
+        return Script(tokens=ok.tokens, fail=failed, fail_after=0) if len(calls) == 1 else ok
+
+    async with gateway(tmp_path, refuses_once, num_decode=2, adapter_root=root) as mesh:
+        await load(mesh, "pirate")
+        await complete(mesh, "pirate")
+        assert len(calls) == 2
+
+
+async def test_a_second_gateway_sees_what_the_first_did(tmp_path: Path, root: Path) -> None:
+    async with (
+        gateway(tmp_path / "a", script, adapter_root=root, adapter_linger_s=0.1) as first,
+        gateway(tmp_path / "b", script, adapter_root=root, adapter_linger_s=0.1) as second,
+    ):
+        await load(first, "pirate")
+        await complete(second, "pirate")  # at once: it looks again before it says no
+        await unload(second, "pirate")
+        await first.wait(lambda: not first.app.adapters.serving())
+        assert (await error_of(complete(first, "pirate"))).http_status == 404
+
+
+async def test_a_restarted_gateway_knows_what_was_registered(tmp_path: Path, root: Path) -> None:
+    async with gateway(tmp_path / "a", script, adapter_root=root) as first:
+        await load(first, "pirate")
+    async with gateway(tmp_path / "b", script, adapter_root=root) as second:
+        answer = await complete(second, "pirate")
+        assert answer["model"] == "pirate"
+
+
+async def test_a_load_whose_gateway_died_is_forgotten(tmp_path: Path, root: Path) -> None:
+    async with gateway(tmp_path, script, adapter_root=root) as mesh:
+        adapters(mesh.workers[0]).is_stuck = True
+        call = asyncio.create_task(load(mesh, "pirate"))
+        await mesh.wait(lambda: mesh.app.adapters.manifest.entries)
+        manifest = mesh.app.adapters.registry.read()
+        # As a gateway leaves it that is killed now.
+        call.cancel()
+        await mesh.wait(lambda: not mesh.app.adapters.manifest.entries)
+        mesh.app.adapters.registry.change(lambda old: old._with(_expired(manifest)))
+        await mesh.wait(lambda: not mesh.app.adapters.registry.read().entries)
+
+
+def _expired(manifest: Any) -> Any:
+    from dataclasses import replace
+
+    return [replace(one, until=1.0) for one in manifest.entries]
+
+
+async def test_bad_adapters_are_refused_and_service_goes_on(mesh: Harness, root: Path) -> None:
+    (root / "linked").symlink_to(root / "pirate")
+    (root / "pirate" / WEIGHTS).write_bytes(b"short")
+    for name, path in (
+        ("x", "pirate"),
+        ("x", "linked"),
+        ("x", "../adapters/json"),
+        ("x", str(root / "json")),
+        ("x", "missing"),
+        ("a:b", "json"),
+        (MODEL, "json"),
+        ("", "json"),
+    ):
+        error = await error_of(load(mesh, name, path))
+        assert error.http_status == 400, (name, path, error)
+    assert not any(adapters(worker).orders for worker in mesh.workers)
+    assert await listed(mesh) == {}
+    await complete(mesh, MODEL)
+
+
+async def test_without_a_root_there_are_none(tmp_path: Path) -> None:
+    async with gateway(tmp_path, script) as mesh:
+        error = await error_of(load(mesh, "pirate"))
+        assert "--adapter-root" in error.message
+        assert await listed(mesh) == {}
+
+
+async def test_workers_without_a_root_are_named(tmp_path: Path, root: Path) -> None:
+    async with gateway(tmp_path, script, num_decode=2, adapter_root=root) as mesh:
+        adapters(mesh.workers[1]).stop()
+        mesh.workers[1].adapters = None
+        await mesh.workers[1].stop()
+        await mesh.workers[1].start(int(mesh.workers[1].address.rpartition(":")[2]))
+        fleet = mesh.app.fleet
+        await mesh.wait(
+            lambda: any(
+                worker.info is not None and not worker.info.HasField("adapters")
+                for worker in fleet.workers()
+            )
+        )
+        error = await error_of(load(mesh, "pirate"))
+        assert "decode-1: it was started without --adapter-root" in error.message
+
+
+async def test_only_keys_that_may_change_adapters(tmp_path: Path, root: Path) -> None:
+    from weft.gateway.keys import new_key, write_keys
+
+    plain, plain_entry = new_key("alice")
+    allowed, allowed_entry = new_key("ops", manages_adapters=True)
+    keys = tmp_path / "keys.json"
+    write_keys(keys, [plain_entry, allowed_entry])
+    async with gateway(tmp_path, script, adapter_root=root, api_keys_file=keys) as mesh:
+        request = gateway_pb2.LoadAdapterRequest(name="pirate", path="pirate")
+
+        def metadata(key: str) -> tuple[tuple[str, str], ...]:
+            return (("authorization", f"Bearer {key}"),)
+
+        error = await error_of(mesh.typed.LoadAdapter(request, metadata=metadata(plain)))
+        assert error.http_status == 403
+        error = await error_of(mesh.typed.LoadAdapter(request))
+        assert error.http_status == 401
+        await mesh.typed.LoadAdapter(request, metadata=metadata(allowed))
+        unloading = gateway_pb2.UnloadAdapterRequest(name="pirate")
+        error = await error_of(mesh.typed.UnloadAdapter(unloading, metadata=metadata(plain)))
+        assert error.http_status == 403

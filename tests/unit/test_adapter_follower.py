@@ -1,0 +1,240 @@
+"""How a worker follows the registry: its orders to the engine, and what it tells of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from weft.common.adapters.manifest import Entry, Manifest
+from weft.common.adapters.registry import MANIFEST, Registry, Stamp
+from weft.common.worker import adapters as module
+from weft.common.worker.adapters import AdapterFollower
+from weft.engine.messages import AdapterOrder, AdapterReply, AdapterState, Failure, Inbox, Outbox
+from weft.v1 import worker_pb2
+
+ONE, TWO = b"\1" * 32, b"\2" * 32
+POLL_S = 0.01
+
+
+class Engine:
+    """Notes orders; the test answers them."""
+
+    def __init__(self, root: Path) -> None:
+        self.orders: list[AdapterOrder] = []
+        self.states: list[AdapterState] = []
+        self.follower = AdapterFollower(Registry(root), "tiny", self._send, POLL_S)
+
+    def _send(self, inbox: Inbox) -> None:
+        self.orders += inbox.adapter_orders
+
+    def answer(self, order: AdapterOrder, problem: str = "") -> None:
+        failure = Failure(reason="ADAPTER_INVALID", message=problem) if problem else None
+        reply = AdapterReply(query=order.query, failure=failure)
+        self.follower.on_outbox(Outbox(adapter_replies=[reply]))
+
+    def statuses(self) -> dict[bytes, tuple[str, str]]:
+        """State and error of each content."""
+        report: Any = SimpleNamespace(adapters=self.states)
+        return {
+            one.adapter.digest: (
+                worker_pb2.AdapterState.Name(one.state).removeprefix("ADAPTER_STATE_").lower(),
+                one.error,
+            )
+            for one in self.follower.statuses(report)
+        }
+
+    async def until(self, count: int) -> None:
+        """Returns once there were so many orders."""
+        async with asyncio.timeout(30):
+            while len(self.orders) < count:
+                await asyncio.sleep(0.002)
+
+    async def followed(self, generation: int) -> None:
+        async with asyncio.timeout(30):
+            while self.follower.generation < generation:
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+    engine = Engine(tmp_path)
+    task = asyncio.create_task(engine.follower.run())
+    yield engine
+    assert not task.done()
+    task.cancel()
+
+
+def write(root: Path, *entries: tuple[str, bytes, dict[str, Any]]) -> int:
+    """Makes these the registry's entries; its generation."""
+
+    def change(old: Manifest) -> Manifest:
+        made = [
+            Entry(
+                name=name,
+                digest=digest.hex(),
+                path="x",
+                created=0.0,
+                **{"model": "tiny", "state": "serving", "generation": 1, **more},
+            )
+            for name, digest, more in entries
+        ]
+        return old._with(made)
+
+    return Registry(root).change(change).generation
+
+
+async def test_it_loads_what_is_registered_for_its_model(engine: Engine, tmp_path: Path) -> None:
+    generation = write(
+        tmp_path,
+        ("a", ONE, {"is_pinned": True}),
+        ("b", TWO, {"state": "loading"}),
+        ("c", b"\3" * 32, {"model": "another"}),
+    )
+    await engine.followed(generation)
+    told = {order.digest: (order.action, order.name, order.is_pinned) for order in engine.orders}
+    assert told == {ONE: ("load", "a", True), TWO: ("load", "b", False)}
+    assert engine.orders[0].directory == str(tmp_path / ".weft" / ONE.hex())
+    assert engine.statuses() == {ONE: ("loading", ""), TWO: ("loading", "")}
+    engine.answer(engine.orders[0])
+    assert engine.statuses()[ONE] == ("host", "")
+    engine.states = [AdapterState(digest=ONE, name="a", state="device", rank=4, num_requests=3)]
+    (status,) = [s for s in engine.follower.statuses(report(engine)) if s.adapter.digest == ONE]
+    assert (status.state, status.rank, status.num_requests) == (
+        worker_pb2.ADAPTER_STATE_DEVICE,
+        4,
+        3,
+    )
+
+
+def report(engine: Engine) -> Any:
+    return SimpleNamespace(adapters=engine.states)
+
+
+async def test_what_is_dropped_is_unloaded_and_told_until_it_is_gone(
+    engine: Engine, tmp_path: Path
+) -> None:
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(1)
+    engine.answer(engine.orders[0])
+    engine.states = [AdapterState(digest=ONE, name="a", state="device", num_requests=2)]
+    write(tmp_path, ("b", TWO, {}))
+    await engine.until(3)
+    assert [(order.action, order.digest) for order in engine.orders[1:]] == [
+        ("unload", ONE),
+        ("load", TWO),
+    ]
+    leaving = {s.adapter.digest: s for s in engine.follower.statuses(report(engine))}[ONE]
+    assert leaving.unloading
+    assert leaving.num_requests == 2
+    engine.states = []
+    assert engine.statuses().keys() == {TWO}
+
+
+async def test_an_old_report_does_not_make_a_new_load_look_held(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """The engine has dropped it in between; its report is from before."""
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(1)
+    engine.answer(engine.orders[0])
+    engine.states = [AdapterState(digest=ONE, name="a", state="device")]
+    write(tmp_path)
+    await engine.until(2)
+    write(tmp_path, ("a", ONE, {"generation": 3}))
+    await engine.until(3)
+    assert engine.statuses() == {ONE: ("loading", "")}
+
+
+async def test_a_failed_load_is_told_and_tried_again(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.05)
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(1)
+    engine.answer(engine.orders[0], f"adapter a ({engine.orders[0].directory}): no room")
+    assert engine.statuses() == {ONE: ("failed", "adapter a: no room")}
+    await engine.until(2)
+    assert engine.statuses() == {ONE: ("loading", "")}
+    engine.answer(engine.orders[1])
+    assert engine.statuses() == {ONE: ("host", "")}
+
+
+async def test_content_that_is_registered_anew_is_tried_at_once(
+    engine: Engine, tmp_path: Path
+) -> None:
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(1)
+    engine.answer(engine.orders[0], "no room")
+    generation = write(tmp_path, ("a", ONE, {"generation": 5}))
+    await engine.followed(generation)
+    await engine.until(2)
+    assert engine.statuses() == {ONE: ("loading", "")}
+
+
+async def test_a_second_name_does_not_disturb_the_first(engine: Engine, tmp_path: Path) -> None:
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(1)
+    engine.answer(engine.orders[0])
+    write(tmp_path, ("a", ONE, {}), ("b", ONE, {"generation": 2, "is_pinned": True}))
+    await engine.until(2)
+    assert engine.statuses() == {ONE: ("host", "")}, "served meanwhile"
+    engine.answer(engine.orders[1], "there is no room for a pinned one more")
+    assert engine.statuses() == {ONE: ("host", "there is no room for a pinned one more")}
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(3)
+    engine.answer(engine.orders[2])
+    assert engine.statuses() == {ONE: ("host", "")}
+    assert {order.action for order in engine.orders} == {"load"}
+
+
+async def test_what_the_engine_loses_later_has_failed(engine: Engine, tmp_path: Path) -> None:
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(1)
+    engine.answer(engine.orders[0])
+    engine.states = [AdapterState(digest=ONE, name="a", state="failed", error="device error")]
+    lost: Any = Outbox()
+    lost.load = report(engine)
+    engine.follower.on_outbox(lost)
+    assert engine.statuses() == {ONE: ("failed", "device error")}
+
+
+async def test_a_broken_registry_leaves_things_as_they_are(engine: Engine, tmp_path: Path) -> None:
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(1)
+    engine.answer(engine.orders[0])
+    good = (tmp_path / MANIFEST).read_bytes()
+    (tmp_path / MANIFEST).write_text("{")
+    await asyncio.sleep(5 * POLL_S)
+    assert engine.statuses() == {ONE: ("host", "")}
+    (tmp_path / MANIFEST).write_bytes(good)
+    generation = write(tmp_path, ("b", TWO, {}))
+    await engine.followed(generation)
+    await engine.until(3)
+
+
+async def test_a_registry_that_goes_away_leaves_things_as_they_are(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its volume is not mounted any more."""
+    await engine.followed(write(tmp_path, ("a", ONE, {})))
+    engine.answer(engine.orders[0])
+    num_looks, stamp = 0, Registry.stamp
+
+    def counted(registry: Registry) -> Stamp:
+        nonlocal num_looks
+        num_looks += 1
+        return stamp(registry)
+
+    monkeypatch.setattr(Registry, "stamp", counted)
+    (tmp_path / MANIFEST).rename(tmp_path / "away")
+    async with asyncio.timeout(30):
+        while num_looks < 3:  # The first ones may have begun before.
+            await asyncio.sleep(POLL_S)
+    assert engine.statuses() == {ONE: ("host", "")}
+    (tmp_path / "away").rename(tmp_path / MANIFEST)
+    await engine.followed(write(tmp_path, ("a", ONE, {}), ("b", TWO, {})))
+    assert [order.action for order in engine.orders] == ["load", "load"]

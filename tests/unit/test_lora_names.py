@@ -1,0 +1,108 @@
+"""How adapters' configurations are matched with names, and which expressions are let in."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from weft.engine.errors import AdapterError
+from weft.engine.lora.names import parse_name
+from weft.engine.lora.patterns import is_quick
+from weft.engine.lora.peft_config import PeftConfig
+
+UNSLOTH = (
+    r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?"
+    r"(?:k_proj|v_proj|q_proj|out_proj|fc1|fc2).*?)|(?:\bmodel\.layers\.[\d]{1,}\."
+    r"(?:self_attn|attention|attn|mlp)\.(?:(?:q_proj|k_proj|v_proj|o_proj|down_proj)))"
+)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "q_proj",
+        r".*\.(q|v)_proj",
+        r"model\.layers\.(\d|1\d)\.self_attn\.[qkvo]_proj",
+        r"^model.layers.\d+.mlp.(?:gate|up)_proj$",
+        r"(.*\.)?layers\.[0-9]{1,2}\.[^.]+\.(?P<leaf>k_proj)",
+        r"[]a]+\)x*",
+        UNSLOTH,
+    ],
+)
+def test_expressions_as_they_are_in_use_are_let_in(pattern: str) -> None:
+    assert is_quick(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+$",
+        "(a*)*b",
+        "(a|a)*b",
+        "((a+)b?){2,}",
+        "(?:(?:a?){30})b",
+        "(a{2,}){2,}",
+        ".*.*.*.*.*.*.*x",
+        "a" * 5000,
+    ],
+)
+def test_expressions_that_may_take_very_long_are_not(pattern: str) -> None:
+    assert not is_quick(pattern)
+
+
+@given(st.text(alphabet="ab(){},|*+?.[]\\^1", max_size=24))
+def test_matching_what_is_let_in_comes_to_an_end(pattern: str) -> None:
+    with warnings.catch_warnings(), suppress(re.error, RecursionError, OverflowError):
+        warnings.simplefilter("ignore", FutureWarning)
+        compiled = re.compile(pattern)
+        if is_quick(pattern):
+            compiled.fullmatch("a" * 40 + "!")
+
+
+def config(**fields: Any) -> PeftConfig:
+    raw = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, **fields}
+    return PeftConfig.parse(raw, Path("adapter"))
+
+
+NAMES = ["model.layers.1.self_attn.q_proj"]
+
+
+def test_modules_are_targeted_as_in_peft() -> None:
+    for targets in (["q_proj"], ["layers.1.self_attn.q_proj"], "all-linear", "ALL-LINEAR", NAMES):
+        assert config(target_modules=targets).is_targeted(NAMES)
+    for targets in (["k_proj"], ["proj"], "q_proj", r"layers\.1\..*", [], ["layers.1"]):
+        assert not config(target_modules=targets).is_targeted(NAMES)
+    assert config().is_targeted(NAMES)
+    assert not config(target_modules=["q_proj"], layers_to_transform=[0, 2]).is_targeted(NAMES)
+    assert config(target_modules=["q_proj"], layers_to_transform=1).is_targeted(NAMES)
+    blocks = {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "blocks"}
+    assert not config(**blocks).is_targeted(NAMES)
+    assert not config(target_modules=["q_proj"], exclude_modules=["q_proj"]).is_targeted(NAMES)
+    assert not config(target_modules=["q_proj"], exclude_modules=".*q.*").is_targeted(NAMES)
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    ranks = {"k_proj": 2, r"layers\.\d\.self_attn\.q_proj": 4, "q_proj": 6}
+    assert config(rank_pattern=ranks).rank_of(NAMES) == 4
+    assert config(rank_pattern={"proj": 4}).rank_of(NAMES) == 8
+    assert config(alpha_pattern={"q_proj": 3}).scaling_of(NAMES, 4) == 0.75
+    assert config(use_rslora=True).scaling_of(NAMES, 16) == 4.0
+
+
+@given(st.text(alphabet="abl_AB.0127mode", max_size=60))
+def test_any_name_is_taken_apart(name: str) -> None:
+    parsed = parse_name(f"base_model.model.{name}")
+    assert parsed.part
+    assert parsed.module.names
+
+
+def test_fields_that_matter_to_training_alone_are_let_in() -> None:
+    config(lora_dropout=0.3, init_lora_weights="pissa", bias="none", task_type="CAUSAL_LM")
+    with pytest.raises(AdapterError, match="kasa_config: KaSA is not supported"):
+        config(kasa_config={"beta": 1})
