@@ -55,7 +55,9 @@ def test_the_next_turn_of_a_chat_finds_all_of_the_last_one(model_dir: Path) -> N
             second = ask(pair, [*prompt, *answer, *prompt_of(5)], session_id=session_id)
             # The KV of the last token was never made.
             wanted = 9 * PAGE + (PAGE - 1) // PAGE * PAGE
-            assert cached(pair, second) >= wanted if session_id else cached(pair, second) == 0
+            # Without, the first tokens of another prompt may be the same by chance.
+            found = cached(pair, second)
+            assert found >= wanted if session_id else found < PAGE
             pair.settle()
             load = pair.owner.sessions
             assert load is not None
