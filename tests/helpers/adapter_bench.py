@@ -65,6 +65,10 @@ class LateMover:
             self._moves.popleft().end()
         return has_any
 
+    def stuck_s(self, now: float) -> float:
+        """There is no thread that could be."""
+        return 0.0
+
     def close(self) -> None:
         """There is no thread."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Iterator
 from typing import get_args
 
@@ -11,8 +13,13 @@ from adapter_bench import ROW_BYTES, AdapterBench, FakeWeights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_bench import PAGE, Bench
-from weft.engine.errors import AdapterError, PeerUnavailable
+from weft.engine.errors import AdapterError, PeerUnavailable, WeftError
+from weft.engine.lora import manager as manager_module
+from weft.engine.lora.host_cache import Weights
 from weft.engine.lora.limits import LoraLimits
+from weft.engine.lora.manager import AdapterManager
+from weft.engine.lora.rows import Place
+from weft.engine.messages import AdapterOrder
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies import PolicyName
 from weft.engine.scheduler.state import Request, State
@@ -307,3 +314,70 @@ def test_a_pin_that_leaves_no_room_changes_nothing(patch: pytest.MonkeyPatch) ->
     assert not any(state.is_pinned for state in adapters.manager.states())
     bench.run(*(bench.add(3, 5, adapter=name) for name in (b"a", b"b")))
     check_empty(bench, adapters)
+
+
+class _SilentDisk:
+    """Reads of one adapter do not end; what is written goes nowhere. It owns a manager, too."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.replies: dict[int, WeftError | None] = {}
+        self.failed: list[bytes] = []
+
+    def read(self, directory: str, *, is_lenient: bool) -> Weights:
+        if directory == "silent":
+            self.answers.wait()
+        return fake(directory)
+
+    def write(self, place: Place, weights: Weights) -> None:
+        pass
+
+    def adapter_ordered(self, query: int, error: WeftError | None) -> None:
+        self.replies[query] = error
+
+    def adapter_failed(self, digest: bytes, error: WeftError) -> None:
+        self.failed.append(digest)
+
+
+def test_a_disk_that_does_not_answer_delays_nobody_else(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(manager_module, "READ_STALL_S", 0.05)
+    disk = _SilentDisk()
+    manager = AdapterManager(limits(), disk, lambda: None)
+    manager.attach(Bench(random.Random(), 100, SCHEDULER).scheduler.door, disk)
+
+    def order(query: int, name: str) -> None:
+        manager.order(
+            AdapterOrder(
+                query=query, action="load", digest=name.encode(), name=name, directory=name
+            )
+        )
+
+    def wait_for(*queries: int) -> None:
+        deadline = time.monotonic() + 30
+        while not disk.replies.keys() >= set(queries):
+            manager.turn()
+            assert time.monotonic() < deadline, disk.replies
+            time.sleep(0.005)
+
+    try:
+        order(1, "silent")
+        order(2, "good")
+        wait_for(1, 2)
+        assert isinstance(disk.replies[1], PeerUnavailable)
+        assert "does not answer" in disk.replies[1].message
+        assert disk.replies[2] is None
+        states = {state.name: state.state for state in manager.states()}
+        assert states["silent"] == "failed"
+        assert states["good"] in ("host", "device")
+        assert manager.sizes()["adapter_stalls"] == 1
+        disk.answers.set()
+        order(3, "silent")
+        wait_for(3)
+        assert disk.replies[3] is None
+        deadline = time.monotonic() + 30
+        while manager.sizes()["adapter_stalls"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        disk.answers.set()
+        manager.close()

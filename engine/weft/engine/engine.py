@@ -27,7 +27,7 @@ from weft.engine.messages import Inbox, LeaseReply, Outbox, Ping, Pong, Submit
 from weft.engine.outgoing import Outgoing
 from weft.engine.parts import EngineParts, make_store
 from weft.engine.pipeline import Pipeline
-from weft.engine.reports import engine_counters, load_report, wants_report
+from weft.engine.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.resumption import first_to_run
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.limits import SchedulerLimits
@@ -51,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.02
 REPORT_INTERVAL_S = 0.1
-MIN_RETRY_AFTER_S = 0.5
-MAX_RETRY_AFTER_S = 60.0
 
 
 class Engine:
@@ -335,7 +333,7 @@ class Engine:
                 raise Draining("this worker is shutting down", stage="queue")
             if (num_waiting := self.scheduler.num_waiting) >= self.config.max_waiting_requests:
                 message = f"{num_waiting} requests are waiting"
-                raise Overloaded(message, stage="queue", retry_after_s=self._queue_time_s())
+                raise Overloaded(message, stage="queue", retry_after_s=retry_after_s(self))
             self.adapters.check(submit)
             request = self._intake.from_submit(submit, self._clock())
             can_run = self._constraints.admit(request)
@@ -376,12 +374,6 @@ class Engine:
         if is_running_too:
             for lease in list(self.filler.leases):
                 self.filler.on_stop(lease.handle.lease_id)
-
-    def _queue_time_s(self) -> float:
-        """When what is queued will have been computed, as things go."""
-        rate = self.costs.local_tokens_per_s
-        time_s = self.scheduler.num_queued_tokens / rate if rate else 0.0
-        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, time_s))
 
     def _look_up(self, request: Request) -> None:
         if self.tiers is not None:

@@ -54,7 +54,7 @@ class ComputeJobs:
             return "too_long", f"{handle.end_token} tokens, at most {self._max_tokens}"
         if max(handle.tokens) >= self._intake.vocab_size:
             return "invalid", f"a token id is not below {self._intake.vocab_size}"
-        if self._scheduler.num_queued_tokens > self._max_queued_tokens:
+        if self._scheduler.num_tokens_before(handle.adapter) > self._max_queued_tokens:
             return "busy", f"over {self._max_queued_tokens} tokens are queued"
         return "", ""
 

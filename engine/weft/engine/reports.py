@@ -11,10 +11,19 @@ from weft.engine.tiers.assembly import tier_reports
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
 
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.5, 60.0
+
 
 def wants_report(inbox: Inbox) -> bool:
     """Somebody waits for what these do to the load, or compares it with the state."""
     return inbox.drain or inbox.hand_back or bool(inbox.flush_cache or inbox.dump_state)
+
+
+def retry_after_s(engine: Engine) -> float:
+    """When what is queued will have been computed, as things go; within bounds."""
+    rate = engine.costs.local_tokens_per_s
+    time_s = engine.scheduler.num_queued_tokens / rate if rate else 0.0
+    return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, time_s))
 
 
 def load_report(engine: Engine) -> LoadReport:

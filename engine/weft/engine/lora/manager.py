@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from weft.engine.clock import Clock, monotonic
 from weft.engine.errors import AdapterError, AdapterNotFound, Internal, PeerUnavailable, WeftError
 from weft.engine.lora.host_cache import HostCache, Weights
 from weft.engine.lora.limits import LoraLimits
@@ -27,6 +28,11 @@ from weft.engine.scheduler.adapters import AdapterDoor
 from weft.engine.tiers.mover import Mover
 
 logger = logging.getLogger(__name__)
+
+READ_STALL_S = 30.0
+"""A read that takes longer is given up: its disk may never answer."""
+MOST_STALLED = 4
+"""Threads that may be at such reads at once; no more are begun then."""
 
 
 class AdapterStore(Protocol):
@@ -93,9 +99,16 @@ class AdapterManager:
         limits: What they may take.
         store: Reads and writes weights.
         wake: Called from other threads when `turn` has something to take.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, limits: LoraLimits, store: AdapterStore, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        limits: LoraLimits,
+        store: AdapterStore,
+        wake: Callable[[], None],
+        clock: Clock = monotonic,
+    ) -> None:
         self._limits = limits
         self._store = store
         self.residency = Residency(RowPool(limits.num_rows, limits.max_loras))
@@ -109,7 +122,10 @@ class AdapterManager:
         self._reading: _Entry | None = None
         self._was_new = False
         """What was read last was so for the first time."""
+        self._wake, self._clock = wake, clock
         self._reader = Mover("weft-lora-read", wake)
+        self._stalled: list[Mover] = []
+        """Readers that were left at a read."""
         self._writer = Mover("weft-lora-write", wake)
         self._is_changed = False
         self.num_reads = 0
@@ -191,6 +207,7 @@ class AdapterManager:
         """Lengths of what grows with requests."""
         return {
             "adapter_moves": self._reader.num_open + self._writer.num_open,
+            "adapter_stalls": sum(reader.current is not None for reader in self._stalled),
             **self.residency.sizes(),
         }
 
@@ -269,7 +286,8 @@ class AdapterManager:
 
     def turn(self) -> None:
         """Takes what threads have done, and gives them what is wanted next."""
-        has_news = self._reader.take() | self._writer.take() | self._is_changed
+        has_news = self._reader.take() | self._writer.take() | self._leave_stalled_read()
+        has_news |= self._is_changed
         if not (has_news or self.door.is_changed or self.residency.is_changed):
             return
         self._is_changed = self.door.is_changed = self.residency.is_changed = False
@@ -355,6 +373,23 @@ class AdapterManager:
         self._reading = entry
         self.num_reads += 1
         self._reader.give(_Read(self._store, entry, self._was_read))
+
+    def _leave_stalled_read(self) -> bool:
+        """Leaves a reader alone whose disk does not answer; whether it did."""
+        entry = self._reading
+        if entry is None or self._reader.stuck_s(self._clock()) < READ_STALL_S:
+            return False
+        self._stalled = [reader for reader in self._stalled if reader.current is not None]
+        if len(self._stalled) == MOST_STALLED:
+            return False
+        self._reader.take_back()
+        self._stalled.append(self._reader)
+        self._reader = Mover(self._reader.name, self._wake)
+        self._reading = None
+        message = f"{entry.label} was not read within {READ_STALL_S:g} s: its disk does not answer"
+        logger.error(message)
+        self._set_failed(entry, PeerUnavailable(message, stage="adapter"))
+        return True
 
     def _first_to_read(self, wanted: list[bytes]) -> _Entry | None:
         """Those wanted before stay in host memory beside it."""

@@ -124,14 +124,13 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens still to be computed by this engine.
+        """Prompt tokens still to be computed by this engine."""
+        return sum(r.num_to_compute for r in chain(self.waiting, self.door, self.prefilling))
 
-        Of requests that wait without pages, what was in the prefix cache when they were last looked
-        at is left out.
-        """
-        waiting = chain(self.waiting, self.door)
-        queued = sum(r.num_pending - (0 if r.pages else r.num_found_tokens) for r in waiting)
-        return queued + sum(request.num_pending for request in self.prefilling)
+    def num_tokens_before(self, adapter: bytes) -> int:
+        """Of these, without requests that wait for another adapter than this one to come."""
+        waiting = chain(self.waiting, self.door.waiting_for(adapter))
+        return sum(request.num_to_compute for request in chain(waiting, self.prefilling))
 
     @property
     def num_request_tokens(self) -> int:

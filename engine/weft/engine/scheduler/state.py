@@ -82,6 +82,22 @@ class FillRecord:
     lease_id: str = ""
     """Names the fill, in hexadecimal; empty when nobody was asked."""
 
+    @classmethod
+    def not_asked(
+        cls, candidate: FillCandidate, at_token: int, at_s: float, why: str
+    ) -> FillRecord:
+        """A candidate that was passed over."""
+        return cls(
+            source=candidate.kind,
+            worker_id=candidate.worker_id,
+            transport="",
+            start_token=at_token,
+            end_token=at_token,
+            start_s=at_s,
+            end_s=at_s,
+            failure=f"not asked: {why}",
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class Timeline:
@@ -221,3 +237,8 @@ class Request:
     def num_pending(self) -> int:
         """Tokens whose KV is still to be made, by steps that have not begun."""
         return len(self.tokens) - self.num_computed - self.num_launched
+
+    @property
+    def num_to_compute(self) -> int:
+        """`num_pending`, without what was in the prefix cache when it was last looked at."""
+        return self.num_pending - (0 if self.pages else self.num_found_tokens)

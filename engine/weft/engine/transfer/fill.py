@@ -145,6 +145,16 @@ class Fill:
         """What is known of a chunk, nothing at first."""
         return self.chunks.setdefault(index, Chunk())
 
+    def is_owed_by(self, candidate: FillCandidate, since: float) -> bool:
+        """An incarnation of a filler should have answered about this stopped lease by then."""
+        who = (self.candidate.worker_id, self.candidate.epoch)
+        return (
+            self.state is FillState.STOPPING
+            and not self.is_proven
+            and self.silent_since <= since
+            and who == (candidate.worker_id, candidate.epoch)
+        )
+
     def can_be_written(self, event: FillEvent, page_size: int) -> bool:
         """Whether a report of a chunk's digests fits this lease and was not made before."""
         return (

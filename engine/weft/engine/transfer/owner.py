@@ -318,32 +318,16 @@ class OwnerFills:
     def _is_silent(self, candidate: FillCandidate) -> bool:
         """It owes an answer about a lease that was stopped, for too long."""
         limit = self._clock() - SILENCE_S
-        who = (candidate.worker_id, candidate.epoch)
-        return any(
-            fill.state is FillState.STOPPING
-            and not fill.is_proven
-            and fill.silent_since <= limit
-            and (fill.candidate.worker_id, fill.candidate.epoch) == who
-            for fill in self._fills.values()
-        )
+        return any(fill.is_owed_by(candidate, limit) for fill in self._fills.values())
 
     def _pass_over_silent(self, request: Request) -> None:
         while request.candidates and self._is_silent(request.candidates[0]):
             candidate = request.candidates.pop(0)
             self.counters.fills_avoided += 1
             at = self._clock() - request.timeline.submitted_at
-            request.timeline.fills.append(
-                FillRecord(
-                    source=candidate.kind,
-                    worker_id=candidate.worker_id,
-                    transport="",
-                    start_token=request.num_computed,
-                    end_token=request.num_computed,
-                    start_s=at,
-                    end_s=at,
-                    failure="not asked: it has not answered about an earlier fill",
-                )
-            )
+            why = "it has not answered about an earlier fill"
+            record = FillRecord.not_asked(candidate, request.num_computed, at, why)
+            request.timeline.fills.append(record)
 
     def _handle(self, fill: Fill, request: Request) -> KvHandle:
         return KvHandle(
