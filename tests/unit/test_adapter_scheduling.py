@@ -185,6 +185,9 @@ def test_a_request_that_waits_for_its_adapter_delays_nobody(patch: pytest.Monkey
         bench.step()
     assert passing.state is State.FINISHED
     assert all(request.state is State.WAITING for request in waiting)
+    scheduler = bench.scheduler
+    assert scheduler.num_tokens_before(b"c") == scheduler.num_queued_tokens >= 40 * 3
+    assert scheduler.num_tokens_before(b"") == scheduler.num_queued_tokens - 40 * 3
     bench.run(*users, *waiting)
     check_empty(bench, adapters)
 
