@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
+from threads import one_thread
 from weft.engine.config import EngineConfig
 
 
@@ -18,3 +20,18 @@ def overlap(request: pytest.FixtureRequest) -> Iterator[None]:
         is_overlapped = request.param == "overlapped"
         patch.setattr(EngineConfig, "is_overlapped", property(lambda _: is_overlapped))
         yield
+
+
+@pytest.fixture(scope="module")
+def single_thread() -> Iterator[None]:
+    """See `one_thread`."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def seed() -> int:
+    """Of a module's random models; shown with failures."""
+    value = random.randrange(10**6)
+    print(f"seed {value}")
+    return value

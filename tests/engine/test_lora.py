@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from engine_pair import EnginePair, ManualClock, make_engine
 from late_device import LateDevice
 from lora_reference import BASE, LAST_LAYER_MLP, PeftModels, load, settings_of, unload_all
-from threads import one_thread
 from tiny_adapters import LINEAR, make_adapter
 from tiny_models import make_tiny, tiny_config
 from weft.engine.errors import AdapterError, AdapterNotFound, ConfigError, Overloaded
@@ -20,6 +18,8 @@ from weft.engine.llm import LLM, Sample
 from weft.engine.lora.weights import HostWeights
 from weft.engine.messages import AdapterOrder, Inbox, SampleProgress, SessionEnd, Submit
 from weft.engine.request import SamplingParams, StopCriteria
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 PAGE = 8
 VOCAB = 517
@@ -32,12 +32,6 @@ SETTINGS: dict[str, Any] = {
     "poison_free_pages": True,
     "enable_lora": True,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

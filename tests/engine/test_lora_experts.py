@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from merged_adapters import assert_equals_peft, assert_same_logits, load_base, read
-from threads import one_thread
 from tiny_adapters import PREFIX, write_adapter
 from tiny_models import make_tiny
 from weft.engine.errors import AdapterError
 from weft.engine.lora.adapter import Adapter
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 EXPERTS, HIDDEN, INNER = 7, 72, 44
 SIZES = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)}
 LETTERS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def seed() -> int:
-    value = random.randrange(10**6)
-    print(f"seed {value}")
-    return value
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from merged_adapters import assert_equals_peft
 from safetensors.torch import load_file
-from threads import one_thread
 from tiny_adapters import PREFIX, WEIGHTS_FILE, adapter_tensors, make_adapter, write_adapter
 from tiny_models import make_tiny, tiny_config
 from weft.engine.errors import AdapterError
@@ -19,18 +17,7 @@ from weft.engine.lora.formats import read_adapter
 from weft.engine.lora.names import DENSE_KINDS
 from weft.engine.models.config import ModelConfig
 
-
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def seed() -> int:
-    value = random.randrange(10**6)
-    print(f"seed {value}")
-    return value
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")

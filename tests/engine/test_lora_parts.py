@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 import torch
 from lora_reference import BASE, PeftModels, unload_all
 from merged_adapters import merged, read
-from threads import one_thread
 from tiny_adapters import PREFIX, write_adapter
 from tiny_models import make_tiny, tiny_config
 from weft.engine.errors import AdapterError
 from weft.engine.llm import LLM
 from weft.engine.request import StopCriteria
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 VOCAB = 517
 NUM_NEW = 8
@@ -29,12 +29,6 @@ SETTINGS: dict[str, Any] = {
     "poison_free_pages": True,
     "enable_lora": True,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def make_models(kind: str, folder: Path, seed: int, **overrides: Any) -> PeftModels:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +10,13 @@ import pytest
 import torch
 from merged_adapters import VOCAB, assert_equals_peft, assert_same_logits, read
 from safetensors.torch import load_file, save_file
-from threads import one_thread
 from tiny_adapters import CONFIG_FILE, PREFIX, WEIGHTS_FILE, peft_model
 from tiny_models import make_tiny
 from weft.engine.errors import AdapterError
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 EMBEDDING = f"{PREFIX}model.embed_tokens"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def seed() -> int:
-    value = random.randrange(10**6)
-    print(f"seed {value}")
-    return value
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
