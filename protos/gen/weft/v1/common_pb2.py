@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weft/v1/common.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x95\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12,\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1a.weft.v1.Constraint.ChoiceH\x00\x1a\x19\n\x06\x43hoice\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\tB\x06\n\x04kind\"\x99\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12:\n\nlogit_bias\x18\x08 \x03(\x0b\x32&.weft.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x08\x88\x01\x01\x12,\n\nconstraint\x18\x0b \x01(\x0b\x32\x13.weft.v1.ConstraintH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_constraintJ\x04\x08\x0c\x10\x10\"\xec\x01\n\x0cStopCriteria\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12#\n\x16include_stop_in_output\x18\x06 \x01(\x08H\x03\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x19\n\x17_include_stop_in_output\"*\n\nAdapterRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\",\n\x0eLogprobOptions\x12\x14\n\x0ctop_logprobs\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03\"S\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12 \n\x03top\x18\x03 \x03(\x0b\x32\x13.weft.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x94\x04\n\x0c\x46illTimeline\x12#\n\x06source\x18\x01 \x01(\x0e\x32\x13.weft.v1.FillSource\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12)\n\ttransport\x18\x03 \x01(\x0e\x32\x16.weft.v1.TransportKind\x12\x13\n\x0bstart_token\x18\x04 \x01(\r\x12\x11\n\tend_token\x18\x05 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x06 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\r\x12\r\n\x05\x62ytes\x18\x08 \x01(\x04\x12-\n\nstart_time\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x65nd_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12:\n\x17\x66irst_write_posted_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x18last_chunk_computed_time\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x18last_write_complete_time\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x66\x61ilure\x18\x0e \x01(\t\x12\x15\n\rfiller_failed\x18\x0f \x01(\x08\"\x94\x01\n\x0bLostAttempt\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x18\n\x10generated_tokens\x18\x05 \x01(\r\x12(\n\x05pause\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xbf\x03\n\x08Timeline\x12.\n\x0bqueued_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0ematched_tokens\x18\x02 \x01(\r\x12\x1c\n\x14local_prefill_tokens\x18\x03 \x01(\r\x12$\n\x05\x66ills\x18\x04 \x03(\x0b\x32\x15.weft.v1.FillTimeline\x12\x33\n\x10\x66irst_token_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66inish_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05steps\x18\x07 \x01(\r\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\x12\x1a\n\rremote_cost_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0clocal_cost_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x11\n\tworker_id\x18\x0b \x01(\t\x12+\n\rlost_attempts\x18\x0c \x03(\x0b\x32\x14.weft.v1.LostAttemptB\x10\n\x0e_remote_cost_sB\x0f\n\r_local_cost_sJ\x04\x08\r\x10\x10\"\x81\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x11\n\tretryable\x18\x02 \x01(\x08\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\r\n\x05param\x18\x07 \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\x9e\x01\n\nFillSource\x12\x1b\n\x17\x46ILL_SOURCE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46ILL_SOURCE_LOCAL\x10\x01\x12\x17\n\x13\x46ILL_SOURCE_PREFILL\x10\x02\x12\x17\n\x13\x46ILL_SOURCE_KVSTORE\x10\x03\x12\x14\n\x10\x46ILL_SOURCE_HOST\x10\x04\x12\x14\n\x10\x46ILL_SOURCE_DISK\x10\x05*a\n\rTransportKind\x12\x1e\n\x1aTRANSPORT_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSPORT_KIND_DATA\x10\x01\x12\x17\n\x13TRANSPORT_KIND_NIXL\x10\x02\x42\x30Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weft/v1/common.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x95\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12,\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1a.weft.v1.Constraint.ChoiceH\x00\x1a\x19\n\x06\x43hoice\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\tB\x06\n\x04kind\"\xbf\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12:\n\nlogit_bias\x18\x08 \x03(\x0b\x32&.weft.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x08\x88\x01\x01\x12,\n\nconstraint\x18\x0b \x01(\x0b\x32\x13.weft.v1.ConstraintH\t\x88\x01\x01\x12\x16\n\tspeculate\x18\x0c \x01(\x08H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_constraintB\x0c\n\n_speculateJ\x04\x08\r\x10\x10\"\xec\x01\n\x0cStopCriteria\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12#\n\x16include_stop_in_output\x18\x06 \x01(\x08H\x03\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x19\n\x17_include_stop_in_output\"*\n\nAdapterRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\",\n\x0eLogprobOptions\x12\x14\n\x0ctop_logprobs\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03\"S\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12 \n\x03top\x18\x03 \x03(\x0b\x32\x13.weft.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x94\x04\n\x0c\x46illTimeline\x12#\n\x06source\x18\x01 \x01(\x0e\x32\x13.weft.v1.FillSource\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12)\n\ttransport\x18\x03 \x01(\x0e\x32\x16.weft.v1.TransportKind\x12\x13\n\x0bstart_token\x18\x04 \x01(\r\x12\x11\n\tend_token\x18\x05 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x06 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\r\x12\r\n\x05\x62ytes\x18\x08 \x01(\x04\x12-\n\nstart_time\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x65nd_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12:\n\x17\x66irst_write_posted_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x18last_chunk_computed_time\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x18last_write_complete_time\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x66\x61ilure\x18\x0e \x01(\t\x12\x15\n\rfiller_failed\x18\x0f \x01(\x08\"\x94\x01\n\x0bLostAttempt\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x18\n\x10generated_tokens\x18\x05 \x01(\r\x12(\n\x05pause\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf0\x03\n\x08Timeline\x12.\n\x0bqueued_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0ematched_tokens\x18\x02 \x01(\r\x12\x1c\n\x14local_prefill_tokens\x18\x03 \x01(\r\x12$\n\x05\x66ills\x18\x04 \x03(\x0b\x32\x15.weft.v1.FillTimeline\x12\x33\n\x10\x66irst_token_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66inish_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05steps\x18\x07 \x01(\r\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\x12\x1a\n\rremote_cost_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0clocal_cost_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x11\n\tworker_id\x18\x0b \x01(\t\x12+\n\rlost_attempts\x18\x0c \x03(\x0b\x32\x14.weft.v1.LostAttempt\x12\x16\n\x0e\x64rafted_tokens\x18\r \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x0e \x01(\rB\x10\n\x0e_remote_cost_sB\x0f\n\r_local_cost_sJ\x04\x08\x0f\x10\x10\"\x81\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x11\n\tretryable\x18\x02 \x01(\x08\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\r\n\x05param\x18\x07 \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\x9e\x01\n\nFillSource\x12\x1b\n\x17\x46ILL_SOURCE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46ILL_SOURCE_LOCAL\x10\x01\x12\x17\n\x13\x46ILL_SOURCE_PREFILL\x10\x02\x12\x17\n\x13\x46ILL_SOURCE_KVSTORE\x10\x03\x12\x14\n\x10\x46ILL_SOURCE_HOST\x10\x04\x12\x14\n\x10\x46ILL_SOURCE_DISK\x10\x05*a\n\rTransportKind\x12\x1e\n\x1aTRANSPORT_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSPORT_KIND_DATA\x10\x01\x12\x17\n\x13TRANSPORT_KIND_NIXL\x10\x02\x42\x30Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1'
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2602
-  _globals['_FINISHREASON']._serialized_end=2726
-  _globals['_FILLSOURCE']._serialized_start=2729
-  _globals['_FILLSOURCE']._serialized_end=2887
-  _globals['_TRANSPORTKIND']._serialized_start=2889
-  _globals['_TRANSPORTKIND']._serialized_end=2986
+  _globals['_FINISHREASON']._serialized_start=2689
+  _globals['_FINISHREASON']._serialized_end=2813
+  _globals['_FILLSOURCE']._serialized_start=2816
+  _globals['_FILLSOURCE']._serialized_end=2974
+  _globals['_TRANSPORTKIND']._serialized_start=2976
+  _globals['_TRANSPORTKIND']._serialized_end=3073
   _globals['_TOKENIDS']._serialized_start=65
   _globals['_TOKENIDS']._serialized_end=88
   _globals['_CONSTRAINT']._serialized_start=91
@@ -48,27 +48,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONSTRAINT_CHOICE']._serialized_start=207
   _globals['_CONSTRAINT_CHOICE']._serialized_end=232
   _globals['_SAMPLINGPARAMS']._serialized_start=243
-  _globals['_SAMPLINGPARAMS']._serialized_end=780
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=584
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=632
-  _globals['_STOPCRITERIA']._serialized_start=783
-  _globals['_STOPCRITERIA']._serialized_end=1019
-  _globals['_ADAPTERREF']._serialized_start=1021
-  _globals['_ADAPTERREF']._serialized_end=1063
-  _globals['_LOGPROBOPTIONS']._serialized_start=1065
-  _globals['_LOGPROBOPTIONS']._serialized_end=1109
-  _globals['_TOKENLOGPROB']._serialized_start=1111
-  _globals['_TOKENLOGPROB']._serialized_end=1194
-  _globals['_TOPLOGPROB']._serialized_start=1196
-  _globals['_TOPLOGPROB']._serialized_end=1243
-  _globals['_USAGE']._serialized_start=1245
-  _globals['_USAGE']._serialized_end=1332
-  _globals['_FILLTIMELINE']._serialized_start=1335
-  _globals['_FILLTIMELINE']._serialized_end=1867
-  _globals['_LOSTATTEMPT']._serialized_start=1870
-  _globals['_LOSTATTEMPT']._serialized_end=2018
-  _globals['_TIMELINE']._serialized_start=2021
-  _globals['_TIMELINE']._serialized_end=2468
-  _globals['_ERRORDETAIL']._serialized_start=2471
-  _globals['_ERRORDETAIL']._serialized_end=2600
+  _globals['_SAMPLINGPARAMS']._serialized_end=818
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=608
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=656
+  _globals['_STOPCRITERIA']._serialized_start=821
+  _globals['_STOPCRITERIA']._serialized_end=1057
+  _globals['_ADAPTERREF']._serialized_start=1059
+  _globals['_ADAPTERREF']._serialized_end=1101
+  _globals['_LOGPROBOPTIONS']._serialized_start=1103
+  _globals['_LOGPROBOPTIONS']._serialized_end=1147
+  _globals['_TOKENLOGPROB']._serialized_start=1149
+  _globals['_TOKENLOGPROB']._serialized_end=1232
+  _globals['_TOPLOGPROB']._serialized_start=1234
+  _globals['_TOPLOGPROB']._serialized_end=1281
+  _globals['_USAGE']._serialized_start=1283
+  _globals['_USAGE']._serialized_end=1370
+  _globals['_FILLTIMELINE']._serialized_start=1373
+  _globals['_FILLTIMELINE']._serialized_end=1905
+  _globals['_LOSTATTEMPT']._serialized_start=1908
+  _globals['_LOSTATTEMPT']._serialized_end=2056
+  _globals['_TIMELINE']._serialized_start=2059
+  _globals['_TIMELINE']._serialized_end=2555
+  _globals['_ERRORDETAIL']._serialized_start=2558
+  _globals['_ERRORDETAIL']._serialized_end=2687
 # @@protoc_insertion_point(module_scope)

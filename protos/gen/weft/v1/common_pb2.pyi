@@ -223,6 +223,7 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    SPECULATE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 = greedy. Range 0..100, default 1."""
     top_p: _builtins.float
@@ -243,6 +244,10 @@ class SamplingParams(_message.Message):
     """Sampling noise is a function of (seed, position, token id). Absent: the gateway draws one."""
     n: _builtins.int
     """Independent samples of one prompt, range 1..128, default 1."""
+    speculate: _builtins.bool
+    """Tokens may be drafted and verified several at once, where the worker does so and it pays. The
+    text is the same. Default true.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logit of a token id. Each value in -100..100; at most 1,024 entries."""
@@ -265,10 +270,11 @@ class SamplingParams(_message.Message):
         seed: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
         constraint: Global___Constraint | None = ...,
+        speculate: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
@@ -284,6 +290,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__speculate: _TypeAlias = _typing.Literal["speculate"]  # noqa: Y015
+    _WhichOneofArgType__speculate: _TypeAlias = _typing.Literal["_speculate", b"_speculate"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
@@ -304,6 +312,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__speculate) -> _WhichOneofReturnType__speculate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
@@ -660,6 +670,8 @@ class Timeline(_message.Message):
     LOCAL_COST_S_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     LOST_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Prompt tokens found in the owner's own prefix cache."""
     local_prefill_tokens: _builtins.int
@@ -674,6 +686,10 @@ class Timeline(_message.Message):
     """Time that the owner expected to need alone."""
     worker_id: _builtins.str
     """Worker that owned the request."""
+    drafted_tokens: _builtins.int
+    """Tokens that were drafted for the request and verified."""
+    accepted_tokens: _builtins.int
+    """Of these, those that were what the model drew."""
     @_builtins.property
     def queued_time(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -701,10 +717,12 @@ class Timeline(_message.Message):
         local_cost_s: _builtins.float | None = ...,
         worker_id: _builtins.str = ...,
         lost_attempts: _abc.Iterable[Global___LostAttempt] | None = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_local_cost_s", b"_local_cost_s", "_remote_cost_s", b"_remote_cost_s", "finish_time", b"finish_time", "first_token_time", b"first_token_time", "local_cost_s", b"local_cost_s", "queued_time", b"queued_time", "remote_cost_s", b"remote_cost_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_cost_s", b"_local_cost_s", "_remote_cost_s", b"_remote_cost_s", "fills", b"fills", "finish_time", b"finish_time", "first_token_time", b"first_token_time", "local_cost_s", b"local_cost_s", "local_prefill_tokens", b"local_prefill_tokens", "lost_attempts", b"lost_attempts", "matched_tokens", b"matched_tokens", "preemptions", b"preemptions", "queued_time", b"queued_time", "remote_cost_s", b"remote_cost_s", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_cost_s", b"_local_cost_s", "_remote_cost_s", b"_remote_cost_s", "accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "fills", b"fills", "finish_time", b"finish_time", "first_token_time", b"first_token_time", "local_cost_s", b"local_cost_s", "local_prefill_tokens", b"local_prefill_tokens", "lost_attempts", b"lost_attempts", "matched_tokens", b"matched_tokens", "preemptions", b"preemptions", "queued_time", b"queued_time", "remote_cost_s", b"remote_cost_s", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_cost_s: _TypeAlias = _typing.Literal["local_cost_s"]  # noqa: Y015
     _WhichOneofArgType__local_cost_s: _TypeAlias = _typing.Literal["_local_cost_s", b"_local_cost_s"]  # noqa: Y015

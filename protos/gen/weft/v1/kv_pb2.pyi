@@ -134,12 +134,17 @@ class Plane(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     HEADS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    DRAFT_DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"target" or "draft"."""
     layers: _builtins.int
     """Layers of the model that have this state."""
     heads: _builtins.int
     """Global KV heads, whatever the tensor parallelism."""
+    draft_digest: _builtins.bytes
+    """Content digest of the draft head whose state is the last of these layers: 32 bytes; empty =
+    none is. Part of the layout.
+    """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanePart]: ...
     def __init__(
@@ -149,10 +154,11 @@ class Plane(_message.Message):
         layers: _builtins.int = ...,
         heads: _builtins.int = ...,
         parts: _abc.Iterable[Global___PlanePart] | None = ...,
+        draft_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "layers", b"layers", "name", b"name", "parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_digest", b"draft_digest", "heads", b"heads", "layers", b"layers", "name", b"name", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
