@@ -96,7 +96,16 @@ def make_case(
     return Case(q, pool, table.to(device), starts.to(device), kv_lens.to(device), dim**-0.5, kv)
 
 
-def eager_attention(case: Case) -> torch.Tensor:
+def hide_first(case: Case, first_position: int) -> None:
+    """NaN in the pool for positions that are not to be read."""
+    page_size = case.pool.shape[4]
+    for request, kv_len in enumerate(case.kv_lens.tolist()):
+        hidden = torch.arange(min(first_position, kv_len))
+        pages = case.page_table[request, hidden // page_size].long()
+        case.pool[pages, :, LAYER, :, hidden % page_size] = float("nan")
+
+
+def eager_attention(case: Case, first_position: int = 0) -> torch.Tensor:
     """Torch's own result in the dtype of the case."""
     return paged_attention_reference(
         case.q,
@@ -108,11 +117,12 @@ def eager_attention(case: Case) -> torch.Tensor:
         case.scale,
         case.max_q_len,
         case.max_kv_len,
+        first_position,
     )
 
 
-def exact_attention(case: Case) -> torch.Tensor:
-    """The definition in float64: [T, Hq * D]."""
+def exact_attention(case: Case, first_position: int = 0) -> torch.Tensor:
+    """The definition in float64: [T, Hq * D]; a row that sees nothing is zero."""
     heads = case.q.shape[1]
     out = torch.empty_like(case.q, dtype=torch.float64)
     starts = case.cu_q_lens.tolist()
@@ -124,6 +134,7 @@ def exact_attention(case: Case) -> torch.Tensor:
         scores = torch.einsum("thd,hnd->htn", case.q[first:end].double(), k) * case.scale
         positions = torch.arange(k.shape[1], device=k.device)
         last_seen = torch.arange(k.shape[1] - (end - first), k.shape[1], device=k.device)
-        scores.masked_fill_(positions > last_seen.unsqueeze(1), float("-inf"))
-        out[first:end] = torch.einsum("htn,hnd->thd", scores.softmax(-1), v)
+        is_hidden = (positions > last_seen.unsqueeze(1)) | (positions < first_position)
+        weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
+        out[first:end] = torch.einsum("htn,hnd->thd", weights, v)
     return out.flatten(1)

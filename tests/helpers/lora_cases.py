@@ -127,7 +127,8 @@ def make_expert_lora(
             )
     size = (len(ranks) * experts, max_rows)
     (a, a_table), (b, b_table) = a_rows.pool(*size), b_rows.pool(*size)
-    return LoraCase(LoraWeights(a, b, a_table, counts, column, b_table), plain)
+    flags = (shared == "a", shared == "b")
+    return LoraCase(LoraWeights(a, b, a_table, counts, column, b_table, *flags), plain)
 
 
 class _Rows:

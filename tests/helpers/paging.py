@@ -16,6 +16,7 @@ class PagedRequest:
 
     num_cached: int = 0
     pages: list[int] = field(default_factory=list)
+    slot: int = 0
 
 
 class PagedDriver:
@@ -72,6 +73,7 @@ class PagedDriver:
             logits_rows=torch.tensor(rows, dtype=torch.int64),
             max_q_len=max(len(tokens) for _, tokens in work),
             max_kv_len=max(kv_lens),
+            request_slots=torch.tensor([request.slot for request, _ in work]),
         )
 
     @torch.inference_mode()

@@ -76,7 +76,7 @@ def make_case(
     return Case(q, pool, page_table, starts, kv_lens, dim**-0.5, kv)
 
 
-def attend(case: Case, function: object = None) -> torch.Tensor:
+def attend(case: Case, function: object = None, first_position: int = 0) -> torch.Tensor:
     call = paged_attention_reference if function is paged_attention_reference else paged_attention
     q_lens = case.cu_q_lens.diff()
     return call(
@@ -89,26 +89,42 @@ def attend(case: Case, function: object = None) -> torch.Tensor:
         case.scale,
         int(q_lens.max()) if len(q_lens) else 0,
         int(case.kv_lens.max()) if len(case.kv_lens) else 0,
+        first_position,
     )
 
 
-def exact_attention(case: Case) -> torch.Tensor:
+def exact_attention(case: Case, first_position: int = 0) -> torch.Tensor:
     """The definition, row by row, in float64."""
     heads = case.q.shape[1]
-    out = torch.empty_like(case.q, dtype=torch.float64)
+    out = torch.zeros_like(case.q, dtype=torch.float64)
     starts = case.cu_q_lens.tolist()
     for request, plain in enumerate(case.kv):
         k, v = plain.double().repeat_interleave(heads // plain.shape[1], dim=1)
         first, end = starts[request], starts[request + 1]
         for row in range(first, end):
-            seen = k.shape[1] - (end - 1 - row)
-            scores = torch.einsum("hd,hnd->hn", case.q[row].double(), k[:, :seen]) * case.scale
-            out[row] = torch.einsum("hn,hnd->hd", scores.softmax(-1), v[:, :seen])
+            seen = slice(first_position, k.shape[1] - (end - 1 - row))
+            if seen.start >= seen.stop:
+                continue
+            scores = torch.einsum("hd,hnd->hn", case.q[row].double(), k[:, seen]) * case.scale
+            out[row] = torch.einsum("hn,hnd->hd", scores.softmax(-1), v[:, seen])
     return out.flatten(1)
 
 
-def check(case: Case) -> None:
-    assert_as_exact(attend(case), attend(case, paged_attention_reference), exact_attention(case))
+def check(case: Case, first_position: int = 0) -> None:
+    assert_as_exact(
+        attend(case, first_position=first_position),
+        attend(case, paged_attention_reference, first_position),
+        exact_attention(case, first_position),
+    )
+
+
+def hide_first(case: Case, first_position: int) -> None:
+    """NaN in the pool for the positions that are not to be read."""
+    page_size = case.pool.shape[4]
+    for request, kv_len in enumerate(case.kv_lens.tolist()):
+        hidden = torch.arange(min(first_position, kv_len))
+        pages = case.page_table[request, hidden // page_size].long()
+        case.pool[pages, :, LAYER, :, hidden % page_size] = float("nan")
 
 
 @pytest.mark.usefixtures("path")
@@ -156,13 +172,45 @@ def test_large_scores_neither_overflow_nor_vanish(dtype: torch.dtype) -> None:
     assert_as_exact(attend(case), attend(case, paged_attention_reference), exact, 4, slack)
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_how_it_is_batched(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("geometry", GEOMETRIES[:3])
+@pytest.mark.parametrize("first_position", [1, 7, 600])
+def test_positions_before_the_first_are_not_attended_to(
+    geometry: tuple[int, int, int, int], dtype: torch.dtype, first_position: int
+) -> None:
+    fresh_seed()
+    short = [(1, 1), (1, 2), (1, 8), (3, 3), (40, 40), (9, 15), (0, 12), (1, 64), (1, 65)]
+    case = make_case(geometry, [*short, (1, 700), (3, 513), (70, 1100)], dtype)
+    hide_first(case, first_position)
+    check(case, first_position)
+    positions = torch.cat(
+        [
+            torch.arange(kv_len - q_len, kv_len)
+            for q_len, kv_len in zip(case.cu_q_lens.diff(), case.kv_lens, strict=True)
+        ]
+    )
+    blind = attend(case, first_position=first_position)[positions < first_position]
+    assert len(blind)
+    assert not blind.any()
+
+
+def test_a_negative_first_position_is_refused() -> None:
+    case = make_case((4, 2, 16, 8), [(1, 20)], torch.float32)
+    with pytest.raises(ValueError, match="first_position"):
+        attend(case, first_position=-1)
+
+
+@pytest.mark.parametrize("first_position", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_how_it_is_batched(
+    dtype: torch.dtype, first_position: int
+) -> None:
     if cpu.native_cpu() is None:
         pytest.skip(f"cc: {cpu.native_cpu_missing()}")
     fresh_seed()
     case = make_case((9, 3, 64, 16), [(150, 1200), (1, 600), (20, 20)], dtype)
-    whole = attend(case)
+    whole = attend(case, first_position=first_position)
     for row in (0, 1, 149, 150, 151, 170):
         request = int(torch.searchsorted(case.cu_q_lens, row, right=True)) - 1
         behind = int(case.cu_q_lens[request + 1]) - 1 - row
@@ -172,7 +220,7 @@ def test_a_row_does_not_depend_on_how_it_is_batched(dtype: torch.dtype) -> None:
             cu_q_lens=torch.tensor([0, 1], dtype=torch.int32),
             kv_lens=case.kv_lens[request : request + 1] - behind,
         )
-        assert torch.equal(attend(alone)[0], whole[row])
+        assert torch.equal(attend(alone, first_position=first_position)[0], whole[row])
 
 
 def test_pages_and_lengths_outside_are_refused() -> None:
@@ -211,6 +259,7 @@ def test_a_strided_page_table_is_read_by_its_rows() -> None:
             "t->first_position + row / t->group - begin",
         ),
         ("scratch->sum_weight[row] *= shrink;", ""),
+        ("if (weight == 0) weight = 1;", ""),
     ],
 )
 def test_the_check_sees_a_mutation(
@@ -221,4 +270,4 @@ def test_the_check_sees_a_mutation(
     native = mutated_native_cpu(tmp_path, "attention.h", original, replacement)
     monkeypatch.setattr(cpu, "native_cpu_for", lambda x: native)
     with pytest.raises(AssertionError):
-        check(make_case((6, 2, 64, 16), [(5, 200), (1, 300)], torch.float32))
+        check(make_case((6, 2, 64, 16), [(5, 200), (1, 300), (2, 2)], torch.float32), 1)

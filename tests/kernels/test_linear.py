@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from kernel_checks import DTYPES, assert_as_exact, fresh_seed, mutated_native_cpu
 from weft.kernels import cpu
-from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.linear import (
+    gate_up_silu,
+    linear,
+    pack_gate_up,
+    pack_linear,
+    weight_rows,
+)
 
 SHAPES = [(1, 1), (5, 7), (16, 72), (33, 200), (576, 576), (100, 1537), (960, 577)]
 ROWS = [0, 1, 2, 3, 12, 13, 17, 33]
@@ -46,6 +52,22 @@ def test_linear(n: int, k: int, dtype: torch.dtype) -> None:
         exact_sum = exact + bias.double() + residual.double()
         assert_as_exact(linear(x, biased, residual), peer, exact_sum)
         assert torch.equal(residual, before)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_rows_of_a_packed_weight_are_those_of_the_original(
+    n: int, k: int, dtype: torch.dtype
+) -> None:
+    fresh_seed()
+    weight = draw(n, k, dtype=dtype)
+    rows = torch.randint(n, (2 * n + 1,))
+    found = weight_rows(pack_linear(weight, draw(n, dtype=dtype)), rows)
+    assert found.is_contiguous()
+    assert torch.equal(found, weight[rows])
+    with pytest.raises(ValueError, match="gate"):
+        weight_rows(pack_gate_up(torch.cat((weight, weight))), rows)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)

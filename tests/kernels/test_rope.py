@@ -49,6 +49,7 @@ def exact_rotation(
         (17, 4, 4, 80, 8),
         (33, 6, 2, 96, 32),
         (3, 8, 1, 128, 16),
+        (19, 0, 3, 64, 16),
     ],
 )
 def test_rotates_and_stores_exactly_the_given_slots(

@@ -13,6 +13,7 @@ from attention_cases import (
     Geometry,
     eager_attention,
     exact_attention,
+    hide_first,
     hide_own_pages,
     make_case,
 )
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 Lengths = list[tuple[int, int]]
 
 
-def decode(module: ModuleType, case: Case, bound: int = 0) -> torch.Tensor:
+def decode(module: ModuleType, case: Case, bound: int = 0, first: int = 0) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
     module.decode_attention(
         out,
@@ -38,11 +39,14 @@ def decode(module: ModuleType, case: Case, bound: int = 0) -> torch.Tensor:
         case.scale,
         max(bound, case.max_kv_len),
         is_uniform=bool((case.cu_q_lens.diff() == 1).all()),
+        first_position=first,
     )
     return out
 
 
-def extend(module: ModuleType, case: Case, *, has_own: bool = False) -> torch.Tensor:
+def extend(
+    module: ModuleType, case: Case, *, has_own: bool = False, first: int = 0
+) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
     module.extend_attention(
         out,
@@ -55,15 +59,17 @@ def extend(module: ModuleType, case: Case, *, has_own: bool = False) -> torch.Te
         case.scale,
         int(case.cu_q_lens.diff().max()),
         module.OwnKv(*case.own_kv()) if has_own else None,
+        first,
     )
     return out
 
 
-def check_rows(out: torch.Tensor, case: Case, *, is_decode: bool) -> None:
+def check_rows(out: torch.Tensor, case: Case, *, is_decode: bool, first: int = 0) -> None:
     """The rows of one kind of request are right, the others are not touched."""
     q_lens = case.cu_q_lens.diff().long()
     mine = ((q_lens == 1) == is_decode).repeat_interleave(q_lens)
-    assert_as_exact(out[mine], eager_attention(case)[mine], exact_attention(case)[mine])
+    eager, exact = eager_attention(case, first), exact_attention(case, first)
+    assert_as_exact(out[mine], eager[mine], exact[mine])
     assert out[~mine].isnan().all()
 
 
@@ -112,6 +118,20 @@ def test_extend(geometry: Geometry, lengths: Lengths, dtype: torch.dtype, tmp_pa
         check_rows(extend(module, case), case, is_decode=False)
         out = extend(module, hide_own_pages(case), has_own=True)
         check_rows(out, case, is_decode=False)
+
+
+@pytest.mark.parametrize("first", [1, 70])
+def test_positions_before_the_first_are_not_attended_to(first: int, tmp_path: Path) -> None:
+    fresh_seed()
+    lengths = [(1, 1), (1, 2), (1, 129), (3, 3), (0, 5), (1, 20), (40, 75), (2, 33)]
+    case = make_case(Geometry(2, 1, 24, 32), lengths, torch.float32)
+    hide_first(case, first)
+    with kernel_module("decode_attention", tmp_path) as module:
+        check_rows(decode(module, case, first=first), case, is_decode=True, first=first)
+    with kernel_module("extend_attention", tmp_path) as module:
+        check_rows(extend(module, case, first=first), case, is_decode=False, first=first)
+        with pytest.raises(ValueError, match="first position"):
+            extend(module, case, has_own=True, first=first)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
-from lora_cases import LoraCase, draw_slots, make_lora, segments_of
+from lora_cases import POISON_ROW, LoraCase, draw_slots, make_lora, segments_of
+from weft.kernels.gpu import lora_tiles
 from weft.kernels.lora import LoraAddition
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -21,11 +22,12 @@ RANKS = [0, 8, 16, 3, 0, 24]
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """What a kernel does not write is NaN."""
+    """What a kernel does not write is NaN, or a number that is nobody's."""
     empty = torch.empty
 
     def patched(*size: Any, **options: Any) -> torch.Tensor:
-        return empty(*size, **options).fill_(float("nan"))
+        out = empty(*size, **options)
+        return out.fill_(float("nan") if out.is_floating_point() else POISON_ROW)
 
     monkeypatch.setattr(module.torch, "empty", patched)
 
@@ -45,7 +47,12 @@ def check(
     x, out = torch.randn(len(slots), k).to(dtype), torch.randn(len(slots), width).to(dtype)
     before, exact, peer = out.clone(), out.double(), out.clone()
     segments = segments_of(slots, len(set(slots)) + spare)
-    module.add_lora(out, x, LoraAddition(tuple(c.weights for c in cases), 0, segments))
+    added = LoraAddition(tuple(c.weights for c in cases), 0, segments)
+    if hasattr(module, "add_lora"):
+        module.add_lora(out, x, added)
+    else:
+        add = getattr(module, "add_by_rows", None) or module.add_by_tiles
+        add(out, x, added, {"IS_DEPENDENT": False})
     for case in cases:
         exact = case.add(exact, x.double(), slots, 0)
         peer = case.add(peer, x, slots, 0)
@@ -76,13 +83,13 @@ def test_in_half_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slots", [[0] * 11, [3] * 35, [0, 5] * 9, list(range(6)) * 2, [4] * 12])
-@pytest.mark.parametrize("chunk", [16, 32])
-def test_chunks_of_any_segments(
-    slots: list[int], chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tile", [16, 32])
+def test_tiles_of_any_adapters(
+    slots: list[int], tile: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh_seed()
-    with kernel_module("lora", tmp_path) as module:
-        monkeypatch.setattr(module, "chunk_of", lambda tokens: chunk)
+    with kernel_module("lora_tiles", tmp_path) as module:
+        monkeypatch.setattr(module, "tile_of", lambda tokens: tile)
         check(module, parts_of((24, 9), 40, torch.float32), slots, torch.float32)
 
 
@@ -103,30 +110,52 @@ def test_additions_to_an_embedding(
     assert_as_exact(out, case.add(before, one_hot.float(), slots, 0), exact)
 
 
-WALK = "range(split * PART, (split + 1) * PART, TILE):\n        inside = "
+def test_sums_of_gate_and_up_before_the_activation() -> None:
+    fresh_seed()
+    inner, slots = 70, draw_slots(21, len(RANKS))
+    cases = parts_of((inner, inner), 24, torch.float32)
+    x, both = torch.randn(21, 24), torch.randn(21, 2 * inner)
+    added = LoraAddition(tuple(c.weights for c in cases), 0, segments_of(slots))
+    options = {"IS_DEPENDENT": False}
+    ranks = lora_tiles.shrink_tiles(x, added, options)
+    out = lora_tiles.expand_tiles_silu(both, ranks, added, options)
+    exact, peer = both.double(), both.clone()
+    for case in cases:
+        exact = case.add(exact, x.double(), slots, 0)
+        peer = case.add(peer, x, slots, 0)
+    (gate, up), (peer_gate, peer_up) = exact.chunk(2, -1), peer.chunk(2, -1)
+    silu = torch.nn.functional.silu
+    assert_as_exact(out, silu(peer_gate) * peer_up, silu(gate) * up)
+
+
+WALK = "range(split * PART, (split + 1) * PART, TILE)"
 SHORT = WALK.replace("PART, TILE", "PART - TILE, TILE")
 
 
 @pytest.mark.parametrize(
-    ("tokens", "original", "replacement"),
+    ("name", "original", "replacement"),
     [
-        (5, f"{WALK}start", f"{SHORT}start"),
-        (5, "for index in range(count):", "for index in range(count - 1):"),
-        (20, f"{WALK}(start", f"{SHORT}(start"),
-        (20, "range(0, num_ranks, RANKS)", "range(0, num_ranks - RANKS, RANKS)"),
-        (40, "(number - before) * CHUNK, 0", "0 * CHUNK, 0"),
+        ("lora_rows", WALK, SHORT),
+        ("lora_rows", "for index in range(count):", "for index in range(count - 1):"),
+        ("lora_tiles", WALK, SHORT),
+        ("lora_tiles", "range(0, units * RANKS, GROUP)", "range(0, units * RANKS - GROUP, GROUP)"),
+        (
+            "lora_tiles",
+            "(slot[:, None] == owner[None, :]) & is",
+            "(slot[:, None] > owner[None, :]) & is",
+        ),
     ],
 )
 def test_a_mutated_kernel_is_noticed(
-    tokens: int, original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh_seed()
-    case = make_lora(1040, 40, [0, 24], torch.float32)
+    case = make_lora(1040, 40, [0, 24, 24], torch.float32)
     with (
-        kernel_module("lora", tmp_path, (original, replacement)) as module,
+        kernel_module(name, tmp_path, (original, replacement)) as module,
         monkeypatch.context() as patch,
     ):
         poison(patch, module)
-        patch.setattr(module, "_splits", lambda programs, depth: 1)
+        patch.setattr(module, "splits_of", lambda *sizes: 1)
         with pytest.raises(AssertionError):
-            check(module, [case], [1] * tokens, torch.float32)
+            check(module, [case], [1, 2] * 10, torch.float32)

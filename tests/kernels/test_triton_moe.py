@@ -94,8 +94,9 @@ def test_additions_to_experts(
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [
-        ("range(TOP_K)", "range(TOP_K - 1)"),
-        ("lora.w13, lora.layer, slots)", "lora.w13[:1], lora.layer, slots)"),
+        ("range(0, TOP_K, STEP)", "range(STEP, TOP_K, STEP)"),
+        ("static_range(STEP)", "static_range(STEP - 1)"),
+        ("added, ranks, lora.w13,", "added, ranks, lora.w13[:1],"),
     ],
 )
 def test_a_mutated_addition_is_noticed(
@@ -111,7 +112,7 @@ def test_a_mutated_addition_is_noticed(
         monkeypatch.context() as patch,
     ):
         patch.setattr(module, "gate_up_additions", added.gate_up_additions)
-        patch.setattr(module, "add_to_down", added.add_to_down)
+        patch.setattr(module, "down_additions", added.down_additions)
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
         out = module.moe(*routed, adapters.addition())
     with pytest.raises(AssertionError):

@@ -20,12 +20,13 @@ def paged_attention(
     scale: float,
     max_q_len: int,
     max_kv_len: int,
+    first_position: int = 0,
 ) -> torch.Tensor:
     """Attention of each request's new rows over its pages, decode and prefill mixed freely.
 
-    Row j of a request with q_len rows attends to positions 0 .. kv_len - q_len + j. K and V of
-    this step must be in the pool already. Nothing beyond kv_len is read, neither of the table
-    nor of the last page.
+    Row j of a request with q_len rows attends to positions first_position .. kv_len - q_len + j;
+    one that sees none of them gets zeros. K and V of this step must be in the pool already. K and V
+    before first_position or beyond kv_len are not read, nor is the table beyond.
 
     Args:
         q: [T, Hq, D], contiguous.
@@ -37,6 +38,7 @@ def paged_attention(
         scale: Factor on the scores.
         max_q_len: Largest number of rows of a request.
         max_kv_len: Largest kv_len.
+        first_position: First that is attended to; EAGLE drafts have nothing at position 0.
 
     Returns:
         [T, Hq * D], dtype of `q`; softmax in float32.
@@ -45,11 +47,22 @@ def paged_attention(
         ValueError: An argument does not fit.
         IndexError: `layer`, a length or a page points outside.
     """
+    if first_position < 0:
+        raise ValueError(f"first_position is {first_position}")
     native = cpu.native_cpu_for(q)
     is_native = native is not None and fits_native(native, q.shape[1], pool)
     if not (is_native or q.is_cuda):
         return paged_attention_reference(
-            q, pool, layer, page_table, cu_q_lens, kv_lens, scale, max_q_len, max_kv_len
+            q,
+            pool,
+            layer,
+            page_table,
+            cu_q_lens,
+            kv_lens,
+            scale,
+            max_q_len,
+            max_kv_len,
+            first_position,
         )
     if not 0 <= layer < pool.shape[2]:
         raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
@@ -60,7 +73,16 @@ def paged_attention(
         from weft.kernels.gpu import attention as gpu
 
         return gpu.paged_attention(
-            q, pool, layer, page_table, cu_q_lens, kv_lens, scale, max_q_len, max_kv_len
+            q,
+            pool,
+            layer,
+            page_table,
+            cu_q_lens,
+            kv_lens,
+            scale,
+            max_q_len,
+            max_kv_len,
+            first_position=first_position,
         )
     described = cpu.describe_pool(pool)
     tokens, heads, dim = q.shape
@@ -80,6 +102,7 @@ def paged_attention(
         heads,
         tokens,
         scale,
+        first_position,
     )
     if status:
         cpu.check_status(status, "paged_attention")
@@ -115,6 +138,7 @@ def paged_attention_reference(
     scale: float,
     max_q_len: int,
     max_kv_len: int,
+    first_position: int = 0,
 ) -> torch.Tensor:
     """`paged_attention` in eager torch: gathers each request's pages, any device."""
     page_size = pool.shape[-2]
@@ -124,12 +148,16 @@ def paged_attention_reference(
         first, end = starts[request], starts[request + 1]
         if first == end:
             continue
+        if kv_len <= first_position:
+            out[first:end] = 0
+            continue
         pages = page_table[request, : -(-kv_len // page_size)].long()
-        # [pages, Hkv, 2, P, D] -> [2, Hkv, kv_len, D]
-        kv = pool[pages, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
+        # [pages, Hkv, 2, P, D] -> [2, Hkv, seen, D]
+        kv = pool[pages, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
+        kv = kv[:, :, first_position:kv_len]
         rows = torch.arange(kv_len - (end - first), kv_len, device=q.device)
-        mask = torch.arange(kv_len, device=q.device) <= rows.unsqueeze(1)
-        out[first:end] = F.scaled_dot_product_attention(
+        mask = torch.arange(first_position, kv_len, device=q.device) <= rows.unsqueeze(1)
+        mixed = F.scaled_dot_product_attention(
             q[first:end].transpose(0, 1).unsqueeze(0),
             kv[0].unsqueeze(0),
             kv[1].unsqueeze(0),
@@ -137,6 +165,7 @@ def paged_attention_reference(
             scale=scale,
             enable_gqa=True,
         )[0].transpose(0, 1)
+        out[first:end] = mixed.masked_fill((rows < first_position)[:, None, None], 0)
     return out.flatten(1)
 
 

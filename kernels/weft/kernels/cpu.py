@@ -57,6 +57,7 @@ class Attention(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("scale", ctypes.c_float),
+        ("first_seen", ctypes.c_int64),
     )
 
 
@@ -118,6 +119,21 @@ class Batch(ctypes.Structure):
     )
 
 
+MAX_TAPS = 8
+
+
+class Taps(ctypes.Structure):
+    """`Taps` of csrc/layer.h."""
+
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("layers", ctypes.c_int64 * MAX_TAPS),
+        ("columns", ctypes.c_int64 * MAX_TAPS),
+    )
+
+
 class Experts(ctypes.Structure):
     """`Experts` of csrc/moe.h."""
 
@@ -132,6 +148,41 @@ class Experts(ctypes.Structure):
     )
 
 
+class DraftHead(ctypes.Structure):
+    """`DraftHead` of csrc/draft.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("fc", "qkv", "kv", "o", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("lm_head", "input_norm", "hidden_norm")),
+        *((name, ctypes.c_void_p) for name in ("post_norm", "norm", "embedding", "target_ids")),
+        ("cos_sin", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("vocab", "hidden", "max_positions", "heads")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+    )
+
+
+class DraftEntries(ctypes.Structure):
+    """`DraftEntries` of csrc/draft.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("aux", "g", "kept", "token_ids", "positions")),
+        *((name, ctypes.c_void_p) for name in ("slots", "cu_q_lens", "request_slots")),
+        *((name, ctypes.c_int64) for name in ("rows", "requests", "places")),
+        ("scratch", ctypes.c_void_p),
+    )
+
+
+class DraftChain(ctypes.Structure):
+    """`DraftChain` of csrc/draft.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("state", "token_ids", "positions", "slots")),
+        *((name, ctypes.c_void_p) for name in ("kv_lens", "counts", "page_table", "cu_q_lens")),
+        *((name, ctypes.c_int64) for name in ("depth", "requests", "max_pages", "table_stride")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "logits")),
+    )
+
+
 class NativeCpu:
     """The functions of csrc/cpu.c. Pointers are passed as integers (`Tensor.data_ptr()`).
 
@@ -141,6 +192,10 @@ class NativeCpu:
     __slots__ = (
         "check_batch",
         "decoder_layers",
+        "draft_chain",
+        "draft_chain_width",
+        "draft_entries",
+        "draft_entries_width",
         "layer_scratch_width",
         "linear",
         "max_dim",
@@ -169,7 +224,7 @@ class NativeCpu:
             *(pointer, long, pointer, pointer, pointer, pointer, long),
             *(pointer, pointer, real, long, long, pointer),
         )
-        attention = (pointer, long, *[pointer] * 5, *[long] * 5, real)
+        attention = (pointer, long, *[pointer] * 5, *[long] * 5, real, long)
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 5)
         self.packed_words = declare("weft_packed_words", long, pointer)
@@ -188,8 +243,12 @@ class NativeCpu:
         self.layer_scratch_width = declare("weft_layer_scratch_width", long, pointer, pointer, long)
         self.check_batch = declare("weft_check_batch", integer, pointer, pointer)
         self.decoder_layers = declare(
-            "weft_decoder_layers", integer, pointer, long, long, pointer, pointer, pointer
+            "weft_decoder_layers", integer, pointer, long, long, *[pointer] * 4
         )
+        self.draft_entries_width = declare("weft_draft_entries_width", long, pointer)
+        self.draft_entries = declare("weft_draft_entries", integer, *[pointer] * 3, long)
+        self.draft_chain_width = declare("weft_draft_chain_width", long, pointer, long)
+        self.draft_chain = declare("weft_draft_chain", integer, *[pointer] * 3, long)
         self.native_bf16 = bool(declare("weft_native_bf16", integer)())
         """Whether bfloat16 products run in hardware (AVX512-BF16)."""
         self.max_dim = int(declare("weft_max_dim", integer)())
@@ -245,6 +304,7 @@ _STATUS = (
     "a slot lies beyond the pool",
     "the LoRA segments do not fit the tokens, or a table names rows that the pool does not have",
     "an expert does not exist",
+    "a token is not of the vocabulary, or a request's slot does not exist",
 )
 """Texts of `Status` in csrc/rows.h."""
 

@@ -115,6 +115,46 @@ class DecoderLayerWeight:
         return (self.qkv.dtype, *parts, self.mlp.shapes())
 
 
+class Taps:
+    """Takes the residual stream as it enters some layers, side by side.
+
+    Args:
+        layers: Indices in the pool; a layer may be there twice.
+        out: [T, len(layers) * H], contiguous, of a step of T rows: written.
+
+    Raises:
+        ValueError: Too many layers, or `out` cannot be divided among them.
+    """
+
+    def __init__(self, layers: Sequence[int], out: torch.Tensor) -> None:
+        count, width = len(layers), out.shape[1]
+        if not 0 < count <= cpu.MAX_TAPS or width % count or not out.is_contiguous():
+            raise ValueError(f"{count} inputs of layers do not fit {tuple(out.shape)}")
+        self._layers = tuple(layers)
+        self._out = out
+
+    def take(self, layer: int, hidden: torch.Tensor) -> None:
+        """Copies what enters `layer`, [T, H], if it is wanted."""
+        width = hidden.shape[1]
+        for index, wanted in enumerate(self._layers):
+            if wanted == layer:
+                self._out[:, index * width : (index + 1) * width].copy_(hidden)
+
+    def native(self, hidden: torch.Tensor) -> cpu.Taps:
+        """The same for the native operation on `hidden`; valid as long as this lives."""
+        rows, width = hidden.shape
+        count = len(self._layers)
+        if self._out.shape != (rows, count * width) or self._out.dtype != hidden.dtype:
+            raise ValueError(
+                f"{count} inputs of layers {tuple(hidden.shape)} {hidden.dtype} do not fit "
+                f"{tuple(self._out.shape)} {self._out.dtype}"
+            )
+        described = cpu.Taps(self._out.data_ptr(), count * width, count)
+        for index, layer in enumerate(self._layers):
+            described.layers[index], described.columns[index] = layer, index * width
+        return described
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayers:
     """Consecutive layers of the same shapes, from `stack_layers`."""
@@ -346,7 +386,11 @@ def _check_lora(w: DecoderLayerWeight, lora: LoraStep, rows: int) -> None:
 
 
 def decoder_layers(
-    hidden: torch.Tensor, stack: DecoderLayers, step: DecoderStep, first: int = 0
+    hidden: torch.Tensor,
+    stack: DecoderLayers,
+    step: DecoderStep,
+    first: int = 0,
+    taps: Taps | None = None,
 ) -> torch.Tensor:
     """For each layer: hidden += attention(norm(hidden)); hidden += mlp(norm(hidden)).
 
@@ -357,6 +401,7 @@ def decoder_layers(
         stack: The layers.
         step: Of this step, from `prepare_step`.
         first: Index in the pool of the stack's first layer.
+        taps: Gets what enters those of these layers that it names, or None.
 
     Returns:
         [T, H].
@@ -367,11 +412,13 @@ def decoder_layers(
     if hidden.is_cuda:
         from weft.kernels.gpu import decoder_layers as gpu
 
-        return gpu.decoder_layers(hidden, stack.layers, step, first)
+        return gpu.decoder_layers(hidden, stack.layers, step, first, taps)
     native = cpu.native_cpu()
     count = len(stack.layers)
     if step.native is None or stack.native is None or native is None:
         for i, layer in enumerate(stack.layers):
+            if taps is not None:
+                taps.take(first + i, hidden)
             hidden = decoder_layer_reference(hidden, layer, step, first + i)
         return hidden
     batch, pool, _, lora = step.native
@@ -395,6 +442,7 @@ def decoder_layers(
         ctypes.byref(batch),
         ctypes.byref(pool),
         hidden.data_ptr(),
+        None if taps is None else ctypes.byref(taps.native(hidden)),
     )
     if status:
         cpu.check_status(status, "decoder_layers")

@@ -12,6 +12,9 @@ from weft.kernels.activation import silu_and_mul_reference
 from weft.kernels.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.memory import WeightArena
 
+_PANEL_ROWS = 32
+"""`PANEL` of csrc/tile.h."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
@@ -97,12 +100,14 @@ def linear(
     """
     if w.native is not None:
         return _linear_native(x, w, residual, out_dtype, lora)
-    if w.onednn:
-        out = _linear_onednn(x, w, residual, out_dtype)
-    elif w.data.is_cuda:
+    if w.data.is_cuda:
         from weft.kernels.gpu import linear as gpu
 
-        out = gpu.linear(x, w.data, w.bias, residual, out_dtype)
+        if lora is not None:
+            check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+        return gpu.linear(x, w.data, w.bias, residual, out_dtype, lora)
+    if w.onednn:
+        out = _linear_onednn(x, w, residual, out_dtype)
     else:
         out = linear_reference(x, w.data, w.bias, residual, out_dtype)
     if lora is not None:
@@ -138,6 +143,31 @@ def gate_up_silu(
     if lora is not None:
         add_lora(both, x, lora)
     return silu_and_mul_reference(both)
+
+
+def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a layer's original weight, whatever form it is kept in.
+
+    Args:
+        w: From `pack_linear`.
+        rows: [N] int64 on the weight's device.
+
+    Returns:
+        [N, in_features], a copy.
+
+    Raises:
+        ValueError: `w` is of a gated pair.
+    """
+    if w.gated:
+        raise ValueError("rows are read of plain layers, not of a gate with its up projection")
+    if w.native is not None:
+        # [panel of rows][word][row of the panel], a word being one float32 or two bfloat16.
+        num_words = -(-w.in_features * w.dtype.itemsize // 4)
+        panels = w.data.view(-1, num_words, _PANEL_ROWS)
+        words = panels[rows // _PANEL_ROWS, :, rows % _PANEL_ROWS].contiguous()
+        return words.view(w.dtype)[:, : w.in_features].contiguous()
+    plain = w.data.to_dense() if w.onednn else w.data
+    return plain.index_select(0, rows)
 
 
 def linear_reference(

@@ -54,6 +54,10 @@ class LoraWeights:
     columns, for v after k's, for up after gate's."""
     b_table: torch.Tensor | None = None
     """The rows of `b`, where they are not those of `a`: experts may share one of the two."""
+    is_a_shared: bool = False
+    """All experts of an adapter have the same rows of `a`,"""
+    is_b_shared: bool = False
+    """or of `b`."""
 
     def __post_init__(self) -> None:
         """Raises ValueError where the tensors do not fit together."""
@@ -137,6 +141,7 @@ class HostSegments(NamedTuple):
 
     token_slots: Int32Array
     order: Int32Array
+    ordered: Int32Array
     starts: Int32Array
     slots: Int32Array
 
@@ -165,7 +170,7 @@ def sort_tokens(token_slots: Int32Array, num_segments: int | None = None) -> Hos
     padded = np.full(size, EMPTY_SLOT, np.int32)
     padded[: len(slots)] = slots
     order = np.argsort(token_slots, kind="stable").astype(np.int32)
-    return HostSegments(token_slots, order, starts, padded)
+    return HostSegments(token_slots, order, token_slots[order], starts, padded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,8 @@ class LoraSegments:
     """[T] int32."""
     order: torch.Tensor
     """[T] int32: tokens sorted by slot, those of one slot in their order."""
+    ordered: torch.Tensor
+    """[T] int32: their slots in that order."""
     starts: torch.Tensor
     """[S + 1] int32: where each segment begins in `order`."""
     slots: torch.Tensor
@@ -183,14 +190,14 @@ class LoraSegments:
 
     def __post_init__(self) -> None:
         """Raises ValueError where the tensors do not fit together."""
-        tensors = (self.token_slots, self.order, self.starts, self.slots)
-        tokens, order, starts, slots = (t.numel() for t in tensors)
-        if (order, starts) != (tokens, slots + 1) or any(
+        tensors = (self.token_slots, self.order, self.ordered, self.starts, self.slots)
+        tokens, order, ordered, starts, slots = (t.numel() for t in tensors)
+        if (order, ordered, starts) != (tokens, tokens, slots + 1) or any(
             t.dtype != torch.int32 or t.dim() != 1 or not t.is_contiguous() for t in tensors
         ):
             raise ValueError(
                 f"LoRA segments {[(tuple(t.shape), t.dtype) for t in tensors]} are not [T], [T], "
-                "[S + 1] and [S] int32, contiguous"
+                "[T], [S + 1] and [S] int32, contiguous"
             )
 
     @classmethod
@@ -210,7 +217,7 @@ class LoraSegments:
         ordered, order = torch.sort(token_slots, stable=True)
         starts = self.starts.new_full((self.slots.shape[0] + 1,), rows.shape[0])
         starts[:-1] = torch.searchsorted(ordered, self.slots, out_int32=True)
-        return LoraSegments(token_slots, order.to(torch.int32), starts, self.slots)
+        return LoraSegments(token_slots, order.to(torch.int32), ordered, starts, self.slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def rope_and_cache(
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous, dtype of `qkv`; written.
         layer: Layer of the pool to write.
         slots: [T] int64: page * page_size + offset, all different.
-        num_heads: Hq.
+        num_heads: Hq; 0: there is no q, K and V are stored.
         num_kv_heads: Hkv.
         q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None.
         k_norm: [D], the same for k.

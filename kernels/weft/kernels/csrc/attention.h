@@ -44,10 +44,13 @@ static long value_offset(const Pool *pool) {
   return pool->page_size * pool->dim * (pool->is_bf16 ? 2 : 4);
 }
 
-/* The positions from `begin` on, at most KV_BLOCK and before `end`. */
+/* Where the block of positions after that of `position` begins. */
+static long next_block(long position) { return (position / KV_BLOCK + 1) * KV_BLOCK; }
+
+/* The positions from `begin` on, up to the end of its block and before `end`. */
 static void find_block(const Pool *pool, const Task *t, long begin, long end, Block *block) {
   const long bytes = pool->dim * (pool->is_bf16 ? 2 : 4), to_value = value_offset(pool);
-  block->count = begin < end ? at_most(end - begin, KV_BLOCK) : 0;
+  block->count = begin < end ? at_most(end - begin, next_block(begin) - begin) : 0;
   block->num_spans = 0;
   long page = begin / pool->page_size, offset = begin % pool->page_size;
   for (int i = 0; i < block->count; page++, offset = 0) {
@@ -245,6 +248,15 @@ static void start_segment(const Pool *pool, const Task *t, Scratch *scratch) {
   }
 }
 
+/* The result of a job without positions. */
+static void see_nothing(const Pool *pool, const Task *t, Scratch *scratch) {
+  memset(scratch->total, 0, (size_t)(t->rows * padded_dim(pool)) * sizeof(float));
+  for (int row = 0; row < t->rows; row++) {
+    scratch->total_max[row] = LOWEST;
+    scratch->total_weight[row] = 0;
+  }
+}
+
 /* One row: (total, its maximum and sum) becomes the whole of itself and a later segment. */
 INLINE void merge_row(float *total, float *total_max, float *total_weight, const float *sum,
                       float sum_max, float sum_weight, long dim) {
@@ -262,6 +274,7 @@ INLINE void merge_row(float *total, float *total_max, float *total_weight, const
 
 INLINE void write_row(const Attention *a, const Pool *pool, const float *total, float weight,
                       long token, long head) {
+  if (weight == 0) weight = 1; /* it sees nothing: zeros */
   for (long d = 0; d < pool->dim; d += VL) {
     int n = at_most(pool->dim - d, VL);
     store_some(a->out, pool->is_bf16, (token * a->heads + head) * pool->dim + d, n,
@@ -301,15 +314,17 @@ static void run_job(const Attention *a, const Pool *pool, const Job *job, const 
   gather_q(a, pool, job, scratch);
   Block blocks[2], *block = &blocks[0], *ahead = &blocks[1];
   find_block(pool, t, job->begin, job->end, ahead);
-  for (long segment = job->begin; segment < job->end; segment += SEGMENT) {
-    long segment_end = segment + SEGMENT < job->end ? segment + SEGMENT : job->end;
+  if (job->begin >= job->end) see_nothing(pool, t, scratch);
+  for (long segment = job->begin, next_segment; segment < job->end; segment = next_segment) {
+    next_segment = (segment / SEGMENT + 1) * SEGMENT;
+    long segment_end = next_segment < job->end ? next_segment : job->end;
     start_segment(pool, t, scratch);
-    for (long begin = segment; begin < segment_end; begin += KV_BLOCK) {
+    for (long begin = segment; begin < segment_end; begin = next_block(begin)) {
       Block *found = ahead;
       ahead = block;
       block = found;
-      if (begin + KV_BLOCK < job->end)
-        find_block(pool, t, begin + KV_BLOCK, job->end, ahead);
+      if (next_block(begin) < job->end)
+        find_block(pool, t, next_block(begin), job->end, ahead);
       else if (next != NULL)
         find_block(pool, &next->task, next->begin, next->end, ahead);
       else

@@ -25,6 +25,7 @@ typedef struct {
   int64_t table_stride;
   int64_t heads;
   float scale;
+  int64_t first_seen; /* positions before it are never attended to */
 } Attention;
 
 /* How one request is cut into tasks. */
@@ -90,7 +91,7 @@ typedef struct {
 typedef struct {
   Task task;
   long first_token; /* of its first query row */
-  long begin, end; /* positions it reads */
+  long begin, end; /* positions it reads; none if begin >= end */
   float *partial; /* where its result goes when the request is split, else null */
 } Job;
 
@@ -111,13 +112,14 @@ static Job find_job(const Attention *a, const Pool *pool, const Plan *plan, long
   /* Later rows see more positions: start with them. */
   long block = share->split ? 0 : share->row_blocks - 1 - part, first = block * per_block;
   long count = q_rows - first < per_block ? q_rows - first : per_block;
-  Job job = {.first_token = a->cu_q_lens[low] + first, .end = kv_len - q_rows + first + count};
+  Job job = {.first_token = a->cu_q_lens[low] + first, .begin = a->first_seen,
+             .end = kv_len - q_rows + first + count};
   job.task = (Task){.pages = a->page_table + low * a->table_stride, .layer = layer,
                     .kv_head = kv_head, .group = group, .first_position = kv_len - q_rows + first,
                     .rows = (int)(count * group)};
   if (share->split) {
-    job.begin = part * SEGMENT;
-    if (job.end > job.begin + SEGMENT) job.end = job.begin + SEGMENT;
+    if (job.begin < part * SEGMENT) job.begin = part * SEGMENT;
+    if (job.end > (part + 1) * SEGMENT) job.end = (part + 1) * SEGMENT;
     long partial = share->partials + (kv_head * share->segments + part) * job.task.rows;
     job.partial = plan->partials + partial * (pool->dim + 2);
   }

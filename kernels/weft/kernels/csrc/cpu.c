@@ -5,6 +5,7 @@
 #include <stddef.h>
 
 #include "attention.h"
+#include "draft.h"
 #include "layer.h"
 #include "linear.h"
 #include "lora.h"
@@ -125,10 +126,12 @@ int weft_rope_and_cache(const Pool *pool, int64_t layer, const void *qkv, const 
 int weft_paged_attention(const Pool *pool, int64_t layer, const void *q, void *out,
                          const int32_t *page_table, const int32_t *cu_q_lens,
                          const int32_t *kv_lens, int64_t requests, int64_t max_pages,
-                         int64_t table_stride, int64_t heads, int64_t tokens, float scale) {
+                         int64_t table_stride, int64_t heads, int64_t tokens, float scale,
+                         int64_t first_seen) {
   Attention attention = {.q = q, .out = out, .page_table = page_table, .cu_q_lens = cu_q_lens,
                          .kv_lens = kv_lens, .requests = requests, .max_pages = max_pages,
-                         .table_stride = table_stride, .heads = heads, .scale = scale};
+                         .table_stride = table_stride, .heads = heads, .scale = scale,
+                         .first_seen = first_seen};
   Plan plan = {0};
   Status status = check_attention(&attention, pool, tokens);
   if (status == FINE) status = plan_attention(&attention, pool, &plan);
@@ -156,9 +159,9 @@ int weft_check_batch(const Batch *batch, const Pool *pool) {
   return status == FINE ? check_attention(&batch->attention, pool, batch->rows) : status;
 }
 
-/* A Status. */
+/* A Status; `taps` may be null. */
 int weft_decoder_layers(const Layer *const *layers, int64_t first, int64_t count,
-                        const Batch *batch, const Pool *pool, void *hidden) {
+                        const Batch *batch, const Pool *pool, void *hidden, const Taps *taps) {
   Plan plan;
   Status status = plan_attention(&batch->attention, pool, &plan);
   if (status == FINE && count > 0 && batch->rows > 0) {
@@ -169,9 +172,53 @@ int weft_decoder_layers(const Layer *const *layers, int64_t first, int64_t count
 #pragma omp parallel num_threads(divisions[0].threads)
     {
       Member me = join_team(&barrier);
-      layers_share(layers, first, count, batch, pool, hidden, &plan, divisions, &me);
+      layers_share(layers, first, count, batch, pool, hidden, taps, &plan, divisions, &me);
     }
   }
   free_plan(&plan);
+  return status;
+}
+
+int64_t weft_draft_entries_width(const DraftHead *head) { return entries_width(head); }
+int64_t weft_draft_chain_width(const DraftHead *head, int64_t dim) { return chain_width(head, dim); }
+
+/* A Status; nothing was written where it is not FINE. */
+int weft_draft_entries(const DraftHead *head, const DraftEntries *entries, const Pool *pool,
+                       int64_t layer) {
+  Status status = check_entries(head, entries, pool);
+  if (status != FINE || entries->rows == 0) return status;
+  DraftDivision division = {.threads = team_limit()};
+  divide_entries(head, entries, &division);
+  Barrier barrier = {0};
+#pragma omp parallel num_threads(division.threads)
+  {
+    Member me = join_team(&barrier);
+    entries_share(head, entries, pool, layer, &division, &me);
+  }
+  return FINE;
+}
+
+/* A Status; nothing was written where it is not FINE. */
+int weft_draft_chain(const DraftHead *head, const DraftChain *chain, const Pool *pool,
+                     int64_t layer) {
+  Status status = chain->depth <= MAX_DEPTH ? check_chain(head, chain, pool) : BAD_LENGTHS;
+  if (status != FINE || chain->depth == 0) return status;
+  Plan plans[MAX_DEPTH] = {0};
+  for (long step = 0; step < chain->depth && status == FINE; step++) {
+    Attention attention = chain_attention(head, chain, step);
+    status = plan_attention(&attention, pool, &plans[step]);
+  }
+  if (status == FINE) {
+    DraftDivision divisions[2];
+    divisions[0].threads = divisions[1].threads = team_limit();
+    divide_chain(head, chain, 0, &divisions[0]);
+    Barrier barrier = {0};
+#pragma omp parallel num_threads(divisions[0].threads)
+    {
+      Member me = join_team(&barrier);
+      chain_share(head, chain, pool, layer, plans, divisions, &me);
+    }
+  }
+  for (long step = 0; step < chain->depth; step++) free_plan(&plans[step]);
   return status;
 }

@@ -25,6 +25,16 @@ typedef struct {
   const Lora *lora; /* or null */
 } Batch;
 
+#define MAX_TAPS 8
+
+/* Layers whose input is wanted; as laid out by weft/kernels/cpu.py. */
+typedef struct {
+  void *out; /* [rows, width] */
+  int64_t width;
+  int64_t count;
+  int64_t layers[MAX_TAPS], columns[MAX_TAPS]; /* where a layer's input begins in a row of out */
+} Taps;
+
 /* Elements a row of scratch: the normed row, qkv, q, attention's result, the activation. */
 static long layer_scratch_width(const Layer *layer, const Attention *a, long dim) {
   return layer->qkv->in_features + layer->qkv->out_features + 2 * a->heads * dim +
@@ -107,15 +117,30 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   product_share(layer, TO_DOWN, inner, to_hidden, batch, index, d, me);
 }
 
-/* Layers first .. first + count - 1 of the pool. */
+/* What enters a layer, to where it is wanted. */
+static void tap_share(const Taps *taps, long layer, const Batch *batch, const Pool *pool,
+                      const void *hidden, long width, const Member *me) {
+  const size_t size = pool->is_bf16 ? 2 : 4;
+  Rows mine = rows_of(me, batch->rows);
+  for (long i = 0; i < taps->count; i++) {
+    if (taps->layers[i] != layer) continue;
+    for (long row = mine.first; row < mine.last; row++)
+      memcpy((char *)taps->out + (row * taps->width + taps->columns[i]) * size,
+             (const char *)hidden + row * width * size, width * size);
+  }
+}
+
+/* Layers first .. first + count - 1 of the pool; `taps` or null. */
 static void layers_share(const Layer *const *layers, long first, long count, const Batch *batch,
-                         const Pool *pool, void *hidden, Plan *plan, Division *divisions,
-                         Member *me) {
+                         const Pool *pool, void *hidden, const Taps *taps, Plan *plan,
+                         Division *divisions, Member *me) {
   for (long i = 0; i < count; i++) {
     /* Two in turn: one thread prepares the next layer's while others are still in this one. */
     Division *now = &divisions[i % 2];
     if (me->thread == 0 && i + 1 < count)
       divide_layer(layers[i + 1], first + i + 1, batch, &divisions[(i + 1) % 2]);
+    if (taps != NULL)
+      tap_share(taps, first + i, batch, pool, hidden, layers[i]->qkv->in_features, me);
     layer_share(layers[i], batch, pool, first + i, hidden, plan, now, me);
     wait_for_all(me);
     if (me->thread == 0) plan->next_task = 0;

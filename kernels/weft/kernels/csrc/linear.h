@@ -7,7 +7,6 @@
 #include "tile.h"
 
 #define GATE 16 /* columns of gate at the head of a gated panel; as many of up follow */
-#define PREFETCH_ROWS 8 /* from so many rows on the next panel is prefetched */
 #define GROUP_BLOCKS 8 /* tiles of a panel in one unit of work */
 
 /* As laid out by weft/kernels/cpu.py. */
@@ -19,6 +18,16 @@ typedef struct {
   int32_t is_bf16;
   int32_t gated; /* panels alternate 16 columns of gate and of up; the result is silu(gate) * up */
 } Weight;
+
+/* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
+ * EPYC's own prefetcher does better alone, while a Xeon's leaves a third of the memory's speed unused
+ * (docs/decisions/0022). */
+static int prefetch_from(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (__builtin_cpu_is("intel")) return 1;
+#endif
+  return 8;
+}
 
 static long words_of(const Weight *w) {
   return w->is_bf16 ? (w->in_features + 1) / 2 : w->in_features;
@@ -132,9 +141,8 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
   int odd = w->is_bf16 && (w->in_features & 1), is_adding = adds(add);
   long blocks = blocks_of(m), groups = groups_of(m), p = unit / groups, group = unit % groups;
   const uint32_t *panel = w->panels + p * words * PANEL;
-  /* Each block of rows asks for a part of the next panel. With few rows the memory is the limit,
-   * and its own prefetcher does better. */
-  int prefetch = group == 0 && m >= PREFETCH_ROWS && p + 1 < panels_of(w);
+  /* Each block of rows asks for a part of the next panel. */
+  int prefetch = group == 0 && m >= prefetch_from() && p + 1 < panels_of(w);
   const char *next = (const char *)(panel + words * PANEL);
   const long first_block = blocks * group / groups, last_block = blocks * (group + 1) / groups;
   const long part = prefetch ? words * PANEL * 4 / (last_block - first_block) : 0;

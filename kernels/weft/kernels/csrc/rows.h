@@ -86,7 +86,7 @@ INLINE long pool_index(const Pool *pool, long layer, long page, long head, long 
   return (place * pool->page_size + offset) * pool->dim;
 }
 
-typedef enum { FINE, OUT_OF_MEMORY, BAD_LENGTHS, BAD_PAGE, BAD_POSITION, BAD_SLOT, BAD_LORA, BAD_EXPERT } Status;
+typedef enum { FINE, OUT_OF_MEMORY, BAD_LENGTHS, BAD_PAGE, BAD_POSITION, BAD_SLOT, BAD_LORA, BAD_EXPERT, BAD_TOKEN } Status;
 
 typedef struct {
   const void *qkv; /* [rows, (heads + 2 * kv_heads) * dim] */

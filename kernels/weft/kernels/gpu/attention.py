@@ -25,11 +25,13 @@ def paged_attention(
     max_q_len: int,
     max_kv_len: int,
     own: OwnKv | None = None,
+    first_position: int = 0,
 ) -> torch.Tensor:
     """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments are checked.
 
     Only bounds are needed of `max_q_len` and `max_kv_len`; they decide about the launches.
-    With `own`, what requests of several rows bring is not read from the pool.
+    With `own`, what requests of several rows bring is not read from the pool, and `first_position`
+    must be 0.
     """
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
@@ -39,7 +41,19 @@ def paged_attention(
     if tokens == 0:
         return out
     if max_q_len > 1:
-        extend_attention(out, q, pool, layer, page_table, cu_q_lens, kv_lens, scale, max_q_len, own)
+        extend_attention(
+            out,
+            q,
+            pool,
+            layer,
+            page_table,
+            cu_q_lens,
+            kv_lens,
+            scale,
+            max_q_len,
+            own,
+            first_position,
+        )
     if max_q_len == 1 or requests > 1:
         decode_attention(
             out,
@@ -53,5 +67,6 @@ def paged_attention(
             max_kv_len,
             # As many rows as requests, none with two: a request with no row leaves one behind.
             is_uniform=max_q_len == 1 and tokens == requests,
+            first_position=first_position,
         )
     return out

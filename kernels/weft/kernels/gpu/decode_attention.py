@@ -44,6 +44,7 @@ def decode_attention(
     max_kv_len: int,
     *,
     is_uniform: bool,
+    first_position: int = 0,
 ) -> None:
     """Writes the rows of `out` whose requests bring one row, and no others.
 
@@ -58,6 +59,7 @@ def decode_attention(
         scale: Factor on the scores.
         max_kv_len: Bound of `kv_lens`.
         is_uniform: Every request brings one row; `cu_q_lens` is not read.
+        first_position: Positions before it are not attended to.
     """
     requests = page_table.shape[0]
     heads, dim = q.shape[1:]
@@ -97,6 +99,7 @@ def decode_attention(
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
         TILE=tile,
+        FIRST_POSITION=first_position,
         num_warps=warps,
         num_stages=num_stages(programs, splits, q),
         **launch_options(q.device),
@@ -116,6 +119,7 @@ def decode_attention(
             DIM=dim,
             BLOCK_DIM=triton.next_power_of_2(dim),
             TILE=tile,
+            FIRST_POSITION=first_position,
             num_warps=4,
             **launch_options(q.device),
         )
@@ -159,6 +163,14 @@ def num_stages(programs: int, splits: int, q: torch.Tensor) -> int:
     return 2 if is_crowded or q.shape[2] > 128 else 3
 
 
+@triton.jit
+def _context(kv_len: tl.tensor, FIRST_POSITION: tl.constexpr) -> tl.tensor:
+    """Positions to walk: none where none is seen."""
+    if FIRST_POSITION > 0:
+        kv_len = tl.where(kv_len > FIRST_POSITION, kv_len, 0)
+    return kv_len
+
+
 @triton.jit(do_not_specialize=["layer", "splits"])
 def _decode_kernel(
     partial: tl.tensor,
@@ -184,6 +196,7 @@ def _decode_kernel(
     BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -195,7 +208,7 @@ def _decode_kernel(
         row = tl.load(cu_q_lens + request)
         if tl.load(cu_q_lens + request + 1) - row != 1:
             return
-    kv_len = tl.load(kv_lens + request)
+    kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
     length = tl.cdiv(tl.cdiv(kv_len, TILE), splits) * TILE
     begin = split * length
     end = tl.minimum(begin + length, kv_len)
@@ -218,6 +231,8 @@ def _decode_kernel(
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         is_seen = position < end
+        if FIRST_POSITION > 0:
+            is_seen &= position >= FIRST_POSITION
         page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
         # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
         matrix = ((page * KV_HEADS + kv_head) * LAYERS + layer) * 2
@@ -230,7 +245,8 @@ def _decode_kernel(
             scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
         else:
             scores = tl.dot(query, tl.trans(keys))
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
+        scores = tl.where(is_seen[None, :], scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
         values = tl.load(kv_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
         # Scaled after the subtraction, which loses nothing among the scores that matter.
@@ -268,6 +284,7 @@ def _merge_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -279,7 +296,7 @@ def _merge_kernel(
         if tl.load(cu_q_lens + request + 1) - row != 1:
             return
     # The splits that had something to walk, as in _decode_kernel.
-    tiles = tl.cdiv(tl.load(kv_lens + request), TILE)
+    tiles = tl.cdiv(_context(tl.load(kv_lens + request), FIRST_POSITION), TILE)
     used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
 
     split = tl.arange(0, BLOCK_SPLITS)

@@ -19,18 +19,29 @@ from weft.kernels.lora import addition_to, experts_addition
 from weft.kernels.rope import check_rope
 
 if TYPE_CHECKING:
-    from weft.kernels.decoder_layer import DecoderLayerWeight, DecoderStep, SparseMlpWeight
+    from weft.kernels.decoder_layer import (
+        DecoderLayerWeight,
+        DecoderStep,
+        SparseMlpWeight,
+        Taps,
+    )
     from weft.kernels.lora import LoraStep
 
 
 def decoder_layers(
-    hidden: torch.Tensor, layers: Sequence[DecoderLayerWeight], step: DecoderStep, first: int
+    hidden: torch.Tensor,
+    layers: Sequence[DecoderLayerWeight],
+    step: DecoderStep,
+    first: int,
+    taps: Taps | None = None,
 ) -> torch.Tensor:
     """`weft.kernels.decoder_layer.decoder_layers` for CUDA tensors; `hidden` is the result."""
     _check(hidden, layers, step, first)
     normed = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
     for index, w in enumerate(layers):
         layer = first + index
+        if taps is not None:
+            taps.take(layer, hidden)
         qkv = linear(normed, w.qkv, lora=addition_to(step.lora, "qkv", layer))
         mixed = _attend(qkv, w, step, layer)
         out = linear(mixed, w.o, lora=addition_to(step.lora, "o", layer))

@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+LaunchOptions = dict[str, bool]
+"""Arguments of a launch: the kernel's own, and Triton's."""
+
 
 @functools.cache
 def is_dependent(device: torch.device) -> bool:
@@ -20,11 +23,16 @@ def is_dependent(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launch_options(device: torch.device) -> dict[str, bool]:
-    """Arguments of a launch: the kernel's own, and Triton's."""
-    if is_dependent(device):
-        return {"IS_DEPENDENT": True, "launch_pdl": True}
-    return {"IS_DEPENDENT": False}
+def launch_options(device: torch.device, *, is_alone: bool = False) -> LaunchOptions:
+    """Of a kernel that begins as the one before it ends.
+
+    Args:
+        device: Where it runs.
+        is_alone: It begins only after all that it waits for; the next one may begin as it ends.
+    """
+    if not is_dependent(device):
+        return {"IS_DEPENDENT": False}
+    return {"IS_DEPENDENT": True} if is_alone else {"IS_DEPENDENT": True, "launch_pdl": True}
 
 
 @triton.jit

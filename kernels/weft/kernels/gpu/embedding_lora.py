@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.lora import TokenSlots, direct_expand
+from weft.kernels.gpu.lora_rows import expand_rows, of_tokens
 from weft.kernels.lora import LoraAddition
 
 
@@ -16,13 +16,14 @@ def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: Lor
     tokens, rows = token_ids.shape[0], part.table.shape[2]
     if tokens == 0:
         return
+    options = launch_options(out.device)
     shrunk = torch.empty((1, tokens, part.max_rank), dtype=torch.float32, device=out.device)
     _gather_kernel[(tokens, rows)](
         shrunk, token_ids, token_slots, part.a, part.table, part.counts, addition.layer,
-        part.table.shape[1], part.in_features, num_warps=1, **launch_options(out.device),
+        part.table.shape[1], part.in_features, num_warps=1, **options,
     )  # fmt: skip
-    slots = TokenSlots(token_slots, token_slots)
-    direct_expand(out, shrunk, addition.parts, addition.layer, slots)
+    slots = of_tokens(token_slots)
+    expand_rows(out, shrunk, addition.parts, addition.layer, slots, options)
 
 
 @triton.jit(do_not_specialize=["layer", "slots"])

@@ -48,6 +48,7 @@ def extend_attention(
     scale: float,
     max_q_len: int,
     own: OwnKv | None,
+    first_position: int = 0,
 ) -> None:
     """Writes the rows of `out` whose requests bring two rows or more, and no others.
 
@@ -62,7 +63,13 @@ def extend_attention(
         scale: Factor on the scores.
         max_q_len: Bound of the requests' rows.
         own: The step's K and V; None: they are read from the pool.
+        first_position: Positions before it are not attended to; 0 with `own`.
+
+    Raises:
+        ValueError: `first_position` beside `own`.
     """
+    if first_position and own is not None:
+        raise ValueError("a first position needs K and V in the pool")
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
     kv_heads, page_size = pool.shape[1], pool.shape[4]
@@ -92,6 +99,7 @@ def extend_attention(
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
         TILE=shape.tile,
+        FIRST_POSITION=first_position,
         num_warps=shape.warps,
         num_stages=shape.stages,
         **launch_options(q.device),
@@ -134,6 +142,7 @@ def _extend_kernel(
     BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -164,7 +173,7 @@ def _extend_kernel(
     # In pages: every row sees [0, common), no row sees anything from `end` on.
     if own_k is None:
         end = cached + tl.minimum(begin + ROWS, q_len)
-        common = (cached + begin + 1) // TILE * TILE
+        common = (cached + begin + 1) // TILE * TILE if FIRST_POSITION == 0 else 0
     else:
         end = cached
         common = cached // TILE * TILE
@@ -174,7 +183,7 @@ def _extend_kernel(
         k_at = pool + at[:, None] * DIM + column[None, :]
         largest, total, mixed = _attend(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
-            position, end, last_seen, scale, DIM, BLOCK_DIM, False,
+            position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0,
         )  # fmt: skip
     for start in range(common, end, TILE):
         position = start + tl.arange(0, TILE)
@@ -182,7 +191,7 @@ def _extend_kernel(
         k_at = pool + at[:, None] * DIM + column[None, :]
         largest, total, mixed = _attend(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
-            position, end, last_seen, scale, DIM, BLOCK_DIM, True,
+            position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION,
         )  # fmt: skip
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
@@ -193,16 +202,18 @@ def _extend_kernel(
             at = position.to(tl.int64)[:, None]
             largest, total, mixed = _attend(
                 largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                position, q_len, row, scale, DIM, BLOCK_DIM, False,
+                position, q_len, row, scale, DIM, BLOCK_DIM, False, 0,
             )  # fmt: skip
         for start in range(begin, tl.minimum(begin + ROWS, q_len), TILE):
             position = start + tl.arange(0, TILE)
             at = position.to(tl.int64)[:, None]
             largest, total, mixed = _attend(
                 largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                position, q_len, row, scale, DIM, BLOCK_DIM, True,
+                position, q_len, row, scale, DIM, BLOCK_DIM, True, 0,
             )  # fmt: skip
     mixed = mixed / total[:, None]
+    if FIRST_POSITION > 0:
+        mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
     tl.store(out + q_at, mixed.to(out.dtype.element_ty), mask=mask)
 
 
@@ -257,12 +268,16 @@ def _attend(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a tile of positions to a running softmax; where partial, what each row sees of it."""
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     if IS_PARTIAL:
-        keys = tl.load(k_at, mask=in_dim & (position < end)[:, None], other=0.0)
-        values = tl.load(v_at, mask=in_dim & (position < end)[:, None], other=0.0)
+        is_there = position < end
+        if FIRST_POSITION > 0:
+            is_there &= position >= FIRST_POSITION
+        keys = tl.load(k_at, mask=in_dim & is_there[:, None], other=0.0)
+        values = tl.load(v_at, mask=in_dim & is_there[:, None], other=0.0)
     elif DIM == BLOCK_DIM:
         keys = tl.load(k_at)
         values = tl.load(v_at)
@@ -271,8 +286,9 @@ def _attend(
         values = tl.load(v_at, mask=in_dim, other=0.0)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if IS_PARTIAL:
-        is_seen = (position[None, :] <= last_seen[:, None]) & (position < end)[None, :]
-        scores = tl.where(is_seen, scores, float("-inf"))
+        is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
+        # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
+        scores = tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     # Scaled after the subtraction, which loses nothing among the scores that matter.
     shrink = tl.exp2((largest - new_largest) * scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from weft.kernels.gpu.activation import silu_and_mul
-from weft.kernels.gpu.lora import add_lora
+from weft.kernels.gpu.lora import Ranks
 from weft.kernels.gpu.small_linear import MAX_ROWS, MAX_SPREAD_ROWS, small_linear
 from weft.kernels.lora import LoraAddition
 
@@ -19,12 +19,28 @@ def linear(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out_dtype: torch.dtype | None,
+    lora: LoraAddition | None,
 ) -> torch.Tensor:
     """`weft.kernels.linear.linear` for CUDA tensors; `weight` is [N, K] as it was given.
 
     A float32 result of a narrower input is never rounded to the narrow dtype on the way.
     """
     _check(x, weight, residual)
+    if lora is None:
+        return _product(x, weight, bias, residual, out_dtype)
+    ranks = Ranks(x, lora)
+    out = _product(x, weight, bias, residual, out_dtype)
+    ranks.add_to(out)
+    return out
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
     if _is_small(x, weight):
         return small_linear(x, weight, bias, residual, out_dtype or x.dtype)
     if out_dtype is not None and out_dtype != x.dtype:
@@ -51,15 +67,21 @@ def gate_up_silu(
     Rows are computed by the same kernels with adapters in the step and without.
     """
     _check(x, weight, None)
+    ranks = None if lora is None else Ranks(x, lora)
     if _is_small(x, weight):
         added = None
-        if lora is not None:
-            added = x.new_zeros((x.shape[0], weight.shape[0]), dtype=torch.float32)
-            add_lora(added, x, lora)
+        if lora is not None and ranks is not None:
+            is_whole = sum(part.out_features for part in lora.parts) == weight.shape[0]
+            make = x.new_empty if is_whole else x.new_zeros
+            added = make((x.shape[0], weight.shape[0]), dtype=torch.float32)
+            ranks.add_to(added, is_new=is_whole)
         return small_linear(x, weight, bias, added, x.dtype, gated=True)
     both = F.linear(x, weight, bias)
-    if lora is not None:
-        add_lora(both, x, lora)
+    if ranks is not None:
+        out = ranks.silu_of(both)
+        if out is not None:
+            return out
+        ranks.add_to(both)
     return silu_and_mul(both)
 
 

@@ -11,11 +11,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.moe_lora import add_to_down, gate_up_additions
+from weft.kernels.gpu.dependent_launch import (
+    LaunchOptions,
+    launch_options,
+    release_next,
+    wait_for_last,
+)
+from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
 from weft.kernels.gpu.moe_sort import sort_pairs
 from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
 from weft.kernels.lora import ExpertAddition
+from weft.kernels.side_stream import Beside, is_forking
 
 MAX_DIRECT_ROWS = 8
 """Up to here hardly two rows share an expert: there is nothing to win by sorting."""
@@ -41,15 +47,9 @@ def moe(
         residual: [T, H] or None.
         lora: The tokens' adapters, or None.
     """
-    added = None if lora is None else gate_up_additions(x, ids, w2.shape[2], w2.shape[0], lora)
     if x.shape[0] <= MAX_DIRECT_ROWS:
-        out, inner = _direct(x, ids, shares, w13, w2, residual, added)
-    else:
-        tiles = tiles_for(*ids.shape, *w2.shape)
-        out, inner = sorted_moe(x, ids, shares, w13, w2, residual, tiles, added)
-    if lora is not None:
-        add_to_down(out, inner, ids, shares, w2.shape[0], lora)
-    return out
+        return _direct(x, ids, shares, w13, w2, residual, lora)
+    return sorted_moe(x, ids, shares, w13, w2, residual, tiles_for(*ids.shape, *w2.shape), lora)
 
 
 def _direct(
@@ -59,12 +59,15 @@ def _direct(
     w13: torch.Tensor,
     w2: torch.Tensor,
     residual: torch.Tensor | None,
-    added: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lora: ExpertAddition | None,
+) -> torch.Tensor:
     (rows, hidden), width, (pairs, top_k) = x.shape, w2.shape[2], (ids.numel(), ids.shape[1])
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     columns, options = 4, launch_options(x.device)
+    added = None
+    if lora is not None:
+        added = gate_up_additions(x, ids, width, w2.shape[0], lora, options)
     _direct_inner_kernel[(pairs, triton.cdiv(width, columns))](
         inner, x, w13, ids, added, width, K=hidden, TOP_K=top_k, COLUMNS=columns,
         TILE=min(1024, triton.next_power_of_2(hidden)), num_warps=4, **options,
@@ -73,7 +76,9 @@ def _direct(
         out, inner, w2, ids, shares, residual, hidden, K=width, TOP_K=top_k, COLUMNS=columns,
         TILE=min(1024, triton.next_power_of_2(width)), num_warps=4, **options,
     )  # fmt: skip
-    return out, inner
+    if lora is not None:
+        down_additions(inner, ids, shares, hidden, w2.shape[0], lora, options, out)
+    return out
 
 
 def sorted_moe(
@@ -84,8 +89,8 @@ def sorted_moe(
     w2: torch.Tensor,
     residual: torch.Tensor | None,
     tiles: Tiles,
-    added: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lora: ExpertAddition | None = None,
+) -> torch.Tensor:
     """`moe` over pairs sorted by expert, cut as `tiles` says.
 
     Args:
@@ -96,34 +101,60 @@ def sorted_moe(
         w2: [E, H, I].
         residual: [T, H] or None.
         tiles: How pairs and columns are cut.
-        added: [T * k, 2 * I], added to gate and up, or None.
-
-    Returns:
-        The result, and each pair's activation [T * k, I].
+        lora: The tokens' adapters, or None.
     """
     (rows, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     pairs = ids.numel()
+    options, device = launch_options(x.device), x.device
+    forked = launch_options(device, is_alone=is_forking(device))
+    to_gate_up = to_down = added = added_down = None
+    if lora is not None:
+        more = (experts, lora, forked)
+        to_gate_up = Beside(device, lambda: gate_up_additions(x, ids, width, *more))
     blocks = sort_pairs(ids, experts, tiles.rows)
-    inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    products = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    inner = torch.empty((pairs, width), dtype=x.dtype, device=device)
+    products = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
-    is_exact, options = x.dtype == torch.float32, launch_options(x.device)
-    for result, given, weight, columns, depth, tile, is_first in (
-        (inner, x, w13, width, hidden, tiles.up, True),
-        (products, inner, w2, hidden, width, tiles.down, False),
-    ):
-        # Programs that run together share a block's rows and an expert's weights in the cache.
-        _sorted_kernel[(triton.cdiv(columns, tile.columns), blocks.expert.shape[0])](
-            result, given, weight, shares, *blocks, added, columns, experts, K=depth,
-            TOP_K=top_k if is_first else 1, IS_GATED=is_first, ROWS=tiles.rows,
-            COLUMNS=tile.columns, TILE=min(tile.depth, triton.next_power_of_2(depth)),
-            IS_EXACT=is_exact, num_warps=tile.warps, num_stages=tile.stages, **options,
-        )  # fmt: skip
+    shared = (shares, *blocks)
+    after = options if lora is None else forked
+    if to_gate_up is not None:
+        added = to_gate_up.join()
+    _multiply(inner, x, w13, shared, added, tiles, top_k, after, is_gated=True)
+    if lora is not None:
+        to_down = Beside(device, lambda: down_additions(inner, ids, shares, hidden, *more))
+    _multiply(products, inner, w2, shared, None, tiles, 1, options, is_gated=False)
+    if to_down is not None:
+        added_down = to_down.join()
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(rows, triton.cdiv(hidden, block))](
-        out, products, residual, hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **options,
+        out, products, residual, added_down, hidden, TOP_K=top_k, BLOCK=block, num_warps=4,
+        **after,
     )  # fmt: skip
-    return out, inner
+    return out
+
+
+def _multiply(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    pairs: tuple[torch.Tensor, ...],
+    added: torch.Tensor | None,
+    tiles: Tiles,
+    top_k: int,
+    options: LaunchOptions,
+    *,
+    is_gated: bool,
+) -> None:
+    """Sorted pairs times their experts' weights; `pairs`: shares, then `Blocks`."""
+    (experts, _, depth), columns = weight.shape, out.shape[1]
+    tile = tiles.up if is_gated else tiles.down
+    # Programs that run together share a block's rows and an expert's weights in the cache.
+    _sorted_kernel[(triton.cdiv(columns, tile.columns), pairs[2].shape[0])](
+        out, x, weight, *pairs, added, columns, experts, K=depth, TOP_K=top_k, IS_GATED=is_gated,
+        ROWS=tiles.rows, COLUMNS=tile.columns,
+        TILE=min(tile.depth, triton.next_power_of_2(depth)), IS_EXACT=x.dtype == torch.float32,
+        num_warps=tile.warps, num_stages=tile.stages, **options,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -287,12 +318,13 @@ def _combine_kernel(
     out: tl.tensor,
     products: tl.tensor,
     residual: tl.tensor,
+    added: tl.tensor,
     hidden: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """out[row] = residual[row] + the products of its pairs, in their order."""
+    """out[row] = residual[row] + added[row] + the products of its pairs, in their order."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -304,4 +336,6 @@ def _combine_kernel(
         total += tl.load(products + at, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         total += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    if added is not None:
+        total += tl.load(added + row * hidden + column, mask=mask, other=0.0)
     tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=mask)

@@ -1,26 +1,29 @@
-"""Low-rank additions to experts on a GPU, pair by pair: hardly two share an adapter's expert."""
+"""Low-rank additions to experts on a GPU, pair by pair: hardly two share an adapter's expert.
+
+What all experts of an adapter share is used once a token: A of gate and up before tokens are paired
+with experts, B of down after the pairs' ranks are added up.
+"""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.lora import (
-    TokenSlots,
-    direct_expand,
-    direct_shrink,
-    direct_splits,
-    expand_row,
-    slot_of,
-)
+from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.lora_parts import aligned, alignment_of
+from weft.kernels.gpu.lora_rows import RowSlots, expand_rows, shrink_rows, slot_of, times_b
 from weft.kernels.lora import ExpertAddition
 
 _COLUMNS = 256
 
 
 def gate_up_additions(
-    x: torch.Tensor, ids: torch.Tensor, inner: int, experts: int, lora: ExpertAddition
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    inner: int,
+    experts: int,
+    lora: ExpertAddition,
+    options: LaunchOptions,
 ) -> torch.Tensor | None:
     """What is added to each pair's gate and up.
 
@@ -30,6 +33,7 @@ def gate_up_additions(
         inner: I.
         experts: E.
         lora: Of these T tokens.
+        options: Of the launches.
 
     Returns:
         [T * k, 2 * I], dtype of `x`; None for nothing.
@@ -37,51 +41,70 @@ def gate_up_additions(
     if not lora.w13:
         return None
     pairs, top_k = ids.numel(), ids.shape[1]
-    slots = TokenSlots(lora.token_slots, ids, experts, top_k)
-    splits = direct_splits(pairs, x.shape[1], lora.w13)
-    shrunk = direct_shrink(x, lora.w13, lora.layer, slots, splits, top_k)
-    added = torch.zeros((pairs, 2 * inner), dtype=x.dtype, device=x.device)
-    direct_expand(added, shrunk, lora.w13, lora.layer, slots)
+    slots = RowSlots(lora.token_slots, ids, experts, top_k)
+    is_shared = all(part.is_a_shared for part in lora.w13)
+    if is_shared:
+        of_tokens = RowSlots(lora.token_slots, ids, experts, are_equal=True)
+        ranks = shrink_rows(x, lora.w13, lora.layer, of_tokens, options)
+    else:
+        ranks = shrink_rows(x, lora.w13, lora.layer, slots, options, top_k)
+    is_whole = sum(part.out_features for part in lora.w13) == 2 * inner
+    make = torch.empty if is_whole else torch.zeros
+    added = make((pairs, 2 * inner), dtype=x.dtype, device=x.device)
+    expand_rows(
+        added, ranks, lora.w13, lora.layer, slots, options,
+        is_new=True, ranks_top_k=top_k if is_shared else 1,
+    )  # fmt: skip
     return added
 
 
-def add_to_down(
-    out: torch.Tensor,
+def down_additions(
     inner: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
+    hidden: int,
     experts: int,
     lora: ExpertAddition,
-) -> None:
-    """out[row] += share * (what is added to down of a pair), over the row's pairs in their order.
+    options: LaunchOptions,
+    onto: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The sum over each row's pairs of share * what is added to down, in their order.
 
     Args:
-        out: [T, H], contiguous.
         inner: [T * k, I], contiguous: each pair's activation.
         ids: [T, k] int32.
         shares: [T, k] float32.
+        hidden: H.
         experts: E.
         lora: Of these T tokens.
+        options: Of the launches.
+        onto: [T, H], contiguous: it is added to this.
+
+    Returns:
+        [T, H], float32 unless `onto` is given; None for nothing.
     """
     if not lora.w2:
-        return
-    (rows, hidden), (pairs, depth), top_k = out.shape, inner.shape, ids.shape[1]
-    slots = TokenSlots(lora.token_slots, ids, experts, top_k)
-    splits = direct_splits(pairs, depth, lora.w2)
-    shrunk = direct_shrink(inner, lora.w2, lora.layer, slots, splits)
-    (part,) = lora.w2
-    _combine_kernel[(rows, triton.cdiv(hidden, _COLUMNS))](
-        out, shrunk, lora.token_slots, ids, shares, part.b, part.rows_of_b, part.counts,
-        part.table.shape[2], lora.layer, part.table.shape[1], *shrunk.shape[1:], hidden,
-        EXPERTS=experts, TOP_K=top_k, SPLITS=splits, COLUMNS=_COLUMNS, num_warps=4,
-        **launch_options(out.device),
+        return None
+    (rows, top_k), (part,) = ids.shape, lora.w2
+    slots = RowSlots(lora.token_slots, ids, experts, top_k)
+    ranks = shrink_rows(inner, lora.w2, lora.layer, slots, options)
+    out = onto
+    if out is None:
+        out = torch.empty((rows, hidden), dtype=torch.float32, device=inner.device)
+    _weigh_kernel[(rows, triton.cdiv(hidden, _COLUMNS))](
+        out, ranks, lora.token_slots, ids, shares, part.b, part.rows_of_b, part.counts,
+        part.table.shape[2], lora.layer, part.table.shape[1], *ranks.shape[1:], hidden,
+        EXPERTS=experts, TOP_K=top_k, IS_SHARED=part.is_b_shared, IS_NEW=onto is None,
+        SPLITS=ranks.shape[0], COLUMNS=_COLUMNS, ALIGNMENT=alignment_of(hidden),
+        num_warps=4, **options,
     )  # fmt: skip
+    return out
 
 
 @triton.jit(do_not_specialize=["max_rows", "layer", "slots", "pairs", "width", "hidden"])
-def _combine_kernel(
+def _weigh_kernel(
     out: tl.tensor,
-    shrunk: tl.tensor,
+    ranks: tl.tensor,
     token_slots: tl.tensor,
     ids: tl.tensor,
     shares: tl.tensor,
@@ -97,32 +120,36 @@ def _combine_kernel(
     IS_DEPENDENT: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    IS_SHARED: tl.constexpr,
+    IS_NEW: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ) -> None:
     """All pairs of a row, some columns."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
+    hidden = aligned(hidden, ALIGNMENT)
     row = tl.program_id(0)
-    if tl.load(token_slots + row) == 0:
-        return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < hidden
     to = out + row.to(tl.int64) * hidden + column
-    total = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-    for number in range(TOP_K):
-        pair = row * TOP_K + number
-        at = layer * slots + slot_of(pair, token_slots, ids, EXPERTS, TOP_K)
-        added = expand_row(
-            shrunk + pair * width,
-            b,
-            table + at * max_rows,
-            tl.load(counts + at),
-            column,
-            hidden,
-            pairs * width,
-            SPLITS,
-            COLUMNS,
-        )
-        total += tl.load(shares + pair) * added
-    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+    total = tl.zeros([COLUMNS], tl.float32)
+    if not IS_NEW:
+        total += tl.load(to, mask=column < hidden, other=0.0).to(tl.float32)
+    if tl.load(token_slots + row) > 0:
+        # One B for all pairs is multiplied with their weighed ranks at once.
+        STEP: tl.constexpr = TOP_K if IS_SHARED else 1
+        for number in range(0, TOP_K, STEP):
+            pair = row * TOP_K + number
+            slot = layer * slots + slot_of(pair, token_slots, ids, EXPERTS, TOP_K, False)
+            for index in range(tl.load(counts + slot)):
+                given = tl.zeros([8], tl.float32)
+                for one in tl.static_range(STEP):
+                    at = ranks + (pair + one) * width + index * 8 + tl.arange(0, 8)
+                    whole = tl.zeros([8], tl.float32)
+                    for split in tl.static_range(SPLITS):
+                        whole += tl.load(at + split * pairs * width)
+                    given += tl.load(shares + pair + one) * whole
+                at_row = tl.load(table + slot * max_rows + index)
+                total = times_b(total, given, b, at_row, hidden, column)
+    tl.store(to, total.to(out.dtype.element_ty), mask=column < hidden)

@@ -1,0 +1,387 @@
+"""The draft head of EAGLE-3 (Li et al. 2025): entries for a target's step, and chains of tokens.
+
+A head is one decoder layer over pairs of a token's embedding and the target's state, g, at the
+position before. Its K and V are a layer of the target's pool, without position 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from weft.kernels import cpu
+from weft.kernels.attention import fits_native, paged_attention
+from weft.kernels.linear import LinearWeight, gate_up_silu, linear
+from weft.kernels.norm import rms_norm
+from weft.kernels.rope import rope_and_cache
+
+FIRST_POSITION = 1
+"""Of a head's entries."""
+MAX_NATIVE_DEPTH = 32
+"""`MAX_DEPTH` of csrc/draft.h."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHeadWeight:
+    """Parameters of a head; H is its hidden size."""
+
+    fc: LinearWeight
+    """[H, W]: of the target's states, side by side."""
+    qkv: LinearWeight
+    """[(Hq + 2 * Hkv) * D, 2 * H]."""
+    kv: LinearWeight
+    """[2 * Hkv * D, 2 * H]: of the same, without q."""
+    o: LinearWeight
+    """[H, Hq * D]."""
+    gate_up: LinearWeight
+    """[2 * I, H], from `pack_gate_up`."""
+    down: LinearWeight
+    """[H, I]."""
+    lm_head: LinearWeight
+    """[draft vocabulary, H]."""
+    input_norm: torch.Tensor
+    """[H]: of embeddings."""
+    hidden_norm: torch.Tensor
+    """[H]: of states."""
+    post_norm: torch.Tensor
+    """[H]: before the MLP."""
+    norm: torch.Tensor
+    """[H]: before the LM head."""
+    embedding: torch.Tensor
+    """[vocab, H]."""
+    target_ids: torch.Tensor
+    """[draft vocabulary] int64: its tokens in the target's vocabulary."""
+    cos_sin: torch.Tensor
+    """[max_positions, D] float32, as in `rope_and_cache`."""
+    num_heads: int
+    eps: float
+    """Of all norms."""
+    native: cpu.DraftHead | None
+    """The same for the native operations; None if some part is not in native form."""
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.fc.out_features
+
+    @property
+    def scale(self) -> float:
+        """Of attention scores."""
+        return 1 / math.sqrt(self.cos_sin.shape[1])
+
+
+def pack_draft_head(
+    *,
+    fc: LinearWeight,
+    qkv: LinearWeight,
+    kv: LinearWeight,
+    o: LinearWeight,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    lm_head: LinearWeight,
+    input_norm: torch.Tensor,
+    hidden_norm: torch.Tensor,
+    post_norm: torch.Tensor,
+    norm: torch.Tensor,
+    embedding: torch.Tensor,
+    target_ids: torch.Tensor,
+    cos_sin: torch.Tensor,
+    num_heads: int,
+    eps: float,
+) -> DraftHeadWeight:
+    """Puts a head's parameters, whose shapes fit together, into one; see `DraftHeadWeight`."""
+    native = None
+    products = (fc, qkv, kv, o, gate_up, down, lm_head)
+    tables = (input_norm, hidden_norm, post_norm, norm, embedding, target_ids, cos_sin)
+    if all(part.native is not None for part in products):
+        if not all(table.is_contiguous() for table in tables):
+            raise ValueError("norms, embedding and tables of a draft head must be contiguous")
+        (vocab, hidden), (positions, dim) = embedding.shape, cos_sin.shape
+        native = cpu.DraftHead(
+            *(part.address for part in products),
+            *(table.data_ptr() for table in tables),
+            *(vocab, hidden, positions, num_heads),
+            *(eps, 1 / math.sqrt(dim)),
+        )
+    return DraftHeadWeight(
+        fc=fc,
+        qkv=qkv,
+        kv=kv,
+        o=o,
+        gate_up=gate_up,
+        down=down,
+        lm_head=lm_head,
+        input_norm=input_norm,
+        hidden_norm=hidden_norm,
+        post_norm=post_norm,
+        norm=norm,
+        embedding=embedding,
+        target_ids=target_ids,
+        cos_sin=cos_sin,
+        num_heads=num_heads,
+        eps=eps,
+        native=native,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRows:
+    """The rows of a target's step: T of R requests, as in `paged_attention`."""
+
+    token_ids: torch.Tensor
+    """[T] int64."""
+    positions: torch.Tensor
+    """[T] int64."""
+    slots: torch.Tensor
+    """[T] int64: page * page_size + offset."""
+    cu_q_lens: torch.Tensor
+    """[R + 1] int32; requests that do not exist begin behind the last row."""
+    request_slots: torch.Tensor
+    """[R] int64: rows of `kept`."""
+
+
+def draft_entries(
+    aux: torch.Tensor,
+    w: DraftHeadWeight,
+    rows: DraftRows,
+    kept: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    """Writes the head's K and V of a target's step.
+
+    Args:
+        aux: [T, W], contiguous: the target's states.
+        w: The head.
+        rows: Of the step.
+        kept: [slots, H], contiguous: g of the row before each request's first one, which counts
+            as zeros at position 0; becomes g of its last row.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous; written.
+        layer: The head's, in the pool.
+
+    Returns:
+        g [T, H], dtype of `aux`.
+
+    Raises:
+        ValueError: An argument does not fit.
+        IndexError: A token, position, slot or length points outside.
+    """
+    native = _native_for(aux, w, pool)
+    if native is None:
+        return draft_entries_reference(aux, w, rows, kept, pool, layer)
+    num_rows, requests = aux.shape[0], rows.request_slots.shape[0]
+    _check(aux, (num_rows, w.fc.in_features), w.fc.dtype, "aux")
+    _check(kept, (kept.shape[0], w.hidden_size), w.fc.dtype, "kept")
+    for name in ("token_ids", "positions", "slots"):
+        _check(getattr(rows, name), (num_rows,), torch.int64, name)
+    _check(rows.request_slots, (requests,), torch.int64, "request_slots")
+    _check(rows.cu_q_lens, (requests + 1,), torch.int32, "cu_q_lens")
+    _check_pool(w, layer, pool)
+    g = torch.empty((num_rows, w.hidden_size), dtype=aux.dtype)
+    scratch = torch.empty(num_rows * native.draft_entries_width(_at(w)), dtype=aux.dtype)
+    tensors = (aux, g, kept, rows.token_ids, rows.positions, rows.slots, rows.cu_q_lens)
+    entries = cpu.DraftEntries(
+        *(tensor.data_ptr() for tensor in tensors),
+        rows.request_slots.data_ptr(),
+        *(num_rows, requests, kept.shape[0]),
+        scratch.data_ptr(),
+    )
+    described = cpu.describe_pool(pool)
+    status = native.draft_entries(_at(w), ctypes.byref(entries), ctypes.byref(described), layer)
+    if status:
+        cpu.check_status(status, "draft_entries")
+    return g
+
+
+def draft_entries_reference(
+    aux: torch.Tensor,
+    w: DraftHeadWeight,
+    rows: DraftRows,
+    kept: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    """`draft_entries` as its single operations; nothing in it waits for a device."""
+    g = linear(aux, w.fc)
+    num_rows, starts = g.shape[0], rows.cu_q_lens[:-1]
+    before = kept.index_select(0, rows.request_slots)
+    positions = rows.positions.index_select(0, starts.clamp(max=num_rows - 1))
+    before.masked_fill_((positions == 0).unsqueeze(1), 0)
+    # One row more than there are: requests that do not exist begin there.
+    shifted = g.new_empty((num_rows + 1, g.shape[1]))
+    shifted[1:] = g
+    shifted.index_copy_(0, starts.long(), before)
+    kv = linear(_join(w, rows.token_ids, shifted[:num_rows]), w.kv)
+    _store(kv, w, 0, rows.positions, rows.slots, pool, layer)
+    ends = (rows.cu_q_lens[1:] - 1).clamp(min=0)
+    kept.index_copy_(0, rows.request_slots, g.index_select(0, ends))
+    return g
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftChains:
+    """Where chains of D tokens behind the last ones of R requests go."""
+
+    positions: torch.Tensor
+    """[D, R] int64: of the tokens that the steps take in."""
+    slots: torch.Tensor
+    """[D, R] int64: page * page_size + offset of these."""
+    kv_lens: torch.Tensor
+    """[D, R] int32: positions + 1."""
+    counts: Sequence[int]
+    """Each step runs so many of the first requests; none more than the one before."""
+    page_table: torch.Tensor
+    """[R, max_pages] int32, contiguous along a row."""
+    one_row_each: torch.Tensor
+    """[R + 1] int32: 0, 1, 2 ..."""
+    max_kv_len: int
+    """A bound of `kv_lens`."""
+
+
+def draft_chain(
+    state: torch.Tensor,
+    token_ids: torch.Tensor,
+    w: DraftHeadWeight,
+    chains: DraftChains,
+    pool: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    """Proposes tokens one after another: each time the head's most likely one.
+
+    Args:
+        state: [R, H], contiguous: g of the position before the last token; overwritten.
+        token_ids: [R] int64: last tokens.
+        w: The head.
+        chains: What to run, and where K and V go.
+        pool: As in `draft_entries`.
+        layer: The head's, in the pool.
+
+    Returns:
+        [D, R] int64 of the target's vocabulary; what was not run means nothing.
+
+    Raises:
+        ValueError: An argument does not fit.
+        IndexError: A token, position, slot, length or page points outside.
+    """
+    native = _native_for(state, w, pool)
+    depth, requests = chains.positions.shape
+    if native is None or depth > MAX_NATIVE_DEPTH:
+        return draft_chain_reference(state, token_ids, w, chains, pool, layer)
+    _check(state, (requests, w.hidden_size), w.fc.dtype, "state")
+    _check(token_ids, (requests,), torch.int64, "token_ids")
+    _check(chains.positions, (depth, requests), torch.int64, "positions")
+    _check(chains.slots, (depth, requests), torch.int64, "slots")
+    _check(chains.kv_lens, (depth, requests), torch.int32, "kv_lens")
+    _check(chains.one_row_each, (requests + 1,), torch.int32, "one_row_each")
+    table = chains.page_table
+    if table.dtype != torch.int32 or table.shape[0] != requests or table.stride(1) != 1:
+        raise ValueError("page_table must be [R, max_pages] int32, contiguous along a row")
+    if len(chains.counts) != depth:
+        raise ValueError(f"{len(chains.counts)} counts for {depth} steps")
+    _check_pool(w, layer, pool)
+    tokens = torch.empty((depth + 1, requests), dtype=torch.int64)
+    tokens[0] = token_ids
+    counts = (ctypes.c_int64 * depth)(*chains.counts)
+    width = native.draft_chain_width(_at(w), pool.shape[-1])
+    scratch = torch.empty(requests * width, dtype=state.dtype)
+    logits = torch.empty((requests, w.lm_head.out_features), dtype=torch.float32)
+    chain = cpu.DraftChain(
+        *(x.data_ptr() for x in (state, tokens, chains.positions, chains.slots, chains.kv_lens)),
+        ctypes.addressof(counts),
+        *(table.data_ptr(), chains.one_row_each.data_ptr()),
+        *(depth, requests, table.shape[1], table.stride(0)),
+        *(scratch.data_ptr(), logits.data_ptr()),
+    )
+    described = cpu.describe_pool(pool)
+    status = native.draft_chain(_at(w), ctypes.byref(chain), ctypes.byref(described), layer)
+    if status:
+        cpu.check_status(status, "draft_chain")
+    return tokens[1:]
+
+
+def draft_chain_reference(
+    state: torch.Tensor,
+    token_ids: torch.Tensor,
+    w: DraftHeadWeight,
+    chains: DraftChains,
+    pool: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    """`draft_chain` as its single operations; `state` is not changed, no device is waited for."""
+    tokens = torch.zeros(chains.positions.shape, dtype=torch.int64, device=state.device)
+    for step, count in enumerate(chains.counts):
+        positions, slots = chains.positions[step, :count], chains.slots[step, :count]
+        qkv = linear(_join(w, token_ids[:count], state[:count]), w.qkv)
+        mixed = paged_attention(
+            _store(qkv, w, w.num_heads, positions, slots, pool, layer),
+            pool,
+            layer,
+            chains.page_table[:count],
+            chains.one_row_each[: count + 1],
+            chains.kv_lens[step, :count],
+            w.scale,
+            1,
+            chains.max_kv_len,
+            FIRST_POSITION,
+        )
+        state = linear(mixed, w.o, state[:count])
+        inner = gate_up_silu(rms_norm(state, w.post_norm, w.eps), w.gate_up)
+        state = linear(inner, w.down, state)
+        logits = linear(rms_norm(state, w.norm, w.eps), w.lm_head, out_dtype=torch.float32)
+        token_ids = w.target_ids.index_select(0, logits.argmax(dim=1))
+        tokens[step, :count] = token_ids
+    return tokens
+
+
+def _join(w: DraftHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """[T], [T, H] -> [T, 2 * H]."""
+    embedded = rms_norm(w.embedding.index_select(0, token_ids), w.input_norm, w.eps)
+    return torch.cat((embedded, rms_norm(state, w.hidden_norm, w.eps)), dim=1)
+
+
+def _store(
+    projected: torch.Tensor,
+    w: DraftHeadWeight,
+    num_heads: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    """Stores K and V; returns q."""
+    kv_heads = pool.shape[1]
+    return rope_and_cache(projected, positions, w.cos_sin, pool, layer, slots, num_heads, kv_heads)
+
+
+def _native_for(x: torch.Tensor, w: DraftHeadWeight, pool: torch.Tensor) -> cpu.NativeCpu | None:
+    """The native operations if they can do it."""
+    native = cpu.native_cpu_for(x)
+    if native is None or w.native is None or not fits_native(native, w.num_heads, pool):
+        return None
+    return native
+
+
+def _at(w: DraftHeadWeight) -> int:
+    assert w.native is not None
+    return ctypes.addressof(w.native)
+
+
+def _check(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} contiguous={tensor.is_contiguous()} is "
+            f"not a contiguous {shape} {dtype}"
+        )
+
+
+def _check_pool(w: DraftHeadWeight, layer: int, pool: torch.Tensor) -> None:
+    if pool.dtype != w.kv.dtype or 2 * pool.shape[1] * pool.shape[-1] != w.kv.out_features:
+        raise ValueError(
+            f"a head with {w.kv.out_features} numbers of K and V a position does not fit a pool "
+            f"{tuple(pool.shape)} {pool.dtype}"
+        )
+    if not 0 <= layer < pool.shape[2]:
+        raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")

@@ -1,0 +1,94 @@
+"""What the kernels of low-rank additions share: parts of a product, and where their rows are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.lora import LoraWeights
+
+_PROGRAMS = 512
+"""Enough to keep the memory busy."""
+
+Parts = tuple[LoraWeights, ...]
+
+FREE = [
+    *("layer", "slots", "width", "tokens", "out_width"),
+    *(f"{name}{n}" for name in ("max_rows", "out", "column") for n in range(3)),
+]
+"""Numbers that kernels are not compiled anew for."""
+
+
+def splits_of(programs: int, depth: int, least: int, most: int) -> int:
+    """Parts of K for so many programs: of `least` elements or more, at most `most`."""
+    splits = 1
+    while 2 * splits <= most and depth // (2 * splits) >= least:
+        if programs * splits >= _PROGRAMS:
+            break
+        splits *= 2
+    return splits
+
+
+def max_rows(part: LoraWeights) -> int:
+    """The most rows that an adapter has of a part."""
+    return part.table.shape[2]
+
+
+def three(values: list[Any]) -> list[Any]:
+    """Kernels take three parts; those that do not exist are never touched."""
+    return (values + values[:1] * 2)[:3]
+
+
+def tables(parts: Parts, rows: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Arguments that say where rows are."""
+    return (*three(rows), *three([p.counts for p in parts]), *three([max_rows(p) for p in parts]))
+
+
+def columns(parts: Parts) -> tuple[Any, ...]:
+    """Arguments that say which columns of the product are each part's."""
+    return (*three([p.out_features for p in parts]), *three([p.column for p in parts]))
+
+
+def alignment_of(*sizes: int) -> int:
+    """What columns are counted in, so that several are loaded at once: 8, if it divides all sizes.
+
+    Kernels are not compiled anew for each size, and so do not know of it by themselves.
+    """
+    return 8 if all(size % 8 == 0 for size in sizes) else 1
+
+
+def column_alignment(parts: Parts, width: int) -> int:
+    """`alignment_of` a product of so many columns."""
+    return alignment_of(width, *(size for p in parts for size in (p.out_features, p.column)))
+
+
+def new_ranks(rows: int, parts: Parts, splits: int, device: torch.device) -> torch.Tensor:
+    """[splits, R, ranks of all parts] float32: each row's ranks, in as many sums."""
+    width = sum(part.max_rank for part in parts)
+    return torch.empty((splits, rows, width), dtype=torch.float32, device=device)
+
+
+@triton.jit
+def pick(number: int, first: tl.tensor, second: tl.tensor, third: tl.tensor) -> tl.tensor:
+    """Of three pointers or numbers."""
+    return tl.where(number == 0, first, tl.where(number == 1, second, third))
+
+
+@triton.jit
+def before(number: tl.tensor, first: int, second: int) -> tl.tensor:
+    """What comes before a part, if the first two have so much."""
+    return (number >= 1).to(tl.int32) * first + (number >= 2).to(tl.int32) * second
+
+
+@triton.jit
+def part_of(block: tl.tensor, first: int, second: int) -> tl.tensor:
+    """Which part a block belongs to, if the first two have so many."""
+    return (block >= first).to(tl.int32) + (block >= first + second).to(tl.int32)
+
+
+@triton.jit
+def aligned(number: tl.tensor, ALIGNMENT: tl.constexpr) -> tl.tensor:
+    """The number, of which the compiler sees what divides it."""
+    return number // ALIGNMENT * ALIGNMENT

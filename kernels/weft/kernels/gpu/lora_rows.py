@@ -1,0 +1,300 @@
+"""Low-rank additions row by row on a GPU: hardly two rows share an adapter, nothing is sorted.
+
+A program takes one row and streams a part of its adapter. Those that have nothing to do end at
+once: a captured graph serves any mix of adapters.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.lora_parts import (
+    FREE,
+    Parts,
+    aligned,
+    before,
+    column_alignment,
+    columns,
+    max_rows,
+    new_ranks,
+    part_of,
+    pick,
+    splits_of,
+    tables,
+    three,
+)
+from weft.kernels.lora import LoraAddition
+
+_COLUMNS = 256
+_PROGRAMS = 1024
+"""Enough to keep the memory busy with one row of the pool each after another."""
+_LEAST_SPLIT_K = 512
+"""Elements of the input below which parts are too short to be worth their sum."""
+_MAX_SPLITS = 8
+
+
+class RowSlots(NamedTuple):
+    """Whose parameters each row uses: a token's adapter's, or those of one of its experts."""
+
+    token_slots: torch.Tensor
+    """[T] int32."""
+    ids: torch.Tensor
+    """[T * k] int32: each pair's expert; not read where there are no experts."""
+    experts: int = 0
+    """E; 0 for none."""
+    top_k: int = 1
+    """Rows a token: pair p is one of token p // k."""
+    are_equal: bool = False
+    """Experts share what is used; `ids` are not read."""
+
+
+def of_tokens(token_slots: torch.Tensor) -> RowSlots:
+    """Rows are tokens."""
+    return RowSlots(token_slots, token_slots)
+
+
+def add_by_rows(
+    out: torch.Tensor, x: torch.Tensor, addition: LoraAddition, options: LaunchOptions
+) -> None:
+    """`weft.kernels.lora.add_lora` for few tokens."""
+    slots = of_tokens(addition.segments.token_slots)
+    ranks = shrink_rows(x, addition.parts, addition.layer, slots, options)
+    expand_rows(out, ranks, addition.parts, addition.layer, slots, options)
+
+
+def shrink_rows(
+    x: torch.Tensor,
+    parts: Parts,
+    layer: int,
+    slots: RowSlots,
+    options: LaunchOptions,
+    x_top_k: int = 1,
+) -> torch.Tensor:
+    """The ranks of each row by itself, [splits, R, ranks of all parts].
+
+    Args:
+        x: [R / x_top_k, K]: row r is that of x_top_k neighbours.
+        parts: Of the product.
+        layer: Of the adapters.
+        slots: Of R rows.
+        options: Of the launch.
+        x_top_k: Rows that have one input.
+    """
+    depth, rows = x.shape[1], x.shape[0] * x_top_k
+    most = max(max_rows(part) for part in parts)
+    places = max(1, min(most, _PROGRAMS // (rows * len(parts))))
+    splits = splits_of(rows * len(parts) * places, depth, _LEAST_SPLIT_K, _MAX_SPLITS)
+    ranks = new_ranks(rows, parts, splits, x.device)
+    _shrink_kernel[(rows, len(parts) * places, splits)](
+        ranks, x, slots.token_slots, slots.ids, *three([p.a for p in parts]),
+        *tables(parts, [p.table for p in parts]), layer, parts[0].table.shape[1], ranks.shape[2],
+        K=depth, EXPERTS=slots.experts, TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal,
+        X_TOP_K=x_top_k, SPLITS=splits, PLACES=places,
+        TILE=min(1024, triton.next_power_of_2(triton.cdiv(depth, splits))),
+        num_warps=4, **options,
+    )  # fmt: skip
+    return ranks
+
+
+def expand_rows(
+    out: torch.Tensor,
+    ranks: torch.Tensor,
+    parts: Parts,
+    layer: int,
+    slots: RowSlots,
+    options: LaunchOptions,
+    *,
+    is_new: bool = False,
+    ranks_top_k: int = 1,
+) -> None:
+    """Adds each row's ranks times B to `out`.
+
+    Args:
+        out: [R, N].
+        ranks: [splits, R / ranks_top_k, ranks of all parts], of `shrink_rows`.
+        parts: Of the product.
+        layer: Of the adapters.
+        slots: Of R rows.
+        options: Of the launch.
+        is_new: The parts' columns of `out` are written, whatever was there; 0 where nothing is
+            added.
+        ranks_top_k: Rows that have the same ranks.
+    """
+    blocks = sum(triton.cdiv(part.out_features, _COLUMNS) for part in parts)
+    _expand_kernel[(out.shape[0], blocks)](
+        out, ranks, slots.token_slots, slots.ids, *three([p.b for p in parts]),
+        *tables(parts, [p.rows_of_b for p in parts]), layer, parts[0].table.shape[1],
+        *columns(parts), *ranks.shape[1:], out.shape[1], EXPERTS=slots.experts,
+        TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal, RANKS_TOP_K=ranks_top_k, IS_NEW=is_new,
+        SPLITS=ranks.shape[0], COLUMNS=_COLUMNS,
+        ALIGNMENT=column_alignment(parts, out.shape[1]), num_warps=4, **options,
+    )  # fmt: skip
+
+
+@triton.jit
+def slot_of(
+    row: int,
+    token_slots: tl.tensor,
+    ids: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ARE_EQUAL: tl.constexpr,
+) -> tl.tensor:
+    """Whose parameters a row uses; 0 for nobody's."""
+    slot = tl.load(token_slots + row // TOP_K)
+    if EXPERTS > 0:
+        slot *= EXPERTS
+        if not ARE_EQUAL:
+            slot = tl.where(slot == 0, 0, slot + tl.load(ids + row))
+    return slot
+
+
+@triton.jit
+def times_b(
+    total: tl.tensor,
+    given: tl.tensor,
+    b: tl.tensor,
+    row: tl.tensor,
+    features: int,
+    column: tl.tensor,
+) -> tl.tensor:
+    """[COLUMNS] float32: `total` and one row of the pool's B, weighed by its 8 ranks."""
+    rank = tl.arange(0, 8)
+    at = b + (row.to(tl.int64) * 8 + rank[:, None]) * features + column[None, :]
+    tile = tl.load(at, mask=(column < features)[None, :], other=0.0)
+    return total + tl.sum(tile.to(tl.float32) * given[:, None], axis=0)
+
+
+@triton.jit(do_not_specialize=FREE)
+def _shrink_kernel(
+    ranks: tl.tensor,
+    x: tl.tensor,
+    token_slots: tl.tensor,
+    ids: tl.tensor,
+    a0: tl.tensor,
+    a1: tl.tensor,
+    a2: tl.tensor,
+    table0: tl.tensor,
+    table1: tl.tensor,
+    table2: tl.tensor,
+    counts0: tl.tensor,
+    counts1: tl.tensor,
+    counts2: tl.tensor,
+    max_rows0: int,
+    max_rows1: int,
+    max_rows2: int,
+    layer: int,
+    slots: int,
+    width: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ARE_EQUAL: tl.constexpr,
+    X_TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PLACES: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """The ranks of some of a slot's rows for one row of x, over a part of K."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    token, split = tl.program_id(0), tl.program_id(2)
+    part, place = tl.program_id(1) // PLACES, tl.program_id(1) % PLACES
+    slot = slot_of(token, token_slots, ids, EXPERTS, TOP_K, ARE_EQUAL)
+    if slot == 0:
+        return
+    at = layer * slots + slot
+    table = pick(part, table0, table1, table2)
+    table += at * pick(part, max_rows0, max_rows1, max_rows2)
+    PART: tl.constexpr = ((K + SPLITS * TILE - 1) // (SPLITS * TILE)) * TILE
+    rank = tl.arange(0, 8)
+    step = tl.arange(0, TILE)
+    given_at = x + (token // X_TOP_K).to(tl.int64) * K
+    to = ranks + (split * tl.num_programs(0) + token) * width
+    to += 8 * before(part, max_rows0, max_rows1)
+    for index in range(place, tl.load(pick(part, counts0, counts1, counts2) + at), PLACES):
+        row = tl.load(table + index).to(tl.int64)
+        begin = pick(part, a0, a1, a2) + (row * 8 + rank[:, None]) * K
+        total = tl.zeros([8, TILE], tl.float32)
+        for start in range(split * PART, (split + 1) * PART, TILE):
+            inside = start + step < K
+            given = tl.load(given_at + start + step, mask=inside, other=0.0)
+            tile = tl.load(begin + (start + step)[None, :], mask=inside[None, :], other=0.0)
+            total += tile.to(tl.float32) * given.to(tl.float32)[None, :]
+        tl.store(to + index * 8 + rank, tl.sum(total, axis=1))
+
+
+@triton.jit(do_not_specialize=FREE)
+def _expand_kernel(
+    out: tl.tensor,
+    ranks: tl.tensor,
+    token_slots: tl.tensor,
+    ids: tl.tensor,
+    b0: tl.tensor,
+    b1: tl.tensor,
+    b2: tl.tensor,
+    table0: tl.tensor,
+    table1: tl.tensor,
+    table2: tl.tensor,
+    counts0: tl.tensor,
+    counts1: tl.tensor,
+    counts2: tl.tensor,
+    max_rows0: int,
+    max_rows1: int,
+    max_rows2: int,
+    layer: int,
+    slots: int,
+    out0: int,
+    out1: int,
+    out2: int,
+    column0: int,
+    column1: int,
+    column2: int,
+    tokens: int,
+    width: int,
+    out_width: int,
+    IS_DEPENDENT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ARE_EQUAL: tl.constexpr,
+    RANKS_TOP_K: tl.constexpr,
+    IS_NEW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+) -> None:
+    """A row's ranks times some columns of one part."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    token, block = tl.program_id(0), tl.program_id(1)
+    slot = slot_of(token, token_slots, ids, EXPERTS, TOP_K, ARE_EQUAL)
+    if (slot == 0) & (not IS_NEW):
+        return
+    blocks0, blocks1 = tl.cdiv(out0, COLUMNS), tl.cdiv(out1, COLUMNS)
+    part = part_of(block, blocks0, blocks1)
+    at = layer * slots + slot
+    count = tl.load(pick(part, counts0, counts1, counts2) + at, mask=slot > 0, other=0)
+    if (count == 0) & (not IS_NEW):
+        return
+    table = pick(part, table0, table1, table2) + at * pick(part, max_rows0, max_rows1, max_rows2)
+    b, features = pick(part, b0, b1, b2), aligned(pick(part, out0, out1, out2), ALIGNMENT)
+    column = (block - before(part, blocks0, blocks1)) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < features
+    given_at = ranks + token // RANKS_TOP_K * width + 8 * before(part, max_rows0, max_rows1)
+    given_at += tl.arange(0, 8)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for index in range(count):
+        given = tl.zeros([8], tl.float32)
+        for split in tl.static_range(SPLITS):
+            given += tl.load(given_at + split * tokens * width + index * 8)
+        total = times_b(total, given, b, tl.load(table + index), features, column)
+    to = out + token.to(tl.int64) * aligned(out_width, ALIGNMENT) + column
+    to += aligned(pick(part, column0, column1, column2), ALIGNMENT)
+    if not IS_NEW:
+        total += tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
