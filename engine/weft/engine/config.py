@@ -11,6 +11,7 @@ from weft.engine.memory.eviction import EvictionName
 from weft.engine.scheduler.policies import PolicyName
 
 Role = Literal["decode", "prefill"]
+DrafterName = Literal["none", "ngram", "eagle3"]
 
 NEVER_SHIP_TOKENS = 1 << 40
 """As `local_prefill_max_tokens`: every prompt is prefilled locally."""
@@ -111,6 +112,14 @@ class EngineConfig:
     of down. Empty: the first seven, as far as the model has them."""
     lora_host_bytes: int = 4 << 30
     """Host memory of adapters that were read; those beyond it are read from disk again."""
+    draft_dir: Path | None = None
+    """Of an EAGLE-3 head for the model. Its KV lies in the model's pages: a worker that is to fill
+    or be filled by another one must have the same."""
+    drafter: DrafterName = "none"
+    """Who guesses tokens for the model to verify, several in one step: eagle3 (needs draft_dir) or
+    ngram, which looks in the request's own text."""
+    max_draft_tokens: int = 5
+    """Guesses of a request in one step at most; how many pay is measured."""
     poison_free_pages: bool = False
     """Fill pages with NaN when they become free (tests)."""
     deterministic: bool = False
@@ -215,6 +224,13 @@ class EngineConfig:
                 "> 0",
             ),
             ("lora_host_bytes", self.lora_host_bytes, self.lora_host_bytes > 0, "> 0"),
+            (
+                "drafter",
+                self.drafter,
+                self.drafter != "eagle3" or self.draft_dir is not None,
+                "another one, or draft_dir given",
+            ),
+            ("max_draft_tokens", self.max_draft_tokens, 1 <= self.max_draft_tokens <= 16, "1..16"),
             (
                 "staging_bytes",
                 self.staging_bytes,

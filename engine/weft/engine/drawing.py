@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,24 +13,29 @@ from weft.engine.constraints.constraints import Constraints
 from weft.engine.errors import WeftError
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
-from weft.engine.sampling.sampler import Sampler, SampleRow, SamplesUnderWay
+from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
+from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.state import Request
 
 
 class Drawn(NamedTuple):
-    """What a step drew, by row of the logits."""
+    """What a step drew: of requests without drafts first."""
 
     requests: Sequence[Request]
     tokens: list[int]
-    """Of rows with an error they mean nothing."""
+    """Of those with an error they mean nothing."""
     logprobs: Sequence[TokenLogprob | None]
-    errors: dict[int, WeftError]
+    errors: list[tuple[Request, WeftError]]
+    runs: Sequence[Run] = ()
+    """Of requests with drafts."""
 
 
 class Draw(NamedTuple):
     """The tokens of a step, which may be under way."""
 
+    plan: Plan
     requests: Sequence[Request]
+    """By row of the logits; a request with drafts for each of its rows."""
     samples: SamplesUnderWay
     mask_errors: dict[int, WeftError]
     """By row."""
@@ -43,7 +49,48 @@ class Draw(NamedTuple):
         """The tokens, once they are there."""
         output = self.samples.wait()
         errors = {**output.errors, **self.mask_errors}
-        return Drawn(self.requests, output.token_ids.tolist(), output.logprobs, errors)
+        requests, tokens = self.requests, output.token_ids.tolist()
+        if not self.plan.verifies:
+            found = [(requests[row], error) for row, error in errors.items()]
+            return Drawn(requests, tokens, output.logprobs, found)
+        row = len(self.plan.decodes)
+        alone, runs, failed = list(range(row)), [], []
+        for item, drafts in zip(self.plan.verifies, self.plan.drafts, strict=True):
+            count = num_drawn(tokens[row:], drafts)
+            runs.append(
+                Run(
+                    item.request,
+                    tokens[row : row + count],
+                    output.logprobs[row : row + count],
+                    len(drafts),
+                )
+            )
+            # An error behind drafts is met again where the request goes on from there.
+            if row in errors:
+                failed.append((item.request, errors[row]))
+            row += 1 + len(drafts)
+        alone += range(row, len(tokens))
+        failed += [(requests[index], errors[index]) for index in alone if index in errors]
+        return Drawn(
+            [requests[index] for index in alone],
+            [tokens[index] for index in alone],
+            [output.logprobs[index] for index in alone],
+            failed,
+            runs,
+        )
+
+
+def num_drawn(tokens: Sequence[int], drafts: Sequence[int]) -> int:
+    """How many of a request's tokens count: those equal to their drafts, and one more if there is.
+
+    Args:
+        tokens: At least 1 + len(drafts); negative where there is none.
+        drafts: Of the request.
+    """
+    count = 0
+    while count < len(drafts) and tokens[count] == drafts[count]:
+        count += 1
+    return count + (tokens[count] >= 0)
 
 
 class Drawing:
@@ -73,22 +120,95 @@ class Drawing:
             self._take_slot(requests[row])
         self._constraints.begin_masks(requests)
 
-    def begin(self, requests: Sequence[Request], drawable: Drawable) -> Draw:
-        """Draws a token each; `prepare` was told of the same requests.
+    def begin(self, plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
+        """Draws a token each, and of drafts as many as are what is drawn, and one more.
 
         Args:
-            requests: By row; what is drawn for those that have ended means nothing.
-            drawable: Of these rows.
+            plan: Of the step.
+            requests: That `prepare` was told of; what is drawn for those that have ended means
+                nothing.
+            drawable: Decodes, requests with drafts (a row for each token), chunks.
         """
+        if not plan.verifies:
+            errors = self._take_masks(requests)
+            slots = self._slots(requests)
+            samples = self._sampler.begin(drawable.logits, slots, drawable.positions)
+            return Draw(plan, requests, samples, errors)
+        num_decodes = len(plan.decodes)
+        by_row = [*requests[:num_decodes]]
+        for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
+            by_row += [item.request] * (1 + len(drafts))
+        by_row += requests[num_decodes + len(plan.verifies) :]
+        if self._sampler.is_on_device:
+            # Requests whose tokens depend on their last ones are not drafted for there.
+            errors = self._take_masks(by_row)
+            samples = self._sampler.begin(drawable.logits, self._slots(by_row), drawable.positions)
+            return Draw(plan, by_row, samples, errors)
+        return self._draw_in_turn(plan, requests, by_row, drawable)
+
+    def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
+        """Gives the sampler the masks that were begun; by first row, those that failed."""
         errors: dict[int, WeftError] = {}
         for request, mask in self._constraints.take_masks():
             if isinstance(mask, WeftError):
                 errors[requests.index(request)] = mask
             else:
                 self._sampler.set_mask(request.slot, mask)
-        slots = self._slots(requests)
-        samples = self._sampler.begin(drawable.logits, slots, drawable.positions)
-        return Draw(requests, samples, errors)
+        return errors
+
+    def _draw_in_turn(
+        self, plan: Plan, requests: Sequence[Request], by_row: Sequence[Request], drawable: Drawable
+    ) -> Draw:
+        """Draws the first token of each request, then the second of those whose draft it was, and
+        so on: what is drawn may depend on the tokens before it (penalties, constraints)."""
+        output = SampleOutput(np.full(len(by_row), -1, np.int64), [None] * len(by_row))
+        begin, lengths = len(plan.decodes), [1 + len(drafts) for drafts in plan.drafts]
+        firsts = begin + np.cumsum([0, *lengths])
+        rows = np.concatenate(
+            [np.arange(begin), firsts[:-1], np.arange(int(firsts[-1]), len(by_row))]
+        )
+        mask_errors = self._take_masks(requests)
+        self._draw_rows(requests, rows, drawable, output)
+        going_on = list(range(len(lengths)))
+        for depth in itertools.count(1):
+            going_on = [
+                index
+                for index in going_on
+                if depth < lengths[index]
+                and (token := output.token_ids[firsts[index] + depth - 1])
+                == plan.drafts[index][depth - 1]
+                and token not in plan.verifies[index].request.end_token_ids
+            ]
+            if not going_on:
+                break
+            left = [plan.verifies[index].request for index in going_on]
+            self._constraints.begin_masks(left, [plan.drafts[i][:depth] for i in going_on])
+            if lost := self._take_masks(left):
+                going_on = [index for i, index in enumerate(going_on) if i not in lost]
+                left = [plan.verifies[index].request for index in going_on]
+            if going_on:
+                self._draw_rows(left, firsts[going_on] + depth, drawable, output)
+        errors = {int(rows[index]): error for index, error in mask_errors.items()}
+        samples = SamplesUnderWay(
+            torch.from_numpy(output.token_ids), lambda: output, drawable.positions
+        )
+        return Draw(plan, by_row, samples, errors)
+
+    def _draw_rows(
+        self,
+        requests: Sequence[Request],
+        rows: npt.NDArray[np.int64],
+        drawable: Drawable,
+        output: SampleOutput,
+    ) -> None:
+        """Draws a token each of some rows of the logits into `output`."""
+        logits = drawable.logits[torch.from_numpy(rows)]
+        drawn = self._sampler.sample(logits, self._slots(requests), drawable.positions[rows])
+        output.token_ids[rows] = drawn.token_ids
+        for index, row in enumerate(rows.tolist()):
+            output.logprobs[row] = drawn.logprobs[index]
+            if index in drawn.errors:
+                output.errors[row] = drawn.errors[index]
 
     def _slots(self, requests: Sequence[Request]) -> npt.NDArray[np.int64]:
         slots = np.array([request.slot for request in requests], np.int64)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from weft.engine import faults
 from weft.engine.adapters import EngineAdapters
 from weft.engine.clock import Clock, monotonic
 from weft.engine.config import EngineConfig
@@ -32,18 +31,20 @@ from weft.engine.resumption import first_to_run
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sessions import make_sessions
 from weft.engine.snapshot import engine_snapshot
+from weft.engine.speculative.drafting import Drafting
 from weft.engine.stats import EngineStats
 from weft.engine.tiers.assembly import make_tiers
 from weft.engine.tiers.write_through import write_through
+from weft.engine.transfer.arrivals import take_transfers
 from weft.engine.transfer.audit import PageAudit
 from weft.engine.transfer.cost import FillCosts
-from weft.engine.transfer.filler import Filler, ShipResult
+from weft.engine.transfer.filler import Filler
 from weft.engine.transfer.owner import OwnerFills
 from weft.engine.transfer.staging import StagingCounts
 
@@ -147,6 +148,9 @@ class Engine:
         )
         self._constraints = parts.constraints
         self._drawing = Drawing(sampler, parts.constraints)
+        self.drafting = Drafting(config, parts.drafter, draws_on_device=sampler.is_on_device)
+        self.scheduler.has_draft = config.draft_dir is not None
+        self.scheduler.running_plans.gate = self.drafting.gate
         self.pipeline = Pipeline(
             parts.runner,
             self._drawing,
@@ -154,6 +158,7 @@ class Engine:
             self,
             clock,
             is_overlapped=config.is_overlapped,
+            drafter=self.drafting.drafter,
         )
         self._groups: dict[RequestKey, list[Request]] = {}
         self.stats = EngineStats(clock, config.max_step_tokens)
@@ -204,7 +209,9 @@ class Engine:
         go out."""
         if inbox is not None:
             self._take_inbox(inbox)
-        self._take_transfers()
+        if self.tiers is not None:
+            self.tiers.take()
+        take_transfers(self.parts.plane, self.fills, self.filler, self.store)
         self._take_compiled()
         self.adapters.turn()
         now = self._clock()
@@ -301,28 +308,6 @@ class Engine:
         num_pages = self.memory.flush_cache()
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
-    def _take_transfers(self) -> None:
-        plane = self.parts.plane
-        if self.tiers is not None:
-            self.tiers.take()
-        if self.fills.num_open:
-            for notification in plane.notifications():
-                arrived: Sequence[tuple[int, bytes, int]] = (notification,)
-                if faults.FILL_NOTIFY.is_armed:
-                    arrived = faults.FILL_NOTIFY.repeat(notification)
-                for owner_epoch, lease_id, chunk in arrived:
-                    self.fills.on_notification(owner_epoch, lease_id, chunk)
-        for tag, digests, pages in plane.port.take():
-            if isinstance(tag, tuple):
-                self.fills.on_digested(*tag, digests)
-            elif self.store is not None:
-                self.store.on_digested(tag, digests, pages)
-        for item in plane.shipper.take():
-            if isinstance(item, ShipResult):
-                self.filler.on_shipped(item)
-            else:
-                self.filler.on_data(*item)
-
     def _submit(self, submit: Submit) -> None:
         key = RequestKey(submit.session, submit.request_id, submit.attempt)
         if key in self._groups:
@@ -336,6 +321,7 @@ class Engine:
                 raise Overloaded(message, stage="queue", retry_after_s=retry_after_s(self))
             self.adapters.check(submit)
             request = self._intake.from_submit(submit, self._clock())
+            request.speculates = self.drafting.is_for(request)
             can_run = self._constraints.admit(request)
         except WeftError as error:
             self._out.failed(key, error)
@@ -433,9 +419,11 @@ class Engine:
         """See `StepOwner.step_done`."""
         self._note_progress()
         num_surplus = 0
+        runs: Sequence[Run] = ()
         if drawn is not None:
-            num_surplus = self._take_tokens(drawn, len(plan.decodes))
-        self.stats.step(plan, duration_s, self.costs, num_surplus)
+            num_surplus, runs = self._take_tokens(drawn, len(plan.decodes)), drawn.runs
+        self.stats.step(plan, duration_s, self.costs, num_surplus, runs)
+        self.drafting.observe(plan, runs, duration_s)
 
     def _take_tokens(self, drawn: Drawn, num_decodes: int) -> int:
         """Appends and emits new tokens; ends samples where they end, and forks others.
@@ -448,10 +436,10 @@ class Engine:
             Tokens of requests that had ended while the step was under way.
         """
         num_surplus = 0
-        for row, error in drawn.errors.items():
-            if drawn.requests[row].state is not State.FINISHED:
+        for failed, error in drawn.errors:
+            if failed.state is not State.FINISHED:
                 num_surplus -= 1  # Its token is neither of use nor too many.
-                self._fail_group(drawn.requests[row].key, error)
+                self._fail_group(failed.key, error)
         now = self._clock()
         firsts = drawn.requests[num_decodes:]
         for request in firsts:
@@ -475,7 +463,28 @@ class Engine:
         for request in firsts:
             if request.unforked_samples and request.state is not State.FINISHED:
                 self._fork(request, now)
-        return num_surplus
+        return num_surplus + sum(self._take_run(run) for run in drawn.runs)
+
+    def _take_run(self, run: Run) -> int:
+        """`_take_tokens` of a request with drafts, whose tokens may end it anywhere."""
+        request, tokens, first = run.request, run.tokens, run.request.num_generated
+        if request.state is State.FINISHED:
+            return max(1, len(tokens))
+        end = None
+        for count, token in enumerate(tokens, 1):
+            request.tokens.append(token)
+            end = end_of(request, token, first + count)
+            if end is not None:
+                break
+        num_taken = request.num_generated - first
+        timeline = request.timeline
+        timeline.num_drafted_tokens += run.num_drafts
+        timeline.num_accepted_tokens += max(0, num_taken - 1)
+        self._out.run(request, tokens[:num_taken], first, run.logprobs[:num_taken])
+        self.scheduler.accepted(request)
+        if end is not None:
+            self._end_sample(request, *end)
+        return len(tokens) - num_taken
 
     def _fork(self, first: Request, now: float) -> None:
         """Makes the other samples of a prompt whose KV exists now; they share its full pages."""

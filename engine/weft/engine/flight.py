@@ -54,7 +54,7 @@ class FlightRecorder:
         """A step begins."""
         self._num_steps += 1
         values: list[int] = []
-        for request, start, count, _ in islice(plan, MAX_ITEMS):
+        for request, start, count, *_ in islice(plan, MAX_ITEMS):
             slot = request.slot
             if self._arrivals.get(slot) != request.arrival:
                 self._name(request)

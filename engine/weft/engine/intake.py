@@ -190,6 +190,7 @@ class Intake:
             adapter=first.adapter,
             traceparent=first.traceparent,
             num_cached_tokens=first.num_cached_tokens,
+            speculates=first.speculates,
         )
 
     def from_handle(

@@ -132,7 +132,7 @@ class LLM:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop: StopCriteria | None = None,
         top_logprobs: int | None = None,
         adapters: Sequence[bytes] = (),
@@ -141,7 +141,7 @@ class LLM:
 
         Args:
             prompts: Of token ids.
-            sampling: Of all; greedy if not given.
+            sampling: Of all, or of each prompt its own; greedy if not given.
             stop: Of all.
             top_logprobs: None: no log-probabilities.
             adapters: By prompt, each one's digest, or empty for the base model; none at all: the
@@ -156,29 +156,33 @@ class LLM:
     def generate_all(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop: StopCriteria | None = None,
         top_logprobs: int | None = None,
         adapters: Sequence[bytes] = (),
     ) -> list[list[Sample]]:
         """Like `generate`, with all `n` samples of each prompt."""
         sampling = sampling or SamplingParams(temperature=0.0)
+        if isinstance(sampling, SamplingParams):
+            sampling = [sampling] * len(prompts)
         submits = [
             Submit(
                 session=_SESSION,
                 request_id=str(next(self._ids)),
                 attempt=1,
                 prompt=list(prompt),
-                sampling=sampling,
+                sampling=drawn,
                 stop=stop or StopCriteria(),
                 top_logprobs=top_logprobs,
                 first_token_timeout_s=NO_TIMEOUT_S,
                 total_timeout_s=NO_TIMEOUT_S,
                 adapter=adapter,
             )
-            for prompt, adapter in zip(prompts, adapters or [b""] * len(prompts), strict=True)
+            for prompt, drawn, adapter in zip(
+                prompts, sampling, adapters or [b""] * len(prompts), strict=True
+            )
         ]
-        groups = {submit.request_id: [Sample() for _ in range(sampling.n)] for submit in submits}
+        groups = {s.request_id: [Sample() for _ in range(s.sampling.n)] for s in submits}
         try:
             self._run(submits, groups)
         except BaseException:
@@ -188,7 +192,7 @@ class LLM:
         return list(groups.values())
 
     def _run(self, submits: list[Submit], groups: dict[str, list[Sample]]) -> None:
-        num_open = len(submits) * len(next(iter(groups.values()), []))
+        num_open = sum(map(len, groups.values()))
         inbox: Inbox | None = Inbox(submits=submits)
         while num_open:
             self._woken.clear()

@@ -489,6 +489,9 @@ class LoadReport:
     sessions: int = 0
     """Chat sessions with pinned pages."""
     pinned_pages: int = 0
+    draft_depths: dict[int, int] = field(default_factory=dict)
+    """Drafts that each request brings to a step, by the number of requests in it from which on
+    that holds; none where nothing is drafted."""
     """For them; cached or used."""
 
 
@@ -536,6 +539,8 @@ class EngineInfo:
     versions: dict[str, str]
     notices: list[str]
     engine_pid: int
+    draft: str = ""
+    """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
     max_loras: int = 0
     """Adapters on the device at once; 0: it serves none."""
     max_lora_rank: int = 0

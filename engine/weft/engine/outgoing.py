@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.engine.errors import WeftError
 from weft.engine.messages import (
     Accepted,
@@ -72,6 +74,19 @@ class Outgoing:
         batch.tokens.append(
             Tokens(key.request_id, key.attempt, request.sample, index, [token], logprobs)
         )
+
+    def run(
+        self,
+        request: Request,
+        tokens: list[int],
+        first_index: int,
+        logprobs: Sequence[TokenLogprob | None],
+    ) -> None:
+        """Tokens of a sample from number `first_index` on."""
+        key = request.key
+        known = [logprob for logprob in logprobs if logprob is not None]
+        event = Tokens(key.request_id, key.attempt, request.sample, first_index, tokens, known)
+        self.session(key.session).tokens.append(event)
 
     def all_tokens(self, request: Request) -> None:
         """Everything that a sample has generated so far (log-probabilities are not kept)."""

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from weft.engine.clock import Clock
@@ -33,6 +33,9 @@ from weft.engine.runner.memory_plan import (
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.sampling.device_check import device_sampler_fault
 from weft.engine.scheduler.state import Request
+from weft.engine.speculative.drafted import DraftedModel, load_drafted
+from weft.engine.speculative.drafter import Drafter
+from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.store import StoreLink
 from weft.engine.tiers.parts import TierParts, load_tiers
 from weft.engine.transfer.page_mover import Lanes, PageMover, PinnedPages
@@ -74,6 +77,8 @@ class EngineParts:
     """Where tokens are drawn; None = on the host."""
     adapters: AdapterManager | None = None
     """None: it serves none."""
+    drafter: Drafter | None = None
+    """Of the draft model; None: there is none."""
 
 
 def load_parts(
@@ -98,6 +103,9 @@ def load_parts(
     loaded = load_model(
         config.model_dir, config.dtype, config.device, progress, dummy=config.dummy_weights
     )
+    drafted = _load_draft(config, loaded)
+    if drafted is not None:
+        loaded = replace(loaded, model=drafted)
     layout = loaded.model.kv_layout(config.page_size)
     promise = _promise_determinism(loaded, layout, device) if config.deterministic else []
     limit = min(
@@ -119,6 +127,7 @@ def load_parts(
         max_step_tokens=config.max_step_tokens,
         cuda_graphs=config.cuda_graphs,
         lora=lora,
+        states=drafted,
     )
     sampling_device, faults = _sampling_device(loaded.config.vocab_size, device)
     window: PoolWindow = DirectWindow(runner.pool_bytes)
@@ -145,6 +154,7 @@ def load_parts(
         page_bytes=layout.page_bytes,
         layers=layout.layers,
         kv_heads=layout.heads,
+        draft=layout.draft,
         head_dim=layout.dim,
         transports=plane.transports,
         transport_detail=plane.describe(),
@@ -177,6 +187,7 @@ def load_parts(
         tiers=tiers,
         sampling_device=sampling_device,
         adapters=adapters,
+        drafter=_drafter(config, drafted, runner),
     )
 
 
@@ -191,6 +202,23 @@ def make_store(
     if not config.has_store:
         return None
     return StoreLink(config.page_size, parts.memory, num_held_pages, parts.plane, send, clock)
+
+
+def _load_draft(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
+    """The model with its draft head; None without one."""
+    if config.draft_dir is None:
+        return None
+    max_requests, max_drafts = config.max_running_requests, config.max_draft_tokens
+    max_rows = max(config.max_step_tokens, max_requests * (1 + max_drafts))
+    return load_drafted(loaded, config.draft_dir, max_requests, max_rows)
+
+
+def _drafter(
+    config: EngineConfig, drafted: DraftedModel | None, runner: ModelRunner
+) -> Drafter | None:
+    if drafted is None:
+        return None
+    return EagleDrafter(drafted, runner.pool, runner.page_table, config.page_size)
 
 
 def _lora_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoraPool | None:

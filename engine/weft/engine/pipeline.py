@@ -26,6 +26,7 @@ from weft.engine.runner.runner import Drawable, ModelRunner
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request
+from weft.engine.speculative.drafter import Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class _Step:
     plan: Plan
     began_at: float
     drawing: Sequence[Request]
-    """Who draws, by row of the logits."""
+    """Who draws."""
     drawable: Drawable | None = None
     draw: Draw | None = None
     mark: Mark | None = None
@@ -72,6 +73,7 @@ class Pipeline:
         owner: Is told the outcomes.
         clock: Monotonic seconds.
         is_overlapped: A step begins before the one before it is committed.
+        drafter: Of requests with drafts; None: there are none.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class Pipeline:
         clock: Clock,
         *,
         is_overlapped: bool,
+        drafter: Drafter | None = None,
     ) -> None:
+        self._drafter = drafter
         self._runner = runner
         self._drawing = drawing
         self._scheduler = scheduler
@@ -126,8 +130,9 @@ class Pipeline:
     def _start(self, plan: Plan, *, is_ready: bool) -> _Step:
         """Enqueues the forward."""
         drawing = plan.decodes
-        if plan.chunks:
-            drawing = [*drawing, *(item.request for item in plan.drawing_chunks)]
+        if plan.verifies or plan.chunks:
+            drawing = [*drawing, *(item.request for item in plan.verifies)]
+            drawing += [item.request for item in plan.drawing_chunks]
         step = _Step(self._scheduler.launch(plan), plan, self._clock(), drawing)
         if self.flight is not None:
             self.flight.begin(plan)
@@ -137,6 +142,9 @@ class Pipeline:
             if is_ready:
                 self._drawing.prepare(drawing)
             self._runner.copy(self._scheduler.pages.take_copies())
+            if plan.verifies:
+                assert self._drafter is not None
+                plan.drafts = self._drafter.draft(plan.verifies)
             step.drawable = self._runner.forward(plan)
         except Exception as error:
             self._fail(step, error)
@@ -150,7 +158,7 @@ class Pipeline:
             else:
                 if not is_ready:
                     self._drawing.prepare(step.drawing)
-                step.draw = self._drawing.begin(step.drawing, step.drawable)
+                step.draw = self._drawing.begin(step.plan, step.drawing, step.drawable)
                 step.drawable = None
                 self._runner.keep(step.draw.tokens)
         except Exception as error:

@@ -58,6 +58,7 @@ def load_report(engine: Engine) -> LoadReport:
         counters=engine.counters(),
         tiers=tier_reports(engine.tiers, engine.store, engine.tier_policy),
         adapters=engine.adapters.states(),
+        draft_depths=engine.drafting.depths(),
         sessions=len(engine.sessions.pins) if engine.sessions is not None else 0,
         pinned_pages=engine.sessions.pins.num_pages if engine.sessions is not None else 0,
     )

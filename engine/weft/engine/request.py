@@ -57,6 +57,8 @@ class SamplingParams:
     """Unsigned 64 bits; noise is a function of (seed, absolute position, token id)."""
     n: int = 1
     constraint: Constraint | None = None
+    speculates: bool = True
+    """Tokens may be drafted, where that pays; the text is the same."""
 
     @property
     def is_greedy(self) -> bool:

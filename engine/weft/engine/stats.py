@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from weft.engine.clock import Clock
-from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.transfer.cost import LEAST_MEASURED_TOKENS, FillCosts
 
 LEAST_STALE_S = 2.0
@@ -25,6 +26,13 @@ class StepCounters:
     generated_tokens: int = 0
     surplus_tokens: int = 0
     """Drawn for requests that had ended while the step was under way."""
+    speculated_steps: int = 0
+    """In which drafts were verified."""
+    verified_runs: int = 0
+    """Requests in those steps that had drafts."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafts that were what the model drew."""
     busy_us: int = 0
     """Time spent in steps, in microseconds."""
 
@@ -56,13 +64,32 @@ class EngineStats:
         """Mean requests that decoded in those."""
 
     def step(
-        self, plan: Plan, duration_s: float, costs: FillCosts, num_surplus_tokens: int = 0
+        self,
+        plan: Plan,
+        duration_s: float,
+        costs: FillCosts,
+        num_surplus_tokens: int = 0,
+        runs: Sequence[Run] = (),
     ) -> None:
-        """Takes one step into account."""
-        num_decodes, num_prompt_tokens = len(plan.decodes), plan.num_chunk_tokens
-        num_tokens = num_decodes + num_prompt_tokens
-        num_drawn = num_decodes + len(plan.drawing_chunks) - num_surplus_tokens
+        """Takes one step into account.
+
+        Args:
+            plan: Of the step.
+            duration_s: Of the step.
+            costs: Are told of it.
+            num_surplus_tokens: Drawn for requests that had ended.
+            runs: Of requests with drafts.
+        """
+        num_decodes, num_prompt_tokens = len(plan.decodes) + len(runs), plan.num_chunk_tokens
+        num_drafts = sum(run.num_drafts for run in runs)
+        num_accepted = sum(max(0, len(run.tokens) - 1) for run in runs)
+        num_tokens = num_decodes + num_drafts + num_prompt_tokens
+        num_drawn = num_decodes + num_accepted + len(plan.drawing_chunks) - num_surplus_tokens
         self._counts.steps += 1
+        self._counts.speculated_steps += num_drafts > 0
+        self._counts.verified_runs += sum(run.num_drafts > 0 for run in runs)
+        self._counts.drafted_tokens += num_drafts
+        self._counts.accepted_tokens += num_accepted
         self._counts.busy_us += int(duration_s * 1e6)
         self._counts.generated_tokens += num_drawn
         self._counts.surplus_tokens += num_surplus_tokens

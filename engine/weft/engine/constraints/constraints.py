@@ -126,25 +126,35 @@ class Constraints:
         if request.key in keys:
             keys.remove(request.key)
 
-    def begin_masks(self, requests: Sequence[Request]) -> None:
-        """Starts on the masks of those that draw in the step under way, the ended ones left out."""
+    def begin_masks(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Starts on the masks of those that draw in the step under way, the ended ones left out.
+
+        Args:
+            requests: Which.
+            accepted: Of each, tokens that it has drawn in this step already; None: none.
+        """
         if not self._grammars:
             return
-        self._masked = [
-            request
-            for request in requests
+        masked = [
+            (request, drawn)
+            for request, drawn in zip(requests, accepted or [()] * len(requests), strict=True)
             if request.params.constraint is not None and request.state is not State.FINISHED
         ]
-        if not self._masked:
+        self._masked = [request for request, _ in masked]
+        if not masked:
             return
         from weft.engine.constraints.masks import MaskJob, MaskMaker
 
         self._maker = self._maker or MaskMaker()
         jobs = []
-        for request in self._masked:
+        for request, drawn in masked:
             state = self._state(request)
             begin = request.num_prompt_tokens + state.num_accepted
-            jobs.append(MaskJob(state, request.tokens[begin:]))
+            num_known = len(request.tokens)
+            tokens = request.tokens[begin:] + list(drawn[max(0, begin - num_known) :])
+            jobs.append(MaskJob(state, tokens))
         self._maker.begin(jobs)
 
     def _state(self, request: Request) -> ConstraintState:

@@ -13,6 +13,7 @@ from weft.engine.runner.batch import ForwardBatch
 from weft.kernels.decoder_layer import (
     DecoderLayerWeight,
     DecoderStep,
+    Taps,
     decoder_layers,
     pack_decoder_layer,
     prepare_step,
@@ -112,7 +113,9 @@ class DecoderStack:
         self._whole = stack_layers(packed) if is_uniform else None
         self._but_last = stack_layers(packed[:-1]) if is_uniform and len(packed) > 1 else None
 
-    def __call__(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, batch: ForwardBatch, pool: torch.Tensor, taps: Taps | None = None
+    ) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `batch.logits_rows`."""
         hidden = self.embed_tokens.index_select(0, batch.token_ids)
         added = addition_to(batch.lora, "embed", 0)
@@ -120,27 +123,37 @@ class DecoderStack:
             add_embedding_lora(hidden, batch.token_ids, added)
         last, num_rows = self.layers[-1], batch.logits_rows.shape[0]
         if 2 * num_rows > hidden.shape[0]:
-            hidden = self._run(hidden, batch, pool, is_whole=True)
+            hidden = self._run(hidden, batch, pool, taps, is_whole=True)
             return self.norm(hidden.index_select(0, batch.logits_rows))
         # Of the last layer only the wanted rows are needed, apart from their K and V.
-        hidden = self._run(hidden, batch, pool, is_whole=False)
+        hidden = self._run(hidden, batch, pool, taps, is_whole=False)
         if num_rows == 0:
             last.write_only(hidden, batch, pool)
             return hidden.new_empty((0, hidden.shape[1]))
         return self.norm(last.of_rows(hidden, batch, pool))
 
     def _run(
-        self, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor, *, is_whole: bool
+        self,
+        hidden: torch.Tensor,
+        batch: ForwardBatch,
+        pool: torch.Tensor,
+        taps: Taps | None,
+        *,
+        is_whole: bool,
     ) -> torch.Tensor:
         """All layers, or all but the last."""
-        if self._whole is None:
-            for layer in self.layers if is_whole else self.layers[:-1]:
-                hidden = layer(hidden, batch, pool)
-            return hidden
         stack = self._whole if is_whole else self._but_last
-        if stack is None:
-            return hidden
-        return decoder_layers(hidden, stack, self.layers[0].prepare(batch, pool))
+        if stack is not None:
+            step = self.layers[0].prepare(batch, pool)
+            hidden = decoder_layers(hidden, stack, step, taps=taps)
+        elif self._whole is None:
+            for index, layer in enumerate(self.layers if is_whole else self.layers[:-1]):
+                if taps is not None:
+                    taps.take(index, hidden)
+                hidden = layer(hidden, batch, pool)
+        if taps is not None and not is_whole:
+            taps.take(len(self.layers) - 1, hidden)
+        return hidden
 
 
 def one_row_requests(batch: ForwardBatch) -> ForwardBatch:
@@ -163,4 +176,7 @@ def one_row_requests(batch: ForwardBatch) -> ForwardBatch:
         max_q_len=1,
         max_kv_len=batch.max_kv_len,
         lora=None if batch.lora is None else batch.lora.select(rows),
+        request_slots=(
+            None if batch.request_slots is None else batch.request_slots.index_select(0, requests)
+        ),
     )

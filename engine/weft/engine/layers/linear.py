@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from weft.engine.layers.weights import Weights
-from weft.kernels.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.linear import (
+    LinearWeight,
+    gate_up_silu,
+    linear,
+    pack_gate_up,
+    pack_linear,
+    weight_rows,
+)
 from weft.kernels.lora import LoraAddition
 from weft.kernels.memory import WeightArena
 
@@ -77,6 +84,10 @@ class LMHead:
     def __call__(self, hidden: torch.Tensor, lora: LoraAddition | None = None) -> torch.Tensor:
         """[L, hidden] -> [L, vocab] float32, with what these L tokens' adapters add."""
         return linear(hidden, self._weight, out_dtype=torch.float32, lora=lora)
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """A copy of the weight's rows [N, hidden] of N tokens, ids [N] int64 on its device."""
+        return weight_rows(self._weight, token_ids)
 
 
 def _read(

@@ -127,6 +127,8 @@ class LoraPool:
             counts=zeros(slots, torch.int32),
             column=part.column,
             b_table=zeros((*slots, max_rows), torch.int32) if part.is_expert else None,
+            is_a_shared=part.is_a_shared,
+            is_b_shared=part.is_b_shared,
         )
 
     @property

@@ -27,6 +27,8 @@ class PlaneLayout:
     page_size: int
     """Token positions a page."""
     parts: tuple[str, ...] = ("k", "v")
+    draft: str = ""
+    """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
 
     @property
     def page_shape(self) -> tuple[int, ...]:
@@ -46,7 +48,8 @@ class PlaneLayout:
     def describe(self) -> str:
         """Canonical text of the layout, part of the namespace."""
         parts = ",".join(f"{part}:{self.dim}:{self.dtype}" for part in self.parts)
-        return (
+        described = (
             f"plane={self.name};layers={self.layers};heads={self.heads};"
             f"parts={parts};page_size={self.page_size};order=head,layer,part,position,dim"
         )
+        return f"{described};draft={self.draft}" if self.draft else described

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ from weft.engine.errors import ModelError
 from weft.engine.models.files import Progress, weight_files
 
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_WHOLE_NUMBERS = ("I64", "I32", "BOOL")
 _NAMES_SHOWN = 8
 
 
@@ -102,6 +103,23 @@ class Checkpoint:
         self._unread.discard(name)
         self._advance(self._bytes_of(name) // count)
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that the files have."""
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def whole_numbers(self, name: str, count: int) -> torch.Tensor:
+        """A table of the checkpoint: [count] int64 on the host; true counts as 1.
+
+        Raises:
+            ModelError: It is not there, or has another shape or dtype.
+        """
+        if name not in self._file_of:
+            raise ModelError(f"{self._where} lacks tensors: {name}")
+        self._check(name, (count,), _WHOLE_NUMBERS)
+        table: torch.Tensor = self._file_of[name].get_tensor(name)
+        self._unread.discard(name)
+        return table.to(torch.int64)
+
     def _is_missing(self, name: str) -> bool:
         """There is nothing to read: `finish` will raise."""
         if name in self._file_of:
@@ -144,17 +162,19 @@ class Checkpoint:
                 self._file_of[name] = file
         self._unread = set(self._file_of)
 
-    def _check(self, name: str, expected: tuple[int, ...]) -> None:
+    def _check(
+        self, name: str, expected: tuple[int, ...], dtypes: Collection[str] = _DTYPE_BYTES
+    ) -> None:
         piece = self._file_of[name].get_slice(name)
-        shape = tuple(piece.get_shape())
+        shape = self.shape_of(name)
         if shape != expected:
             raise ModelError(
                 f"{self._where}: {name} has shape {shape}, config.json asks for {expected}"
             )
-        if piece.get_dtype() not in _DTYPE_BYTES:
+        if piece.get_dtype() not in dtypes:
             raise ModelError(
                 f"{self._where}: {name} is {piece.get_dtype()}; "
-                f"only {', '.join(_DTYPE_BYTES)} are supported"
+                f"only {', '.join(dtypes)} are supported"
             )
 
     def _bytes_of(self, name: str) -> int:

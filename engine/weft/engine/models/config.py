@@ -121,9 +121,9 @@ class ModelConfig:
             ModelError: A file is missing or malformed, or asks for what is not supported; the
                 message names the field.
         """
-        raw = _read_json(model_dir / "config.json")
+        raw = read_json_file(model_dir / "config.json")
         generation_file = model_dir / "generation_config.json"
-        generation = _read_json(generation_file) if generation_file.exists() else {}
+        generation = read_json_file(generation_file) if generation_file.exists() else {}
         return cls.from_dict(raw, generation, where=str(model_dir))
 
     @classmethod
@@ -162,7 +162,7 @@ class ModelConfig:
             head_dim=fields.positive("head_dim", _default_head_dim(fields, family)),
             intermediate_size=fields.positive("intermediate_size"),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=_rope(fields),
+            rope=rope_config(fields),
             max_position_embeddings=fields.positive("max_position_embeddings"),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -186,7 +186,12 @@ class ModelConfig:
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def read_json_file(path: Path) -> Mapping[str, Any]:
+    """A JSON object in a file.
+
+    Raises:
+        ModelError: The file cannot be read or holds something else.
+    """
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -237,8 +242,13 @@ def _refuse_sliding_window(fields: Fields, family: _Family) -> None:
         raise fields.error("sliding_window", "sliding window attention is not supported")
 
 
-def _rope(fields: Fields) -> RopeConfig:
-    """transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
+def rope_config(fields: Fields) -> RopeConfig:
+    """Of a config.json: transformers 5 writes `rope_parameters`, older ones `rope_theta` and
+    `rope_scaling`.
+
+    Raises:
+        ModelError: A rotation that is not supported; the message names the field.
+    """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     rope = fields.section(name)
     if any(isinstance(rope.get(key), dict) for key in rope):

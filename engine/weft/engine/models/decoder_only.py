@@ -16,6 +16,7 @@ from weft.engine.layers.weights import Weights
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
+from weft.kernels.decoder_layer import Taps
 from weft.kernels.lora import LoraStep, addition_to
 
 FUSED: Mapping[str, tuple[str, ...]] = {
@@ -67,9 +68,14 @@ class DecoderOnlyLM:
             page_size=page_size,
         )
 
-    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
-        """Runs one ragged step: [L, hidden], final hidden states of `batch.logits_rows`."""
-        return self.model(batch, pool)
+    def forward(
+        self, batch: ForwardBatch, pool: torch.Tensor, taps: Taps | None = None
+    ) -> torch.Tensor:
+        """Runs one ragged step: [L, hidden], final hidden states of `batch.logits_rows`.
+
+        `taps` gets what enters the layers that it names; none of them is the number of layers.
+        """
+        return self.model(batch, pool, taps)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """[L, hidden], these L rows' adapters -> [L, vocab] float32."""

@@ -15,6 +15,7 @@ from weft.engine.models.config import ModelConfig
 from weft.kernels.build import cache_folder
 
 _VERSION = b"weft-model-1"
+_DRAFT_VERSION = b"weft-draft-1"
 _CHUNK_BYTES = 1 << 22
 _MAX_THREADS = 4
 
@@ -38,8 +39,29 @@ def model_digest(config: ModelConfig, dtype: str, files: Sequence[Path]) -> byte
 
 def combine_digests(config: ModelConfig, dtype: str, file_digests: Sequence[bytes]) -> bytes:
     """`model_digest` from digests of the weights' files that are known already."""
+    return _combine(_VERSION, config.fingerprint(), dtype.encode(), *file_digests)
+
+
+def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes:
+    """BLAKE2b-256 that names a draft head; what it shares with its target is in that one's digest.
+
+    Args:
+        fingerprint: What of its configuration counts.
+        dtype: What it computes in.
+        files: Its files of weights in their fixed order.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    return _combine(_DRAFT_VERSION, fingerprint, dtype.encode(), *cached_file_digests(files))
+
+
+def _combine(*parts: bytes) -> bytes:
     digest = hashlib.blake2b(digest_size=32)
-    for part in (_VERSION, config.fingerprint(), dtype.encode(), *file_digests):
+    for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()

@@ -34,3 +34,6 @@ class ForwardBatch:
     max_kv_len: int
     lora: LoraStep | None = None
     """The step's adapters; None if no token uses one."""
+    request_slots: torch.Tensor | None = None
+    """[R] int64: each request's slot, padding's is the one after the last; None where no model asks
+    for it."""

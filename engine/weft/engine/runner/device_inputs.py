@@ -89,6 +89,7 @@ class DeviceInputs:
             max_q_len=arrays.max_q_len,
             max_kv_len=arrays.max_kv_len,
             lora=self._lora_step(arrays),
+            request_slots=rows,
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
@@ -143,6 +144,7 @@ class DeviceInputs:
             max_q_len=1,
             max_kv_len=self._table.shape[1] * self._page_size,
             lora=self._static_lora(num_rows, has_lora=has_lora),
+            request_slots=rows,
         )
 
     def send_decode(self, arrays: StepArrays, num_rows: int) -> None:
@@ -181,6 +183,7 @@ class DeviceInputs:
             max_q_len=num_tokens,
             max_kv_len=self._table.shape[1] * self._page_size,
             lora=self._static_lora(num_tokens, has_lora=has_lora),
+            request_slots=rows,
         )
 
     def send_ragged(self, arrays: StepArrays, num_tokens: int, max_requests: int) -> None:

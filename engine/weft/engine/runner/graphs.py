@@ -21,6 +21,7 @@ from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.step import StepArrays
 from weft.kernels.attention import gains_by_exact_lengths
+from weft.kernels.side_stream import rehearsal
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +173,9 @@ class StepGraphs:
         if gains_by_exact_lengths(config.num_heads, config.head_dim, *lengths):
             has_cold = num_requests == 1 and num_tokens <= len(self._cold)
             return self._cold[num_tokens - 1] if has_cold else None
+        num_rows = max(num_requests, len(arrays.logits_rows))
         for bound, buckets in self._ragged:
-            if num_requests <= bound and num_tokens <= len(buckets):
+            if num_rows <= bound and num_tokens <= len(buckets):
                 return buckets[num_tokens - 1]
         return None
 
@@ -199,7 +201,8 @@ class StepGraphs:
             self._inputs.send_decode(step, bucket.tokens)
         with torch.inference_mode():
             # Compiles kernels and lets libraries choose theirs, which a capture must not do.
-            self._forward(bucket)
+            with rehearsal():
+                self._forward(bucket)
             torch.cuda.synchronize(self._pool.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._memory):

@@ -30,7 +30,7 @@ class LoraColumns:
 
     @property
     def _sizes(self) -> list[int]:
-        return [self.num_tokens, self.num_tokens, self.num_segments + 1, self.num_segments]
+        return [*[self.num_tokens] * 3, self.num_segments + 1, self.num_segments]
 
     def views(self, flat: torch.Tensor) -> LoraSegments:
         """The columns in `flat`, at least [num_bytes] uint8, aligned to 4 bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,25 @@ class Drawable(NamedTuple):
     """[L], of the tokens to be drawn."""
 
 
+class Verifying(NamedTuple):
+    """A step with drafts, on the device."""
+
+    rows: torch.Tensor
+    """`StepArrays.verify_rows`."""
+    inputs: torch.Tensor
+    """[T] int64: the step's tokens, drafts among them."""
+    num_decodes: int
+    num_rows: int
+    """Of requests with drafts, behind the decodes."""
+
+
+class KeptStates(Protocol):
+    """States of the target by slot, from which a draft goes on."""
+
+    def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keeps the last forward's states of `rows` [V] int64 for `slots` [V] int64."""
+
+
 class ModelRunner:
     """Owns the KV pool and turns plans into forwards.
 
@@ -51,6 +70,7 @@ class ModelRunner:
         max_step_tokens: largest step.
         cuda_graphs: capture steps, on a CUDA device.
         lora: adapters on the device; None: there are none.
+        states: of requests, which a draft model needs; None: there is none.
     """
 
     def __init__(
@@ -65,7 +85,11 @@ class ModelRunner:
         max_step_tokens: int,
         cuda_graphs: bool = True,
         lora: LoraPool | None = None,
+        states: KeptStates | None = None,
     ) -> None:
+        self._states = states
+        self._verifying: Verifying | None = None
+        """The last step's, if it has drafts."""
         self._model = model
         self._lora = lora
         self._page_size = layout.page_size
@@ -102,6 +126,11 @@ class ModelRunner:
                 self.graphs = StepGraphs(model, self.pool, self._inputs, buckets)
 
     @property
+    def page_table(self) -> PageTable:
+        """On the host; what is entered reaches the device with the next step."""
+        return self._page_table
+
+    @property
     def is_asynchronous(self) -> bool:
         """The device works while the host goes on."""
         return self.device.type == "cuda"
@@ -133,11 +162,17 @@ class ModelRunner:
         """Starts one step; on a GPU nothing waits for it.
 
         Returns:
-            What tokens are drawn from: a row for each decode, then one for each chunk that
-            samples; None if there is none.
+            What tokens are drawn from: a row for each decode, then one for each token of requests
+            with drafts, then one for each chunk that samples; None if there is none.
         """
         arrays = StepArrays.of_plan(plan, self._page_table, self._page_size)
         logits = self.run(arrays)
+        self._verifying = None
+        if arrays.verify_rows is not None:
+            columns = (arrays.verify_rows, arrays.token_ids)
+            rows, inputs = (torch.from_numpy(c).to(self.device, non_blocking=True) for c in columns)
+            num_rows = int((arrays.verify_rows >= 0).sum())
+            self._verifying = Verifying(rows, inputs, arrays.num_decodes, num_rows)
         if logits is None:
             return None
         return Drawable(logits, arrays.drawing_slots, arrays.drawing_positions)
@@ -146,13 +181,37 @@ class ModelRunner:
         """Takes what was drawn from the logits of the last `forward`, as input of later steps.
 
         Args:
-            tokens: [L] int64, by row of the logits; negative where there is none.
+            tokens: [L] int64, by row of the logits; negative where there is none. Of a request
+                with drafts those up to the first that differs from its draft count.
         """
         slots = self._drawing_slots if self._inputs is None else self._inputs.drawing_slots
         with torch.inference_mode():
             tokens = tokens.to(self.device, non_blocking=True)
+            if self._verifying is not None:
+                tokens, slots = self._accept(tokens, slots, self._verifying)
             # What follows a token that there is not is dropped, but it must be of the vocabulary.
             self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
+
+    def _accept(
+        self, tokens: torch.Tensor, slots: torch.Tensor, step: Verifying
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last token of each request and its slot, of requests with drafts the last one that
+        they accept; `tokens` and `slots` are [L]."""
+        rows, following = step.rows, step.rows[:, 1:]
+        # Decodes and requests with drafts come first and draw from all rows: L and T are the same.
+        drawn, drafts = tokens[rows.clamp(min=0)], step.inputs[following.clamp(min=0)]
+        # Drawing stops where a request ends: the token before goes on then, if it does.
+        is_accepted = (drawn[:, :-1] == drafts) & (drawn[:, 1:] >= 0) & (following >= 0)
+        num_accepted = is_accepted.to(torch.int64).cumprod(1).sum(1, keepdim=True)
+        last_rows = rows.gather(1, num_accepted).squeeze(1)
+        own_slots = slots[rows[:, 0]]
+        if self._states is not None:
+            self._states.keep_accepted(last_rows, own_slots)
+        begin, end = step.num_decodes, step.num_decodes + step.num_rows
+        return (
+            torch.cat([tokens[:begin], tokens[last_rows], tokens[end:]]),
+            torch.cat([slots[:begin], own_slots, slots[end:]]),
+        )
 
     def mark(self) -> Mark:
         """The device's work up to here."""
@@ -220,6 +279,7 @@ class ModelRunner:
             max_q_len=arrays.max_q_len,
             max_kv_len=arrays.max_kv_len,
             lora=self._lora_step(arrays),
+            request_slots=torch.from_numpy(arrays.rows),
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:

@@ -90,14 +90,17 @@ class StepArrays:
     kv_lens: Int32Array
     """[R]."""
     logits_rows: Int64Array
-    """[L]."""
+    """[L]: of a request with drafts all of its rows."""
     max_q_len: int
     max_kv_len: int
     num_decodes: int = 0
     drawing_slots: Int64Array = field(default_factory=_nothing)
-    """[L]: whose next token comes of each row of the logits; empty if none is drawn."""
+    """[L]: whose token comes of each row of the logits; empty if none is drawn."""
     drawing_positions: Int64Array = field(default_factory=_nothing)
     """[L]: where it will be."""
+    verify_rows: Int64Array | None = None
+    """[V, 1 + longest drafts]: rows of T of each request with drafts, which come right behind the
+    decodes; -1 behind its last. None: there are none."""
     adapter_slots: Int32Array | None = None
     """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
 
@@ -108,59 +111,90 @@ class StepArrays:
 
     @classmethod
     def of_plan(cls, plan: Plan, table: PageTable, page_size: int) -> StepArrays:
-        """Flattens a plan and enters its requests' new pages into the table."""
-        num_decodes, chunks = len(plan.decodes), plan.chunks
+        """Flattens a plan that has begun, and enters its requests' new pages into the table."""
+        num_decodes = len(plan.decodes)
         for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
             table.extend(int(plan.slots[index]), plan.decodes[index].pages)
         rows, starts, positions = plan.slots, plan.starts, plan.starts
         row_of_token = rows
         token_ids = np.full(num_decodes, DRAWN, np.int64)
-        q_lens = is_drawing = np.ones(num_decodes, np.int64)
-        if chunks:
-            columns = []
-            tokens: list[int] = []
-            for request, start, num_tokens, samples in chunks:
-                columns.append((request.slot, start, num_tokens, samples))
-                tokens += request.tokens[start : start + num_tokens]
-                table.extend(request.slot, request.pages)
-            slots, chunk_starts, lengths, samples_ = np.array(columns, np.int64).T
-            rows, starts = np.concatenate([rows, slots]), np.concatenate([starts, chunk_starts])
+        q_lens = num_drawing = np.ones(num_decodes, np.int64)
+        is_ragged = bool(plan.verifies or plan.chunks)
+        if is_ragged:
+            pieces, tokens = _pieces(plan, table)
+            slots, piece_starts, lengths, drawing = np.array(pieces, np.int64).T
+            rows, starts = np.concatenate([rows, slots]), np.concatenate([starts, piece_starts])
             q_lens = np.concatenate([q_lens, lengths])
-            is_drawing = np.concatenate([is_drawing, samples_])
+            num_drawing = np.concatenate([num_drawing, drawing])
             token_ids = np.concatenate([token_ids, np.array(tokens, np.int64)])
         cu_q_lens = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(q_lens, out=cu_q_lens[1:])
-        if chunks:
+        if is_ragged:
             request_of = np.repeat(np.arange(len(rows)), q_lens)
             positions = np.arange(len(token_ids)) + (starts - cu_q_lens[:-1])[request_of]
             row_of_token = rows[request_of]
         adapter_slots = _adapter_slots(plan)
         pages = table.pages[row_of_token, positions // page_size].astype(np.int64)
+        slot_of_token = pages * page_size + positions % page_size
+        for index, item in enumerate(plan.chunks, len(rows) - len(plan.chunks)):
+            if item.has_lead:
+                # Its page may be shared; what it would write is there.
+                slot_of_token[cu_q_lens[index]] = NULL_PAGE * page_size
         kv_lens = starts + q_lens
-        is_drawing = is_drawing == 1
+        # The last rows of each request draw: one, or of drafts all.
+        before = np.repeat(cu_q_lens[1:] - np.cumsum(num_drawing), num_drawing)
+        logits_rows = (before + np.arange(len(before))).astype(np.int64)
         return cls(
             token_ids=token_ids,
             positions=positions,
-            slots=pages * page_size + positions % page_size,
+            slots=slot_of_token,
             rows=rows,
             cu_q_lens=cu_q_lens,
             kv_lens=kv_lens.astype(np.int32),
-            logits_rows=(cu_q_lens[1:][is_drawing] - 1).astype(np.int64),
-            drawing_slots=rows[is_drawing],
-            drawing_positions=kv_lens[is_drawing],
+            logits_rows=logits_rows,
+            drawing_slots=row_of_token[logits_rows],
+            drawing_positions=positions[logits_rows] + 1,
             num_decodes=num_decodes,
+            verify_rows=_verify_rows(plan, cu_q_lens),
             adapter_slots=None if adapter_slots is None else np.repeat(adapter_slots, q_lens),
             max_q_len=int(q_lens.max()),
             max_kv_len=int(kv_lens.max()),
         )
 
 
+def _pieces(plan: Plan, table: PageTable) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """What comes behind the decodes: slot, first position, tokens and drawing rows of each, and
+    the tokens of all. Their pages are entered into the table."""
+    pieces, tokens = [], []
+    for (request, start, _), drafts in zip(plan.verifies, plan.drafts, strict=True):
+        count = 1 + len(drafts)
+        pieces.append((request.slot, start, count, count))
+        tokens += [request.tokens[start], *drafts]
+        table.extend(request.slot, request.pages)
+    for request, start, num_tokens, samples, has_lead in plan.chunks:
+        pieces.append((request.slot, start - has_lead, num_tokens + has_lead, int(samples)))
+        tokens += request.tokens[start - has_lead : start + num_tokens]
+        table.extend(request.slot, request.pages)
+    return pieces, tokens
+
+
+def _verify_rows(plan: Plan, cu_q_lens: Int32Array) -> Int64Array | None:
+    """[V, 1 + longest drafts]: rows of T of each request that is verified; -1 behind its last."""
+    if not plan.verifies:
+        return None
+    begin, end = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
+    firsts, ends = cu_q_lens[begin:end, None], cu_q_lens[begin + 1 : end + 1, None]
+    rows = firsts + np.arange(int((ends - firsts).max()))
+    return np.where(rows < ends, rows, -1).astype(np.int64)
+
+
 def _adapter_slots(plan: Plan) -> Int32Array | None:
     """[R]: each request's slot of the LoRA tables; None: none has an adapter."""
-    of_chunks = [item.request.adapter_slot for item in plan.chunks]
-    if plan.adapter_slots is None and not any(of_chunks):
+    of_pieces = [item.request.adapter_slot for item in plan.verifies]
+    of_pieces += [item.request.adapter_slot for item in plan.chunks]
+    if plan.adapter_slots is None and not any(of_pieces):
         return None
     of_decodes = plan.adapter_slots
     if of_decodes is None:
         of_decodes = np.zeros(len(plan.decodes), np.int64)
-    return np.concatenate([of_decodes, np.array(of_chunks, np.int64)]).astype(np.int32)
+    return np.concatenate([of_decodes, np.array(of_pieces, np.int64)]).astype(np.int32)

@@ -125,6 +125,11 @@ class Sampler:
         self._rows: dict[int, SampleRow] = {}
         self._edits: dict[int, LogitEdits] = {}
 
+    @property
+    def is_on_device(self) -> bool:
+        """Tokens are drawn where the logits are, those of a step at once."""
+        return self._device is not None
+
     def add(
         self, slot: int, row: SampleRow, prompt_ids: Sequence[int], output_ids: Sequence[int]
     ) -> None:
@@ -213,7 +218,8 @@ class Sampler:
 
         Args:
             logits: [L, vocab_size] float32; unchanged once the tokens are there.
-            slots: [L], distinct but for `null_slot`.
+            slots: [L], distinct but for `null_slot`, and those whose tokens do not depend on the
+                ones before (no penalties, mask or min_tokens).
             positions: [L], absolute position of the token to be drawn (prompt length + number of
                 tokens generated before it).
 

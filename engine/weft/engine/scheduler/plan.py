@@ -1,4 +1,4 @@
-"""What one step computes: columns for requests that get one token each, items for chunks.
+"""What one step computes: columns for requests that get one token each, items for the others.
 
 The hundreds of running requests of a large batch are all treated alike, step after step. They are
 kept in columns, so that Python touches one of them only where something about it changes.
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from weft.engine.request import TokenLogprob
 from weft.engine.scheduler.state import Request
 
 Int64Array = npt.NDArray[np.int64]
@@ -25,10 +26,35 @@ class PlanItem(NamedTuple):
     num_tokens: int
     samples: bool
     """A token is drawn from the last row."""
+    has_lead: bool = False
+    """The token before `start` comes too, for what a draft needs of it; its KV is there already."""
+
+
+class VerifyItem(NamedTuple):
+    """A RUNNING request that brings its last token and drafts of those that may follow it."""
+
+    request: Request
+    start: int
+    """Position of the last token."""
+    max_drafts: int
+    """For so many there are pages."""
+
+
+class Run(NamedTuple):
+    """What a request with drafts drew in one step: at least one token unless it failed."""
+
+    request: Request
+    tokens: list[int]
+    """Each but the last is what was drafted in its place."""
+    logprobs: list[TokenLogprob | None]
+    num_drafts: int
+    """That were verified."""
 
 
 class Plan:
     """The work of a step; iterating gives all of it as items, which is slow for large batches.
+
+    In a step come the decodes first, then what is verified, then the chunks.
 
     Args:
         decodes: RUNNING requests. Each brings the token that it drew last, which may not be known
@@ -52,14 +78,20 @@ class Plan:
         self.starts = starts
         self.chunks = chunks
         self.adapter_slots = adapter_slots
+        self.verifies: Sequence[VerifyItem] = ()
+        """Requests with drafts."""
+        self.drafts: Sequence[Sequence[int]] = ()
+        """Of each of `verifies`, once the step has begun; some may have none."""
 
     def __len__(self) -> int:
         """Requests."""
-        return len(self.decodes) + len(self.chunks)
+        return len(self.decodes) + len(self.verifies) + len(self.chunks)
 
     def __iter__(self) -> Iterator[PlanItem]:
         for request, start in zip(self.decodes, self.starts.tolist(), strict=True):
             yield PlanItem(request, start, 1, True)
+        for request, start, max_drafts in self.verifies:
+            yield PlanItem(request, start, 1 + max_drafts, True)
         yield from self.chunks
 
     @property
@@ -69,8 +101,9 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all."""
-        return len(self.decodes) + self.num_chunk_tokens
+        """New tokens of all, with as many drafts as there may be."""
+        num_drafts = sum(item.max_drafts for item in self.verifies)
+        return len(self.decodes) + len(self.verifies) + num_drafts + self.num_chunk_tokens
 
     @property
     def drawing_chunks(self) -> list[PlanItem]:

@@ -3,11 +3,11 @@
 A step is plan -> launch -> commit, and the next one may be planned before this one is committed:
 what a request will have by then is known, but for the token itself, and whether that ends it. A
 request that a step under way may end is planned all the same; what comes of it is dropped. `plan`
-gives every running request its next token, then continues prompts in page-aligned chunks, then
-admits waiting requests while tokens, requests and pages last. Admission promises all pages of a
-prompt at once, so a started prompt never waits for memory; only running requests grow, and when
-pages end the one that loses least is pre-empted. Who is admitted next is a policy's choice
-(`weft.engine.scheduler.policies`).
+gives every running request its next token, and drafts to verify behind it where these pay; then it
+continues prompts in page-aligned chunks, then admits waiting requests while tokens, requests and
+pages last. Admission promises all pages of a prompt at once, so a started prompt never waits for
+memory; only running requests grow, and when pages end the one that loses least is pre-empted. Who
+is admitted next is a policy's choice (`weft.engine.scheduler.policies`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from itertools import chain, islice
 
 import numpy as np
 from weft.engine.errors import DeadlineExceeded, WeftError
-from weft.engine.memory.kv_memory import OutOfPages
 from weft.engine.scheduler.adapters import AdapterDoor, Adapters
 from weft.engine.scheduler.estimate import NewTokenEstimate
 from weft.engine.scheduler.fills import Fills
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.plan import Plan, PlanItem, RunningColumns
+from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
+from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
 from weft.engine.scheduler.victims import Victims
@@ -86,14 +86,15 @@ class Scheduler:
         self.num_urgent_preemptions = 0
         """Of these, for a more urgent request."""
         self._lacks_pages = False
-        self._decoding: RunningColumns | None = None
-        """Of `running` as it is; None: it has changed."""
+        self.running_plans = RunningPlans(limits, pages, self._preempt_cheapest)
         self._arriving: list[Request] = []
         """RUNNING, the last chunk of their prompt under way."""
         self.num_prefix_query_tokens = 0
         """Tokens of prompts that were looked up in the prefix cache, since start."""
         self.num_prefix_hit_tokens = 0
         """Of these, tokens found."""
+        self.has_draft = False
+        """A draft model goes on from states that the model left in a request's slot."""
         self.prompt_tokens_beside_decode: Callable[[], int] | None = None
         """How many prompt tokens a step may bring in which others decode; None: no such bound."""
         self.on_computed: Callable[[Request, int, int], None] | None = None
@@ -208,17 +209,17 @@ class Scheduler:
         """Chooses the next step's tokens and makes sure that their pages exist."""
         if self._limits.preemption_threshold is not None and self.waiting and self.running:
             self._make_room_for_urgent(now, self._limits.preemption_threshold)
-        plan = self._plan_running() if self.running else Plan()
-        decodes = plan.decodes
-        budget = self._limits.max_step_tokens - len(decodes)
-        if decodes and self.prompt_tokens_beside_decode is not None:
+        plan = self.running_plans.plan(self.running) if self.running else Plan()
+        has_running = len(plan) > 0
+        budget = self._limits.max_step_tokens - plan.num_tokens
+        if has_running and self.prompt_tokens_beside_decode is not None:
             budget = min(budget, self.prompt_tokens_beside_decode())
         self._start_waiting_fills()
         chunks: list[PlanItem] = []
         for request in self.prefilling:
             budget -= self._plan_chunk(request, budget, chunks)
         if self.waiting:
-            self._plan_waiting(now, budget, chunks, is_empty=not decodes)
+            self._plan_waiting(now, budget, chunks, is_empty=not has_running)
         plan.chunks = chunks
         return plan
 
@@ -267,8 +268,14 @@ class Scheduler:
         """A planned step begins: the next one is planned behind it. Returns its number."""
         for request in plan.decodes:
             request.num_launched += 1
-        for request, _, num_tokens, samples in plan.chunks:
+        for request, _, max_drafts in plan.verifies:
+            request.num_launched += 1 + max_drafts
+            request.decodes_from += 1 + max_drafts
+            request.timeline.num_steps += 1
+            request.is_verifying = True
+        for request, start, num_tokens, samples, _ in plan.chunks:
             request.num_launched += num_tokens
+            request.state_end = start + num_tokens
             request.timeline.num_steps += 1
             if request.awaits_first_token:
                 request.timeline.local_prefill_tokens += num_tokens
@@ -283,7 +290,7 @@ class Scheduler:
         self.prefilling.remove(request)
         self._transition(request, State.RUNNING)
         self.running.append(request)
-        self._decoding = None
+        self.running_plans.changed()
         self._arriving.append(request)
         request.decodes_from = request.num_computed + request.num_launched
 
@@ -304,7 +311,14 @@ class Scheduler:
         for index in np.flatnonzero((plan.starts + 1) % self._limits.page_size == 0).tolist():
             if plan.decodes[index].state is State.RUNNING:
                 self._publish_computed(plan.decodes[index])
-        for request, start, num_tokens, _ in plan.chunks:
+        for request, start, max_drafts in plan.verifies:
+            request.num_launched -= 1 + max_drafts
+            request.decodes_from -= max_drafts
+            request.is_verifying = False
+            if request.state is State.RUNNING:
+                request.num_computed = start + 1
+                self._publish_computed(request)
+        for request, start, num_tokens, *_ in plan.chunks:
             request.num_launched -= num_tokens
             if request.state is State.RUNNING or request.state is State.PREFILLING:
                 request.num_computed = start + num_tokens
@@ -316,6 +330,15 @@ class Scheduler:
                 for request in self._arriving
                 if request.state is State.RUNNING and request not in arrived
             ]
+
+    def accepted(self, request: Request) -> None:
+        """A step has ended in which drafts were verified: the request has all its tokens now, and
+        the KV of all but the last."""
+        num_more = len(request.tokens) - 1 - request.num_computed
+        if request.state is State.RUNNING and num_more:
+            request.num_computed += num_more
+            request.decodes_from += num_more
+            self._publish_computed(request)
 
     def _publish_computed(self, request: Request) -> None:
         known = request.num_published_pages
@@ -371,48 +394,12 @@ class Scheduler:
             request.num_found_tokens = self.pages.num_cached_tokens(request)
         self.door.enqueue(request)
 
-    def _plan_running(self) -> Plan:
-        """Requests that get a token; no chunks."""
-        if self._decoding is None:
-            self._decoding = RunningColumns.of(self.running)
-        requests, slots, ends, adapter_slots = self._decoding
-        starts = np.array([r.num_computed + r.num_launched for r in requests], np.int64)
-        num_pages = np.array([len(r.pages) for r in requests], np.int64)
-        chosen = starts < ends  # Else the token under way is the last one.
-        lacking = chosen & (starts >= num_pages * self._limits.page_size)
-        num_preempted = self.num_preemptions
-        for index in np.flatnonzero(lacking).tolist():
-            request = requests[index]
-            if request.state is not State.RUNNING or not self._grow(request, int(starts[index])):
-                chosen[index] = False
-        if self.num_preemptions != num_preempted:
-            # A later request's growth may have pre-empted an earlier one.
-            chosen &= np.array([r.state is State.RUNNING for r in requests])
-        if chosen.all():
-            return Plan(requests, slots, starts, adapter_slots=adapter_slots)
-        left = [requests[i] for i in np.flatnonzero(chosen).tolist()]
-        if adapter_slots is not None:
-            adapter_slots = adapter_slots[chosen]
-        return Plan(left, slots[chosen], starts[chosen], adapter_slots=adapter_slots)
-
-    def _grow(self, request: Request, position: int) -> bool:
-        """Makes room for a token.
-
-        Returns:
-            False when it has to wait: the request itself was pre-empted, or pages come back soon.
-        """
-        while len(request.pages) * self._limits.page_size <= position:
-            try:
-                request.pages += self._memory.allocate(1, request.namespace)
-            except OutOfPages:
-                if self.pages.num_returning:
-                    return False
-                self.estimate.on_preemption(self.running)
-                victim = self._victims.first(self.running)
-                self.preempt(victim)
-                if victim is request:
-                    return False
-        return True
+    def _preempt_cheapest(self) -> Request:
+        """Pre-empts the running request that loses least."""
+        self.estimate.on_preemption(self.running)
+        victim = self._victims.first(self.running)
+        self.preempt(victim)
+        return victim
 
     def preempt(self, request: Request) -> None:
         """Takes a RUNNING request's pages (they stay cached while there is room) and queues it."""
@@ -432,6 +419,8 @@ class Scheduler:
         page_size = self._limits.page_size
         start = request.num_computed + request.num_launched
         pending = len(request.tokens) - start
+        # One row more than the budget has: with it, a chunk of one page might never fit.
+        has_lead = self.has_draft and start > 0 and request.state_end != start
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
         if num_tokens < pending:
             num_tokens = (start + num_tokens) // page_size * page_size - start
@@ -442,7 +431,7 @@ class Scheduler:
             self.pages.take_promised(request, num_pages)
         is_last = num_tokens == pending
         samples = is_last and not request.is_fill
-        items.append(PlanItem(request, start, num_tokens, samples))
+        items.append(PlanItem(request, start, num_tokens, samples, has_lead))
         return num_tokens
 
     def _admit(self, request: Request, now: float, *, has_pages: bool) -> bool:
@@ -575,6 +564,7 @@ class Scheduler:
             self._on_slot_free(request.slot)
             self._free_slots.append(request.slot)
             request.slot = -1
+            request.state_end = 0
             self.door.leave(request)
 
     def _leave_queue(self, request: Request) -> None:
@@ -594,6 +584,6 @@ class Scheduler:
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
-        self._decoding = None
+        self.running_plans.changed()
         num_made = request.num_computed + request.num_launched
         request.timeline.num_steps += num_made - request.decodes_from

@@ -10,6 +10,7 @@ from weft.engine.errors import WeftError
 from weft.engine.memory.keys import PageKeys
 from weft.engine.memory.radix_cache import Node
 from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.scheduler.acceptance import Acceptance
 
 
 class State(Enum):
@@ -112,6 +113,10 @@ class Timeline:
     first_token_s: float | None = None
     finish_s: float | None = None
     num_steps: int = 0
+    num_drafted_tokens: int = 0
+    """Drafts that were verified."""
+    num_accepted_tokens: int = 0
+    """Of these, those that were what the model drew."""
     num_preemptions: int = 0
     remote_cost_s: float | None = None
     local_cost_s: float | None = None
@@ -193,6 +198,14 @@ class Request:
     those that it had, while this is not 0."""
     decodes_from: int = 0
     """Position from which on it brings one token a step, since it runs."""
+    speculates: bool = False
+    """Drafts of its tokens may be verified."""
+    is_verifying: bool = False
+    """A step that verifies drafts is under way: how far it comes is not known."""
+    acceptance: Acceptance | None = None
+    """What is known of drafts for it."""
+    state_end: int = 0
+    """With a draft model: the slot holds the model's state of the token before this position."""
     num_published_pages: int = 0
     num_promised_pages: int = 0
     cache_leaf: Node | None = None

@@ -1,0 +1,224 @@
+"""The draft head of EAGLE-3 (Li et al. 2025): one decoder layer over the target's hidden states.
+
+Its entry for position i is made from the target's state at i - 1 and the token at i; position 0 has
+none. K and V of the entries are one more layer of the target's pages, behind its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from weft.engine.errors import ModelError
+from weft.engine.layers.linear import GateUp, Linear
+from weft.engine.layers.norm import RMSNorm
+from weft.engine.layers.rotary import cos_sin_table
+from weft.engine.layers.weights import Weights
+from weft.engine.models.checkpoint import Checkpoint
+from weft.engine.models.decoder_only import FUSED, DecoderOnlyLM
+from weft.engine.models.digest import draft_digest
+from weft.engine.models.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
+from weft.engine.models.files import weight_files
+from weft.engine.runner.batch import ForwardBatch
+from weft.kernels.draft_head import (
+    DraftChains,
+    DraftHeadWeight,
+    DraftRows,
+    draft_chain,
+    draft_entries,
+    pack_draft_head,
+)
+from weft.kernels.linear import LinearWeight, pack_linear
+
+
+class Eagle3Head:
+    """A head, loaded for one target, whose embedding (and LM head) it may share."""
+
+    def __init__(self, config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> None:
+        """Reads all parameters; see `load_eagle3`."""
+        self.config = config
+        self.aux_layers = config.layers_of(target.config)
+        self.layer = target.config.num_layers
+        """Of the pool, where the head's K and V lie."""
+        self.digest = b""
+        """32 bytes over files, configuration and dtype."""
+        self.weight = _read_weight(config, target, names)
+
+    def entries(
+        self, aux: torch.Tensor, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes the head's K and V of a target's step.
+
+        Args:
+            aux: [T, 3 * target_hidden]: what entered `aux_layers`, side by side.
+            batch: The step; `request_slots` must be there.
+            kept: [slots + 1, hidden]: what was returned of each request's last row, and will be.
+            pool: The target's, with the head's layer.
+
+        Returns:
+            [T, hidden]: the target's states as the head takes them in.
+        """
+        assert batch.request_slots is not None, "a step of a drafted model names its slots"
+        rows = DraftRows(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            slots=batch.slots,
+            cu_q_lens=batch.cu_q_lens,
+            request_slots=batch.request_slots,
+        )
+        return draft_entries(aux, self.weight, rows, kept, pool, self.layer)
+
+    def chain(
+        self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
+    ) -> torch.Tensor:
+        """Proposes tokens behind the last ones of R requests.
+
+        Args:
+            state: [R, hidden], from `entries`, of the position before the last token; overwritten.
+            token_ids: [R] int64: the last tokens.
+            chains: Where they are, and how many are wanted.
+            pool: The target's, with the head's layer; written.
+
+        Returns:
+            [D, R] int64, of the target's vocabulary.
+        """
+        return draft_chain(state, token_ids, self.weight, chains, pool, self.layer)
+
+
+def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> DraftHeadWeight:
+    hidden, eps, layer = config.hidden_size, config.rms_norm_eps, names.layer
+    q_size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    attention, mlp, qkv = layer.at("self_attn"), layer.at("mlp"), FUSED["qkv_proj"]
+    sizes = (q_size, kv_size, kv_size)
+
+    def product(
+        weights: Weights, name: str | tuple[str, ...], width: int, *rows: int
+    ) -> LinearWeight:
+        several = (name,) if isinstance(name, str) else name
+        return Linear(weights, several, width, rows, bias=False).weight
+
+    def norm(weights: Weights, name: str) -> torch.Tensor:
+        return RMSNorm(weights.at(name), hidden, eps).weight
+
+    target_ids = names.target_ids(config).to(target.model.embed_tokens.device)
+    embedding = target.model.embed_tokens
+    if names.has_embedding:
+        embedding = names.base.at("embed_tokens").tensor("weight", config.vocab_size, hidden)
+    if names.has_lm_head:
+        lm_head = names.lm_head.tensor("weight", config.draft_vocab_size, hidden)
+    else:
+        lm_head = target.lm_head.rows(target_ids)
+    # A head's own limit is that of its training; it is used wherever the target is.
+    positions = target.config.max_position_embeddings
+    inner = config.intermediate_size
+    return pack_draft_head(
+        fc=product(names.base, "fc", NUM_AUX_LAYERS * config.target_hidden_size, hidden),
+        qkv=product(attention, qkv, 2 * hidden, *sizes),
+        # Once more without q: what most steps of the target need.
+        kv=product(attention, qkv[1:], 2 * hidden, *sizes[1:]),
+        o=product(attention, "o_proj", q_size, hidden),
+        gate_up=GateUp(mlp, FUSED["gate_up_proj"], hidden, inner, bias=False).weight,
+        down=product(mlp, "down_proj", inner, hidden),
+        lm_head=pack_linear(lm_head, arena=names.base.arena),
+        input_norm=norm(layer, "input_layernorm"),
+        hidden_norm=norm(layer, "hidden_norm"),
+        post_norm=norm(layer, "post_attention_layernorm"),
+        norm=norm(names.base, "norm"),
+        embedding=embedding,
+        target_ids=target_ids,
+        cos_sin=cos_sin_table(config.rope, config.head_dim, positions).to(embedding.device),
+        num_heads=config.num_heads,
+        eps=eps,
+    )
+
+
+class _Names:
+    """Where the parameters of a head's file are: writers name its one layer differently."""
+
+    def __init__(self, file: Checkpoint, config: Eagle3Config, where: Path) -> None:
+        self._file, self._where = file, where
+        top = Weights(file)
+        self._prefix = "model." if file.has("model.fc.weight") else ""
+        self.base = top.at("model") if self._prefix else top
+        is_numbered = self.base.has("layers.0.hidden_norm.weight")
+        self.layer = self.base.at("layers").at(0) if is_numbered else self.base.at("midlayer")
+        self.lm_head = (top if top.has("lm_head.weight") else self.base).at("lm_head")
+        self.has_lm_head = self.lm_head.has("weight")
+        self.has_embedding = self.base.has("embed_tokens.weight")
+        self._check_fc(config)
+        is_same_width = config.hidden_size == config.target_hidden_size
+        if not (is_same_width or (self.has_lm_head and self.has_embedding)):
+            raise ModelError(
+                f"{where}: a head of {config.hidden_size} wide states cannot share embedding and "
+                f"LM head of a model of {config.target_hidden_size}, and does not bring its own"
+            )
+
+    def target_ids(self, config: Eagle3Config) -> torch.Tensor:
+        """[draft_vocab_size] int64, on the host: the head's tokens in the target's vocabulary.
+
+        Raises:
+            ModelError: The map is missing, leads outside or names a token twice, or `t2d` says
+                otherwise.
+        """
+        size, vocab_size = config.draft_vocab_size, config.vocab_size
+        offsets, flags = (self._table(name) for name in ("d2t", "t2d"))
+        ids = torch.arange(size)
+        if offsets is not None:
+            ids = ids + self._file.whole_numbers(offsets, size)
+        elif size != vocab_size:
+            raise ModelError(
+                f"{self._where} lacks tensors: d2t, which maps the head's {size} tokens to the "
+                f"model's {vocab_size}"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise ModelError(
+                f"{self._where}: d2t leads to tokens {int(ids.min())} to {int(ids.max())} of a "
+                f"vocabulary of {vocab_size}"
+            )
+        if len(set(ids.tolist())) < size:
+            raise ModelError(f"{self._where}: d2t maps several of the head's tokens to one")
+        if flags is not None:
+            marked = self._file.whole_numbers(flags, vocab_size).bool()
+            if int(marked.sum()) != size or not bool(marked[ids].all()):
+                raise ModelError(f"{self._where}: t2d and d2t name different tokens")
+        return ids
+
+    def _table(self, name: str) -> str | None:
+        """The full name of a table of the vocabulary; None if it is not there."""
+        return next((n for n in (name, self._prefix + name) if self._file.has(n)), None)
+
+    def _check_fc(self, config: Eagle3Config) -> None:
+        name = f"{self._prefix}fc.weight"
+        if not self._file.has(name):
+            return  # Reported with what else is missing.
+        shape = self._file.shape_of(name)
+        if shape == (config.hidden_size, 2 * config.hidden_size):
+            raise ModelError(
+                f"{self._where}: {name} {shape} joins one state and one embedding: a head of "
+                "EAGLE-1 or EAGLE-2, which is not supported; EAGLE-3 is"
+            )
+
+
+def load_eagle3(draft_dir: Path, target: DecoderOnlyLM) -> Eagle3Head:
+    """Loads a head in the published layout: config.json and safetensors.
+
+    Args:
+        draft_dir: The directory.
+        target: The model that it drafts for, loaded; the head computes in its dtype, on its device.
+
+    Raises:
+        ModelError: The directory is incomplete or malformed, of an unsupported kind or made for
+            another model.
+    """
+    config = Eagle3Config.load(draft_dir)
+    config.check_target(target.config, draft_dir)
+    device = target.model.embed_tokens.device
+    with Checkpoint(draft_dir, target.dtype, device) as file:
+        head = Eagle3Head(config, target, _Names(file, config, draft_dir))
+        file.finish(lambda name: name.endswith("rotary_emb.inv_freq"))
+    dtype = str(target.dtype).removeprefix("torch.")
+    try:
+        head.digest = draft_digest(config.fingerprint(), dtype, weight_files(draft_dir))
+    except OSError as error:
+        raise ModelError(f"cannot read the weights in {draft_dir}: {error}") from error
+    return head

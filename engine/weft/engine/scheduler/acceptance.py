@@ -1,0 +1,47 @@
+"""How often drafts are right."""
+
+from __future__ import annotations
+
+from typing import Self
+
+
+class Acceptance:
+    """How likely the next draft is right, by how many before it were.
+
+    Args:
+        max_drafts: Places that are counted.
+        decay: Of what is known, with each observation; 1 / (1 - decay) of them count.
+        prior: Expected at each place before anything was observed.
+        weight: Observations that the prior counts for.
+    """
+
+    def __init__(
+        self, max_drafts: int, decay: float, prior: float = 0.6, weight: float = 2.0
+    ) -> None:
+        self._decay = decay
+        self._reached = [weight] * max_drafts
+        self._accepted = [weight * prior] * max_drafts
+
+    def of_one(self, decay: float, weight: float) -> Self:
+        """What to begin with for one request: this, counting for at most `weight` observations."""
+        made = type(self)(len(self._reached), decay)
+        for index, (reached, accepted) in enumerate(
+            zip(self._reached, self._accepted, strict=True)
+        ):
+            made._reached[index] = min(reached, weight)
+            made._accepted[index] = accepted / reached * made._reached[index]
+        return made
+
+    def observe(self, num_accepted: int, max_drafts: int) -> None:
+        """There was room for `max_drafts` drafts, and the first `num_accepted` were right."""
+        for index in range(min(num_accepted + 1, max_drafts)):
+            self._reached[index] = self._decay * self._reached[index] + 1
+            self._accepted[index] = self._decay * self._accepted[index] + (index < num_accepted)
+
+    def expected_tokens(self) -> list[float]:
+        """Tokens that a step brings on average, by its number of drafts from 0 on."""
+        share, expected = 1.0, [1.0]
+        for accepted, reached in zip(self._accepted, self._reached, strict=True):
+            share *= accepted / reached
+            expected.append(expected[-1] + share)
+        return expected

@@ -1,0 +1,95 @@
+"""A target with a draft head: every step of the target writes the head's K and V too.
+
+So a page holds the head's entries wherever it holds the target's, whoever computed it, and they are
+cached, shipped and stored with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from weft.engine.errors import ModelError
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.models.decoder_only import DecoderOnlyLM
+from weft.engine.models.eagle3 import Eagle3Head, load_eagle3
+from weft.engine.models.loader import LoadedModel
+from weft.engine.runner.batch import ForwardBatch
+from weft.kernels.decoder_layer import Taps
+from weft.kernels.lora import LoraStep
+
+
+def load_drafted(
+    loaded: LoadedModel, draft_dir: Path, max_requests: int, max_step_tokens: int
+) -> DraftedModel:
+    """Loads a head for a model; see `load_eagle3` and `DraftedModel`.
+
+    Raises:
+        ModelError: The head cannot be used, or not with this model.
+    """
+    if not isinstance(loaded.model, DecoderOnlyLM):
+        raise ModelError(
+            f"draft_dir = {draft_dir}: models of {loaded.config.architecture} show no draft head "
+            "their hidden states",
+            param="draft_dir",
+        )
+    head = load_eagle3(draft_dir, loaded.model)
+    return DraftedModel(loaded.model, head, max_requests, max_step_tokens)
+
+
+class DraftedModel:
+    """Implements `CausalLM` for a target and the head that drafts for it.
+
+    What the head takes in of the target's state at a position is needed with the token after it:
+    for the first row of a request it is what `kept` holds of its slot from the step before. Where
+    that is not so, as after a prefix hit, a step begins one token earlier, whose own entries go to
+    the null page.
+
+    Args:
+        target: Loaded model.
+        head: Loaded for it.
+        max_requests: Slots.
+        max_step_tokens: Rows of the largest step after which `keep_accepted` may be called.
+    """
+
+    def __init__(
+        self, target: DecoderOnlyLM, head: Eagle3Head, max_requests: int, max_step_tokens: int
+    ) -> None:
+        self.config = target.config
+        self.head = head
+        self._target = target
+        embedding, width = target.model.embed_tokens, head.config.hidden_size
+        self.kept = embedding.new_zeros((max_requests + 1, width))
+        """[max_requests + 1, hidden]: of each slot's last row; nobody's after the last slot."""
+        self._last = embedding.new_zeros((max_step_tokens, width))
+        """Of the rows of the last step; in one place, as captured graphs need it."""
+
+    def kv_layout(self, page_size: int) -> PlaneLayout:
+        """The target's page with the head's layer behind its own."""
+        layout = self._target.kv_layout(page_size)
+        return replace(layout, layers=layout.layers + 1, draft=self.head.digest.hex())
+
+    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+        """As `CausalLM.forward`; `batch.request_slots` must be there."""
+        aux_layers = self.head.aux_layers
+        rows, width = batch.token_ids.shape[0], len(aux_layers) * self.config.hidden_size
+        taps = Taps(aux_layers, aux := self.kept.new_empty((rows, width)))
+        hidden = self._target.forward(batch, pool, taps)
+        states = self.head.entries(aux, batch, self.kept, pool)
+        rows = min(rows, self._last.shape[0])
+        self._last[:rows].copy_(states[:rows])
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
+        """As `CausalLM.logits`."""
+        return self._target.logits(hidden, lora)
+
+    def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """After a verification: says which row of the step is each request's last.
+
+        Args:
+            rows: [R] int64, on the device: of the last step, whose order of rows they follow.
+            slots: [R] int64, on the device: the requests' slots, all different.
+        """
+        self.kept.index_copy_(0, slots, self._last.index_select(0, rows))

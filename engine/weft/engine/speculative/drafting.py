@@ -1,0 +1,54 @@
+"""Speculation of an engine: who drafts, for whom, how far, and what it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.engine.config import EngineConfig
+from weft.engine.scheduler.plan import Plan, Run
+from weft.engine.scheduler.running import DraftGate
+from weft.engine.scheduler.state import Request
+from weft.engine.speculative.drafter import Drafter
+from weft.engine.speculative.gate import MeasuredGate
+from weft.engine.speculative.ngram import NgramDrafter
+
+
+class Drafting:
+    """Chooses the drafter and the gate.
+
+    Args:
+        config: Of the engine.
+        draft_model: Of a loaded draft; None: there is none.
+        draws_on_device: All tokens of a step are drawn at once, where the logits are.
+    """
+
+    def __init__(
+        self, config: EngineConfig, draft_model: Drafter | None, *, draws_on_device: bool
+    ) -> None:
+        self.drafter: Drafter | None = None
+        if config.drafter == "ngram":
+            self.drafter = NgramDrafter()
+        elif config.drafter == "eagle3":
+            self.drafter = draft_model
+        self.gate: DraftGate | None = None
+        if self.drafter is not None:
+            self.gate = MeasuredGate(config.max_draft_tokens)
+        self._draws_on_device = draws_on_device
+
+    def is_for(self, request: Request) -> bool:
+        """Tokens of a new request may be drafted."""
+        if self.drafter is None or not request.params.speculates:
+            return False
+        params = request.params
+        depends_on_last = params.has_penalties or params.constraint is not None
+        depends_on_last |= request.stop.min_tokens > 0
+        return not (self._draws_on_device and depends_on_last)
+
+    def depths(self) -> dict[int, int]:
+        """See `MeasuredGate.depths`; empty where nothing is drafted."""
+        return self.gate.depths() if isinstance(self.gate, MeasuredGate) else {}
+
+    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
+        """A step has ended, with these runs of requests with drafts."""
+        if self.gate is not None:
+            self.gate.observe(plan, runs, duration_s)

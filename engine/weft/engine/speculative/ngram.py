@@ -1,0 +1,69 @@
+"""Drafts from the request's own text: what followed the last tokens when they came before.
+
+Prompt lookup (Saxena, 2023, "Prompt Lookup Decoding"): it pays where answers repeat their prompt,
+in summaries, edits and code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.engine.scheduler.plan import VerifyItem
+from weft.engine.scheduler.state import Request
+
+MAX_TEXT_TOKENS = 8192
+"""The newest ones of a request are looked through."""
+
+
+class NgramDrafter:
+    """Looks the longest known run of last tokens up.
+
+    Args:
+        max_tokens: Of a run, at most.
+        min_tokens: Of a run, at least: short ones come again by chance.
+    """
+
+    def __init__(self, max_tokens: int = 4, min_tokens: int = 2) -> None:
+        self._lengths = range(max_tokens, min_tokens - 1, -1)
+        self._texts: dict[int, _Text] = {}
+        """By slot."""
+
+    def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
+        """See `Drafter.draft`."""
+        return [self._draft(item.request, item.max_drafts) for item in items]
+
+    def _draft(self, request: Request, max_drafts: int) -> Sequence[int]:
+        text = self._texts.get(request.slot)
+        if text is None or text.request is not request:
+            text = self._texts[request.slot] = _Text(request, self._lengths)
+        return text.continuation(max_drafts)
+
+
+class _Text:
+    """Where each run of tokens of a request ended last.
+
+    Args:
+        request: Its tokens are followed as they grow.
+        lengths: Of runs, longest first.
+    """
+
+    def __init__(self, request: Request, lengths: range) -> None:
+        self.request = request
+        self._lengths = lengths
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._num_known = max(0, request.num_tokens - MAX_TEXT_TOKENS)
+
+    def continuation(self, max_drafts: int) -> list[int]:
+        """What followed the last tokens where they came before."""
+        tokens = self.request.tokens
+        # The run at the very end is looked up, not entered.
+        for end in range(max(self._num_known, 1), len(tokens)):
+            for length in self._lengths:
+                if length <= end:
+                    self._ends[tuple(tokens[end - length : end])] = end
+        self._num_known = len(tokens)
+        for length in self._lengths:
+            found = self._ends.get(tuple(tokens[-length:]))
+            if found is not None:
+                return tokens[found : found + max_drafts]
+        return []

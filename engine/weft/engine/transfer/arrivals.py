@@ -1,0 +1,34 @@
+"""What came in over the data plane since the last turn, given to those who wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.engine import faults
+from weft.engine.store import StoreLink
+from weft.engine.transfer.filler import Filler, ShipResult
+from weft.engine.transfer.owner import OwnerFills
+from weft.engine.transfer.plane import DataPlane
+
+
+def take_transfers(
+    plane: DataPlane, fills: OwnerFills, filler: Filler, store: StoreLink | None
+) -> None:
+    """Takes notifications of fillers, digests that were asked for, and pages that were shipped."""
+    if fills.num_open:
+        for notification in plane.notifications():
+            arrived: Sequence[tuple[int, bytes, int]] = (notification,)
+            if faults.FILL_NOTIFY.is_armed:
+                arrived = faults.FILL_NOTIFY.repeat(notification)
+            for owner_epoch, lease_id, chunk in arrived:
+                fills.on_notification(owner_epoch, lease_id, chunk)
+    for tag, digests, pages in plane.port.take():
+        if isinstance(tag, tuple):
+            fills.on_digested(*tag, digests)
+        elif store is not None:
+            store.on_digested(tag, digests, pages)
+    for item in plane.shipper.take():
+        if isinstance(item, ShipResult):
+            filler.on_shipped(item)
+        else:
+            filler.on_data(*item)
