@@ -167,6 +167,8 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "weft.bytes": _size,
     "weft.steps": _counted("steps"),
     "weft.preemptions": _counted("pre-emptions"),
+    "weft.drafted_tokens": _counted("drafted"),
+    "weft.accepted_tokens": _counted("accepted"),
     "weft.sample": lambda sample: f"sample {sample:.0f}",
     "weft.finish_reason": str,
 }

@@ -83,6 +83,7 @@ def _run(
         gateways=arguments.gateways,
         workers=arguments.workers,
         stores=arguments.kvstore,
+        draft_dir=arguments.draft_dir,
     )
 
     def tell(line: str) -> None:
@@ -100,6 +101,7 @@ def mesh_settings(
     gateways: int = 1,
     workers: int = 2,
     stores: int = 2,
+    draft_dir: Path | None = None,
 ) -> UpSettings:
     """A mesh that is easily troubled: few pages, short leases, everything shipped.
 
@@ -110,6 +112,7 @@ def mesh_settings(
         gateways: How many.
         workers: Of prefill and decode workers each.
         stores: KV stores.
+        draft_dir: Of an EAGLE-3 head; without one drafts come from the text so far.
     """
     flags = _TINY_WORKERS if is_tiny else _DEMO_WORKERS
     return UpSettings.model_validate(
@@ -127,6 +130,8 @@ def mesh_settings(
             "transport": transport,
             "drain_grace_s": 0.5,
             "enable_faults": True,
+            "draft_dir": draft_dir,
+            "drafter": "eagle3" if draft_dir else "ngram",
             "prefill_args": flags,
             "decode_args": flags,
             "kvstore_args": "--put-timeout-s 2 --put-data-timeout-s 3",
@@ -182,6 +187,12 @@ def _parser() -> argparse.ArgumentParser:
         "--workers", type=int, default=2, help="prefill and decode workers, each (default 2)"
     )
     parser.add_argument("--kvstore", type=int, default=2, help="KV stores (default 2)")
+    parser.add_argument(
+        "--draft-dir",
+        type=Path,
+        metavar="DIR",
+        help="EAGLE-3 head that drafts; without one drafts come from the text so far",
+    )
     parser.add_argument("--clients", type=int, default=6, help="that ask at once (default 6)")
     parser.add_argument(
         "--sabotage",

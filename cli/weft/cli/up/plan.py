@@ -194,6 +194,7 @@ def _worker(
                 "host-cache-bytes": settings.host_cache_bytes,
                 **_disk(settings),
                 **_adapters(settings),
+                "draft-dir": settings.draft_dir and settings.draft_dir.resolve(),
                 "crash-dir": state.crashes,
                 **_common(settings, state),
                 **_tls(settings, role),
@@ -201,7 +202,9 @@ def _worker(
         ),
     ]
     if role == "decode":
-        command += _flags({"local-prefill-max-tokens": settings.local_prefill_max_tokens})
+        drafter = settings.drafter or ("eagle3" if settings.draft_dir else None)
+        local = settings.local_prefill_max_tokens
+        command += _flags({"local-prefill-max-tokens": local, "drafter": drafter})
     return command + shlex.split(
         settings.decode_args if role == "decode" else settings.prefill_args
     )

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from weft.common.settings import LogLevel, Settings, is_loopback
+from weft.engine.config import DrafterName
 
 
 class UpSettings(Settings):
@@ -92,6 +93,15 @@ class UpSettings(Settings):
         description="adapters to load at start, NAME=PATH each: PATH is the folder of a PEFT "
         "adapter in the adapter root; with several models MODEL:NAME=PATH",
     )
+    draft_dir: Path | None = Field(
+        None,
+        description="folder of an EAGLE-3 head for the model, which all workers load; none = no",
+    )
+    drafter: DrafterName | None = Field(
+        None,
+        description="who drafts tokens on decode workers for the model to verify, where it is "
+        "measured to pay: none, ngram or eagle3; default eagle3 with a draft_dir, else none",
+    )
     enable_faults: bool = Field(False, description="let `weft fault` inject faults, for tests")
     tls_dir: Path | None = Field(
         None, description="folder of `weft certs`: gRPC is mutual TLS and REST is HTTPS; none = off"
@@ -164,6 +174,14 @@ class UpSettings(Settings):
                     f"--adapter {text}: the folder is not in --adapter-root {self.adapter_root}"
                 ) from None
         return model, name, str(folder)
+
+    @model_validator(mode="after")
+    def _check_draft(self) -> Self:
+        if self.draft_dir is not None and len(self.model) > 1:
+            raise ValueError("--draft-dir is a head for one model, and there are several")
+        if self.drafter == "eagle3" and self.draft_dir is None:
+            raise ValueError("--drafter eagle3 needs --draft-dir")
+        return self
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

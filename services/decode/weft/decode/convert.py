@@ -150,6 +150,7 @@ def _sampling(message: common_pb2.SamplingParams) -> SamplingParams:
         seed=message.seed,
         n=int(get("n", 1, 1, 128)),
         constraint=_constraint(message.constraint) if message.HasField("constraint") else None,
+        speculates=message.speculate or not message.HasField("speculate"),
     )
 
 
@@ -287,6 +288,8 @@ def timeline_to_proto(timeline: Timeline, worker_id: str) -> common_pb2.Timeline
         steps=timeline.num_steps,
         preemptions=timeline.num_preemptions,
         worker_id=worker_id,
+        drafted_tokens=timeline.num_drafted_tokens,
+        accepted_tokens=timeline.num_accepted_tokens,
     )
     if timeline.first_token_s is not None:
         out.first_token_time.CopyFrom(duration(timeline.first_token_s))

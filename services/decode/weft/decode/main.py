@@ -12,6 +12,7 @@ from weft.common.settings import load_settings
 from weft.common.worker.host import run_worker
 from weft.common.worker.settings import WorkerSettings
 from weft.decode.service import DecodeService
+from weft.engine.config import DrafterName
 
 
 class DecodeSettings(WorkerSettings):
@@ -19,6 +20,14 @@ class DecodeSettings(WorkerSettings):
 
     program: ClassVar[str] = "decode"
 
+    drafter: DrafterName = Field(
+        "none",
+        description="who drafts tokens that the model verifies, several in one step, where that "
+        "is measured to pay: eagle3 (needs draft_dir), or ngram, which looks in the request's text",
+    )
+    max_draft_tokens: int = Field(
+        5, ge=1, le=16, description="drafts of a request in one step at most"
+    )
     local_prefill_max_tokens: int | None = Field(
         None,
         ge=0,

@@ -161,6 +161,8 @@ def _decode_stage(opened: _Open, finished: Finished) -> Iterator[Span]:
         "weft.tokens": finished.completion_tokens,
         "weft.steps": timeline.num_steps,
         "weft.preemptions": timeline.num_preemptions,
+        "weft.drafted_tokens": timeline.num_drafted_tokens,
+        "weft.accepted_tokens": timeline.num_accepted_tokens,
         "weft.finish_reason": finished.reason,
     }
     yield _stage(

@@ -363,6 +363,7 @@ def _layout(info: worker_pb2.GetInfoResponse) -> str:
         dtype=plane.parts[0].dtype,
         page_size=info.page_size,
         parts=tuple(part.name for part in plane.parts),
+        draft=plane.draft_digest.hex(),
     ).describe()
 
 

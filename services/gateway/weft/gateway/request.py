@@ -58,6 +58,8 @@ class Sampling:
     """64 bits, signed or not; absent = drawn by the gateway."""
     n: int = 1
     constraint: Constraint | None = None
+    speculate: bool = True
+    """Tokens may be drafted; the text is the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

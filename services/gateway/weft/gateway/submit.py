@@ -97,6 +97,7 @@ def sampling_to_proto(sampling: Sampling, seed: int) -> common_pb2.SamplingParam
         seed=seed,
         n=sampling.n,
         constraint=_constraint(sampling.constraint),
+        speculate=sampling.speculate,
     )
 
 

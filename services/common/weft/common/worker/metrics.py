@@ -41,6 +41,10 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens computed here",
     "generated_tokens": "Tokens generated here",
     "surplus_tokens": "Tokens drawn for requests that ended while the step was under way",
+    "speculated_steps": "Steps in which drafts were verified",
+    "verified_runs": "Requests with drafts in those steps",
+    "drafted_tokens": "Drafts that were verified",
+    "accepted_tokens": "Drafts that were what the model drew",
     "preemptions": "Running requests that gave their pages back",
     "urgent_preemptions": "Of these, for a more urgent request",
     "prefix_waits": "Requests that waited for pages that another one was computing",
@@ -174,6 +178,12 @@ def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
     staging.add_metric(["used"], counts.used)
     staging.add_metric(["quarantined"], counts.quarantined)
     yield staging
+    text = "Drafts of a request in a step, as the gate has it, by requests in the step from"
+    drafts = GaugeMetricFamily("weft_draft_tokens", text, labels=["requests"])
+    for requests_from, depth in load.draft_depths.items():
+        drafts.add_metric([str(requests_from)], depth)
+    if drafts.samples:
+        yield drafts
     in_use = load.used_pages + load.quarantined_pages
     for name, text, value in (
         (

@@ -160,7 +160,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         parts = [
             kv_pb2.PlanePart(name=name, dim=info.head_dim, dtype=info.dtype) for name in ("k", "v")
         ]
-        plane = kv_pb2.Plane(name="target", layers=info.layers, heads=info.kv_heads, parts=parts)
+        plane = kv_pb2.Plane(
+            name="target",
+            layers=info.layers,
+            heads=info.kv_heads,
+            parts=parts,
+            draft_digest=bytes.fromhex(info.draft),
+        )
         response = worker_pb2.GetInfoResponse(
             worker_id=self._worker_id,
             epoch=info.epoch,

@@ -193,6 +193,11 @@ class WorkerSettings(PageSettings):
         description="tokens from which pages are loaded from tiers or the KV store; none = where "
         "that is faster than computing them, as measured",
     )
+    draft_dir: Path | None = Field(
+        None,
+        description="folder of an EAGLE-3 head for the model, whose KV lies in the model's pages: "
+        "all workers that exchange pages must have the same; none = there is no draft model",
+    )
     poison_free_pages: bool = Field(
         False, description="fill free KV pages with NaN, so that a wrong read shows (slow)"
     )

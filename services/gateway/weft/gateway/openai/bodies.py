@@ -163,6 +163,10 @@ class GenerationBody(Body):
     end_session: bool | None = Field(
         None, description="the chat is over with this request: nothing is kept for it"
     )
+    speculate: bool | None = Field(
+        None,
+        description="tokens may be drafted where that pays, default true; the text is the same",
+    )
     ttft_target_ms: float | None = Field(
         None,
         description="from arrival to the first token, 1 to 3600000 ms; refused at once when it "

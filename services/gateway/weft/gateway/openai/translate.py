@@ -182,7 +182,7 @@ def _targets(body: GenerationBody) -> Targets:
 def _sampling(body: GenerationBody, constraint: Constraint | None) -> Sampling:
     names = (
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-        *("presence_penalty", "frequency_penalty", "seed", "n"),
+        *("presence_penalty", "frequency_penalty", "seed", "n", "speculate"),
     )
     given: dict[str, Any] = {
         name: value for name in names if (value := getattr(body, name)) is not None
