@@ -1,0 +1,128 @@
+"""Mean accepted length of a head on greedy texts, and of prompt lookup beside it.
+
+A draft of depth k at position p is accepted up to its first token that the text does not have. As
+the tokens before that one are those of the text, the unrolled forward of training tells all of it:
+in step s the head has drafted the token at p + s + 1 right where its most likely token is the
+text's. Then a text is walked through as an engine does it: a step yields the accepted tokens and
+the target's own next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .head import DraftHead
+from .target import Target
+from .texts import KINDS, Text, pad
+from .training import autocast
+
+DEPTHS = range(1, 8)
+_NGRAMS = (4, 3, 2)
+"""Tokens at the end of the text that prompt lookup looks for, the longest first."""
+_BATCH = 8
+
+
+@dataclass(slots=True)
+class Walk:
+    """Steps that an engine would take, by depth."""
+
+    steps: int = 0
+    tokens: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean accepted length, with the target's own token: 1 without any draft."""
+        return self.tokens / max(self.steps, 1)
+
+
+def walk(text: Text, accepted: Sequence[int], depth: int, total: Walk) -> None:
+    """Adds the steps of one text's answer, but for its first token, which the prompt's step makes.
+
+    Args:
+        text: An answer of the target.
+        accepted: Of each position, the drafted tokens after it that are right.
+        depth: Tokens drafted a step.
+        total: Added to.
+    """
+    position, end = text.num_prompt, len(text.tokens) - 1
+    while position < end:
+        # What is drafted beyond the end is cut.
+        gained = min(min(accepted[position], depth) + 1, end - position)
+        total.steps += 1
+        total.tokens += gained
+        position += gained
+
+
+def accepted_lengths(head: DraftHead, target: Target, texts: Sequence[Text]) -> list[list[int]]:
+    """For each text and position p, how many tokens of a greedy chain after p are the text's."""
+    depth = max(DEPTHS)
+    found = []
+    for start in range(0, len(texts), _BATCH):
+        group = texts[start : start + _BATCH]
+        ids = pad(group, 1.0).ids.to(target.device)
+        states = target.states(ids)
+        rope = target.rope(1, ids.shape[1])
+        is_right = torch.zeros((depth, *ids.shape), dtype=torch.bool, device=target.device)
+        with torch.no_grad(), autocast(target, head.lm_head.dtype):
+            for step, state in enumerate(head.unroll(states.aux, ids, rope, depth)):
+                drafted = head.token_ids[head.logits(state).argmax(-1)]
+                # Column c predicts token c + 2, and its chain began `step` positions before.
+                hit = drafted[:, step:-1] == ids[:, step + 2 :]
+                is_right[step, :, 1 : 1 + hit.shape[1]] = hit
+        lengths = is_right.int().cumprod(0).sum(0).tolist()
+        found += [lengths[row][: len(text.tokens)] for row, text in enumerate(group)]
+    return found
+
+
+def lookup_lengths(tokens: Sequence[int]) -> list[int]:
+    """For each position, how many tokens are right that prompt lookup drafts after it.
+
+    The last tokens up to there are looked for earlier in the text, the latest place first; what
+    followed there, as far as it is known by then, is the draft.
+    """
+    places: dict[tuple[int, ...], int] = {}
+    lengths = []
+    for position in range(len(tokens)):
+        ends = [tuple(tokens[max(position + 1 - n, 0) : position + 1]) for n in _NGRAMS]
+        place = next((places[end] for end in ends if end in places), position + 1)
+        length = 0
+        for offset in range(min(max(DEPTHS), position + 1 - place, len(tokens) - position - 1)):
+            if tokens[place + offset] != tokens[position + 1 + offset]:
+                break
+            length += 1
+        lengths.append(length)
+        places |= {end: position + 1 for n, end in zip(_NGRAMS, ends, strict=True) if len(end) == n}
+    return lengths
+
+
+def measure_head(head: DraftHead, target: Target, texts: Sequence[Text]) -> dict[str, list[float]]:
+    """Tokens a step of a head, by kind (and "all"): one number for each depth.
+
+    Args:
+        head: To be measured.
+        target: Its target.
+        texts: Greedy answers to prompts that were not trained on.
+    """
+    return _by_kind(texts, accepted_lengths(head, target, texts))
+
+
+def measure_lookup(texts: Sequence[Text]) -> dict[str, list[float]]:
+    """Tokens a step of prompt lookup, as `measure_head` tells them."""
+    return _by_kind(texts, [lookup_lengths(text.tokens.tolist()) for text in texts])
+
+
+def _by_kind(texts: Sequence[Text], accepted: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+    table = {}
+    for kind in (*KINDS, "all"):
+        totals = []
+        for depth in DEPTHS:
+            total = Walk()
+            for text, lengths in zip(texts, accepted, strict=True):
+                if kind in (text.kind, "all"):
+                    walk(text, lengths, depth, total)
+            totals.append(round(total.tokens_per_step, 4))
+        table[kind] = totals
+    return table
