@@ -78,7 +78,7 @@ def check(bench: Bench, plan: Plan, batch: ForwardBatch, tokens: list[int], at: 
     drawing = [item.request.slot for item in items if item.samples]
     assert bench.inputs.drawing_slots.tolist() == drawing
     at_slot = iter(batch.slots.tolist())
-    for index, (request, start, count, _) in enumerate(items):
+    for index, (request, start, count, *_) in enumerate(items):
         assert batch.kv_lens[index] == start + count
         num_pages = -(-(start + count) // PAGE)
         assert batch.page_table[index, :num_pages].tolist() == request.pages[:num_pages]

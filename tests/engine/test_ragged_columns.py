@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from weft.engine.models.loader import load_model
 from weft.engine.runner.batch import ForwardBatch
@@ -19,6 +20,7 @@ from weft.engine.runner.graphs import (
 )
 from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.engine.runner.step import StepArrays
+from weft.engine.speculative.drafted import DraftedModel, load_drafted
 from weft.kernels import cpu
 
 PAGE_SIZE, PAGES_EACH = 4, 10
@@ -62,18 +64,26 @@ def batch_of(columns: RaggedColumns, arrays: StepArrays, table: np.ndarray) -> F
         logits_rows=logits_rows,
         max_q_len=columns.num_tokens,
         max_kv_len=PAGES_EACH * PAGE_SIZE,
+        request_slots=rows,
     )
 
 
 @torch.inference_mode()
-def test_padding_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_padding_changes_nothing(
+    has_draft: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The native operations refuse rows of no request; only a GPU's graphs bring such rows.
     monkeypatch.setattr(cpu, "native_cpu", lambda: None)
     monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
     kind = random.choice(["llama", "qwen3", "qwen3_moe"])
     path = make_tiny(kind, tmp_path / "model", random.randrange(10**6))
-    model = load_model(path, "float32", "cpu").model
+    loaded = load_model(path, "float32", "cpu")
     for count in (1, 3, 6):
+        model, kept = loaded.model, torch.zeros(0)
+        if has_draft:
+            model = load_drafted(loaded, make_tiny_draft(tmp_path / "draft", path), count, 512)
+            kept = model.kept.normal_().clone()
         pages = np.random.permutation(np.arange(1, 1 + count * PAGES_EACH)).astype(np.int32)
         # The last row is that of no request.
         table = np.concatenate([pages.reshape(count, -1), np.zeros((1, PAGES_EACH), np.int32)])
@@ -85,8 +95,12 @@ def test_padding_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         padded_pool = pool.clone()
         tokens = sum(q_lens)
         exact = model.forward(batch_of(RaggedColumns(tokens, count), arrays, table), pool)
-        columns = RaggedColumns(tokens + random.randint(1, 9), count + random.randint(1, 4))
+        if isinstance(model, DraftedModel):
+            kept, model.kept = model.kept, kept
+        columns = RaggedColumns(tokens + random.randint(0, 9), count + random.randint(1, 4))
         padded = model.forward(batch_of(columns, arrays, table), padded_pool)
+        if isinstance(model, DraftedModel):
+            torch.testing.assert_close(model.kept[:-1], kept[:-1])
         wanted = len(arrays.logits_rows)
         torch.testing.assert_close(padded[:wanted], exact[:wanted])
         torch.testing.assert_close(padded_pool[1:], pool[1:])

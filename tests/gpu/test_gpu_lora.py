@@ -12,14 +12,24 @@ import pytest
 import torch
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
-from lora_cases import LoraCase, draw_slots, make_lora, segments_of
+from lora_cases import LoraCase, draw_slots, make_expert_lora, make_lora, segments_of
 from lora_models import lora_step, make_adapters, make_experts
 from paging import PagedDriver, PagedRequest
 from tiny_models import make_tiny
 from weft.engine.models.loader import load_model
-from weft.kernels.gpu.lora import max_chunks
+from weft.kernels.gpu.dependent_launch import launch_options
+from weft.kernels.gpu.moe import moe as gpu_moe
+from weft.kernels.gpu.moe_route import route as gpu_moe_route
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.lora import LoraAddition, LoraSegments, LoraStep, add_lora, sort_tokens
+from weft.kernels.lora import (
+    ExpertAddition,
+    LoraAddition,
+    LoraSegments,
+    LoraStep,
+    add_lora,
+    sort_tokens,
+)
+from weft.kernels.side_stream import rehearsal
 
 pytestmark = pytest.mark.needs("cuda")
 
@@ -120,7 +130,8 @@ def test_a_captured_graph_serves_any_mix(tokens: int) -> None:
     out = torch.zeros(tokens, width, device=CUDA, dtype=dtype)
     segments = on_gpu(segments_of([0] * tokens, len(RANKS)))
     added = LoraAddition((cases[0].weights,), 1, segments)
-    add_lora(out, x, added)
+    with rehearsal():
+        add_lora(out, x, added)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         add_lora(out, x, added)
@@ -196,33 +207,78 @@ def test_selected_rows() -> None:
     expected = segments_of(slots, len(RANKS)).select(rows)
     for name in LoraSegments.__slots__:
         assert torch.equal(getattr(selected, name).cpu(), getattr(expected, name))
-    assert max_chunks(200, step.segments, 16) >= sum(-(-slots.count(s) // 16) for s in set(slots))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "original", "replacement"),
+    ("name", "original", "replacement"),
     [
-        (5, "for index in range(count):", "for index in range(count - 1):"),
-        (64, "range(0, num_ranks, RANKS)", "range(0, num_ranks - RANKS, RANKS)"),
+        ("lora_rows", "for index in range(count):", "for index in range(count - 1):"),
+        ("lora_tiles", "range(0, units * RANKS, GROUP)", "range(0, units * RANKS - GROUP, GROUP)"),
     ],
 )
 def test_the_checks_see_a_dropped_tile(
-    tokens: int, original: str, replacement: str, tmp_path: Path
+    name: str, original: str, replacement: str, tmp_path: Path
 ) -> None:
     fresh_seed()
-    cases = make_parts(512, (300,), torch.bfloat16)
-    slots = [5] * tokens
-    x = torch.randn(tokens, 512, device=CUDA).bfloat16()
-    before = torch.randn(tokens, 300, device=CUDA).bfloat16()
-    added = LoraAddition((cases[0].weights,), 1, on_gpu(segments_of(slots)))
-    exact = add_all(cases, before.double(), x.double(), slots)
-    peer = add_all(cases, before, x, slots)
+    case = make_lora(512, 300, [0, 8, 24], torch.bfloat16, layers=2).to(CUDA)
+    slots = [1, 2] * 20
+    x = torch.randn(40, 512, device=CUDA).bfloat16()
+    before = torch.randn(40, 300, device=CUDA).bfloat16()
+    added = LoraAddition((case.weights,), 1, on_gpu(segments_of(slots)))
+    exact = add_all([case], before.double(), x.double(), slots)
+    peer = add_all([case], before, x, slots)
     for change in (None, (original, replacement)):
         out = before.clone()
-        with kernel_module("lora", tmp_path, change) as module:
-            module.add_lora(out, x, added)
+        with kernel_module(name, tmp_path, change) as module:
+            add = getattr(module, "add_by_rows", None) or module.add_by_tiles
+            add(out, x, added, launch_options(x.device))
         if change is None:
             assert_as_exact(out, peer, exact)
-    if any((1, 5) in case.plain for case in cases):
-        with pytest.raises(AssertionError):
-            assert_as_exact(out, peer, exact)
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, peer, exact)
+
+
+@pytest.mark.parametrize("tokens", [2, 12, 40])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_captured_layers_equal_those_launched_one_by_one(tokens: int, is_shared: bool) -> None:
+    """In a captured graph adapters are multiplied beside the products."""
+    fresh_seed()
+    k, inner, experts = 256, 384, 8
+    dense = make_parts(k, (inner, inner), torch.bfloat16)
+    gate_up = pack_gate_up((torch.randn(2 * inner, k, device=CUDA) / k**0.5).bfloat16())
+    down = pack_linear((torch.randn(k, inner, device=CUDA) / inner**0.5).bfloat16())
+    to_down = make_parts(inner, (k,), torch.bfloat16)
+    shapes = ((k, inner, 0, "a"), (k, inner, inner, "a"), (inner, k, 0, "b"))
+    of_experts = [
+        make_expert_lora(
+            n, m, RANKS, experts, torch.bfloat16, shared=side if is_shared else None, column=column
+        ).to(CUDA)
+        for n, m, column, side in shapes
+    ]
+    w13 = (torch.randn(experts, 2 * inner, k, device=CUDA) / k**0.5).bfloat16()
+    w2 = (torch.randn(experts, k, inner, device=CUDA) / inner**0.5).bfloat16()
+    segments = on_gpu(segments_of(draw_slots(tokens, len(RANKS)), len(RANKS)))
+    added = [
+        LoraAddition(tuple(c.weights for c in cases), 1, segments) for cases in (dense, to_down)
+    ]
+    w = [case.weights for case in of_experts]
+    expert_added = ExpertAddition((w[0], w[1]), (w[2],), 0, segments.token_slots)
+    x, router = torch.randn(tokens, k, device=CUDA).bfloat16(), torch.randn(k, experts, device=CUDA)
+
+    def layers() -> torch.Tensor:
+        hidden = linear(gate_up_silu(x, gate_up, added[0]), down, lora=added[1])
+        ids, shares = gpu_moe_route(hidden.float() @ router, 2, True)
+        return gpu_moe(hidden, ids, shares, w13, w2, None, expert_added)
+
+    with torch.inference_mode():
+        expected = layers()
+        with rehearsal():
+            rehearsed = layers()
+        assert torch.equal(rehearsed, expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layers()
+        for _ in range(20):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 NUM_TOKENS = 20
@@ -12,8 +14,13 @@ _FLOAT32 = ("--dtype", "float32", "--kv-memory-bytes", str(512 << 20))
 _SHIP_ALWAYS = ("--local-prefill-max-tokens", "0")
 _PATIENT = "--fill-progress-timeout-s 30"
 """On a busy machine a step can take longer than a fill may stand still."""
+_DRAFT = str(Path(__file__).parents[2] / "drafts" / "smollm2-135m-eagle3")
 KINDS: dict[str, tuple[str, ...]] = {
-    "nixl": (*_FLOAT32, *_SHIP_ALWAYS, "--transport", "nixl", "--decode-args", _PATIENT),
+    "nixl": (
+        *_FLOAT32,
+        *_SHIP_ALWAYS,
+        *("--transport", "nixl", "--draft-dir", _DRAFT, "--decode-args", _PATIENT),
+    ),
     "data": (*_FLOAT32, *_SHIP_ALWAYS, "--transport", "data", "--decode-args", _PATIENT),
     # Prompts run where they are decoded, one at a time, and the more urgent one has the place.
     "local": (

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from local_mesh import LocalMesh, wait_until
+from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -34,10 +35,16 @@ class TinyMesh(LocalMesh):
         flags: Of `weft up`.
         max_context_tokens: Of the model.
         gateways: How many.
+        has_draft: Pages hold the KV of a random head too.
     """
 
     def __init__(
-        self, folder: Path, *flags: str, max_context_tokens: int = 2048, gateways: int = 1
+        self,
+        folder: Path,
+        *flags: str,
+        max_context_tokens: int = 2048,
+        gateways: int = 1,
+        has_draft: bool = False,
     ) -> None:
         self.model_dir = make_tiny(
             "llama",
@@ -48,7 +55,15 @@ class TinyMesh(LocalMesh):
             num_hidden_layers=1,
             max_position_embeddings=max_context_tokens,
         )
-        places = ("--model", str(self.model_dir), "--dtype", "float32")
+        places = ["--model", str(self.model_dir), "--dtype", "float32"]
+        if has_draft:
+            head = make_tiny_draft(
+                folder / "draft",
+                self.model_dir,
+                max_position_embeddings=max_context_tokens,
+                eagle_aux_hidden_state_layer_ids=[0, 0, 0],
+            )
+            places += ["--draft-dir", str(head)]
         super().__init__(folder, *places, *flags, gateways=gateways)
 
     def services(self) -> list[str]:

@@ -230,7 +230,9 @@ def test_a_worker_says_what_it_is(mesh: LocalMesh, name: str) -> None:
     assert len(info.model_digest) == 32
     assert common_pb2.TRANSPORT_KIND_NIXL in info.transports
     (plane,) = info.planes
-    assert (plane.layers, plane.heads, [part.dim for part in plane.parts]) == (30, 3, [64, 64])
+    # Behind the model's 30 layers there is the draft head's.
+    assert (plane.layers, plane.heads, [part.dim for part in plane.parts]) == (31, 3, [64, 64])
+    assert len(plane.draft_digest) == 32
     assert {"weft", "torch", "nixl"} <= info.versions.keys()
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,7 +58,10 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
         *("--prefill", "2", "--decode", "2", "--kvstore", "1"),
         *("--local-prefill-max-tokens", "0"),
         *("--gateway-args", "--decode-policy round_robin", "--drain-grace-s", "20"),
+        # Tokens come several at once: a tiny model repeats itself.
+        *("--drafter", "ngram"),
         gateways=2,
+        has_draft=True,
     )
     mesh.wait_ready()
     mesh.wait_healthy()
@@ -92,7 +95,9 @@ class Load:
 def load(mesh: TinyMesh, kills: ModuleType) -> Load:
     stops = ["e", "th", "é", "ou", "\ufffd"]
     asks = kills.make_asks(NUM_STREAMS, NUM_TOKENS, range(3, VOCAB), random.Random(), stops)
-    expected = asyncio.run(stream_all(mesh, kills, asks))
+    # A token a step: drafts must not change what comes.
+    plain = [replace(ask, speculate=False) for ask in asks]
+    expected = asyncio.run(stream_all(mesh, kills, plain))
     assert not [outcome.error for outcome in expected if outcome.error]
     num_tokens = sum(len(ids) for outcome in expected for ids in outcome.ids.values())
     return Load(asks, expected, num_tokens)
@@ -160,7 +165,13 @@ async def disturb_once(
     wait_until(lambda: is_back(mesh, victim, before), 300, lambda: mesh.text)
     mesh.wait_healthy()
     mesh.wait_empty()
+    assert sum(accepted_drafts(mesh, name) for name in DECODE) > 0
     return lost
+
+
+def accepted_drafts(mesh: TinyMesh, name: str) -> int:
+    """Since the worker started."""
+    return int(mesh.dump(name)["engine"]["counters"]["accepted_tokens"])
 
 
 def tell(capsys: pytest.CaptureFixture[str], what: str, lost: list[Any]) -> None:

@@ -17,6 +17,7 @@ from weft.v1 import common_pb2
 pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
 
 FACES = ("rest", "grpc")
+DRAFTED_TOKENS = 48
 WAYS = ("nixl", "data", "local", "hit", "preempted")
 KIND_OF_WAY = {
     **{"nixl": "nixl", "hit": "nixl", "data": "data"},
@@ -199,3 +200,23 @@ def first_difference(prompt: MeshPrompt, answer: Answer, expected: Reference) ->
             return Difference(prompt.name, position, logits[0], logits[1])
     assert len(expected.token_ids) == answer.completion_tokens
     return None
+
+
+@on("nixl")
+async def test_drafts_are_verified_and_change_nothing(
+    mesh: LocalMesh, reference: TextReference
+) -> None:
+    """Text of many tokens, from pages that a prefill worker filled, draft's entries and all."""
+    names = ("english", "raw-300", "system")
+    asks = [Ask(BY_NAME[name], DRAFTED_TOKENS, new_salt(), ignore_eos=True) for name in names]
+    reference.prepare((ask.prompt, DRAFTED_TOKENS, True) for ask in asks)
+    drafted = accepted = 0
+    async with Caller(mesh) as caller:
+        for ask in asks:
+            answer = await caller.rest(ask)
+            check_text(reference, ask, answer)
+            drafted += answer.timeline.drafted_tokens
+            accepted += answer.timeline.accepted_tokens
+            assert answer.timeline.steps <= DRAFTED_TOKENS + 1 - answer.timeline.accepted_tokens
+    print(f"{accepted} of {drafted} drafts were right")
+    assert accepted > 0.2 * drafted > 0

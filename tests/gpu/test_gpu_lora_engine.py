@@ -1,0 +1,133 @@
+"""The engine with adapters on a GPU: tokens are those of the engine on a CPU, which PEFT checks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_adapters import PREFIX, make_adapter, write_adapter
+from tiny_models import make_tiny
+from weft.engine.llm import LLM
+from weft.engine.request import StopCriteria
+
+pytestmark = pytest.mark.needs("cuda")
+
+VOCAB = 517
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "num_pages": 400,
+    "max_running_requests": 12,
+    "max_step_tokens": 96,
+    "prefill_chunk_tokens": 64,
+    "poison_free_pages": True,
+    "enable_lora": True,
+    "max_loras": 2,
+    "lora_memory_bytes": 8 << 20,
+}
+EXPERT_SHAPES = {
+    "w1": (("outer", "rank", "hidden"), ("experts", "inner", "rank")),
+    "w3": (("outer", "rank", "hidden"), ("experts", "inner", "rank")),
+    "w2": (("experts", "rank", "inner"), ("outer", "hidden", "rank")),
+}
+
+
+def expert_adapter(path: Path, model_dir: Path, seed: int, rank: int, *, is_shared: bool) -> Path:
+    """An adapter of attention and of all experts, which may share their outer sides."""
+    config = json.loads((model_dir / "config.json").read_text())
+    draw, hidden = torch.Generator().manual_seed(seed), config["hidden_size"]
+    experts, kv = config["num_experts"], config["num_key_value_heads"] * config["head_dim"]
+    sizes = {
+        "outer": 1 if is_shared else experts,
+        "experts": experts,
+        "rank": rank,
+        "hidden": hidden,
+        "inner": config["moe_intermediate_size"],
+    }
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        modules = {
+            f"mlp.experts.{name}": [[sizes[axis] for axis in half] for half in shapes]
+            for name, shapes in EXPERT_SHAPES.items()
+        }
+        modules["self_attn.v_proj"] = [[rank, hidden], [kv, rank]]
+        for module, shapes in modules.items():
+            for half, shape in zip("AB", shapes, strict=True):
+                name = f"{PREFIX}model.layers.{layer}.{module}.lora_{half}.weight"
+                tensors[name] = 0.1 * torch.randn(shape, generator=draw)
+    return write_adapter(path, tensors, r=rank, target_modules=["v_proj", *EXPERT_SHAPES])
+
+
+def check_like_cpu(
+    model_dir: Path, adapters: list[Path], num_requests: int = 14, **settings: Any
+) -> None:
+    """Requests with more adapters than the device has room for, in two waves."""
+    waves = [
+        [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 120))] for _ in range(size)]
+        for size in 2 * [num_requests]
+    ]
+    stop = StopCriteria(max_tokens=24, ignore_eos=True)
+    found = []
+    for device in ("cpu", "cuda"):
+        with LLM(model_dir, device=device, **(SETTINGS | settings)) as llm:
+            named = [b"", *(llm.load_adapter(path) for path in adapters)]
+            tokens = []
+            for prompts in waves:
+                chosen = [named[i % len(named)] for i in range(len(prompts))]
+                samples = llm.generate(prompts, stop=stop, adapters=chosen)
+                tokens += [sample.token_ids for sample in samples]
+                # What comes into freed rows is another adapter's.
+                llm.unload_adapter(named[1])
+                named[1] = llm.load_adapter(adapters[0])
+            found.append(tokens)
+            if device == "cuda":
+                # One that is alone goes through other graphs and kernels.
+                for prompt, name, expected in zip(
+                    waves[1][:4], chosen, tokens[num_requests:], strict=False
+                ):
+                    (alone,) = llm.generate([prompt], stop=stop, adapters=[name])
+                    assert alone.token_ids == expected
+    assert found[0] == found[1]
+    assert len({tuple(tokens[:8]) for tokens in found[0]}) > 20, "adapters change nothing"
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_tokens_of_a_dense_model(cuda_graphs: bool, tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    model_dir = make_tiny("llama", tmp_path / "model", seed, head_dim=64, vocab_size=VOCAB)
+    config = json.loads((model_dir / "config.json").read_text())
+    adapters = [
+        make_adapter(tmp_path / f"a{i}", config, seed + i, rank=rank)
+        for i, rank in enumerate((8, 16, 5, 64, 24))
+    ]
+    check_like_cpu(model_dir, adapters, cuda_graphs=cuda_graphs)
+
+
+def test_tokens_of_a_large_batch(tmp_path: Path) -> None:
+    """Selected rows of prompts are many, and more than the kernels for few rows take."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    model_dir = make_tiny("qwen3", tmp_path / "model", seed, head_dim=64, vocab_size=VOCAB)
+    config = json.loads((model_dir / "config.json").read_text())
+    adapters = [make_adapter(tmp_path / f"a{i}", config, seed + i, rank=16) for i in range(6)]
+    steps = {"max_running_requests": 64, "max_step_tokens": 1024, "prefill_chunk_tokens": 512}
+    check_like_cpu(model_dir, adapters, 100, max_loras=6, num_pages=2000, **steps)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_tokens_of_a_mixture(is_shared: bool, tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    model_dir = make_tiny(
+        "qwen3_moe", tmp_path / "model", seed, num_experts=12, head_dim=64, vocab_size=VOCAB
+    )
+    adapters = [
+        expert_adapter(tmp_path / f"a{i}", model_dir, seed + i, rank, is_shared=is_shared)
+        for i, rank in enumerate((8, 16, 5))
+    ]
+    experts = "shared_experts" if is_shared else "experts"
+    check_like_cpu(model_dir, adapters, lora_projections=("q", "k", "v", "o", experts))

@@ -1,0 +1,82 @@
+"""Drafters that know what they do: right, wrong, or now and then right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from weft.engine.engine import Engine
+from weft.engine.llm import Sample
+from weft.engine.sampling.sampler import derive_seed
+from weft.engine.scheduler.plan import Plan, Run, VerifyItem
+from weft.engine.scheduler.state import Request
+
+
+class KnownDrafter:
+    """Drafts from texts that are known beforehand.
+
+    Args:
+        texts: By prompt and sample's seed: prompt and all that follows.
+        vocab_size: Of the model.
+        chance: Of each draft to be right.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[tuple[tuple[int, ...], int], Sequence[int]],
+        vocab_size: int,
+        chance: float,
+    ) -> None:
+        self._texts = texts
+        self._vocab_size = vocab_size
+        self._chance = chance
+
+    def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
+        """See `Drafter.draft`; some have fewer drafts than they may."""
+        return [self._draft(item) for item in items]
+
+    def _draft(self, item: VerifyItem) -> list[int]:
+        request = item.request
+        assert request.num_launched > 0
+        assert len(request.tokens) == item.start + 1
+        prompt = tuple(request.tokens[: request.num_prompt_tokens])
+        text = self._texts[prompt, request.seed]
+        follows = list(text[item.start + 1 : item.start + 1 + item.max_drafts])
+        return [
+            token if random.random() < self._chance else self._other(token) for token in follows
+        ]
+
+    def _other(self, token: int) -> int:
+        return (token + random.randint(1, self._vocab_size - 1)) % self._vocab_size
+
+
+class RandomGate:
+    """Another number of drafts each step."""
+
+    def __init__(self, depths: Sequence[int]) -> None:
+        self._depths = depths
+
+    def max_drafts(self, requests: Sequence[Request]) -> int:
+        """See `DraftGate.max_drafts`."""
+        return random.choice(self._depths)
+
+    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
+        """See `DraftGate.observe`."""
+
+
+def speculate(engine: Engine, drafter: KnownDrafter, depths: Sequence[int]) -> None:
+    """Makes an engine that drafts do it like this."""
+    assert engine.drafting.drafter is not None
+    engine.pipeline._drafter = drafter
+    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(depths)
+
+
+def texts_of(
+    prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Sample]], seed: int
+) -> dict[tuple[tuple[int, ...], int], list[int]]:
+    """For `KnownDrafter`: what requests with a seed became, a group of samples for each prompt."""
+    return {
+        (tuple(prompt), derive_seed(seed, index)): [*prompt, *sample.token_ids]
+        for prompt, group in zip(prompts, groups, strict=True)
+        for index, sample in enumerate(group)
+    }

@@ -1,0 +1,203 @@
+"""Small random EAGLE-3 heads in the published layout, and a plain reading of them in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+
+
+def make_tiny_draft(
+    path: Path,
+    target: Path,
+    seed: int = 0,
+    *,
+    shares: bool = True,
+    prefix: str = "",
+    layer: str = "midlayer",
+    **overrides: Any,
+) -> Path:
+    """Writes a head for a target's directory.
+
+    Args:
+        path: Directory to create.
+        target: A model's directory.
+        seed: Of the weights.
+        shares: Embedding and LM head are the target's; else the file has its own.
+        prefix: Before the names, such as `model.`.
+        layer: What the one layer is called.
+        **overrides: Fields of config.json.
+
+    Returns:
+        `path`.
+    """
+    config = tiny_draft_config(json.loads((target / "config.json").read_text()), **overrides)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    tensors = tiny_draft_tensors(config, seed, shares=shares)
+    renamed = {}
+    for name, tensor in tensors.items():
+        inner = f"{layer}.{name.removeprefix('midlayer.')}" if name.startswith("midlayer") else name
+        is_top = name in ("d2t", "t2d", "lm_head.weight")
+        renamed[inner if is_top else prefix + inner] = tensor
+    save_file(renamed, path / "model.safetensors")
+    return path
+
+
+def tiny_draft_config(target: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """A head's config.json for a target's."""
+    hidden = target["hidden_size"]
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        # Other query heads than the target's; K and V must be as there.
+        "num_attention_heads": 2 * target["num_key_value_heads"],
+        "num_key_value_heads": target["num_key_value_heads"],
+        "head_dim": target["head_dim"],
+        "intermediate_size": 104,
+        "vocab_size": target["vocab_size"],
+        "draft_vocab_size": 150,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "max_position_embeddings": 64,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    return {**config, **overrides}
+
+
+def tiny_draft_tensors(config: dict[str, Any], seed: int, *, shares: bool) -> Tensors:
+    """Random float32 parameters and the map of the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    target_hidden = config.get("target_hidden_size") or hidden
+    size, vocab_size = config["draft_vocab_size"], config["vocab_size"]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def linear(rows: int, columns: int) -> torch.Tensor:
+        return normal(rows, columns) / columns**0.5
+
+    tensors = {
+        "fc.weight": linear(hidden, 3 * target_hidden),
+        "midlayer.self_attn.q_proj.weight": linear(heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": linear(kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": linear(kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": linear(hidden, heads * dim),
+        "midlayer.mlp.gate_proj.weight": linear(inner, hidden),
+        "midlayer.mlp.up_proj.weight": linear(inner, hidden),
+        "midlayer.mlp.down_proj.weight": linear(hidden, inner),
+    }
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    for name in (*(f"midlayer.{norm}" for norm in norms), "norm"):
+        tensors[f"{name}.weight"] = 1.0 + 0.2 * normal(hidden)
+    # In no order: the published ones ascend, and nothing depends on it.
+    ids = torch.randperm(vocab_size, generator=generator)[:size]
+    tensors["d2t"] = ids - torch.arange(size)
+    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    if not shares:
+        tensors["lm_head.weight"] = linear(size, hidden)
+        tensors["embed_tokens.weight"] = normal(vocab_size, hidden)
+    return tensors
+
+
+class NaiveHead:
+    """A head computed in float64 from its definition, everything anew for each token.
+
+    Args:
+        path: In the names that `make_tiny_draft` writes by default.
+        embedding: [vocab, hidden] of the target.
+        lm_head: [vocab, hidden] of the target.
+    """
+
+    def __init__(self, path: Path, embedding: torch.Tensor, lm_head: torch.Tensor) -> None:
+        self.config = json.loads((path / "config.json").read_text())
+        tensors = load_file(path / "model.safetensors")
+        self.ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        self._w = {name: tensor.double() for name, tensor in tensors.items()}
+        self._embedding = self._w.get("embed_tokens.weight", embedding.double())
+        self._lm_head = self._w.get("lm_head.weight", lm_head.double()[self.ids])
+
+    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
+        """[n, 3 * target_hidden] -> [n, hidden]."""
+        return aux.double() @ self._w["fc.weight"].T
+
+    def entries(
+        self, states: torch.Tensor, tokens: list[int], begin: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [n, kv_heads, dim] of positions `begin` on, from the states before them."""
+        joined = self._join(states, tokens)
+        k, v = (self._project(joined, name) for name in ("k_proj", "v_proj"))
+        return self._rotate(k, begin), v
+
+    def chain(self, states: torch.Tensor, tokens: list[int], depth: int) -> list[int]:
+        """The most likely `depth` tokens after `tokens`, of which all but the last have states."""
+        states, tokens = states.double(), list(tokens)
+        assert len(states) == len(tokens) - 1
+        found: list[int] = []
+        for _ in range(depth):
+            state = self._last_state(states, tokens[1:])
+            logits = self._lm_head @ self._norm(state, "norm")
+            found.append(int(self.ids[int(logits.argmax())]))
+            # The head's own state stands for the target's that is not known yet.
+            states, tokens = torch.cat((states, state[None])), [*tokens, found[-1]]
+        return found
+
+    def taught(self, states: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
+        """Logits [draft_vocab] of a chain that goes on with given tokens, whatever it would draft.
+
+        Args:
+            states: [n, hidden] of the positions before the chain.
+            tokens: The text up to the chain's last token; that at position n is its first.
+        """
+        found: list[torch.Tensor] = []
+        for end in range(len(states) + 1, len(tokens) + 1):
+            state = self._last_state(states, tokens[1:end])
+            found.append(self._lm_head @ self._norm(state, "norm"))
+            states = torch.cat((states, state[None]))
+        return found
+
+    def _last_state(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        heads, dim = self.config["num_attention_heads"], self.config["head_dim"]
+        k, v = (
+            entry.repeat_interleave(heads // entry.shape[1], dim=1)
+            for entry in self.entries(states, tokens)
+        )
+        q = self._project(self._join(states, tokens)[-1:], "q_proj")
+        q = self._rotate(q, len(tokens))[0]
+        weights = (torch.einsum("hd,nhd->hn", q, k) / dim**0.5).softmax(-1)
+        mixed = torch.einsum("hn,nhd->hd", weights, v).flatten()
+        x = states[-1] + self._w["midlayer.self_attn.o_proj.weight"] @ mixed
+        normed = self._norm(x, "midlayer.post_attention_layernorm")
+        gate, up = (self._w[f"midlayer.mlp.{n}_proj.weight"] @ normed for n in ("gate", "up"))
+        return x + self._w["midlayer.mlp.down_proj.weight"] @ (torch.sigmoid(gate) * gate * up)
+
+    def _join(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        embedded = self._norm(self._embedding[tokens], "midlayer.input_layernorm")
+        return torch.cat((embedded, self._norm(states.double(), "midlayer.hidden_norm")), dim=-1)
+
+    def _project(self, joined: torch.Tensor, name: str) -> torch.Tensor:
+        out = joined @ self._w[f"midlayer.self_attn.{name}.weight"].T
+        return out.unflatten(-1, (-1, self.config["head_dim"]))
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
+        return x * scale * self._w[f"{name}.weight"]
+
+    def _rotate(self, x: torch.Tensor, begin: int) -> torch.Tensor:
+        """[n, heads, dim] at positions `begin` on, as complex numbers of both halves."""
+        half = x.shape[-1] // 2
+        base = self.config["rope_theta"]
+        speeds = base ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.outer(torch.arange(begin, begin + len(x), dtype=torch.float64), speeds)
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angles)[:, None]
+        return torch.cat((turned.real, turned.imag), dim=-1)
