@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_engine import MODELS
 from gpu_mesh.driver import Mesh, Sent
+from model_shapes import MODELS
 from weft.engine.config import NEVER_SHIP_TOKENS
 from weft.engine.transfer.page_mover import Lanes, PageMover, PinnedPages
 from weft.engine.transfer.staging import StagingArea

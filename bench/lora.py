@@ -1,124 +1,150 @@
 """What adapters cost: throughput of a batch that mixes them, and time to the first token of one.
 
-The engine alone, in this process, with random adapters that change every projection.
+The engine alone, in this process, with random adapters.
 
     python bench/lora.py                        the demo model, rank 16, a batch of 64
-    python bench/lora.py --model DIR --rank 8 --repeats 5
+    python bench/lora.py --model DIR --ranks 8 --repeats 5
+    python bench/lora.py --model llama-3.1-8b --device cuda --ranks 8 16 64 --tokens 256
+    python bench/lora.py --model qwen3-30b-a3b --device cuda --change shared-experts
 
-Throughput: requests of a batch take adapters in turn; the rows of a round follow each other in
-random order, and a row's share is that of its round's base row. Time to first token: an adapter on
-the device, in host memory, or on disk only. Beside it: the time between tokens of a running batch
-while others bring an adapter from disk each, and while they bring none.
+Models of such names have their real shapes and made-up weights. Throughput: requests of a batch
+take adapters in turn; the rows of a round follow each other in random order, and a row's share is
+that of its round's base row. Time to first token: an adapter on the device, in host memory, or on
+disk only. Beside it: the time between tokens of a running batch while others bring an adapter from
+disk each, and while they bring none.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from model_shapes import MODELS, write_config
+from random_adapters import PROJECTIONS, write_adapter
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from safetensors.torch import save_file
 from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 from weft.engine.llm import LLM
 from weft.engine.messages import Inbox, Submit
 from weft.engine.models.demo import resolve_model
 from weft.engine.request import SamplingParams, StopCriteria
 
-NUM_ADAPTERS = (0, 1, 8, 32)
 GREEDY = SamplingParams(temperature=0.0)
-PROMPT_TOKENS = 16
+FIRST_TOKEN_PROMPT = 16
 FEW = 2
 """Adapters on the device, where others are to be elsewhere."""
-MODULES = {
-    "self_attn.q_proj": ("hidden", "q"),
-    "self_attn.k_proj": ("hidden", "kv"),
-    "self_attn.v_proj": ("hidden", "kv"),
-    "self_attn.o_proj": ("q", "hidden"),
-    "mlp.gate_proj": ("hidden", "inner"),
-    "mlp.up_proj": ("hidden", "inner"),
-    "mlp.down_proj": ("inner", "hidden"),
-}
+KNOWN = 4 * FEW
+"""Adapters in all, there."""
+COMPARED = 8
+"""Requests of a batch that are run alone as well."""
 
 
-def write_adapter(folder: Path, model_dir: Path, rank: int, seed: int) -> Path:
-    """A random adapter in PEFT's format, small enough that the text stays text."""
-    config = json.loads((model_dir / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    dim = config.get("head_dim") or hidden // heads
-    sizes = {
-        "hidden": hidden,
-        "q": heads * dim,
-        "kv": config["num_key_value_heads"] * dim,
-        "inner": config["intermediate_size"],
-    }
-    draw = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for module, (width, out) in MODULES.items():
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            shapes = {"A": (rank, sizes[width]), "B": (sizes[out], rank)}
-            for half, shape in shapes.items():
-                numbers = 0.02 * torch.randn(shape, generator=draw)
-                tensors[f"{name}.lora_{half}.weight"] = numbers.to(torch.bfloat16)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": [module.rpartition(".")[2] for module in MODULES],
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return folder
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of one batch."""
+
+    tokens_per_s: float
+    """From the first prompt to the last token."""
+    step_s: float
+    """Of a step in which all requests decode, on average."""
 
 
-def prompts_of(draw: random.Random, count: int, vocab_size: int) -> list[list[int]]:
+def prompts_of(
+    draw: random.Random, count: int, vocab_size: int, length: int = FIRST_TOKEN_PROMPT
+) -> list[list[int]]:
     """Random ids: no prompt is a prefix hit."""
-    return [[draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def submit(name: str, prompt: list[int], tokens: int, adapter: bytes = b"") -> Submit:
+    """A greedy request of so many tokens."""
+    return Submit(
+        session=7,
+        request_id=name,
+        attempt=1,
+        prompt=prompt,
+        sampling=GREEDY,
+        stop=StopCriteria(max_tokens=tokens, ignore_eos=True),
+        adapter=adapter,
+    )
+
+
+def run_batch(
+    llm: LLM, prompts: Sequence[list[int]], adapters: Sequence[bytes], tokens: int
+) -> tuple[Speed, list[list[int]]]:
+    """Runs requests that come together; returns their tokens as well."""
+    found: list[list[int]] = [[] for _ in prompts]
+    inbox: Inbox | None = Inbox(
+        submits=[
+            submit(str(i), prompt, tokens, adapter)
+            for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
+        ]
+    )
+    num_done, num_steps, all_began = 0, 0, 0.0
+    began = last = time.perf_counter()
+    while num_done < len(prompts):
+        outbox = llm.engine.turn(inbox)
+        inbox = None
+        for batch in outbox.sessions:
+            assert not batch.failed, batch.failed
+            num_done += len(batch.finished)
+            for some in batch.tokens:
+                found[int(some.request_id)].extend(some.ids)
+        if not all_began:
+            if all(found):
+                all_began = time.perf_counter()
+        elif not num_done:
+            last, num_steps = time.perf_counter(), num_steps + 1
+    seconds = time.perf_counter() - began
+    count = sum(len(ids) for ids in found)
+    return Speed(count / seconds, (last - all_began) / max(1, num_steps)), found
 
 
 def throughput(
-    llm: LLM, adapters: Sequence[bytes], arguments: argparse.Namespace, draw: random.Random
-) -> tuple[dict[int, list[float]], tuple[int, int]]:
-    """Tokens a second by number of adapters, one value a round.
+    llm: LLM,
+    adapters: Sequence[bytes],
+    rank: int,
+    arguments: argparse.Namespace,
+    draw: random.Random,
+) -> tuple[dict[int, list[Speed]], tuple[int, int]]:
+    """Speeds by number of adapters, one a round.
 
     Returns:
-        The values, and how many of the last round's first tokens equal those of the same request
+        The speeds, and how many of the last round's first tokens equal those of the same request
         alone, of how many. (In bfloat16 near-ties may fall another way.)
     """
-    values: dict[int, list[float]] = {count: [] for count in NUM_ADAPTERS}
-    stop = StopCriteria(max_tokens=arguments.tokens, ignore_eos=True)
+    values: dict[int, list[Speed]] = {count: [] for count in arguments.counts}
     vocab_size = llm.engine.info.vocab_size
     equal = compared = 0
     with Progress(transient=True) as progress:
-        for number in progress.track(range(arguments.repeats + 1), description="throughput"):
-            for count in draw.sample(NUM_ADAPTERS, len(NUM_ADAPTERS)):
-                prompts = prompts_of(draw, arguments.batch, vocab_size)
+        for number in progress.track(range(arguments.repeats + 1), description=f"rank {rank}"):
+            for count in draw.sample(arguments.counts, len(arguments.counts)):
+                prompts = prompts_of(draw, arguments.batch, vocab_size, arguments.prompt)
                 named = [adapters[i % count] if count else b"" for i in range(arguments.batch)]
-                began = time.perf_counter()
-                samples = llm.generate(prompts, GREEDY, stop, adapters=named)
-                seconds = time.perf_counter() - began
-                if number:  # The first round warms up.
-                    values[count].append(sum(len(s.token_ids) for s in samples) / seconds)
+                # The first round warms up.
+                tokens = arguments.tokens if number else min(8, arguments.tokens)
+                speed, found = run_batch(llm, prompts, named, tokens)
+                if number:
+                    values[count].append(speed)
                 if number == arguments.repeats:
-                    first = StopCriteria(max_tokens=1, ignore_eos=True)
-                    for i in range(8):
-                        (alone,) = llm.generate([prompts[i]], GREEDY, first, adapters=[named[i]])
-                        equal += alone.token_ids == samples[i].token_ids[:1]
+                    for i in range(min(COMPARED, arguments.batch)):
+                        _, alone = run_batch(llm, [prompts[i]], [named[i]], 1)
+                        equal += alone[0] == found[i][:1]
                         compared += 1
     return values, (equal, compared)
 
@@ -164,17 +190,8 @@ def gaps(
         draw: Of prompts.
     """
     vocab_size, values, others = llm.engine.info.vocab_size, [], 0
-    submits = [
-        Submit(
-            session=7,
-            request_id=f"running-{i}",
-            attempt=1,
-            prompt=prompt,
-            sampling=GREEDY,
-            stop=StopCriteria(max_tokens=arguments.gaps + 40, ignore_eos=True),
-        )
-        for i, prompt in enumerate(prompts_of(draw, arguments.batch // 4, vocab_size))
-    ]
+    running = prompts_of(draw, arguments.batch // 4, vocab_size)
+    submits = [submit(f"running-{i}", p, arguments.gaps + 40) for i, p in enumerate(running)]
     inbox: Inbox | None = Inbox(submits=submits)
     last = time.perf_counter()
     while llm.engine.has_work or inbox is not None:
@@ -187,27 +204,105 @@ def gaps(
             last = now
             if len(values) % 16 == 0:
                 (prompt,) = prompts_of(draw, 1, vocab_size)
-                inbox = Inbox(
-                    submits=[
-                        Submit(
-                            session=7,
-                            request_id=f"other-{others}",
-                            attempt=1,
-                            prompt=prompt,
-                            sampling=GREEDY,
-                            stop=StopCriteria(max_tokens=1, ignore_eos=True),
-                            adapter=adapters[others % len(adapters)] if adapters else b"",
-                        )
-                    ]
-                )
+                adapter = adapters[others % len(adapters)] if adapters else b""
+                inbox = Inbox(submits=[submit(f"other-{others}", prompt, 1, adapter)])
                 others += 1
     return values[20:]
 
 
 def describe(values: Sequence[float], unit: float = 1e3) -> str:
     """Median and spread."""
+    if not values:
+        return "none"
     low, middle, high = np.percentile(values, [10, 50, 90]) * unit
     return f"{middle:.1f} [{low:.1f} to {high:.1f}]"
+
+
+def settings_of(arguments: argparse.Namespace, adapter_bytes: int, count: int) -> dict[str, Any]:
+    """Of an engine with room for so many adapters on the device."""
+    # Rows are shared out among kinds of projections, rounded down.
+    settings: dict[str, Any] = {
+        "dtype": arguments.dtype,
+        "device": arguments.device,
+        "enable_lora": True,
+        "max_lora_rank": max(64, *arguments.ranks),
+        "max_loras": count,
+        "max_running_requests": arguments.batch + 1,
+        "lora_memory_bytes": int(1.02 * count * adapter_bytes) + (1 << 20),
+        "lora_projections": PROJECTIONS[arguments.change],
+        "lora_host_bytes": max(4 << 30, 2 * adapter_bytes),
+    }
+    if arguments.model in MODELS:
+        settings["dummy_weights"] = True
+    if arguments.num_pages:
+        settings["num_pages"] = arguments.num_pages
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All that was measured."""
+
+    speeds: dict[int, dict[int, list[Speed]]]
+    """By rank and number of adapters."""
+    checked: tuple[int, int]
+    adapter_bytes: dict[int, int]
+    """By rank."""
+    firsts: dict[str, list[float]]
+    between: dict[str, list[float]]
+
+
+def measure(arguments: argparse.Namespace, folder: Path, draw: random.Random) -> Figures:
+    """Runs everything; adapters of one rank at a time are on disk."""
+    if arguments.model in MODELS:
+        model_dir = write_config(folder, arguments.model)
+    else:
+        model_dir = resolve_model(arguments.model)
+
+    def write(rank: int, count: int) -> list[Path]:
+        shutil.rmtree(folder / "adapters", ignore_errors=True)
+        where = (folder / "adapters" / str(i) for i in range(count))
+        more = (arguments.change, arguments.device)
+        return [write_adapter(path, model_dir, rank, i, *more) for i, path in enumerate(where)]
+
+    speeds, sizes, equal, compared = {}, {}, 0, 0
+    # The largest first: the others fit where it does.
+    ranks = sorted(arguments.ranks, reverse=True)
+    most = max(1, *arguments.counts)
+    paths = write(ranks[0], most)
+    size = (paths[0] / "adapter_model.safetensors").stat().st_size
+    if arguments.dtype == "float32":
+        size *= 2
+    with LLM(model_dir, **settings_of(arguments, size, most)) as llm:
+        for rank in ranks:
+            if rank != ranks[0]:
+                paths = write(rank, most)
+            adapters = [llm.load_adapter(path) for path in paths]
+            sizes[rank] = llm.engine.adapters.states()[0].num_bytes
+            speeds[rank], checked = throughput(llm, adapters, rank, arguments, draw)
+            equal, compared = equal + checked[0], compared + checked[1]
+            for adapter in adapters:
+                llm.unload_adapter(adapter)
+    del llm
+    gc.collect()
+    if arguments.device != "cpu":
+        torch.cuda.empty_cache()
+    firsts: dict[str, list[float]] = {}
+    between: dict[str, list[float]] = {}
+    if arguments.gaps:
+        rank = 16 if 16 in ranks else ranks[0]
+        settings = settings_of(arguments, sizes[rank], FEW)
+        # Half of the adapters are in host memory, half of these on the device.
+        settings["lora_host_bytes"] = int((2 * FEW + 0.5) * sizes[rank])
+        paths = write(rank, KNOWN)
+        with LLM(model_dir, **settings) as llm:
+            some = [llm.load_adapter(path) for path in paths]
+            firsts["none"] = [first_token_s(llm, b"", draw) for _ in range(20)][5:]
+            for name in ("device", "host", "disk"):
+                firsts[name] = first_tokens(llm, some, name, 15, draw)
+            for name, used in 2 * (("none", []), ("from disk", some)):
+                between.setdefault(name, []).extend(gaps(llm, used, arguments, draw))
+    return Figures(speeds, (equal, compared), sizes, firsts, between)
 
 
 def main() -> int:
@@ -215,86 +310,86 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo", help="demo or a directory of a dense model")
+    names = ", ".join(MODELS)
+    parser.add_argument("--model", default="demo", help=f"demo, a directory, or one of {names}")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--change", choices=PROJECTIONS, default="dense", help="of the model")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16])
+    parser.add_argument("--counts", type=int, nargs="+", default=[0, 1, 8, 32], help="of adapters")
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of each request's prompt")
     parser.add_argument("--tokens", type=int, default=32, help="of each request")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--gaps", type=int, default=200, help="between tokens, that are measured")
+    parser.add_argument(
+        "--gaps", type=int, default=200, help="between tokens, that are measured; 0: none, nor TTFT"
+    )
+    parser.add_argument("--num-pages", type=int, help="of the KV pool; default: what fits")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="default: bench/results/")
     arguments = parser.parse_args()
-    draw = random.Random(arguments.seed)
-    model_dir = resolve_model(arguments.model)
-    common: dict[str, Any] = {
-        "dtype": arguments.dtype,
-        "device": arguments.device,
-        "enable_lora": True,
-        "max_lora_rank": max(64, arguments.rank),
-    }
+    if 0 not in arguments.counts:
+        parser.error("--counts lacks 0, to which the others are compared")
     setup = describe_setup(arguments.dtype, torch.get_num_threads())
+    if arguments.commit:
+        setup["commit"] = arguments.commit
+    if arguments.device != "cpu":
+        setup["device"] = torch.cuda.get_device_name(arguments.device)
     before = MachineUse.now()
     with tempfile.TemporaryDirectory(prefix="weft-lora-") as folder:
-        paths = [
-            write_adapter(Path(folder) / f"a{i}", model_dir, arguments.rank, i)
-            for i in range(max(NUM_ADAPTERS))
-        ]
-        with LLM(model_dir, max_loras=max(NUM_ADAPTERS), **common) as llm:
-            adapters = [llm.load_adapter(path) for path in paths]
-            num_bytes = llm.engine.adapters.states()[0].num_bytes
-            speeds, checked = throughput(llm, adapters, arguments, draw)
-        few = common | {"max_loras": FEW}
-        firsts, between = {}, {}
-        with LLM(model_dir, **few) as llm:
-            some = [llm.load_adapter(path) for path in paths[: 4 * FEW]]
-            firsts["none"] = [first_token_s(llm, b"", draw) for _ in range(20)][5:]
-            for name in ("device", "host"):
-                firsts[name] = first_tokens(llm, some, name, 15, draw)
-        with LLM(model_dir, lora_host_bytes=int(1.5 * num_bytes), **few) as llm:
-            some = [llm.load_adapter(path) for path in paths[: 4 * FEW]]
-            firsts["disk"] = first_tokens(llm, some, "disk", 15, draw)
-            for name, used in 2 * (("none", []), ("from disk", some)):
-                between.setdefault(name, []).extend(gaps(llm, used, arguments, draw))
+        figures = measure(arguments, Path(folder), random.Random(arguments.seed))
     setup["other_cores"] = MachineUse.now().others_since(before)
-    return report(arguments, setup, speeds, checked, firsts, between)
+    return report(arguments, setup, figures)
 
 
-def report(
-    arguments: argparse.Namespace,
-    setup: dict[str, Any],
-    speeds: dict[int, list[float]],
-    checked: tuple[int, int],
-    firsts: dict[str, list[float]],
-    between: dict[str, list[float]],
-) -> int:
-    """Prints the tables and writes the JSON; 1 if what was timed was wrong."""
-    console = Console()
-    table = Table(title=f"A batch of {arguments.batch}, rank {arguments.rank}, every projection")
-    for column in ("adapters", "tokens/s", "of the base model's"):
+def throughput_rows(console: Console, speeds: dict[int, list[Speed]], title: str) -> dict[int, Any]:
+    """Prints the table of a rank; returns what of it the JSON keeps."""
+    table = Table(title=title)
+    for column in ("adapters", "tokens/s", "of the base's", "ms between tokens", "of the base's"):
         table.add_column(column, justify="right")
-    rows: dict[str, Any] = {"throughput": {}, "first_token_ms": {}, "between_tokens_ms": {}}
-    for count, values in speeds.items():
-        shares = [value / base for value, base in zip(values, speeds[0], strict=True)]
-        table.add_row(str(count), describe(values, 1), describe(shares, 100) + " %")
-        rows["throughput"][count] = {
-            "tokens_per_s": statistics.median(values),
+    rows: dict[int, Any] = {}
+    for count, values in sorted(speeds.items()):
+        pairs = list(zip(values, speeds[0], strict=True))
+        shares = [value.tokens_per_s / base.tokens_per_s for value, base in pairs]
+        slower = [value.step_s / base.step_s for value, base in pairs]
+        table.add_row(
+            str(count),
+            describe([value.tokens_per_s for value in values], 1),
+            describe(shares, 100) + " %",
+            describe([value.step_s for value in values]),
+            describe(slower, 100) + " %",
+        )
+        rows[count] = {
+            "tokens_per_s": statistics.median(value.tokens_per_s for value in values),
             "share": statistics.median(shares),
             "shares": shares,
+            "step_ms": 1e3 * statistics.median(value.step_s for value in values),
+            "step_ratio": statistics.median(slower),
         }
     console.print(table)
-    table = Table(title=f"First token of {PROMPT_TOKENS} prompt tokens, alone")
+    return rows
+
+
+def report(arguments: argparse.Namespace, setup: dict[str, Any], figures: Figures) -> int:
+    """Prints the tables and writes the JSON; 1 if what was timed was wrong."""
+    console, checked = Console(), figures.checked
+    rows: dict[str, Any] = {"throughput": {}, "first_token_ms": {}, "between_tokens_ms": {}}
+    rows["adapter_bytes"] = figures.adapter_bytes
+    for rank, speeds in sorted(figures.speeds.items()):
+        title = f"A batch of {arguments.batch}, rank {rank}, {arguments.change}"
+        rows["throughput"][rank] = throughput_rows(console, speeds, title)
+    table = Table(title=f"First token of {FIRST_TOKEN_PROMPT} prompt tokens, alone")
     for column in ("adapter", "ms"):
         table.add_column(column, justify="right")
-    for name, values in firsts.items():
+    for name, values in figures.firsts.items():
         table.add_row(name, describe(values))
         rows["first_token_ms"][name] = [1e3 * value for value in values]
     console.print(table)
     table = Table(title=f"Between tokens of {arguments.batch // 4} running requests")
     for column in ("adapters of those that come", "p50 ms", "p99 ms"):
         table.add_column(column, justify="right")
-    for name, values in between.items():
+    for name, values in figures.between.items():
         p50, p99 = (1e3 * float(np.percentile(values, q)) for q in (50, 99))
         table.add_row(name, f"{p50:.1f}", f"{p99:.1f}")
         rows["between_tokens_ms"][name] = {"p50": p50, "p99": p99, "count": len(values)}

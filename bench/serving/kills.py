@@ -34,6 +34,8 @@ class Ask:
     """A stop string; empty = none."""
     regex: str = ""
     """What the text must match; empty = anything."""
+    speculate: bool = True
+    """Workers may draft for it, if they draft."""
 
 
 @dataclass(slots=True)
@@ -94,7 +96,10 @@ async def stream(stub: Any, ask: Ask, on_tokens: Callable[[int], None]) -> Outco
     request = gateway_pb2.CompleteRequest(
         token_ids=common_pb2.TokenIds(ids=ask.prompt),
         sampling=common_pb2.SamplingParams(
-            temperature=ask.temperature, seed=ask.seed, n=ask.num_samples
+            temperature=ask.temperature,
+            seed=ask.seed,
+            n=ask.num_samples,
+            speculate=ask.speculate,
         ),
         stop=stop,
         stream=True,
