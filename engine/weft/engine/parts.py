@@ -161,7 +161,7 @@ def load_parts(
         versions=_versions(),
         notices=[
             *(*plane.notices, *plan, *([] if lora is None else [lora.limits.describe()])),
-            *(*faults, *_missing_native(device), *promise),
+            *(*faults, *_missing_native(device), *_describe_drafts(config, layout), *promise),
         ],
         engine_pid=os.getpid(),
         max_loras=config.max_loras if lora is not None else 0,
@@ -211,6 +211,15 @@ def _load_draft(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | Non
     max_requests, max_drafts = config.max_running_requests, config.max_draft_tokens
     max_rows = max(config.max_step_tokens, max_requests * (1 + max_drafts))
     return load_drafted(loaded, config.draft_dir, max_requests, max_rows)
+
+
+def _describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
+    """Who drafts, and the head whose KV pages hold, in words."""
+    head = f"pages hold KV of the EAGLE-3 head {layout.draft[:12]}" if layout.draft else ""
+    if config.role == "prefill" or config.drafter == "none":
+        return [f"drafts: {head}"] if head else []
+    who = f"by {config.drafter}, at most {config.max_draft_tokens} a step of a request"
+    return [f"drafts: {who}{'; ' if head else ''}{head}"]
 
 
 def _drafter(
