@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from weft.engine.llm import LLM, Sample
 from weft.engine.memory.keys import PageKeys
 from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.speculative.ngram import NgramDrafter
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -206,6 +207,9 @@ def test_text_that_repeats_itself_is_drafted_from_itself(model_dir: Path) -> Non
     with llm(model_dir, drafter="ngram") as drafting:
         same(drafting.generate_all(prompts, params, stop), expected)
         assert drafting.engine.counters()["speculated_steps"] > 0
+        drafter = drafting.engine.drafting.drafter
+        assert isinstance(drafter, NgramDrafter)
+        assert not drafter._texts  # Nothing of who has gone is kept.
 
 
 @pytest.mark.parametrize("chance", [1.0, 0.5])

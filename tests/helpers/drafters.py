@@ -35,6 +35,9 @@ class KnownDrafter:
         """See `Drafter.draft`; some have fewer drafts than they may."""
         return [self._draft(item) for item in items]
 
+    def forget(self, slot: int) -> None:
+        """See `Drafter.forget`."""
+
     def _draft(self, item: VerifyItem) -> list[int]:
         request = item.request
         assert request.num_launched > 0

@@ -7,7 +7,7 @@ import random
 import pytest
 from bare_request import bare_request
 from weft.engine.scheduler.acceptance import Acceptance
-from weft.engine.scheduler.plan import Plan, Run, VerifyItem
+from weft.engine.scheduler.plan import Plan, PlanItem, Run, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.engine.speculative.gate import DEPTHS, PROBE_EVERY, MeasuredGate
 
@@ -21,6 +21,8 @@ class Machine:
     def __init__(self, requests: int, chance: float, draft_s: float, row_s: float) -> None:
         self.chance, self.draft_s, self.row_s = chance, draft_s, row_s
         self.requests: list[Request] = [bare_request([1], 16, bytes(32)) for _ in range(requests)]
+        for request in self.requests:
+            request.speculates = True
 
     def time_s(self, depth: int) -> float:
         """Of a step: something fixed, each row, each turn of the draft."""
@@ -79,6 +81,38 @@ def test_it_follows_what_changes() -> None:
     machine.chance = 0.9
     machine.run(gate, 30_000)
     assert machine.run(gate, 100)[0].count(0) < 10
+
+
+def step(gate: MeasuredGate, machine: Machine, *, has_prompt: bool = False) -> int:
+    """One step in which those that may be drafted for get nothing right; its depth."""
+    depth = gate.max_drafts(machine.requests)
+    drafted = [request for request in machine.requests if request.speculates and depth]
+    plan = Plan([request for request in machine.requests if request not in drafted])
+    plan.verifies = [VerifyItem(request, 0, depth) for request in drafted]
+    if has_prompt:
+        plan.chunks = [PlanItem(bare_request([1], 16, bytes(32)), 0, 1, samples=False)]
+    gate.observe(
+        plan, [Run(request, [1], [None], depth) for request in drafted], machine.time_s(depth)
+    )
+    return depth
+
+
+def test_one_that_wants_no_drafts_does_not_keep_the_gate_from_learning() -> None:
+    machine, gate = Machine(4, 0.0, 1e-3, 2e-3), MeasuredGate(MAX_DRAFTS)
+    machine.requests[0].speculates = False
+    for _ in range(300):
+        step(gate, machine)
+    assert sum(step(gate, machine) > 0 for _ in range(100)) <= 2
+
+
+def test_beside_prompts_nothing_is_tried_that_was_not_measured() -> None:
+    machine, gate = Machine(4, 0.9, 1e-3, 0.0), MeasuredGate(MAX_DRAFTS)
+    for _ in range(8):  # Until drafts are being explored.
+        step(gate, machine)
+    assert step(gate, machine, has_prompt=True) > 0
+    assert [step(gate, machine, has_prompt=True) for _ in range(200)] == [0] * 200
+    machine.run(gate, 400)
+    assert sum(machine.run(gate, 50)[0]) > 50
 
 
 def test_numbers_of_requests_are_apart() -> None:

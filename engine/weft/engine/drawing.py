@@ -56,7 +56,7 @@ class Draw(NamedTuple):
         row = len(self.plan.decodes)
         alone, runs, failed = list(range(row)), [], []
         for item, drafts in zip(self.plan.verifies, self.plan.drafts, strict=True):
-            count = num_drawn(tokens[row:], drafts)
+            count = num_drawn(tokens[row : row + 1 + len(drafts)], drafts)
             runs.append(
                 Run(
                     item.request,
@@ -84,7 +84,7 @@ def num_drawn(tokens: Sequence[int], drafts: Sequence[int]) -> int:
     """How many of a request's tokens count: those equal to their drafts, and one more if there is.
 
     Args:
-        tokens: At least 1 + len(drafts); negative where there is none.
+        tokens: 1 + len(drafts); negative where there is none.
         drafts: Of the request.
     """
     count = 0

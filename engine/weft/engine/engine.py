@@ -19,7 +19,7 @@ from weft.engine.drawing import Drawing, Drawn
 from weft.engine.errors import Draining, Internal, Overloaded, WeftError
 from weft.engine.fill_jobs import ComputeJobs
 from weft.engine.flight import FlightRecorder
-from weft.engine.intake import end_of
+from weft.engine.intake import append_run, end_of
 from weft.engine.memory.kv_events import KvEvents
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.messages import Inbox, LeaseReply, Outbox, Ping, Pong, Submit
@@ -470,16 +470,7 @@ class Engine:
         request, tokens, first = run.request, run.tokens, run.request.num_generated
         if request.state is State.FINISHED:
             return max(1, len(tokens))
-        end = None
-        for count, token in enumerate(tokens, 1):
-            request.tokens.append(token)
-            end = end_of(request, token, first + count)
-            if end is not None:
-                break
-        num_taken = request.num_generated - first
-        timeline = request.timeline
-        timeline.num_drafted_tokens += run.num_drafts
-        timeline.num_accepted_tokens += max(0, num_taken - 1)
+        num_taken, end = append_run(run)
         self._out.run(request, tokens[:num_taken], first, run.logprobs[:num_taken])
         self.scheduler.accepted(request)
         if end is not None:
@@ -567,6 +558,7 @@ class Engine:
     def _on_slot_free(self, slot: int) -> None:
         self._runner.reset_slot(slot)
         self._drawing.free(slot)
+        self.drafting.forget(slot)
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from weft.engine.memory.layout import PlaneLayout
 from weft.engine.messages import SampleProgress, Submit
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.sampling.sampler import derive_seed
+from weft.engine.scheduler.plan import Run
 from weft.engine.scheduler.state import Request, RequestKey, Timeline
 from weft.engine.transfer.handle import KvHandle
 
@@ -36,6 +37,24 @@ def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int |
     ):
         return "stop", token
     return ("length", None) if num_generated >= request.max_tokens else None
+
+
+def append_run(run: Run) -> tuple[int, tuple[str, int | None] | None]:
+    """Adds to a request what it drew in a step with drafts, up to the token that ends it.
+
+    Returns:
+        How many tokens were added, and why the sample ends (`end_of`); None: it does not.
+    """
+    request, first, end = run.request, run.request.num_generated, None
+    for count, token in enumerate(run.tokens, 1):
+        request.tokens.append(token)
+        end = end_of(request, token, first + count)
+        if end is not None:
+            break
+    num_added = request.num_generated - first
+    request.timeline.num_drafted_tokens += run.num_drafts
+    request.timeline.num_accepted_tokens += max(0, num_added - 1)
+    return num_added, end
 
 
 class Intake:

@@ -20,3 +20,6 @@ class Drafter(Protocol):
         Returns:
             Of each at most `max_drafts`; none where it has no guess.
         """
+
+    def forget(self, slot: int) -> None:
+        """The slot's request is gone."""

@@ -44,6 +44,11 @@ class Drafting:
         depends_on_last |= request.stop.min_tokens > 0
         return not (self._draws_on_device and depends_on_last)
 
+    def forget(self, slot: int) -> None:
+        """The slot's request is gone."""
+        if self.drafter is not None:
+            self.drafter.forget(slot)
+
     def depths(self) -> dict[int, int]:
         """See `MeasuredGate.depths`; empty where nothing is drafted."""
         return self.gate.depths() if isinstance(self.gate, MeasuredGate) else {}

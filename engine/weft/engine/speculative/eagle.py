@@ -48,6 +48,9 @@ class EagleDrafter:
                 drafts[index] = chain[: items[index].max_drafts]
         return drafts
 
+    def forget(self, slot: int) -> None:
+        """See `Drafter.forget`: what is kept of a slot is written anew by its next request."""
+
     def _chains(self, items: Sequence[VerifyItem]) -> list[list[int]]:
         """Of each its tokens, with what is left of the longest behind them."""
         depth, rows = items[0].max_drafts, len(items)

@@ -85,10 +85,14 @@ class MeasuredGate:
         self._depths = [*(depth for depth in DEPTHS if depth < max_drafts), max_drafts]
         self._acceptance = Acceptance(max_drafts, DECAY)
         self._buckets: dict[int, _Bucket] = {}
+        self._has_prompts = False
+        """The last step brought prompts too, and the next is likely to: such times tell nothing."""
 
     def max_drafts(self, requests: Sequence[Request]) -> int:
         """See `DraftGate.max_drafts`."""
         bucket = self._bucket(len(requests))
+        if self._has_prompts:
+            return bucket.best
         if bucket.exploring is not None:
             return bucket.exploring
         if bucket.num_steps % PROBE_EVERY == PROBE_EVERY - 1:
@@ -109,20 +113,22 @@ class MeasuredGate:
             own = self._own(item.request)
             own.observe(num_accepted, item.max_drafts)
             self._acceptance.observe(num_accepted, item.max_drafts)
-        is_mixed = plan.chunks or (plan.decodes and plan.verifies)
+        self._has_prompts = bool(plan.chunks)
         depth = max((item.max_drafts for item in plan.verifies), default=0)
         bucket = self._bucket(num_requests)
         bucket.num_steps += 1
-        if is_mixed or depth not in bucket.times:
+        if self._has_prompts or depth not in bucket.times:
             return
         bucket.note(depth, duration_s)
         bucket.explore(self._acceptance.expected_tokens())
 
     def _choose(self, bucket: _Bucket, requests: Sequence[Request]) -> None:
         """Takes the best number of drafts for a step of these requests."""
-        tokens = [self._own(request).expected_tokens() for request in requests]
+        drafted = [request for request in requests if request.speculates]
+        tokens = [self._own(request).expected_tokens() for request in drafted]
+        num_others = len(requests) - len(drafted)
         rates = {
-            depth: sum(expected[depth] for expected in tokens) / median(times)
+            depth: (num_others + sum(expected[depth] for expected in tokens)) / median(times)
             for depth, times in bucket.times.items()
             if len(times) >= LEAST_TIMES
         }

@@ -32,9 +32,13 @@ class NgramDrafter:
         """See `Drafter.draft`."""
         return [self._draft(item.request, item.max_drafts) for item in items]
 
+    def forget(self, slot: int) -> None:
+        """See `Drafter.forget`."""
+        self._texts.pop(slot, None)
+
     def _draft(self, request: Request, max_drafts: int) -> Sequence[int]:
         text = self._texts.get(request.slot)
-        if text is None or text.request is not request:
+        if text is None:
             text = self._texts[request.slot] = _Text(request, self._lengths)
         return text.continuation(max_drafts)
 
