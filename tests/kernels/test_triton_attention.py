@@ -26,7 +26,9 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 Lengths = list[tuple[int, int]]
 
 
-def decode(module: ModuleType, case: Case, bound: int = 0, first: int = 0) -> torch.Tensor:
+def decode(
+    module: ModuleType, case: Case, bound: int = 0, first: int = 0, max_rows: int = 1
+) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
     module.decode_attention(
         out,
@@ -40,6 +42,7 @@ def decode(module: ModuleType, case: Case, bound: int = 0, first: int = 0) -> to
         max(bound, case.max_kv_len),
         is_uniform=bool((case.cu_q_lens.diff() == 1).all()),
         first_position=first,
+        max_rows=max_rows,
     )
     return out
 
@@ -102,6 +105,24 @@ def test_decode_without_split_and_without_context(
             out = decode(module, case)
             torch.testing.assert_close(out[:2], exact[:2].float())
             assert out[2:].isnan().all()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_decode_of_few_rows_each(
+    dtype: torch.dtype, splits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a request see one another up to themselves; longer ones are not touched."""
+    fresh_seed()
+    lengths = [(3, 3), (1, 70), (4, 131), (0, 0), (2, 64), (5, 80), (3, 66), (1, 1), (0, 0)]
+    case = make_case(Geometry(6, 2, 24, 16), lengths, dtype)
+    eager, exact = eager_attention(case), exact_attention(case)
+    is_few = (case.cu_q_lens.diff() <= 4).repeat_interleave(case.cu_q_lens.diff())
+    with kernel_module("decode_attention", tmp_path) as module:
+        monkeypatch.setattr(module, "num_splits", lambda *_: splits)
+        out = decode(module, case, max_rows=4)
+    assert_as_exact(out[is_few], eager[is_few], exact[is_few])
+    assert out[~is_few].isnan().all()
 
 
 @pytest.mark.parametrize(

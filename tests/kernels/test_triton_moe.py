@@ -160,18 +160,28 @@ def test_blocks_hold_every_pair_once(tmp_path: Path) -> None:
         for rows, experts, top_k, block in cases:
             ids = moe_case(rows, 8, 8, experts, top_k).routing.ids
             check_blocks(module.sort_pairs(ids, experts, block), ids, experts, block)
+        # More counts than one pass over them takes.
+        module._SCANNED_CHUNKS = 16
+        ids = moe_case(700, 8, 8, 31, 6).routing.ids
+        check_blocks(module.sort_pairs(ids, 31, 64), ids, 31, 64)
     # All pairs at one expert, the first or the last.
     for expert in (0, 4):
         ids = torch.full((70, 1), expert, dtype=torch.int32)
         check_blocks(module.sort_pairs(ids, 5, 16), ids, 5, 16)
 
 
+# Changes that keep what is written within bounds, or one beyond, where there is room.
 @pytest.mark.parametrize(
-    "change", [("] < part_at", "] <= part_at"), ("(block - 1)) // block", "0) // block")]
+    ("rows", "change"),
+    [
+        (33, ("] < part_at", "] <= part_at")),
+        (33, ("(block - 1)) // block", "0) // block")),
+        (900, ("number, before, mask", "number, before // 2, mask")),
+    ],
 )
-def test_the_check_sees_wrong_blocks(change: tuple[str, str], tmp_path: Path) -> None:
+def test_the_check_sees_wrong_blocks(rows: int, change: tuple[str, str], tmp_path: Path) -> None:
     fresh_seed()
-    ids = moe_case(33, 8, 8, 16, 5).routing.ids
+    ids = moe_case(rows, 8, 8, 16, 5).routing.ids
     with kernel_module("moe_sort", tmp_path, change) as module:
         blocks = module.sort_pairs(ids, 16, 32)
     with pytest.raises(AssertionError):

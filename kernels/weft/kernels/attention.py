@@ -21,6 +21,8 @@ def paged_attention(
     max_q_len: int,
     max_kv_len: int,
     first_position: int = 0,
+    *,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """Attention of each request's new rows over its pages, decode and prefill mixed freely.
 
@@ -39,6 +41,7 @@ def paged_attention(
         max_q_len: Largest number of rows of a request.
         max_kv_len: Largest kv_len.
         first_position: First that is attended to; EAGLE drafts have nothing at position 0.
+        is_fixed: A row's result does not depend on the step's other rows on a GPU either.
 
     Returns:
         [T, Hq * D], dtype of `q`; softmax in float32.
@@ -83,6 +86,7 @@ def paged_attention(
             max_q_len,
             max_kv_len,
             first_position=first_position,
+            is_fixed=is_fixed,
         )
     described = cpu.describe_pool(pool)
     tokens, heads, dim = q.shape

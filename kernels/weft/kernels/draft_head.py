@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from weft.kernels import cpu
@@ -127,6 +127,20 @@ def pack_draft_head(
     )
 
 
+def replace_layer(
+    w: DraftHeadWeight,
+    *,
+    qkv: LinearWeight,
+    o: LinearWeight,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+) -> DraftHeadWeight:
+    """The same head with other products in its layer; those of K and V must be as they were."""
+    parts = {field.name: getattr(w, field.name) for field in fields(w) if field.name != "native"}
+    parts |= {"qkv": qkv, "o": o, "gate_up": gate_up, "down": down}
+    return pack_draft_head(**parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRows:
     """The rows of a target's step: T of R requests, as in `paged_attention`."""
@@ -141,6 +155,8 @@ class DraftRows:
     """[R + 1] int32; requests that do not exist begin behind the last row."""
     request_slots: torch.Tensor
     """[R] int64: rows of `kept`."""
+    is_uniform: bool = False
+    """Every request brings one row."""
 
 
 def draft_entries(
@@ -206,18 +222,9 @@ def draft_entries_reference(
 ) -> torch.Tensor:
     """`draft_entries` as its single operations; nothing in it waits for a device."""
     g = linear(aux, w.fc)
-    num_rows, starts = g.shape[0], rows.cu_q_lens[:-1]
-    before = kept.index_select(0, rows.request_slots)
-    positions = rows.positions.index_select(0, starts.clamp(max=num_rows - 1))
-    before.masked_fill_((positions == 0).unsqueeze(1), 0)
-    # One row more than there are: requests that do not exist begin there.
-    shifted = g.new_empty((num_rows + 1, g.shape[1]))
-    shifted[1:] = g
-    shifted.index_copy_(0, starts.long(), before)
-    kv = linear(_join(w, rows.token_ids, shifted[:num_rows]), w.kv)
+    kv = linear(_join_shifted(w, rows, g, kept), w.kv)
+    _keep_last(g, rows, kept)
     _store(kv, w, 0, rows.positions, rows.slots, pool, layer)
-    ends = (rows.cu_q_lens[1:] - 1).clamp(min=0)
-    kept.index_copy_(0, rows.request_slots, g.index_select(0, ends))
     return g
 
 
@@ -331,15 +338,57 @@ def draft_chain_reference(
         inner = gate_up_silu(rms_norm(state, w.post_norm, w.eps), w.gate_up)
         state = linear(inner, w.down, state)
         logits = linear(rms_norm(state, w.norm, w.eps), w.lm_head, out_dtype=torch.float32)
-        token_ids = w.target_ids.index_select(0, logits.argmax(dim=1))
-        tokens[step, :count] = token_ids
+        token_ids = _choose(logits, w.target_ids, tokens[step, :count])
     return tokens
+
+
+def _choose(logits: torch.Tensor, target_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Most likely tokens [R], in the target's vocabulary, in `out`."""
+    if logits.is_cuda:
+        from weft.kernels.gpu import greedy as gpu
+
+        return gpu.greedy_rows(logits, target_ids, out)
+    return torch.index_select(target_ids, 0, logits.argmax(dim=1), out=out)
 
 
 def _join(w: DraftHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """[T], [T, H] -> [T, 2 * H]."""
+    if state.is_cuda:
+        from weft.kernels.gpu import draft_rows as gpu
+
+        return gpu.join_rows(w, token_ids, state)
     embedded = rms_norm(w.embedding.index_select(0, token_ids), w.input_norm, w.eps)
     return torch.cat((embedded, rms_norm(state, w.hidden_norm, w.eps)), dim=1)
+
+
+def _join_shifted(
+    w: DraftHeadWeight, rows: DraftRows, g: torch.Tensor, kept: torch.Tensor
+) -> torch.Tensor:
+    """`_join` with the state of the row before: [T, H] -> [T, 2 * H]."""
+    if g.is_cuda:
+        from weft.kernels.gpu import draft_rows as gpu
+
+        return gpu.join_shifted(w, rows, g, kept)
+    num_rows, starts = g.shape[0], rows.cu_q_lens[:-1]
+    before = kept.index_select(0, rows.request_slots)
+    positions = rows.positions.index_select(0, starts.clamp(max=num_rows - 1))
+    before.masked_fill_((positions == 0).unsqueeze(1), 0)
+    # One row more than there are: requests that do not exist begin there.
+    shifted = g.new_empty((num_rows + 1, g.shape[1]))
+    shifted[1:] = g
+    shifted.index_copy_(0, starts.long(), before)
+    return _join(w, rows.token_ids, shifted[:num_rows])
+
+
+def _keep_last(g: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> None:
+    """Puts each request's last row into its slot."""
+    if g.is_cuda:
+        from weft.kernels.gpu import draft_rows as gpu
+
+        gpu.keep_last(g, rows, kept)
+        return
+    ends = (rows.cu_q_lens[1:] - 1).clamp(min=0)
+    kept.index_copy_(0, rows.request_slots, g.index_select(0, ends))
 
 
 def _store(

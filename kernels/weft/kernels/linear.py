@@ -39,6 +39,8 @@ class LinearWeight:
     address: int = 0
     """Of `native`."""
     onednn: bool = False
+    is_fixed: bool = False
+    """A row's result does not depend on the other rows on a GPU either."""
 
 
 def pack_linear(
@@ -105,7 +107,7 @@ def linear(
 
         if lora is not None:
             check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-        return gpu.linear(x, w.data, w.bias, residual, out_dtype, lora)
+        return gpu.linear(x, w.data, w.bias, residual, out_dtype, lora, is_fixed=w.is_fixed)
     if w.onednn:
         out = _linear_onednn(x, w, residual, out_dtype)
     else:
@@ -138,7 +140,7 @@ def gate_up_silu(
 
         if lora is not None:
             check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-        return gpu.gate_up_silu(x, w.data, w.bias, lora)
+        return gpu.gate_up_silu(x, w.data, w.bias, lora, is_fixed=w.is_fixed)
     both = _linear_onednn(x, w) if w.onednn else linear_reference(x, w.data, w.bias)
     if lora is not None:
         add_lora(both, x, lora)
@@ -202,7 +204,8 @@ def _pack(
         # 16 rows as the hint: serves every row count about equally well.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         return LinearWeight(n, k, dtype, gated, packed, bias, onednn=True)
-    return LinearWeight(n, k, dtype, gated, weight, bias)
+    is_fixed = arena is not None and arena.is_fixed
+    return LinearWeight(n, k, dtype, gated, weight, bias, is_fixed=is_fixed)
 
 
 def _pack_native(

@@ -51,8 +51,13 @@ class WeightArena:
     A block is freed when the last tensor in it is.
     """
 
-    def __init__(self, block_bytes: int = 64 << 20) -> None:
-        """Starts empty; takes blocks of `block_bytes`, or larger where a tensor needs it."""
+    def __init__(self, block_bytes: int = 64 << 20, *, is_fixed: bool = False) -> None:
+        """Starts empty; takes blocks of `block_bytes`, or larger where a tensor needs it.
+
+        `is_fixed`: weights packed for it are multiplied in one order on a GPU too, whatever the
+        number of rows.
+        """
+        self.is_fixed = is_fixed
         self._block_bytes = block_bytes
         self._block = torch.empty(0, dtype=torch.uint8)
         self._used = 0

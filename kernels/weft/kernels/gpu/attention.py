@@ -1,15 +1,16 @@
 """Ragged causal attention over paged K and V on a GPU.
 
-Requests that bring one row are decoded: their context is split over programs. The others are
-extended: a program holds a tile of their rows. A step that mixes both is two launches, each of
-which leaves the other's requests out by their lengths, which only the device knows. Long prompts
-with nothing before them go to cuDNN where that is faster.
+Requests that bring one row are decoded: their context is split over programs; where all bring few,
+as to verify drafts, so are they all. The others are extended: a program holds a tile of their rows.
+A step that mixes both is two launches, each of which leaves the other's requests out by their
+lengths, which only the device knows. Long prompts with nothing before them go to cuDNN where that
+is faster.
 """
 
 from __future__ import annotations
 
 import torch
-from weft.kernels.gpu.decode_attention import decode_attention
+from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS, decode_attention
 from weft.kernels.gpu.dense_attention import dense_attention, suits
 from weft.kernels.gpu.extend_attention import OwnKv, extend_attention
 
@@ -26,12 +27,14 @@ def paged_attention(
     max_kv_len: int,
     own: OwnKv | None = None,
     first_position: int = 0,
+    *,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments are checked.
 
     Only bounds are needed of `max_q_len` and `max_kv_len`; they decide about the launches.
     With `own`, what requests of several rows bring is not read from the pool, and `first_position`
-    must be 0.
+    must be 0. With `is_fixed`, without `own`, all requests take one kernel.
     """
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
@@ -40,7 +43,24 @@ def paged_attention(
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    if max_q_len > 1:
+    is_for_few = own is None and first_position == 0 and not is_fixed
+    if is_for_few and are_few_rows(q.dtype, max_q_len):
+        decode_attention(
+            out,
+            q,
+            pool,
+            layer,
+            page_table,
+            cu_q_lens,
+            kv_lens,
+            scale,
+            max_kv_len,
+            is_uniform=False,
+            # Few sizes, which are compiled each for itself.
+            max_rows=2 if max_q_len == 2 else 4 if max_q_len <= 4 else MAX_FEW_ROWS,
+        )
+        return out
+    if max_q_len > 1 or is_fixed:
         extend_attention(
             out,
             q,
@@ -53,8 +73,12 @@ def paged_attention(
             max_q_len,
             own,
             first_position,
+            is_fixed=is_fixed,
         )
-    if max_q_len == 1 or requests > 1:
+    if is_fixed:
+        return out
+    # A bound of few rows is for requests of one row too, be they alone.
+    if max_q_len == 1 or requests > 1 or max_q_len <= MAX_FEW_ROWS:
         decode_attention(
             out,
             q,
@@ -70,3 +94,9 @@ def paged_attention(
             first_position=first_position,
         )
     return out
+
+
+def are_few_rows(dtype: torch.dtype, max_q_len: int) -> bool:
+    """Requests of so many rows at most are decoded: K and V are read from the pool, once for all
+    rows."""
+    return dtype.itemsize == 2 and 1 < max_q_len <= MAX_FEW_ROWS

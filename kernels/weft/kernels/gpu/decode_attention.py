@@ -1,8 +1,8 @@
-"""Attention of requests that bring one row, over paged K and V on a GPU.
+"""Attention of requests that bring one row, or a few, over paged K and V on a GPU.
 
-A program holds all query heads of one KV head, so that K and V are read once, and walks one split
-of a request's context; the splits are merged in their order, so the result of a request depends
-on its length and on the number of splits alone.
+A program holds all query heads of one KV head, for all rows of a request, so that K and V are read
+once, and walks one split of its context; the splits are merged in their order, so the result of a
+request depends on its length and on the number of splits alone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class LaunchShape(NamedTuple):
     warps: int
 
 
+MAX_FEW_ROWS = 8
+"""Of a request: with more, `extend_attention` has enough to do for each head."""
 MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 4
 """Programs wanted on each multiprocessor: enough loads under way to keep the memory busy."""
@@ -45,8 +47,9 @@ def decode_attention(
     *,
     is_uniform: bool,
     first_position: int = 0,
+    max_rows: int = 1,
 ) -> None:
-    """Writes the rows of `out` whose requests bring one row, and no others.
+    """Writes the rows of `out` whose requests bring one row, or at most `max_rows`, and no others.
 
     Args:
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
@@ -59,10 +62,11 @@ def decode_attention(
         scale: Factor on the scores.
         max_kv_len: Bound of `kv_lens`.
         is_uniform: Every request brings one row; `cu_q_lens` is not read.
-        first_position: Positions before it are not attended to.
+        first_position: Positions before it are not attended to; 0 if there may be several rows.
+        max_rows: Of a request, up to MAX_FEW_ROWS.
     """
     requests = page_table.shape[0]
-    heads, dim = q.shape[1:]
+    tokens, heads, dim = q.shape
     kv_heads, page_size = pool.shape[1], pool.shape[4]
     group = heads // kv_heads
     is_float32 = q.dtype == torch.float32
@@ -72,7 +76,7 @@ def decode_attention(
     if splits == 1:
         partial, sums = out, out
     else:
-        parts = (requests, heads, splits)
+        parts = (requests if max_rows == 1 else tokens, heads, splits)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
     _decode_kernel[(kv_heads, requests, splits)](
@@ -93,8 +97,9 @@ def decode_attention(
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
         GROUP=group,
+        ROWS=max_rows,
         # What tensor cores take at least.
-        BLOCK_GROUP=max(1 if is_float32 else 16, triton.next_power_of_2(group)),
+        BLOCK_GROUP=max(1 if is_float32 else 16, triton.next_power_of_2(max_rows * group)),
         DIM=dim,
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
@@ -105,7 +110,7 @@ def decode_attention(
         **launch_options(q.device),
     )
     if splits > 1:
-        _merge_kernel[(requests, heads)](
+        _merge_kernel[(requests * max_rows, heads)](
             out,
             partial,
             sums,
@@ -115,6 +120,7 @@ def decode_attention(
             splits,
             heads,
             IS_UNIFORM=is_uniform,
+            ROWS=max_rows,
             BLOCK_SPLITS=triton.next_power_of_2(splits),
             DIM=dim,
             BLOCK_DIM=triton.next_power_of_2(dim),
@@ -191,6 +197,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -203,10 +210,12 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)
-    row = request
+    first_row = request
+    q_len = 1
     if not IS_UNIFORM:
-        row = tl.load(cu_q_lens + request)
-        if tl.load(cu_q_lens + request + 1) - row != 1:
+        first_row = tl.load(cu_q_lens + request)
+        q_len = tl.load(cu_q_lens + request + 1) - first_row
+        if (q_len == 0) | (q_len > ROWS):
             return
     kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
     length = tl.cdiv(tl.cdiv(kv_len, TILE), splits) * TILE
@@ -215,13 +224,16 @@ def _decode_kernel(
     if IS_SPLIT & (begin >= end):
         return
 
+    # Of each row of the request the heads of this KV head.
     member = tl.arange(0, BLOCK_GROUP)
     column = tl.arange(0, BLOCK_DIM)
-    head = kv_head * GROUP + member
+    is_there = member < q_len * GROUP
+    head = kv_head * GROUP + member % GROUP
+    row = first_row.to(tl.int64) + member // GROUP
     in_dim = column < DIM
-    mask = (member < GROUP)[:, None] & in_dim[None, :]
+    mask = is_there[:, None] & in_dim[None, :]
     heads = KV_HEADS * GROUP
-    q_at = (row.to(tl.int64) * heads + head)[:, None] * DIM + column[None, :]
+    q_at = (row * heads + head)[:, None] * DIM + column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
 
     largest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
@@ -246,7 +258,13 @@ def _decode_kernel(
         else:
             scores = tl.dot(query, tl.trans(keys))
         # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
-        scores = tl.where(is_seen[None, :], scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
+        if ROWS > 1:
+            last_seen = kv_len - q_len + member // GROUP
+            is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
+            scores = tl.where(is_hidden, -1e30, scores)
+        else:
+            hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
+            scores = tl.where(is_seen[None, :], scores, hidden)
         values = tl.load(kv_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
         # Scaled after the subtraction, which loses nothing among the scores that matter.
@@ -258,10 +276,11 @@ def _decode_kernel(
         largest = new_largest
 
     if IS_SPLIT:
-        index = (request.to(tl.int64) * heads + head) * splits + split
+        place = row if ROWS > 1 else request.to(tl.int64)
+        index = (place * heads + head) * splits + split
         tl.store(partial + index[:, None] * DIM + column[None, :], mixed, mask=mask)
-        tl.store(sums + 2 * index, largest, mask=member < GROUP)
-        tl.store(sums + 2 * index + 1, total, mask=member < GROUP)
+        tl.store(sums + 2 * index, largest, mask=is_there)
+        tl.store(sums + 2 * index + 1, total, mask=is_there)
     else:
         # No context at all: zeros.
         mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -280,6 +299,7 @@ def _merge_kernel(
     heads: int,
     IS_DEPENDENT: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -288,20 +308,24 @@ def _merge_kernel(
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
-    request = tl.program_id(0)
+    request = tl.program_id(0) // ROWS
+    member = tl.program_id(0) % ROWS
     head = tl.program_id(1)
     row = request
     if not IS_UNIFORM:
         row = tl.load(cu_q_lens + request)
-        if tl.load(cu_q_lens + request + 1) - row != 1:
+        q_len = tl.load(cu_q_lens + request + 1) - row
+        if (q_len > ROWS) | (member >= q_len):
             return
+        row += member
     # The splits that had something to walk, as in _decode_kernel.
     tiles = tl.cdiv(_context(tl.load(kv_lens + request), FIRST_POSITION), TILE)
     used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
 
     split = tl.arange(0, BLOCK_SPLITS)
     column = tl.arange(0, BLOCK_DIM)
-    index = (request.to(tl.int64) * heads + head) * splits + split
+    place = row if ROWS > 1 else request
+    index = (place.to(tl.int64) * heads + head) * splits + split
     mask = (split < used)[:, None] & (column < DIM)[None, :]
     part = tl.load(partial + index[:, None] * DIM + column[None, :], mask=mask, other=0.0)
     part_largest = tl.load(sums + 2 * index, mask=split < used, other=float("-inf"))

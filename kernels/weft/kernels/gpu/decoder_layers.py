@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from weft.kernels.attention import check_attention
 from weft.kernels.decoder_layer import GatedMlpWeight
-from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.attention import are_few_rows, paged_attention
 from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.gpu.moe import moe
 from weft.kernels.gpu.moe_route import route
@@ -60,8 +60,8 @@ def _attend(
 ) -> torch.Tensor:
     """Stores K and V, returns what each row's heads take from what it sees: [T, Hq * D]."""
     rows, kv_heads, dim = qkv.shape[0], step.pool.shape[1], step.pool.shape[5]
-    own = None
-    if step.max_q_len > 1:
+    own, is_fixed = None, w.qkv.is_fixed
+    if step.max_q_len > 1 and not (is_fixed or are_few_rows(qkv.dtype, step.max_q_len)):
         k = torch.empty((rows, kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
         own = OwnKv(k, qkv.view(rows, -1, dim)[:, step.num_heads + kv_heads :])
     q = rope_and_cache(
@@ -88,6 +88,7 @@ def _attend(
         step.max_q_len,
         step.max_kv_len,
         own,
+        is_fixed=is_fixed,
     )
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 
@@ -49,6 +50,8 @@ def extend_attention(
     max_q_len: int,
     own: OwnKv | None,
     first_position: int = 0,
+    *,
+    is_fixed: bool = False,
 ) -> None:
     """Writes the rows of `out` whose requests bring two rows or more, and no others.
 
@@ -64,24 +67,37 @@ def extend_attention(
         max_q_len: Bound of the requests' rows.
         own: The step's K and V; None: they are read from the pool.
         first_position: Positions before it are not attended to; 0 with `own`.
+        is_fixed: Requests of one row are there too, and a row's result does not depend on what its
+            request brings beside it. Not with `own`.
 
     Raises:
         ValueError: `first_position` beside `own`.
     """
     if first_position and own is not None:
         raise ValueError("a first position needs K and V in the pool")
+    if is_fixed and own is not None:
+        raise ValueError("own K and V are walked apart from the pool's, in an order of their own")
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
     kv_heads, page_size = pool.shape[1], pool.shape[4]
-    shape = launch_shape(q.dtype, dim, max_q_len)
+    own_matrices = [] if own is None else [part.flatten(1) for part in own]
+    is_copied = dim in (64, 128) and bool(own_matrices) and all(map(can_copy, own_matrices))
+    shape = launch_shape(q.dtype, dim, 0 if is_fixed else max_q_len, is_copied=is_copied)
     # A bound: each request leaves at most one tile that is not full.
     tiles = tokens // shape.rows + requests
+    k_tiles, v_tiles = (
+        (copied_tiles(part, shape.tile, dim) for part in own_matrices)
+        if is_copied
+        else (None, None)
+    )
     _extend_kernel[(heads, tiles)](
         out,
         q,
         pool,
         own.k if own else None,
         own.v if own else None,
+        k_tiles,
+        v_tiles,
         page_table,
         cu_q_lens,
         kv_lens,
@@ -100,21 +116,26 @@ def extend_attention(
         PAGE_SIZE=page_size,
         TILE=shape.tile,
         FIRST_POSITION=first_position,
+        LEAST_ROWS=1 if is_fixed else 2,
+        IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
         num_warps=shape.warps,
         num_stages=shape.stages,
         **launch_options(q.device),
     )
 
 
-def launch_shape(dtype: torch.dtype, dim: int, rows: int) -> LaunchShape:
-    """What suits a head of `dim` elements of `dtype` and at most so many rows a request."""
+def launch_shape(dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool) -> LaunchShape:
+    """What suits a head of `dim` elements of `dtype` and at most so many rows a request.
+
+    `is_copied`: the copy engine fetches own K and V, so that two programs share a multiprocessor.
+    """
     if dtype == torch.float32:
         return LaunchShape(rows=32, tile=32, warps=4, stages=1)
     if dim > 128:
         return LaunchShape(rows=64, tile=64, warps=4, stages=2)
-    if rows < 1024:
+    if is_copied or rows < 1024:
         return LaunchShape(rows=64, tile=64, warps=4, stages=3)
-    return LaunchShape(rows=128, tile=128, warps=8, stages=3)
+    return LaunchShape(rows=128, tile=64, warps=8, stages=3)
 
 
 @triton.jit(do_not_specialize=["requests", "layer"])
@@ -124,6 +145,8 @@ def _extend_kernel(
     pool: tl.tensor,
     own_k: tl.tensor,
     own_v: tl.tensor,
+    k_tiles: tl.tensor_descriptor,
+    v_tiles: tl.tensor_descriptor,
     page_table: tl.tensor,
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
@@ -143,17 +166,20 @@ def _extend_kernel(
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
+    LEAST_ROWS: tl.constexpr,
+    IS_FUSED: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     head = tl.program_id(0)
-    # Later tiles of a request see more of it: the longest work begins first.
-    index = tl.num_programs(1) - 1 - tl.program_id(1)
+    index = tl.program_id(1)
     request = _request_of_tile(index, cu_q_lens, requests, ROWS)
     first_row = tl.load(cu_q_lens + request)
     q_len = tl.load(cu_q_lens + request + 1) - first_row
-    begin = (index - first_row // ROWS - request) * ROWS
-    if (q_len < 2) | (begin >= q_len):
+    # Later tiles of a request see more of it: the longest work begins first, and that of the first
+    # requests, which go on with a prompt.
+    begin = (tl.cdiv(q_len, ROWS) - 1 - (index - first_row // ROWS - request)) * ROWS
+    if (q_len < LEAST_ROWS) | (begin < 0):
         return
 
     kv_head = head // GROUP
@@ -183,7 +209,7 @@ def _extend_kernel(
         k_at = pool + at[:, None] * DIM + column[None, :]
         largest, total, mixed = _attend(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
-            position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0,
+            position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
         )  # fmt: skip
     for start in range(common, end, TILE):
         position = start + tl.arange(0, TILE)
@@ -191,27 +217,34 @@ def _extend_kernel(
         k_at = pool + at[:, None] * DIM + column[None, :]
         largest, total, mixed = _attend(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
-            position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION,
+            position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
         )  # fmt: skip
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
         v_at = own_v + first_row.to(tl.int64) * v_stride + kv_head * DIM + column[None, :]
         # Before the diagonal, then across it.
         for start in range(0, begin, TILE):
-            position = start + tl.arange(0, TILE)
-            at = position.to(tl.int64)[:, None]
-            largest, total, mixed = _attend(
-                largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                position, q_len, row, scale, DIM, BLOCK_DIM, False, 0,
-            )  # fmt: skip
+            if k_tiles is not None:
+                keys = k_tiles.load([first_row + start, kv_head * DIM])
+                values = v_tiles.load([first_row + start, kv_head * DIM])
+                scores = tl.dot(query, tl.trans(keys))
+                largest, total, mixed = _mix(largest, total, mixed, scores, values, scale, IS_FUSED)
+            else:
+                position = start + tl.arange(0, TILE)
+                at = position.to(tl.int64)[:, None]
+                largest, total, mixed = _attend(
+                    largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
+                    position, q_len, row, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
+                )  # fmt: skip
         for start in range(begin, tl.minimum(begin + ROWS, q_len), TILE):
             position = start + tl.arange(0, TILE)
             at = position.to(tl.int64)[:, None]
             largest, total, mixed = _attend(
                 largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                position, q_len, row, scale, DIM, BLOCK_DIM, True, 0,
+                position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
             )  # fmt: skip
-    mixed = mixed / total[:, None]
+    # A padding request brings a row that sees nothing.
+    mixed = mixed / (total if LEAST_ROWS > 1 else tl.where(total > 0.0, total, 1.0))[:, None]
     if FIRST_POSITION > 0:
         mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
     tl.store(out + q_at, mixed.to(out.dtype.element_ty), mask=mask)
@@ -269,6 +302,7 @@ def _attend(
     BLOCK_DIM: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
+    IS_FUSED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a tile of positions to a running softmax; where partial, what each row sees of it."""
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
@@ -289,10 +323,31 @@ def _attend(
         is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
         # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
         scores = tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
+    return _mix(  # type: ignore[no-any-return]
+        largest, total, mixed, scores, values, scale, IS_FUSED
+    )
+
+
+@triton.jit
+def _mix(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    scores: tl.tensor,
+    values: tl.tensor,
+    scale: float,
+    IS_FUSED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Adds values by their scores to a running softmax."""
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    # Scaled after the subtraction, which loses nothing among the scores that matter.
-    shrink = tl.exp2((largest - new_largest) * scale)
-    weights = tl.exp2((scores - new_largest[:, None]) * scale)
+    if IS_FUSED:
+        # One instruction a score; what it loses is far below the rounding of the weights.
+        shrink = tl.exp2(largest * scale - new_largest * scale)
+        weights = tl.exp2(scores * scale - (new_largest * scale)[:, None])
+    else:
+        # Scaled after the subtraction, which loses nothing among the scores that matter.
+        shrink = tl.exp2((largest - new_largest) * scale)
+        weights = tl.exp2((scores - new_largest[:, None]) * scale)
     total = total * shrink + tl.sum(weights, axis=1)
     mixed = mixed * shrink[:, None]
     mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")

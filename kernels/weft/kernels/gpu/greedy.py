@@ -10,10 +10,21 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 _TILE = 4096
 
 
-def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
-    """`weft.kernels.greedy.greedy_rows` for CUDA tensors."""
+def greedy_rows(
+    logits: torch.Tensor, names: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`weft.kernels.greedy.greedy_rows` for CUDA tensors.
+
+    Args:
+        logits: [L, vocab_size] float32, rows contiguous.
+        names: [vocab_size] int64: what the tokens are called in the result, in which the first one
+            then stands for what is not finite; None: their numbers.
+        out: [L] int64, contiguous: where the result goes.
+    """
     rows, vocab_size = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    tokens = out
+    if tokens is None:
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return tokens
     tiles = triton.cdiv(vocab_size, _TILE)
@@ -33,6 +44,7 @@ def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
         tokens,
         largest,
         ids,
+        names,
         tiles,
         TILES=triton.next_power_of_2(tiles),
         num_warps=1,
@@ -72,6 +84,7 @@ def _largest_of_row_kernel(
     tokens: tl.tensor,
     largest: tl.tensor,
     ids: tl.tensor,
+    names: tl.tensor,
     tiles: int,
     IS_DEPENDENT: tl.constexpr,
     TILES: tl.constexpr,
@@ -85,4 +98,8 @@ def _largest_of_row_kernel(
     best = tl.max(value, axis=0)
     first = tl.min(tl.where(value == best, token, 2147483647), axis=0)
     is_bad = tl.min(token, axis=0) < 0
-    tl.store(tokens + row, tl.where(is_bad, -1, first).to(tl.int64))
+    if names is None:
+        chosen = tl.where(is_bad, -1, first).to(tl.int64)
+    else:
+        chosen = tl.load(names + tl.where(is_bad, 0, first))
+    tl.store(tokens + row, chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from weft.kernels.gpu.activation import silu_and_mul
+from weft.kernels.gpu.fixed_linear import fixed_linear
 from weft.kernels.gpu.lora import Ranks
 from weft.kernels.gpu.small_linear import MAX_ROWS, MAX_SPREAD_ROWS, small_linear
 from weft.kernels.lora import LoraAddition
@@ -20,12 +21,17 @@ def linear(
     residual: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     lora: LoraAddition | None,
+    *,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """`weft.kernels.linear.linear` for CUDA tensors; `weight` is [N, K] as it was given.
 
     A float32 result of a narrower input is never rounded to the narrow dtype on the way.
     """
     _check(x, weight, residual)
+    if is_fixed:
+        _check_fixed(lora)
+        return fixed_linear(x, weight, bias, residual, out_dtype or x.dtype)
     if lora is None:
         return _product(x, weight, bias, residual, out_dtype)
     ranks = Ranks(x, lora)
@@ -61,12 +67,17 @@ def gate_up_silu(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     lora: LoraAddition | None,
+    *,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for CUDA tensors; `weight` is [2 * I, K].
 
     Rows are computed by the same kernels with adapters in the step and without.
     """
     _check(x, weight, None)
+    if is_fixed:
+        _check_fixed(lora)
+        return silu_and_mul(fixed_linear(x, weight, bias, None, x.dtype))
     ranks = None if lora is None else Ranks(x, lora)
     if _is_small(x, weight):
         added = None
@@ -95,6 +106,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None)
         residual.shape != (x.shape[0], weight.shape[0]) or not residual.is_contiguous()
     ):
         raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")
+
+
+def _check_fixed(lora: LoraAddition | None) -> None:
+    if lora is not None:
+        raise ValueError("adapters add in an order that depends on the other rows")
 
 
 def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import (
     LaunchOptions,
     launch_options,
@@ -23,6 +24,8 @@ from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
 from weft.kernels.lora import ExpertAddition
 from weft.kernels.side_stream import Beside, is_forking
 
+MIN_COPIED_ROWS = 128
+"""Pairs of a block from which on the copy engine fetches weights: loads cost registers there."""
 MAX_DIRECT_ROWS = 8
 """Up to here hardly two rows share an expert: there is nothing to win by sorting."""
 
@@ -148,11 +151,17 @@ def _multiply(
     """Sorted pairs times their experts' weights; `pairs`: shares, then `Blocks`."""
     (experts, _, depth), columns = weight.shape, out.shape[1]
     tile = tiles.up if is_gated else tiles.down
+    # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
+    inner = min(tile.depth * 2 // x.dtype.itemsize, triton.next_power_of_2(depth))
+    weight_tiles = None
+    flat = weight.view(-1, depth)
+    if tiles.rows >= MIN_COPIED_ROWS and can_copy(flat):
+        weight_tiles = copied_tiles(flat, tile.columns, inner)
     # Programs that run together share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(triton.cdiv(columns, tile.columns), pairs[2].shape[0])](
-        out, x, weight, *pairs, added, columns, experts, K=depth, TOP_K=top_k, IS_GATED=is_gated,
-        ROWS=tiles.rows, COLUMNS=tile.columns,
-        TILE=min(tile.depth, triton.next_power_of_2(depth)), IS_EXACT=x.dtype == torch.float32,
+        out, x, weight, weight_tiles, *pairs, added, columns, experts, K=depth, TOP_K=top_k,
+        IS_GATED=is_gated, ROWS=tiles.rows, COLUMNS=tile.columns, TILE=inner,
+        IS_EXACT=x.dtype == torch.float32,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
 
@@ -244,6 +253,7 @@ def _sorted_kernel(
     out: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
+    weight_tiles: tl.tensor_descriptor,
     shares: tl.tensor,
     order: tl.tensor,
     block_expert: tl.tensor,
@@ -281,15 +291,23 @@ def _sorted_kernel(
     weight_rows = columns * 2 if IS_GATED else columns
     begin = weight + ((expert * weight_rows + tl.minimum(column, columns - 1)) * K)[:, None]
     up_at = begin + tl.cast(columns, tl.int64) * K
+    first = expert.to(tl.int32) * weight_rows + tl.program_id(0) * COLUMNS
     product = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, K, TILE):
         at = (start + part)[None, :]
         values = tl.load(row_at + at, mask=is_pair[:, None] & (at < K), other=0.0)
-        tile = tl.load(begin + at, mask=at < K, other=0.0)
+        if weight_tiles is not None:
+            # Of columns that do not exist it fetches another expert's, which are not stored.
+            tile = weight_tiles.load([first, start])
+        else:
+            tile = tl.load(begin + at, mask=at < K, other=0.0)
         product = _dot(values, tile, product, IS_EXACT)
         if IS_GATED:
-            tile = tl.load(up_at + at, mask=at < K, other=0.0)
+            if weight_tiles is not None:
+                tile = weight_tiles.load([first + columns, start])
+            else:
+                tile = tl.load(up_at + at, mask=at < K, other=0.0)
             up = _dot(values, tile, up, IS_EXACT)
     if IS_GATED:
         if added is not None:

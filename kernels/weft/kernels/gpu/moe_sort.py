@@ -11,6 +11,10 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 
 _CHUNK = 128
 """Pairs that one program looks at."""
+_MAX_SUMMED_CHUNKS = 32
+"""Up to so many each program sums up all chunks' counts by itself; of more a launch does it once.
+"""
+_SCANNED_CHUNKS, _SCANNED_BINS = 128, 8
 
 
 class Blocks(NamedTuple):
@@ -39,12 +43,18 @@ def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
     chunks, bins = triton.cdiv(pairs, _CHUNK), triton.next_power_of_2(experts + 1)
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     table = torch.empty((3, bound), dtype=torch.int32, device=ids.device)
-    counts = torch.empty((chunks, bins), dtype=torch.int32, device=ids.device)
+    counts = torch.empty((chunks + 1, bins), dtype=torch.int32, device=ids.device)
     options = launch_options(ids.device)
     if chunks > 1:
         _count_kernel[(chunks,)](
             counts, ids, pairs, experts, CHUNK=_CHUNK, BINS=bins, num_warps=4, **options
         )
+    is_scanned = chunks > _MAX_SUMMED_CHUNKS
+    if is_scanned:
+        _scan_kernel[(triton.cdiv(bins, _SCANNED_BINS),)](
+            counts, chunks, BINS=bins, CHUNKS=_SCANNED_CHUNKS, PART=_SCANNED_BINS, num_warps=4,
+            **options,
+        )  # fmt: skip
     _place_kernel[(chunks,)](
         order,
         table,
@@ -57,6 +67,7 @@ def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
         CHUNK=_CHUNK,
         BINS=bins,
         IS_ONE=chunks == 1,
+        IS_SCANNED=is_scanned,
         num_warps=8,
         **options,
     )
@@ -81,6 +92,30 @@ def _count_kernel(
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(chosen, BINS))
 
 
+@triton.jit(do_not_specialize=["chunks"])
+def _scan_kernel(
+    counts: tl.tensor,
+    chunks: int,
+    IS_DEPENDENT: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PART: tl.constexpr,
+) -> None:
+    """counts[chunk, e] becomes the pairs before the chunk; behind the last chunk, all of them."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    number = tl.program_id(0) * PART + tl.arange(0, PART)
+    before = tl.zeros([PART], tl.int32)
+    for start in range(0, chunks, CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS)
+        at = counts + chunk[:, None] * BINS + number[None, :]
+        mask = (chunk < chunks)[:, None] & (number < BINS)[None, :]
+        part = tl.load(at, mask=mask, other=0)
+        tl.store(at, before[None, :] + tl.cumsum(part, axis=0) - part, mask=mask)
+        before += tl.sum(part, axis=0)
+    tl.store(counts + chunks * BINS + number, before, mask=number < BINS)
+
+
 @triton.jit(do_not_specialize=["pairs", "bound"])
 def _place_kernel(
     order: tl.tensor,
@@ -95,6 +130,7 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     IS_ONE: tl.constexpr,
+    IS_SCANNED: tl.constexpr,
 ) -> None:
     """Puts a chunk's pairs where they belong, and describes some of the blocks."""
     release_next(IS_DEPENDENT)
@@ -106,6 +142,9 @@ def _place_kernel(
     before = tl.zeros([BINS], tl.int32)
     if IS_ONE:
         total += tl.histogram(chosen, BINS)
+    elif IS_SCANNED:
+        before += tl.load(counts + chunk * BINS + number)
+        total += tl.load(counts + tl.num_programs(0) * BINS + number)
     else:
         for start in range(0, tl.num_programs(0), 16):
             row = start + tl.arange(0, 16)

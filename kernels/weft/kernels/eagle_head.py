@@ -1,0 +1,158 @@
+"""The draft head of EAGLE-1 and EAGLE-2 (Li et al. 2024, sections 3 and 4.1): entries and chains.
+
+A head takes in what `fc` makes of a token's embedding beside the target's last state, f, at the
+position before; one decoder layer without a norm before attention makes the next f of it, which
+the target's own LM head turns into logits. K and V are a layer of the target's pool.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from weft.kernels.attention import paged_attention
+from weft.kernels.draft_head import FIRST_POSITION, DraftChains, DraftRows
+from weft.kernels.linear import LinearWeight, gate_up_silu, linear
+from weft.kernels.norm import rms_norm
+from weft.kernels.rope import rope_and_cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleHeadWeight:
+    """Parameters of a head; H is its hidden size, and the target's."""
+
+    fc: LinearWeight
+    """[H, 2 * H]: of embedding and state, side by side."""
+    qkv: LinearWeight
+    """[(Hq + 2 * Hkv) * D, H]."""
+    kv: LinearWeight
+    """[2 * Hkv * D, H]: of the same, without q."""
+    o: LinearWeight
+    """[H, Hq * D]."""
+    gate_up: LinearWeight
+    """[2 * I, H], from `pack_gate_up`."""
+    down: LinearWeight
+    """[H, I]."""
+    lm_head: LinearWeight
+    """[vocab, H]."""
+    post_norm: torch.Tensor
+    """[H]: before the MLP."""
+    embedding: torch.Tensor
+    """[vocab, H]."""
+    cos_sin: torch.Tensor
+    """[max_positions, D] float32, as in `rope_and_cache`."""
+    num_heads: int
+    eps: float
+
+
+def eagle_entries(
+    states: torch.Tensor,
+    w: EagleHeadWeight,
+    rows: DraftRows,
+    kept: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+) -> None:
+    """Writes the head's K and V of a target's step; nothing in it waits for a device.
+
+    Args:
+        states: [T, H], contiguous: the target's last hidden states, normalised.
+        w: The head.
+        rows: Of the step.
+        kept: [slots, H], contiguous: f of the row before each request's first one, which counts as
+            zeros at position 0; becomes f of its last row.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous; written.
+        layer: The head's, in the pool.
+    """
+    joined = _join(w, rows.token_ids, _states_before(states, rows, kept))
+    kv = linear(linear(joined, w.fc), w.kv)
+    kv_heads = pool.shape[1]
+    rope_and_cache(kv, rows.positions, w.cos_sin, pool, layer, rows.slots, 0, kv_heads)
+    ends = (rows.cu_q_lens[1:] - 1).clamp(min=0)
+    kept.index_copy_(0, rows.request_slots, states.index_select(0, ends))
+
+
+def eagle_chain(
+    state: torch.Tensor,
+    token_ids: torch.Tensor,
+    w: EagleHeadWeight,
+    chains: DraftChains,
+    pool: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    """Proposes tokens one after another: each time the head's most likely one.
+
+    Args:
+        state: [R, H]: f of the position before the last token; not changed.
+        token_ids: [R] int64: last tokens.
+        w: The head.
+        chains: What to run, and where K and V go.
+        pool: As in `eagle_entries`.
+        layer: The head's, in the pool.
+
+    Returns:
+        [D, R] int64; what was not run means nothing.
+    """
+    tokens = torch.zeros(chains.positions.shape, dtype=torch.int64, device=state.device)
+    for step, count in enumerate(chains.counts):
+        x = linear(_join(w, token_ids[:count], state[:count]), w.fc)
+        state = _layer(x, w, chains, step, pool, layer)
+        token_ids = linear(state, w.lm_head, out_dtype=torch.float32).argmax(dim=1)
+        tokens[step, :count] = token_ids
+    return tokens
+
+
+def _layer(
+    x: torch.Tensor,
+    w: EagleHeadWeight,
+    chains: DraftChains,
+    step: int,
+    pool: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    """[C, H] -> [C, H] of the first C requests, whose K and V are written."""
+    count = x.shape[0]
+    q = rope_and_cache(
+        linear(x, w.qkv),
+        chains.positions[step, :count],
+        w.cos_sin,
+        pool,
+        layer,
+        chains.slots[step, :count],
+        w.num_heads,
+        pool.shape[1],
+    )
+    mixed = paged_attention(
+        q,
+        pool,
+        layer,
+        chains.page_table[:count],
+        chains.one_row_each[: count + 1],
+        chains.kv_lens[step, :count],
+        1 / math.sqrt(w.cos_sin.shape[1]),
+        1,
+        chains.max_kv_len,
+        FIRST_POSITION,
+    )
+    state = linear(mixed, w.o, x)
+    inner = gate_up_silu(rms_norm(state, w.post_norm, w.eps), w.gate_up)
+    return linear(inner, w.down, state)
+
+
+def _states_before(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> torch.Tensor:
+    """[T, H] -> [T, H]: of the row before each, of a request's first one what was kept."""
+    num_rows, starts = states.shape[0], rows.cu_q_lens[:-1]
+    before = kept.index_select(0, rows.request_slots)
+    positions = rows.positions.index_select(0, starts.clamp(max=num_rows - 1))
+    before.masked_fill_((positions == 0).unsqueeze(1), 0)
+    # One row more than there are: requests that do not exist begin there.
+    shifted = states.new_empty((num_rows + 1, states.shape[1]))
+    shifted[1:] = states
+    shifted.index_copy_(0, starts.long(), before)
+    return shifted[:num_rows]
+
+
+def _join(w: EagleHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """[T], [T, H] -> [T, 2 * H]."""
+    return torch.cat((w.embedding.index_select(0, token_ids), state), dim=1)

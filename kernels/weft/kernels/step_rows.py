@@ -1,0 +1,150 @@
+"""Rows of a step that follow from the step before it, which only the device has seen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class SlotTokens(NamedTuple):
+    """What the device knows of each slot; nobody's is the last one."""
+
+    tokens: torch.Tensor
+    """[1 + drafts, slots + 1] int64, contiguous: last tokens, and behind them what is drafted."""
+    starts: torch.Tensor
+    """[slots + 1] int64: positions of the last tokens, where drafts were verified last."""
+
+
+class StepRows(NamedTuple):
+    """A step of R requests on the device."""
+
+    token_ids: torch.Tensor
+    """[T] int64."""
+    positions: torch.Tensor
+    """[T] int64."""
+    places: torch.Tensor
+    """[T] int64: page * page_size + offset."""
+    cu_q_lens: torch.Tensor
+    """[R + 1] int32."""
+    kv_lens: torch.Tensor
+    """[R] int32."""
+
+
+class Verified(NamedTuple):
+    """Requests whose drafts a step has verified."""
+
+    rows: torch.Tensor
+    """[V, 1 + most drafts] int64: their rows of the step; -1 behind each one's last."""
+    slots: torch.Tensor
+    """[L] int64: of the rows whose tokens were drawn. The rows before those of all drafts, and
+    these, have all been drawn from: up to there L and T are the same."""
+
+
+def resolve_rows(
+    step: StepRows,
+    sources: torch.Tensor,
+    owners: torch.Tensor,
+    known: SlotTokens,
+    page_table: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Completes the first rows of a step.
+
+    Args:
+        step: Changed: tokens of the first N rows, and where a request starts late also its
+            positions, places and length.
+        sources: [N] int64: d * (slots + 1) + slot, where row is the d-th behind the last token.
+        owners: [N] int64: the row's request, if that starts late: at `known.starts`; else -1.
+        known: Of the slots.
+        page_table: [slots + 1, max_pages] int32.
+        page_size: Token positions a page.
+    """
+    if sources.shape[0] == 0:
+        return
+    if sources.is_cuda:
+        from weft.kernels.gpu import step_rows as gpu
+
+        gpu.resolve_rows(step, sources, owners, known, page_table, page_size)
+        return
+    count, width = sources.shape[0], known.tokens.shape[1]
+    step.token_ids[:count] = known.tokens.view(-1)[sources]
+    late = (owners >= 0).nonzero()[:, 0]
+    if not len(late):
+        return
+    slots, behind, requests = sources[late] % width, sources[late] // width, owners[late]
+    positions = known.starts[slots] + behind
+    step.positions[late] = positions
+    pages = page_table[slots, positions // page_size].long()
+    step.places[late] = pages * page_size + positions % page_size
+    lengths = (step.cu_q_lens[requests + 1] - step.cu_q_lens[requests]).long()
+    step.kv_lens[requests] = (known.starts[slots] + lengths).int()
+
+
+def accept_drafts(
+    drawn: torch.Tensor, step: StepRows, verified: Verified, known: SlotTokens
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Follows each request's drafts as far as they are what was drawn.
+
+    Args:
+        drawn: [L] int64: tokens; negative where there is none. Drawing stops where a request ends:
+            the token before goes on then, if it does.
+        step: That drew.
+        verified: Of it.
+        known: Changed: the requests' last tokens, and their positions.
+
+    Returns:
+        [V] int64: row of the step that each request's last token was drawn from, and its slot.
+    """
+    if drawn.is_cuda:
+        from weft.kernels.gpu import step_rows as gpu
+
+        return gpu.accept_drafts(drawn, step, verified, known)
+    rows, following = verified.rows, verified.rows[:, 1:]
+    found, drafts = drawn[rows.clamp(min=0)], step.token_ids[following.clamp(min=0)]
+    is_accepted = (found[:, :-1] == drafts) & (found[:, 1:] >= 0) & (following >= 0)
+    num_accepted = is_accepted.to(torch.int64).cumprod(1).sum(1, keepdim=True)
+    last_rows = rows.gather(1, num_accepted).squeeze(1)
+    slots = verified.slots[rows[:, 0]]
+    # What follows a token that there is not is dropped, but it must be of the vocabulary.
+    known.tokens[0].index_copy_(0, slots, drawn[last_rows].clamp(min=0))
+    known.starts.index_copy_(0, slots, step.positions[last_rows] + 1)
+    return last_rows, slots
+
+
+def chain_places(
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    limits: torch.Tensor,
+    late_starts: torch.Tensor,
+    page_table: torch.Tensor,
+    depth: int,
+    page_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the tokens of chains go.
+
+    Args:
+        slots: [R] int64.
+        starts: [R] int64: positions of the first tokens; negative: those of `late_starts`.
+        limits: [R] int64: positions from which on a chain has no pages; at least 1.
+        late_starts: [slots + 1] int64.
+        page_table: [slots + 1, max_pages] int32; the null page is page 0.
+        depth: Of the chains.
+        page_size: Token positions a page.
+
+    Returns:
+        Positions [depth, R] int64; places [depth, R] int64, page * page_size + offset; lengths
+        [depth, R] int32, positions + 1. Without pages a token is at the last position that has
+        one, and its place is in the null page.
+    """
+    if slots.is_cuda:
+        from weft.kernels.gpu import step_rows as gpu
+
+        return gpu.chain_places(slots, starts, limits, late_starts, page_table, depth, page_size)
+    firsts = torch.where(starts < 0, late_starts[slots], starts)
+    wanted = firsts + torch.arange(depth, device=slots.device).unsqueeze(1)
+    positions = torch.minimum(wanted, limits - 1)
+    pages = page_table[slots, positions // page_size].long()
+    places = pages * page_size + positions % page_size
+    places = places.masked_fill(wanted >= limits, 0)
+    return positions, places, (positions + 1).int()
