@@ -5,17 +5,24 @@
     python scripts/train_draft.py train --texts TEXTS --held-out HELD_OUT --run RUN --out HEAD
     python scripts/train_draft.py cut HEAD --texts TEXTS --vocabulary 4096 --out SMALLER
     python scripts/train_draft.py measure HEAD --held-out HELD_OUT --json FILE
+    python scripts/train_draft.py merge ADAPTER --out MERGED
+    python scripts/train_draft.py adapt HEAD --model MERGED --texts TEXTS --held-out HELD_OUT \\
+        --run RUN --out ADAPTER/draft
 
 `generate` writes .npz files of prompts and answers; it can run several times at once with different
 --worker. `train` goes on where it was stopped. Acceptance is measured on greedy answers to the
 prompts of scripts/draft_training/held_out.json, which `held-out` has the model write.
 drafts/smollm2-135m-eagle3/README.md has the commands of the demo model's head.
+
+`adapt` makes a draft adapter: LoRA on the head, for requests with an adapter of the model. Texts
+for it come from `generate --model MERGED`, MERGED being the model with that adapter in its weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +32,8 @@ import torch
 from draft_training.curves import draw
 from draft_training.head import DraftHead, HeadShape
 from draft_training.layout import load_head, save_head, with_vocabulary
-from draft_training.measure import DEPTHS, measure_head, measure_lookup
+from draft_training.lora import add_lora, save_lora
+from draft_training.measure import DEPTHS, measure_head, measure_lookup, measure_trees
 from draft_training.target import Target
 from draft_training.texts import Text, count_answers, load_texts, save_texts
 from draft_training.training import Trainer, TrainingSettings
@@ -33,7 +41,7 @@ from draft_training.vocabulary import choose, coverage
 from draft_training.writing import Writer, answer_held_out, write_held_out, write_round
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from weft.engine.llm import LLM
 from weft.engine.models.demo import resolve_model
 
@@ -151,6 +159,50 @@ def train(arguments: argparse.Namespace, model: Path) -> None:
     (arguments.out / "log.json").write_text(json.dumps(trainer.log))
 
 
+def merge(arguments: argparse.Namespace, model: Path) -> None:
+    """Writes the model with an adapter in its weights."""
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, arguments.adapter).merge_and_unload()
+    merged.to(getattr(torch, arguments.dtype)).save_pretrained(arguments.out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (model / name).exists():
+            shutil.copy(model / name, arguments.out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(arguments.out)
+
+
+def adapt(arguments: argparse.Namespace, model: Path) -> None:
+    """Trains a draft adapter for a merged model and tells what it gains."""
+    held_out = read_texts(arguments.held_out, arguments.max_length)
+    texts = read_texts(arguments.texts, arguments.max_length)
+    target = open_target(arguments, model)
+    head = load_head(arguments.head, target)
+    before = measure_head(head, target, held_out)
+    console.print(f"without: {before}")
+    added = add_lora(head, arguments.rank, arguments.alpha, arguments.seed)
+    settings = TrainingSettings(
+        steps=arguments.steps,
+        batch_tokens=arguments.batch_tokens,
+        learning_rate=arguments.lr,
+        warmup_steps=min(100, arguments.steps // 10),
+        chain=arguments.chain,
+        seed=arguments.seed,
+    )
+    trainer = Trainer(head, target, texts, settings, arguments.run)
+
+    def evaluate() -> dict[str, Any]:
+        gained = measure_head(head, target, held_out)
+        console.print(f"step {trainer.step}: {trainer.log[-1]} {gained}")
+        save_lora(added, arguments.alpha, arguments.out)
+        return {"tokens_per_step": gained}
+
+    trainer.run(arguments.checkpoint_steps, evaluate)
+    if arguments.json:
+        content = {"before": before, "depths": list(DEPTHS), "log": trainer.log}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def cut(arguments: argparse.Namespace, model: Path) -> None:
     """Writes a head with another draft vocabulary; nothing is trained again."""
     target = open_target(arguments, model)
@@ -164,7 +216,8 @@ def report(arguments: argparse.Namespace, model: Path) -> None:
     texts = read_texts(arguments.held_out, arguments.max_length)
     target = open_target(arguments, model)
     head = load_head(arguments.head, target)
-    found = {"eagle": measure_head(head, target, texts), "ngram": measure_lookup(texts)}
+    found = measure_trees(head, target, texts, arguments.width)
+    found["ngram"] = measure_lookup(texts)
     table = Table(title="tokens a step by depth of the draft", box=None)
     for column in ("draft", "kind", *map(str, DEPTHS)):
         table.add_column(column)
@@ -234,6 +287,25 @@ def parse() -> argparse.Namespace:
     )
     part.add_argument("--checkpoint-steps", type=int, default=500)
 
+    part = command("merge", merge)
+    part.add_argument("adapter", type=Path)
+    part.add_argument("--out", type=Path, required=True, help="folder of the model")
+
+    part = command("adapt", adapt)
+    part.add_argument("head", type=Path)
+    part.add_argument("--texts", type=Path, required=True)
+    part.add_argument("--held-out", type=Path, required=True, help="folder of their answers")
+    part.add_argument("--run", type=Path, required=True, help="folder of checkpoints")
+    part.add_argument("--out", type=Path, required=True, help="folder of the draft adapter")
+    part.add_argument("--rank", type=int, default=16)
+    part.add_argument("--alpha", type=float, default=32.0)
+    part.add_argument("--steps", type=int, default=400, help="batches")
+    part.add_argument("--batch-tokens", type=int, default=16_384)
+    part.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    part.add_argument("--chain", type=int, default=5, help="steps of training-time test")
+    part.add_argument("--checkpoint-steps", type=int, default=100)
+    part.add_argument("--json", type=Path)
+
     part = command("cut", cut)
     part.add_argument("head", type=Path)
     part.add_argument("--texts", type=Path, required=True)
@@ -243,6 +315,7 @@ def parse() -> argparse.Namespace:
     part = command("measure", report)
     part.add_argument("head", type=Path)
     part.add_argument("--held-out", type=Path, required=True, help="folder of their answers")
+    part.add_argument("--width", type=int, default=4, help="children of a node in trees")
     part.add_argument("--json", type=Path)
     return parser.parse_args()
 

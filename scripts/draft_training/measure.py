@@ -5,12 +5,18 @@ the tokens before that one are those of the text, the unrolled forward of traini
 in step s the head has drafted the token at p + s + 1 right where its most likely token is the
 text's. Then a text is walked through as an engine does it: a step yields the accepted tokens and
 the target's own next one.
+
+Of trees the same forward tells two things. A chain with the w - 1 next likely tokens beside each of
+its own ("siblings") goes one token further where its first wrong token has the right one beside it;
+it costs the draft nothing more, and the target w rows for each token of depth. And no tree whose
+nodes have at most w children (EAGLE-2's among them, arXiv:2406.16858) goes further than the tree
+that has all of them ("full"), which cannot be verified, but bounds what trees can bring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -56,24 +62,51 @@ def walk(text: Text, accepted: Sequence[int], depth: int, total: Walk) -> None:
         position += gained
 
 
-def accepted_lengths(head: DraftHead, target: Target, texts: Sequence[Text]) -> list[list[int]]:
-    """For each text and position p, how many tokens of a greedy chain after p are the text's."""
+@dataclass(slots=True)
+class Accepted:
+    """For each text and position p, how many tokens that were drafted after p are the text's."""
+
+    chain: list[list[int]] = field(default_factory=list)
+    """Of a greedy chain."""
+    siblings: list[list[int]] = field(default_factory=list)
+    """Of that chain with siblings."""
+    full: list[list[int]] = field(default_factory=list)
+    """Of the full tree."""
+
+
+def accepted_lengths(
+    head: DraftHead, target: Target, texts: Sequence[Text], width: int = 1
+) -> Accepted:
+    """What is accepted after every position, up to the greatest depth.
+
+    Args:
+        head: To be measured.
+        target: Its target.
+        texts: Greedy answers.
+        width: Children of a node in the trees.
+    """
     depth = max(DEPTHS)
-    found = []
+    found = Accepted()
     for start in range(0, len(texts), _BATCH):
         group = texts[start : start + _BATCH]
         ids = pad(group, 1.0).ids.to(target.device)
         states = target.states(ids)
         rope = target.rope(1, ids.shape[1])
-        is_right = torch.zeros((depth, *ids.shape), dtype=torch.bool, device=target.device)
+        # Whether the text's token is the most likely one, and whether it is among the first ones.
+        is_right = torch.zeros((2, depth, *ids.shape), dtype=torch.bool, device=target.device)
         with torch.no_grad(), autocast(target, head.lm_head.dtype):
             for step, state in enumerate(head.unroll(states.aux, ids, rope, depth)):
-                drafted = head.token_ids[head.logits(state).argmax(-1)]
+                drafted = head.token_ids[head.logits(state).topk(width).indices]
                 # Column c predicts token c + 2, and its chain began `step` positions before.
-                hit = drafted[:, step:-1] == ids[:, step + 2 :]
-                is_right[step, :, 1 : 1 + hit.shape[1]] = hit
-        lengths = is_right.int().cumprod(0).sum(0).tolist()
-        found += [lengths[row][: len(text.tokens)] for row, text in enumerate(group)]
+                hits = drafted[:, step:-1] == ids[:, step + 2 :, None]
+                is_right[0, step, :, 1 : 1 + hits.shape[1]] = hits[..., 0]
+                is_right[1, step, :, 1 : 1 + hits.shape[1]] = hits.any(-1)
+        chain, full = is_right.int().cumprod(1).sum(1)
+        # Where the chain ends, `full` is longer if the right token was beside its wrong one.
+        siblings = chain + (full > chain).int()
+        for lengths, kept in ((chain, found.chain), (siblings, found.siblings), (full, found.full)):
+            rows = lengths.tolist()
+            kept += [rows[row][: len(text.tokens)] for row, text in enumerate(group)]
     return found
 
 
@@ -106,7 +139,19 @@ def measure_head(head: DraftHead, target: Target, texts: Sequence[Text]) -> dict
         target: Its target.
         texts: Greedy answers to prompts that were not trained on.
     """
-    return _by_kind(texts, accepted_lengths(head, target, texts))
+    return _by_kind(texts, accepted_lengths(head, target, texts).chain)
+
+
+def measure_trees(
+    head: DraftHead, target: Target, texts: Sequence[Text], width: int
+) -> dict[str, dict[str, list[float]]]:
+    """As `measure_head`, of a chain, of a chain with siblings and of the full tree of a width."""
+    accepted = accepted_lengths(head, target, texts, width)
+    return {
+        "eagle": _by_kind(texts, accepted.chain),
+        f"eagle, {width} wide, siblings": _by_kind(texts, accepted.siblings),
+        f"eagle, {width} wide, full tree": _by_kind(texts, accepted.full),
+    }
 
 
 def measure_lookup(texts: Sequence[Text]) -> dict[str, list[float]]:

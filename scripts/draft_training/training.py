@@ -144,8 +144,9 @@ class Trainer:
         self._is_drafted = head.t2d.cpu()
         self.step = 0
         self.log: list[dict[str, Any]] = []
-        matrices = [p for p in head.parameters() if p.ndim == 2]
-        vectors = [p for p in head.parameters() if p.ndim != 2]
+        trained = [p for p in head.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.ndim == 2]
+        vectors = [p for p in trained if p.ndim != 2]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": settings.weight_decay},
@@ -224,7 +225,7 @@ class Trainer:
         """Writes the checkpoint: the tensors first, then the file that names them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"head.{name}": value for name, value in self.head.state_dict().items()}
-        for name, parameter in self.head.named_parameters():
+        for name, parameter in self._trained():
             for moment in _MOMENTS:
                 tensors[f"{moment}.{name}"] = self.optimizer.state[parameter][moment]
         file = f"state-{self.step}.safetensors"
@@ -242,6 +243,9 @@ class Trainer:
             if old.name != file:
                 old.unlink()
 
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self.head.named_parameters() if p.requires_grad]
+
     def _restore(self) -> None:
         state = json.loads((self.folder / "state.json").read_text())
         if state["settings"] != asdict(self.settings):
@@ -255,7 +259,7 @@ class Trainer:
             {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
         )
         self.step, self.log = state["step"], state["log"]
-        for name, parameter in self.head.named_parameters():
+        for name, parameter in self._trained():
             moments = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(float(self.step)),

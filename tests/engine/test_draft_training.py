@@ -21,12 +21,14 @@ from weft.engine.models.decoder_only import DecoderOnlyLM
 from weft.engine.models.eagle3 import load_eagle3
 from weft.engine.models.loader import load_model
 from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.speculative.draft_adapter import read_draft_adapter
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 try:
     from draft_training.head import DraftHead, HeadShape
     from draft_training.layout import load_head, save_head, with_vocabulary
+    from draft_training.lora import add_lora, save_lora
     from draft_training.measure import (
         DEPTHS,
         Walk,
@@ -156,13 +158,34 @@ def test_accepted_lengths_are_those_of_drafting(
         while length < min(len(chain), len(coming)) and chain[length] == coming[length]:
             length += 1
         expected.append(length)
-    (found,) = accepted_lengths(head, target, [text])
+    (found,) = accepted_lengths(head, target, [text]).chain
     assert found[1:] == expected
     assert max(expected) >= 1
+    check_trees(head, target, naive, text)
     table = measure_head(head, target, [text])
     assert table["code"] == table["all"]
     assert table["chat"] == [0.0] * len(DEPTHS)
     assert table["all"][0] > 1.0
+
+
+def check_trees(head: DraftHead, target: Target, naive: NaiveHead, text: Text) -> None:
+    """Trees of width 3, by asking after every true beginning for the most likely tokens."""
+    tokens, width = text.tokens.tolist(), 3
+    accepted = accepted_lengths(head, target, [text], width)
+    known = naive.fuse(target.states(torch.tensor([tokens])).aux[0])
+    for anchor in range(1, len(tokens)):
+        coming = tokens[anchor + 1 :][: max(DEPTHS)]
+        taught = naive.taught(known[:anchor], tokens[: anchor + max(DEPTHS)])
+        ranks = []
+        for logits, token in zip(taught, coming, strict=False):
+            best = [naive.ids[index].item() for index in logits.argsort(descending=True)[:width]]
+            ranks.append(best.index(token) if token in best else width)
+        chain = next((at for at, rank in enumerate(ranks) if rank > 0), len(ranks))
+        beside = chain < len(ranks) and ranks[chain] < width
+        full = next((at for at, rank in enumerate(ranks) if rank == width), len(ranks))
+        assert accepted.chain[0][anchor] == chain
+        assert accepted.siblings[0][anchor] == chain + beside
+        assert accepted.full[0][anchor] == full
 
 
 def test_lookup_drafts_what_followed_before(rng: random.Random) -> None:
@@ -282,6 +305,34 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(
         assert torch.equal(stopped.head.state_dict()[name], expected), name
     with pytest.raises(SystemExit, match="other settings"):
         Trainer(stopped.head, target, texts, settings_of(7), tmp_path / "parts")
+
+
+def test_a_draft_adapter_is_all_that_changes_and_is_read_as_it_was_trained(
+    target: Target, rng: random.Random, tmp_path: Path
+) -> None:
+    """Stopped and gone on with, as any training."""
+    head = random_head(target, rng)
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    texts = random_texts(rng, 12, list(range(VOCAB)))
+    seed = rng.getrandbits(30)
+    added = add_lora(head, 4, 8.0, seed)
+    trainer = Trainer(head, target, texts, settings_of(6), tmp_path / "run")
+    trainer.run(checkpoint_steps=3, max_steps=3)
+    other = random_head(target, random.Random(0))
+    others = add_lora(other, 4, 8.0, seed)
+    trainer = Trainer(other, target, texts, settings_of(6), tmp_path / "run")
+    trainer.run(checkpoint_steps=3)
+    for name, tensor in other.state_dict().items():
+        if not name.endswith((".a", ".b")):
+            assert torch.equal(tensor, before[name.replace(".base.", ".")]), name
+    assert all(layer.b.abs().max() > 0 for layer in others.values())
+    assert added.keys() == others.keys()
+    save_lora(others, 8.0, tmp_path / "draft")
+    shapes = {name: (layer.b.shape[0], layer.a.shape[1]) for name, layer in others.items()}
+    changes = read_draft_adapter(tmp_path / "draft", shapes)
+    for name, layer in others.items():
+        a, b = (half.detach().to(torch.bfloat16).float() for half in (layer.a, layer.b))
+        torch.testing.assert_close(changes[name], 2.0 * b @ a)
 
 
 def test_texts_are_kept_and_each_is_seen_once_an_epoch(rng: random.Random, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An engine with an EAGLE-3 head: its text is the target's, its drafts are the head's."""
+"""An engine with an EAGLE head: its text is the target's, its drafts are the head's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from drafters import KnownDrafter, speculate, texts_of
 from eagle3_cases import WatchedHead, check_chains
 from tiny_adapters import make_adapter
-from tiny_drafts import make_tiny_draft
+from tiny_drafts import make_tiny_draft, make_tiny_eagle
 from tiny_models import make_tiny, tiny_config
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, ModelError
@@ -37,6 +37,12 @@ def draft_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory, seed: 
     return make_tiny_draft(tmp_path_factory.mktemp("d"), target_dir, seed + 1)
 
 
+@pytest.fixture(scope="module")
+def eagle_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    """An EAGLE-1 head."""
+    return make_tiny_eagle(tmp_path_factory.mktemp("e"), target_dir, seed + 1)
+
+
 def llm(target_dir: Path, **settings: object) -> LLM:
     return LLM(
         target_dir, dtype="float32", page_size=PAGE, prefill_chunk_tokens=2 * PAGE, **settings
@@ -49,6 +55,16 @@ def test_drafts_are_the_heads_whatever_happened_to_a_request(
     target_dir: Path, draft_dir: Path, overlap: str, num_pages: int | None
 ) -> None:
     """Chunks, prefix hits that end inside a page, samples of one prompt, pre-emption."""
+    check_drafts(target_dir, draft_dir, num_pages, drafter="eagle3", overlap=overlap)
+
+
+def test_drafts_of_an_eagle_1_head(target_dir: Path, eagle_dir: Path) -> None:
+    overlap, num_pages = random.choice(["off", "on"]), random.choice([None, 24])
+    check_drafts(target_dir, eagle_dir, num_pages, drafter="eagle", overlap=overlap)
+
+
+def check_drafts(target_dir: Path, draft_dir: Path, num_pages: int | None, **settings: str) -> None:
+    print(f"{settings}, pages {num_pages}")
     shared = [random.randrange(3, VOCAB) for _ in range(3 * PAGE + 3)]
     prompts = [
         shared[: random.randint(1, len(shared))]
@@ -59,8 +75,8 @@ def test_drafts_are_the_heads_whatever_happened_to_a_request(
     with llm(target_dir) as plain:
         expected = plain.generate_all(prompts, params, STOP)
     known = KnownDrafter(texts_of(prompts, expected, 5), VOCAB, 0.6)
-    settings = {"draft_dir": draft_dir, "drafter": "eagle3", "overlap": overlap}
-    with llm(target_dir, num_pages=num_pages, poison_free_pages=True, **settings) as drafting:
+    given = {"draft_dir": draft_dir, "num_pages": num_pages, "poison_free_pages": True}
+    with llm(target_dir, **given, **settings) as drafting:
         watched = WatchedHead(drafting.engine, known)
         for _ in range(2):  # The second time on a warm cache.
             groups = drafting.generate_all(prompts, params, STOP)
@@ -102,7 +118,12 @@ def test_pages_with_and_without_a_head_are_not_exchanged(
     assert sizes[1] == sizes[2] == sizes[0] * (LAYERS + 1) // LAYERS
 
 
-def test_settings_that_cannot_be_are_refused(target_dir: Path, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_are_refused(
+    target_dir: Path, draft_dir: Path, eagle_dir: Path, tmp_path: Path
+) -> None:
+    for wrong, drafter in ((draft_dir, "eagle"), (eagle_dir, "eagle3")):
+        with pytest.raises(ConfigError, match=f"drafter = {drafter}"):
+            llm(target_dir, draft_dir=wrong, drafter=drafter)
     with pytest.raises(ConfigError, match="drafter"):
         EngineConfig(model_dir=target_dir, drafter="eagle3")
     with pytest.raises(ModelError, match=str(tmp_path)):

@@ -49,6 +49,7 @@ def entries(target: DecoderOnlyLM, draft_dir: Path) -> torch.Tensor:
         {"prefix": "model.", "layer": "layers.0"},
         {"eagle_aux_hidden_state_layer_ids": list(default_aux_layers(6))},
         {"target_hidden_size": 72},
+        {"architectures": ["LlamaForCausalLM"]},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     ],
 )
@@ -100,7 +101,8 @@ def change_tensors(path: Path, change: Callable[[Tensors], object]) -> None:
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["LlamaForCausalLM"]}, "architectures.*'LlamaForCausalLM'.*EAGLE-1"),
+    ({"architectures": ["LlamaForCausalLMEagle"]}, "architectures.*not those of EAGLE-3"),
+    ({"architectures": ["Qwen2ForCausalLM"]}, "architectures.*'Qwen2ForCausalLM'.*EAGLE-1"),
     ({"architectures": ["Eagle3Speculator"]}, "architectures.*'Eagle3Speculator'.*speculators"),
     ({"architectures": None}, "architectures"),
     ({"num_hidden_layers": 2}, "num_hidden_layers.*one layer"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+import torch
 from weft.engine.engine import Engine
 from weft.engine.llm import Sample
 from weft.engine.sampling.sampler import derive_seed
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request
+from weft.engine.speculative.chains import LATE, ChainArrays
+from weft.engine.speculative.eagle import EagleDrafter
 
 
 class KnownDrafter:
@@ -53,6 +56,58 @@ class KnownDrafter:
         return (token + random.randint(1, self._vocab_size - 1)) % self._vocab_size
 
 
+class KnownGraphs:
+    """Takes the place of a head's captured chains: drafts from texts, which stay on the device.
+
+    Args:
+        engine: With an EAGLE-3 head.
+        texts: As of `KnownDrafter`; all samples of a prompt have the same.
+        vocab_size: Of the model.
+        chance: Of each draft to be right.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        texts: Mapping[tuple[tuple[int, ...], int], Sequence[int]],
+        vocab_size: int,
+        chance: float,
+    ) -> None:
+        self._texts = {prompt: text for (prompt, _), text in texts.items()}
+        self._vocab_size = vocab_size
+        self._chance = chance
+        self._running = engine.scheduler.running
+        self._known = engine.pipeline._runner.known
+        self.num_late = 0
+        """Chains whose begin the host did not know."""
+        drafter = engine.drafting.drafter
+        assert isinstance(drafter, EagleDrafter)
+        drafter._graphs = self  # type: ignore[assignment]
+        plans = engine.scheduler.running_plans
+        plans.drafts_on_device = True
+        engine.drafting.gate = plans.gate = RandomGate((0, 1, 2, 3, 5))
+
+    def forward(self, arrays: ChainArrays, depth: int) -> torch.Tensor:
+        """See `ChainGraphs.forward`."""
+        owners = {request.slot: request for request in self._running}
+        drafts = torch.empty((depth, len(arrays.slots)), dtype=torch.int64)
+        for column, (slot, start, _) in enumerate(zip(*arrays, strict=True)):
+            self.num_late += start == LATE
+            begin = int(self._known.starts[slot]) if start == LATE else int(start)
+            request = owners[int(slot)]
+            text = self._texts[tuple(request.tokens[: request.num_prompt_tokens])]
+            for behind in range(depth):
+                at = begin + 1 + behind
+                right = text[at] if at < len(text) else 0
+                is_right = random.random() < self._chance
+                shift = 0 if is_right else random.randint(1, self._vocab_size - 1)
+                drafts[behind, column] = (right + shift) % self._vocab_size
+        drafts = drafts.to(self._known.tokens.device)
+        slots = torch.from_numpy(arrays.slots.copy()).to(drafts.device)
+        self._known.tokens[1 : 1 + depth].index_copy_(1, slots, drafts)
+        return drafts
+
+
 class RandomGate:
     """Another number of drafts each step."""
 
@@ -71,6 +126,7 @@ def speculate(engine: Engine, drafter: KnownDrafter, depths: Sequence[int]) -> N
     """Makes an engine that drafts do it like this."""
     assert engine.drafting.drafter is not None
     engine.pipeline._drafter = drafter
+    engine.scheduler.running_plans.drafts_on_device = False
     engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(depths)
 
 

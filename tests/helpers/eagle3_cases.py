@@ -1,16 +1,18 @@
-"""An engine's EAGLE-3 drafts, noted and compared with a plain reading of the head."""
+"""An engine's EAGLE drafts, noted and compared with a plain reading of the head."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from drafters import KnownDrafter, RandomGate
-from tiny_drafts import NaiveHead
+from tiny_drafts import NaiveEagle, NaiveHead
 from weft.engine.engine import Engine
 from weft.engine.models.config import ModelConfig
+from weft.engine.models.eagle_config import head_kind
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.speculative.drafter import Drafter
 
@@ -32,6 +34,8 @@ class WatchedHead:
         self.chains: list[tuple[list[int], list[int]]] = []
         """Tokens so far, and what was drafted behind them."""
         engine.pipeline._drafter = self
+        # These drafts follow from what the host knows.
+        engine.scheduler.running_plans.drafts_on_device = False
         engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 1, 3, 5))
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
@@ -43,29 +47,40 @@ class WatchedHead:
         return self._known.draft(items)
 
 
+class HasChains(Protocol):
+    """Has watched an engine."""
+
+    chains: list[tuple[list[int], list[int]]]
+    """Tokens so far, and what was drafted behind them."""
+
+
 def check_chains(
-    watched: WatchedHead, target_dir: Path, draft_dir: Path, *, allowed: int = 0
+    watched: HasChains, target_dir: Path, draft_dir: Path, *, allowed: int = 0
 ) -> None:
     """Of some drafts, that they are what the head makes of transformers' hidden states.
 
     Args:
         watched: Has seen more than `NUM_CHECKED`.
         target_dir: Of the model.
-        draft_dir: Of a head that taps where heads do by default.
+        draft_dir: Of an EAGLE-1 head, or of one of EAGLE-3 that taps where such do by default.
         allowed: How many may differ.
     """
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     weights = (reference.get_input_embeddings().weight, reference.get_output_embeddings().weight)
-    naive = NaiveHead(draft_dir, *(weight.detach() for weight in weights))
     layers = ModelConfig.load(target_dir).num_layers
+    if head_kind(draft_dir) == "eagle":
+        make, taps = NaiveEagle, (layers,)
+    else:
+        make, taps = NaiveHead, (2, layers // 2, layers - 3)
+    naive = make(draft_dir, *(weight.detach() for weight in weights))
     chains = [(tokens, chain) for tokens, chain in watched.chains if chain]
     assert len(chains) > NUM_CHECKED
     num_different = 0
     for tokens, chain in random.sample(chains, NUM_CHECKED):
         with torch.inference_mode():
             streams = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-            aux = torch.cat([streams[i][0] for i in (2, layers // 2, layers - 3)], dim=-1)
+            aux = torch.cat([streams[i][0] for i in taps], dim=-1)
             num_different += chain != naive.chain(naive.fuse(aux)[:-1], tokens, len(chain))
     assert num_different <= allowed

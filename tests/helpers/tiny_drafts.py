@@ -1,4 +1,4 @@
-"""Small random EAGLE-3 heads in the published layout, and a plain reading of them in float64."""
+"""Small random EAGLE heads in the published layouts, and a plain reading of them in float64."""
 
 from __future__ import annotations
 
@@ -110,6 +110,64 @@ def tiny_draft_tensors(config: dict[str, Any], seed: int, *, shares: bool) -> Te
     return tensors
 
 
+def make_tiny_eagle(
+    path: Path,
+    target: Path,
+    seed: int = 0,
+    *,
+    shares: bool = True,
+    fc_bias: bool = True,
+    qkv_bias: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Writes an EAGLE-1 head for a target's directory.
+
+    Args:
+        path: Directory to create.
+        target: A model's directory.
+        seed: Of the weights.
+        shares: The LM head is the target's; else the file has its own. Published ones bring the
+            target's embedding, these one of their own.
+        fc_bias: Of `fc`.
+        qkv_bias: Of q, k and v.
+        **overrides: Fields of config.json.
+
+    Returns:
+        `path`.
+    """
+    own = {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None, **overrides}
+    config = tiny_draft_config(json.loads((target / "config.json").read_text()), **own)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+
+    def linear(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    sizes = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    tensors = {
+        "fc.weight": linear(hidden, 2 * hidden),
+        **{f"layers.0.self_attn.{n}_proj.weight": linear(m, hidden) for n, m in sizes.items()},
+        "layers.0.self_attn.o_proj.weight": linear(hidden, heads * dim),
+        "layers.0.mlp.gate_proj.weight": linear(inner, hidden),
+        "layers.0.mlp.up_proj.weight": linear(inner, hidden),
+        "layers.0.mlp.down_proj.weight": linear(hidden, inner),
+        "layers.0.post_attention_layernorm.weight": 1 + 0.2 * linear(1, hidden)[0],
+    }
+    if fc_bias:
+        tensors["fc.bias"] = linear(1, hidden)[0]
+    if qkv_bias:
+        biases = {f"layers.0.self_attn.{n}_proj.bias": linear(1, m)[0] for n, m in sizes.items()}
+        tensors |= biases
+    if not shares:
+        tensors["lm_head.weight"] = linear(config["vocab_size"], hidden)
+        tensors["embed_tokens.weight"] = linear(hidden, config["vocab_size"]).T.contiguous()
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
 class NaiveHead:
     """A head computed in float64 from its definition, everything anew for each token.
 
@@ -119,10 +177,14 @@ class NaiveHead:
         lm_head: [vocab, hidden] of the target.
     """
 
+    _layer = "midlayer"
+
     def __init__(self, path: Path, embedding: torch.Tensor, lm_head: torch.Tensor) -> None:
         self.config = json.loads((path / "config.json").read_text())
         tensors = load_file(path / "model.safetensors")
-        self.ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        self.ids = torch.arange(len(lm_head))
+        if "d2t" in tensors:
+            self.ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
         self._w = {name: tensor.double() for name, tensor in tensors.items()}
         self._embedding = self._w.get("embed_tokens.weight", embedding.double())
         self._lm_head = self._w.get("lm_head.weight", lm_head.double()[self.ids])
@@ -146,7 +208,7 @@ class NaiveHead:
         found: list[int] = []
         for _ in range(depth):
             state = self._last_state(states, tokens[1:])
-            logits = self._lm_head @ self._norm(state, "norm")
+            logits = self._logits(state)
             found.append(int(self.ids[int(logits.argmax())]))
             # The head's own state stands for the target's that is not known yet.
             states, tokens = torch.cat((states, state[None])), [*tokens, found[-1]]
@@ -162,7 +224,7 @@ class NaiveHead:
         found: list[torch.Tensor] = []
         for end in range(len(states) + 1, len(tokens) + 1):
             state = self._last_state(states, tokens[1:end])
-            found.append(self._lm_head @ self._norm(state, "norm"))
+            found.append(self._logits(state))
             states = torch.cat((states, state[None]))
         return found
 
@@ -176,17 +238,30 @@ class NaiveHead:
         q = self._rotate(q, len(tokens))[0]
         weights = (torch.einsum("hd,nhd->hn", q, k) / dim**0.5).softmax(-1)
         mixed = torch.einsum("hn,nhd->hd", weights, v).flatten()
-        x = states[-1] + self._w["midlayer.self_attn.o_proj.weight"] @ mixed
-        normed = self._norm(x, "midlayer.post_attention_layernorm")
-        gate, up = (self._w[f"midlayer.mlp.{n}_proj.weight"] @ normed for n in ("gate", "up"))
-        return x + self._w["midlayer.mlp.down_proj.weight"] @ (torch.sigmoid(gate) * gate * up)
+        x = (
+            self._residual(states, tokens)
+            + self._w[f"{self._layer}.self_attn.o_proj.weight"] @ mixed
+        )
+        normed = self._norm(x, f"{self._layer}.post_attention_layernorm")
+        gate, up = (self._w[f"{self._layer}.mlp.{n}_proj.weight"] @ normed for n in ("gate", "up"))
+        inner = torch.sigmoid(gate) * gate * up
+        return x + self._w[f"{self._layer}.mlp.down_proj.weight"] @ inner
+
+    def _residual(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        """What the layer adds to at the last position."""
+        return states[-1]
+
+    def _logits(self, state: torch.Tensor) -> torch.Tensor:
+        return self._lm_head @ self._norm(state, "norm")
 
     def _join(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         embedded = self._norm(self._embedding[tokens], "midlayer.input_layernorm")
         return torch.cat((embedded, self._norm(states.double(), "midlayer.hidden_norm")), dim=-1)
 
     def _project(self, joined: torch.Tensor, name: str) -> torch.Tensor:
-        out = joined @ self._w[f"midlayer.self_attn.{name}.weight"].T
+        out = joined @ self._w[f"{self._layer}.self_attn.{name}.weight"].T
+        bias = self._w.get(f"{self._layer}.self_attn.{name}.bias")
+        out = out if bias is None else out + bias
         return out.unflatten(-1, (-1, self.config["head_dim"]))
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -201,3 +276,24 @@ class NaiveHead:
         angles = torch.outer(torch.arange(begin, begin + len(x), dtype=torch.float64), speeds)
         turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angles)[:, None]
         return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+class NaiveEagle(NaiveHead):
+    """The same for EAGLE-1, as `make_tiny_eagle` writes it; its states are the target's last."""
+
+    _layer = "layers.0"
+
+    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
+        """[n, hidden], as they are."""
+        return aux.double()
+
+    def _join(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        joined = torch.cat((self._embedding[tokens], states.double()), dim=-1)
+        out = joined @ self._w["fc.weight"].T
+        return out + self._w["fc.bias"] if "fc.bias" in self._w else out
+
+    def _residual(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        return self._join(states, tokens)[-1]
+
+    def _logits(self, state: torch.Tensor) -> torch.Tensor:
+        return self._lm_head @ state

@@ -77,6 +77,10 @@ class DecoderOnlyLM:
         """
         return self.model(batch, pool, taps)
 
+    def forward_all(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+        """As `forward`, for all rows: [T, hidden], of which logits can be had."""
+        return self.model.of_all_rows(batch, pool)
+
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """[L, hidden], these L rows' adapters -> [L, vocab] float32."""
         return self.lm_head(hidden, addition_to(lora, "lm_head", 0))

@@ -10,9 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from weft.engine.errors import ModelError
 from weft.engine.models.config import ModelConfig
+from weft.engine.models.files import weight_files
 from weft.kernels.build import cache_folder
+
+if TYPE_CHECKING:
+    import torch
 
 _VERSION = b"weft-model-1"
 _DRAFT_VERSION = b"weft-draft-1"
@@ -57,6 +63,19 @@ def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes
         OSError: A file cannot be read.
     """
     return _combine(_DRAFT_VERSION, fingerprint, dtype.encode(), *cached_file_digests(files))
+
+
+def head_digest(fingerprint: bytes, dtype: torch.dtype, draft_dir: Path) -> bytes:
+    """`draft_digest` of a head's directory.
+
+    Raises:
+        ModelError: A file cannot be read.
+    """
+    name = str(dtype).removeprefix("torch.")
+    try:
+        return draft_digest(fingerprint, name, weight_files(draft_dir))
+    except OSError as error:
+        raise ModelError(f"cannot read the weights in {draft_dir}: {error}") from error
 
 
 def _combine(*parts: bytes) -> bytes:

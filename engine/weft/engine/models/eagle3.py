@@ -6,6 +6,8 @@ none. K and V of the entries are one more layer of the target's pages, behind it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -13,13 +15,14 @@ from weft.engine.errors import ModelError
 from weft.engine.layers.linear import GateUp, Linear
 from weft.engine.layers.norm import RMSNorm
 from weft.engine.layers.rotary import cos_sin_table
-from weft.engine.layers.weights import Weights
+from weft.engine.layers.weights import ChangedWeights, Weights
 from weft.engine.models.checkpoint import Checkpoint
 from weft.engine.models.decoder_only import FUSED, DecoderOnlyLM
-from weft.engine.models.digest import draft_digest
+from weft.engine.models.digest import head_digest
+from weft.engine.models.draft_config import HeadKind
 from weft.engine.models.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
-from weft.engine.models.files import weight_files
 from weft.engine.runner.batch import ForwardBatch
+from weft.kernels.decoder_layer import Taps
 from weft.kernels.draft_head import (
     DraftChains,
     DraftHeadWeight,
@@ -27,22 +30,36 @@ from weft.kernels.draft_head import (
     draft_chain,
     draft_entries,
     pack_draft_head,
+    replace_layer,
 )
 from weft.kernels.linear import LinearWeight, pack_linear
+from weft.kernels.memory import WeightArena
 
 
 class Eagle3Head:
-    """A head, loaded for one target, whose embedding (and LM head) it may share."""
+    """A `DraftHead`, loaded for one target, whose embedding (and LM head) it may share."""
+
+    kind: HeadKind = "eagle3"
 
     def __init__(self, config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> None:
         """Reads all parameters; see `load_eagle3`."""
         self.config = config
+        self.hidden_size = config.hidden_size
         self.aux_layers = config.layers_of(target.config)
         self.layer = target.config.num_layers
         """Of the pool, where the head's K and V lie."""
         self.digest = b""
         """32 bytes over files, configuration and dtype."""
         self.weight = _read_weight(config, target, names)
+
+    def extend(
+        self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DraftHead.extend`."""
+        rows, width = batch.token_ids.shape[0], len(self.aux_layers) * target.config.hidden_size
+        taps = Taps(self.aux_layers, aux := kept.new_empty((rows, width)))
+        hidden = target.forward(batch, pool, taps)
+        return hidden, self.entries(aux, batch, kept, pool)
 
     def entries(
         self, aux: torch.Tensor, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
@@ -65,31 +82,76 @@ class Eagle3Head:
             slots=batch.slots,
             cu_q_lens=batch.cu_q_lens,
             request_slots=batch.request_slots,
+            is_uniform=batch.max_q_len == 1 and len(batch.positions) == len(batch.request_slots),
         )
         return draft_entries(aux, self.weight, rows, kept, pool, self.layer)
 
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
     ) -> torch.Tensor:
-        """Proposes tokens behind the last ones of R requests.
-
-        Args:
-            state: [R, hidden], from `entries`, of the position before the last token; overwritten.
-            token_ids: [R] int64: the last tokens.
-            chains: Where they are, and how many are wanted.
-            pool: The target's, with the head's layer; written.
-
-        Returns:
-            [D, R] int64, of the target's vocabulary.
-        """
+        """See `DraftHead.chain`."""
         return draft_chain(state, token_ids, self.weight, chains, pool, self.layer)
+
+
+def adapt_eagle3(
+    head: Eagle3Head, draft_dir: Path, target: DecoderOnlyLM, changes: Mapping[str, torch.Tensor]
+) -> Eagle3Head:
+    """The same head with changed projections after K and V; all else is shared.
+
+    Args:
+        head: Loaded from `draft_dir` for `target`.
+        draft_dir: Is read again.
+        target: The head's.
+        changes: By module of its layer, of q, o, gate, up and down alone: [out, in], added.
+
+    Raises:
+        ModelError: The files are no longer there.
+        ValueError: A change does not fit.
+    """
+    device = target.model.embed_tokens.device
+    with Checkpoint(draft_dir, target.dtype, device) as file:
+        name = _Names(file, head.config, draft_dir).layer_name
+        added = {f"{name}.{module}.weight": change for module, change in changes.items()}
+        layer = Weights(ChangedWeights(file, added), arena=WeightArena(0)).at(name)
+        adapted = copy(head)
+        adapted.weight = replace_layer(head.weight, **_read_layer(head.config, layer))
+    return adapted
+
+
+def adaptable_shapes(config: Eagle3Config) -> dict[str, tuple[int, int]]:
+    """[out, in] of what `adapt_eagle3` may change, by module."""
+    hidden, inner, q_size = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads * config.head_dim,
+    )
+    return {
+        "self_attn.q_proj": (q_size, 2 * hidden),
+        "self_attn.o_proj": (hidden, q_size),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+def _read_layer(config: Eagle3Config, layer: Weights) -> dict[str, LinearWeight]:
+    """The products of the head's layer, under their names in `DraftHeadWeight`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    attention, mlp = layer.at("self_attn"), layer.at("mlp")
+    sizes = (q_size, kv_size, kv_size)
+    qkv = Linear(attention, FUSED["qkv_proj"], 2 * hidden, sizes, bias=False)
+    return {
+        "qkv": qkv.weight,
+        "o": Linear(attention, ("o_proj",), q_size, (hidden,), bias=False).weight,
+        "gate_up": GateUp(mlp, FUSED["gate_up_proj"], hidden, inner, bias=False).weight,
+        "down": Linear(mlp, ("down_proj",), inner, (hidden,), bias=False).weight,
+    }
 
 
 def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> DraftHeadWeight:
     hidden, eps, layer = config.hidden_size, config.rms_norm_eps, names.layer
-    q_size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    attention, mlp, qkv = layer.at("self_attn"), layer.at("mlp"), FUSED["qkv_proj"]
-    sizes = (q_size, kv_size, kv_size)
+    kv_size, names_of_kv = config.num_kv_heads * config.head_dim, FUSED["qkv_proj"][1:]
 
     def product(
         weights: Weights, name: str | tuple[str, ...], width: int, *rows: int
@@ -110,15 +172,11 @@ def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> 
         lm_head = target.lm_head.rows(target_ids)
     # A head's own limit is that of its training; it is used wherever the target is.
     positions = target.config.max_position_embeddings
-    inner = config.intermediate_size
     return pack_draft_head(
+        **_read_layer(config, layer),
         fc=product(names.base, "fc", NUM_AUX_LAYERS * config.target_hidden_size, hidden),
-        qkv=product(attention, qkv, 2 * hidden, *sizes),
         # Once more without q: what most steps of the target need.
-        kv=product(attention, qkv[1:], 2 * hidden, *sizes[1:]),
-        o=product(attention, "o_proj", q_size, hidden),
-        gate_up=GateUp(mlp, FUSED["gate_up_proj"], hidden, inner, bias=False).weight,
-        down=product(mlp, "down_proj", inner, hidden),
+        kv=product(layer.at("self_attn"), names_of_kv, 2 * hidden, kv_size, kv_size),
         lm_head=pack_linear(lm_head, arena=names.base.arena),
         input_norm=norm(layer, "input_layernorm"),
         hidden_norm=norm(layer, "hidden_norm"),
@@ -141,7 +199,8 @@ class _Names:
         self._prefix = "model." if file.has("model.fc.weight") else ""
         self.base = top.at("model") if self._prefix else top
         is_numbered = self.base.has("layers.0.hidden_norm.weight")
-        self.layer = self.base.at("layers").at(0) if is_numbered else self.base.at("midlayer")
+        self.layer_name = self._prefix + ("layers.0" if is_numbered else "midlayer")
+        self.layer = top.at(self.layer_name)
         self.lm_head = (top if top.has("lm_head.weight") else self.base).at("lm_head")
         self.has_lm_head = self.lm_head.has("weight")
         self.has_embedding = self.base.has("embed_tokens.weight")
@@ -195,7 +254,7 @@ class _Names:
         if shape == (config.hidden_size, 2 * config.hidden_size):
             raise ModelError(
                 f"{self._where}: {name} {shape} joins one state and one embedding: a head of "
-                "EAGLE-1 or EAGLE-2, which is not supported; EAGLE-3 is"
+                "EAGLE-1 or EAGLE-2, whose config.json names LlamaForCausalLMEagle"
             )
 
 
@@ -216,9 +275,5 @@ def load_eagle3(draft_dir: Path, target: DecoderOnlyLM) -> Eagle3Head:
     with Checkpoint(draft_dir, target.dtype, device) as file:
         head = Eagle3Head(config, target, _Names(file, config, draft_dir))
         file.finish(lambda name: name.endswith("rotary_emb.inv_freq"))
-    dtype = str(target.dtype).removeprefix("torch.")
-    try:
-        head.digest = draft_digest(config.fingerprint(), dtype, weight_files(draft_dir))
-    except OSError as error:
-        raise ModelError(f"cannot read the weights in {draft_dir}: {error}") from error
+    head.digest = head_digest(config.fingerprint(), target.dtype, draft_dir)
     return head

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from weft.engine.errors import ModelError
 from weft.engine.models.config import ModelConfig, RopeConfig, read_json_file, rope_config
+from weft.engine.models.draft_config import ARCHITECTURE, check_layer, check_sizes, kind_of
 from weft.engine.models.fields import Fields
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 NUM_AUX_LAYERS = 3
 _AUX_FIELD = "eagle_aux_hidden_state_layer_ids"
 
@@ -48,7 +48,9 @@ class Eagle3Config:
                 message names the field.
         """
         fields = Fields(read_json_file(draft_dir / "config.json"), str(draft_dir))
-        _check_kind(fields)
+        if kind_of(fields) != "eagle3":
+            raise fields.error("architectures", f"not those of EAGLE-3, such as {ARCHITECTURE}")
+        check_layer(fields)
         hidden_size = fields.positive("hidden_size")
         num_heads = fields.positive("num_attention_heads")
         default_dim = hidden_size // num_heads if hidden_size % num_heads == 0 else None
@@ -83,19 +85,14 @@ class Eagle3Config:
         Raises:
             ModelError: Sizes differ; the message names the field and both values.
         """
-        for name, mine, its in (
+        check_sizes(
+            where,
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
             # The head's K and V lie in the target's pages, as one more layer.
             ("num_key_value_heads", self.num_kv_heads, target.num_kv_heads),
             ("head_dim", self.head_dim, target.head_dim),
-        ):
-            if mine != its:
-                raise ModelError(
-                    f"{where}: {name} of the draft head is {mine}, of the model that it is to "
-                    f"draft for {its}; give the head that was trained for this model",
-                    param=name,
-                )
+        )
         bad = [layer for layer in self.layers_of(target) if not 0 <= layer < target.num_layers]
         if bad:
             raise ModelError(
@@ -116,27 +113,6 @@ class Eagle3Config:
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """Where a head taps a target of so many layers unless its file says otherwise."""
     return (2, num_layers // 2, num_layers - 3)
-
-
-def _check_kind(fields: Fields) -> None:
-    names = fields.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if name != ARCHITECTURE:
-        raise fields.error(
-            "architectures",
-            f"{name!r} is no draft head that is supported; {ARCHITECTURE} is (heads of EAGLE-1 and "
-            "EAGLE-2, and files in the layout of speculators, are not)",
-        )
-    if fields.positive("num_hidden_layers", 1) != 1:
-        raise fields.error("num_hidden_layers", "only heads of one layer are supported")
-    activation = fields.text("hidden_act", "silu")
-    if activation != "silu":
-        raise fields.error("hidden_act", f"only silu is supported, not {activation!r}")
-    for name in ("attention_bias", "mlp_bias"):
-        if fields.flag(name, False):
-            raise fields.error(name, "heads with biases are not supported")
-    if fields.get("quantization_config"):
-        raise fields.error("quantization_config", "quantised heads are not supported")
 
 
 def _aux_layers(fields: Fields) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from weft.engine.models.dtypes import resolve_dtype
 from weft.engine.models.files import Progress, weight_files
 from weft.engine.models.interface import CausalLM, CausalLMClass
 from weft.engine.models.registry import model_class
+from weft.kernels.memory import WeightArena
 
 _ROTARY_BUFFER = re.compile(r"rotary_emb\.inv_freq$")
 
@@ -39,6 +40,7 @@ def load_model(
     progress: Progress | None = None,
     *,
     dummy: bool = False,
+    is_fixed: bool = False,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files.
 
@@ -50,6 +52,8 @@ def load_model(
         dtype: float32, bfloat16, float16 or auto (see `resolve_dtype`).
         device: A torch device.
         progress: Called with (bytes read, bytes in all) as tensors are read.
+        is_fixed: A token's results do not depend on what else a step holds on a GPU either; the
+            digest says so.
         dummy: Takes only config.json and makes up the weights; for benchmarks.
 
     Raises:
@@ -61,21 +65,24 @@ def load_model(
     dtype = resolve_dtype(dtype, device)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)
+    arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-fixed" if is_fixed else dtype
     if dummy:
-        model = build(config, Weights(RandomWeights(torch_dtype, target)))
-        digest = model_digest(config, f"dummy-{dtype}", ())
+        model = build(config, Weights(RandomWeights(torch_dtype, target), arena=arena))
+        digest = model_digest(config, f"dummy-{computed}", ())
         return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
     with Checkpoint(model_dir, torch_dtype, target, progress) as checkpoint:
-        model = _build(build, config, checkpoint)
+        model = _build(build, config, checkpoint, arena)
     try:
-        digest = model_digest(config, dtype, weight_files(model_dir))
+        digest = model_digest(config, computed, weight_files(model_dir))
     except OSError as error:
         raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
 
 
-def _build(build: CausalLMClass, config: ModelConfig, checkpoint: Checkpoint) -> CausalLM:
-    model = build(config, Weights(checkpoint))
+def _build(
+    build: CausalLMClass, config: ModelConfig, checkpoint: Checkpoint, arena: WeightArena
+) -> CausalLM:
+    model = build(config, Weights(checkpoint, arena=arena))
     checkpoint.finish(lambda name: _is_unused(name, config))
     return model
 

@@ -6,24 +6,26 @@ cached, shipped and stored with it.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from weft.engine.errors import ModelError
+from weft.engine.errors import AdapterError, ModelError
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.models.decoder_only import DecoderOnlyLM
-from weft.engine.models.eagle3 import Eagle3Head, load_eagle3
+from weft.engine.models.draft_head import DraftHead, load_draft_head
+from weft.engine.models.eagle3 import Eagle3Head, adapt_eagle3, adaptable_shapes
 from weft.engine.models.loader import LoadedModel
 from weft.engine.runner.batch import ForwardBatch
-from weft.kernels.decoder_layer import Taps
+from weft.engine.speculative.draft_adapter import read_draft_adapter
 from weft.kernels.lora import LoraStep
 
 
 def load_drafted(
     loaded: LoadedModel, draft_dir: Path, max_requests: int, max_step_tokens: int
 ) -> DraftedModel:
-    """Loads a head for a model; see `load_eagle3` and `DraftedModel`.
+    """Loads a head for a model; see `load_draft_head` and `DraftedModel`.
 
     Raises:
         ModelError: The head cannot be used, or not with this model.
@@ -34,8 +36,8 @@ def load_drafted(
             "their hidden states",
             param="draft_dir",
         )
-    head = load_eagle3(draft_dir, loaded.model)
-    return DraftedModel(loaded.model, head, max_requests, max_step_tokens)
+    head = load_draft_head(draft_dir, loaded.model)
+    return DraftedModel(loaded.model, head, max_requests, max_step_tokens, draft_dir)
 
 
 class DraftedModel:
@@ -51,19 +53,45 @@ class DraftedModel:
         head: Loaded for it.
         max_requests: Slots.
         max_step_tokens: Rows of the largest step after which `keep_accepted` may be called.
+        draft_dir: That the head is from; None: it cannot be adapted.
     """
 
     def __init__(
-        self, target: DecoderOnlyLM, head: Eagle3Head, max_requests: int, max_step_tokens: int
+        self,
+        target: DecoderOnlyLM,
+        head: DraftHead,
+        max_requests: int,
+        max_step_tokens: int,
+        draft_dir: Path | None = None,
     ) -> None:
         self.config = target.config
+        self._draft_dir = draft_dir
         self.head = head
         self._target = target
-        embedding, width = target.model.embed_tokens, head.config.hidden_size
+        embedding, width = target.model.embed_tokens, head.hidden_size
         self.kept = embedding.new_zeros((max_requests + 1, width))
         """[max_requests + 1, hidden]: of each slot's last row; nobody's after the last slot."""
         self._last = embedding.new_zeros((max_step_tokens, width))
         """Of the rows of the last step; in one place, as captured graphs need it."""
+
+    def adapted(self, folder: Path) -> DraftedModel:
+        """The same with the head as a draft adapter makes it; states and pages are shared.
+
+        Args:
+            folder: Of the draft adapter.
+
+        Raises:
+            WeftError: It cannot be used, or not with this head.
+        """
+        if not isinstance(self.head, Eagle3Head) or self._draft_dir is None:
+            raise AdapterError(f"draft adapter {folder}: only EAGLE-3 heads can be adapted")
+        changes = read_draft_adapter(folder, adaptable_shapes(self.head.config))
+        made = copy(self)
+        try:
+            made.head = adapt_eagle3(self.head, self._draft_dir, self._target, changes)
+        except ValueError as error:
+            raise AdapterError(f"draft adapter {folder}: {error}") from error
+        return made
 
     def kv_layout(self, page_size: int) -> PlaneLayout:
         """The target's page with the head's layer behind its own."""
@@ -72,12 +100,8 @@ class DraftedModel:
 
     def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
         """As `CausalLM.forward`; `batch.request_slots` must be there."""
-        aux_layers = self.head.aux_layers
-        rows, width = batch.token_ids.shape[0], len(aux_layers) * self.config.hidden_size
-        taps = Taps(aux_layers, aux := self.kept.new_empty((rows, width)))
-        hidden = self._target.forward(batch, pool, taps)
-        states = self.head.entries(aux, batch, self.kept, pool)
-        rows = min(rows, self._last.shape[0])
+        hidden, states = self.head.extend(self._target, batch, self.kept, pool)
+        rows = min(states.shape[0], self._last.shape[0])
         self._last[:rows].copy_(states[:rows])
         return hidden
 

@@ -15,7 +15,8 @@ class Drafter(Protocol):
         """Tokens that may follow the last one of each request.
 
         Args:
-            items: Their last tokens are known, and there are pages for `max_drafts` more.
+            items: Their last tokens are known, to the device at least, and there are pages for
+                `max_drafts` more.
 
         Returns:
             Of each at most `max_drafts`; none where it has no guess.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.engine.config import EngineConfig
+from weft.engine.config import HEAD_DRAFTERS, EngineConfig
+from weft.engine.messages import AdapterOrder
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.running import DraftGate
 from weft.engine.scheduler.state import Request
+from weft.engine.speculative.adapted import AdaptedDrafter
 from weft.engine.speculative.drafter import Drafter
+from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.speculative.gate import MeasuredGate
 from weft.engine.speculative.ngram import NgramDrafter
 
@@ -28,12 +31,16 @@ class Drafting:
         self.drafter: Drafter | None = None
         if config.drafter == "ngram":
             self.drafter = NgramDrafter()
-        elif config.drafter == "eagle3":
+        elif config.drafter in HEAD_DRAFTERS:
             self.drafter = draft_model
         self.gate: DraftGate | None = None
         if self.drafter is not None:
             self.gate = MeasuredGate(config.max_draft_tokens)
         self._draws_on_device = draws_on_device
+        is_head = isinstance(self.drafter, EagleDrafter) and self.drafter.is_on_device
+        self.is_on_device = is_head and draws_on_device
+        """Drafting and drawing need nothing of the host: drafts may begin behind a step whose
+        outcome it does not know."""
 
     def is_for(self, request: Request) -> bool:
         """Tokens of a new request may be drafted."""
@@ -48,6 +55,20 @@ class Drafting:
         """The slot's request is gone."""
         if self.drafter is not None:
             self.drafter.forget(slot)
+
+    def order(self, order: AdapterOrder) -> None:
+        """An adapter is to be loaded or unloaded."""
+        if isinstance(self.drafter, AdaptedDrafter):
+            self.drafter.order(order)
+
+    def sizes(self) -> dict[str, int]:
+        """Of what grows with adapters."""
+        return self.drafter.sizes() if isinstance(self.drafter, AdaptedDrafter) else {}
+
+    def close(self) -> None:
+        """Ends what threads there are."""
+        if isinstance(self.drafter, AdaptedDrafter):
+            self.drafter.close()
 
     def depths(self) -> dict[int, int]:
         """See `MeasuredGate.depths`; empty where nothing is drafted."""

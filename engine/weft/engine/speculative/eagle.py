@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from weft.engine.device_copies import DeviceCopies
+from weft.engine.device_copies import DeviceCopies, Fetched
 from weft.engine.runner.step import PageTable
-from weft.engine.scheduler.plan import VerifyItem
+from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
+from weft.engine.speculative.chains import ChainArrays, ChainGraphs
 from weft.engine.speculative.drafted import DraftedModel
 from weft.kernels.draft_head import DraftChains
 
@@ -25,59 +25,69 @@ class EagleDrafter:
         pool: The target's.
         table: Page numbers by slot; the requests' pages are entered.
         page_size: Token positions a page.
+        graphs: Captured chains, whose drafts stay on the device; None: there are none.
     """
 
     def __init__(
-        self, model: DraftedModel, pool: torch.Tensor, table: PageTable, page_size: int
+        self,
+        model: DraftedModel,
+        pool: torch.Tensor,
+        table: PageTable,
+        page_size: int,
+        graphs: ChainGraphs | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._table = table
         self._page_size = page_size
+        self._graphs = graphs
         self._copies = DeviceCopies(pool.device)
 
-    def draft(self, items: Sequence[VerifyItem]) -> list[list[int]]:
-        """See `Drafter.draft`; as many tokens as may be. Waits for the device once, at the end."""
+    @property
+    def is_on_device(self) -> bool:
+        """Drafts need nothing that the host knows later than the device does, and go nowhere else.
+
+        Then a request may be drafted for while another step of it is under way.
+        """
+        return self._graphs is not None
+
+    def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
+        """See `Drafter.draft`; as many tokens as may be."""
+        with torch.inference_mode():
+            if self._graphs is not None:
+                return self._draft_on_device(self._graphs, items)
+            return self._draft_and_wait(items)
+
+    def forget(self, slot: int) -> None:
+        """See `Drafter.forget`: what is kept of a slot is written anew by its next request."""
+
+    def _draft_on_device(self, graphs: ChainGraphs, items: Sequence[VerifyItem]) -> LaterDrafts:
+        counts = [item.max_drafts for item in items]
+        if not any(counts):
+            return LaterDrafts(counts, lambda: [[] for _ in counts])
+        arrays = ChainArrays.of_items(items, self._table, self._page_size)
+        fetched = Fetched(graphs.forward(arrays, max(counts)))
+
+        def fetch() -> list[list[int]]:
+            chains: list[list[int]] = fetched.wait().t().tolist()
+            return [chains[index][:count] for index, count in enumerate(counts)]
+
+        return LaterDrafts(counts, fetch)
+
+    def _draft_and_wait(self, items: Sequence[VerifyItem]) -> list[list[int]]:
         # Those that get most first: the others leave the batch from its end.
         order = sorted(range(len(items)), key=lambda index: -items[index].max_drafts)
         order = [index for index in order if items[index].max_drafts > 0]
         drafts: list[list[int]] = [[] for _ in items]
         if order:
-            chains = self._chains([items[index] for index in order])
+            chains: list[list[int]] = self._run([items[i] for i in order]).cpu().t().tolist()
             for index, chain in zip(order, chains, strict=True):
                 drafts[index] = chain[: items[index].max_drafts]
         return drafts
 
-    def forget(self, slot: int) -> None:
-        """See `Drafter.forget`: what is kept of a slot is written anew by its next request."""
-
-    def _chains(self, items: Sequence[VerifyItem]) -> list[list[int]]:
-        """Of each its tokens, with what is left of the longest behind them."""
+    def _run(self, items: Sequence[VerifyItem]) -> torch.Tensor:
+        """[D, R]: of each its tokens, with what is left of the longest behind them."""
         depth, rows = items[0].max_drafts, len(items)
-        allowed = np.array([item.max_drafts for item in items])
-        counts = [int((allowed > done).sum()) for done in range(depth)]
-        columns = self._columns(items, depth)
-        slots, tokens, positions, places, lengths, each, pages = self._copies.send(columns)
-        table = pages.view(rows, -1)
-        chains = DraftChains(
-            positions=positions.view(depth, rows),
-            slots=places.view(depth, rows),
-            kv_lens=lengths.view(depth, rows),
-            counts=counts,
-            page_table=table,
-            one_row_each=each,
-            max_kv_len=table.shape[1] * self._page_size,
-        )
-        with torch.inference_mode():
-            found = self._model.head.chain(
-                self._model.kept.index_select(0, slots), tokens, chains, self._pool
-            )
-        drafts: list[list[int]] = found.cpu().t().tolist()
-        return drafts
-
-    def _columns(self, items: Sequence[VerifyItem], depth: int) -> list[npt.NDArray[np.generic]]:
-        """Slots and last tokens by request; positions, places in the pool and lengths [depth, R];
-        0 .. R; page numbers [R, pages of the longest]."""
         for item in items:
             self._table.extend(item.request.slot, item.request.pages)
         slots = np.array([item.request.slot for item in items], np.int64)
@@ -88,7 +98,20 @@ class EagleDrafter:
         positions = starts + np.minimum(np.arange(depth)[:, None], allowed - 1)
         num_pages = int(positions.max()) // self._page_size + 1
         pages = self._table.pages[slots, :num_pages]
-        places = pages[np.arange(len(items)), positions // self._page_size].astype(np.int64)
+        places = pages[np.arange(rows), positions // self._page_size].astype(np.int64)
         places = places * self._page_size + positions % self._page_size
-        lengths, each = (positions + 1).astype(np.int32), np.arange(len(items) + 1, dtype=np.int32)
-        return [slots, tokens, positions, places, lengths, each, pages]
+        lengths, each = (positions + 1).astype(np.int32), np.arange(rows + 1, dtype=np.int32)
+        columns = (slots, tokens, positions, places, lengths, each, pages)
+        device_slots, token_ids, *sent, one_row_each, page_table = self._copies.send(columns)
+        device_positions, device_places, kv_lens = (column.view(depth, rows) for column in sent)
+        chains = DraftChains(
+            positions=device_positions,
+            slots=device_places,
+            kv_lens=kv_lens,
+            counts=[int((allowed > done).sum()) for done in range(depth)],
+            page_table=page_table.view(rows, num_pages),
+            one_row_each=one_row_each,
+            max_kv_len=num_pages * self._page_size,
+        )
+        state = self._model.kept.index_select(0, device_slots)
+        return self._model.head.chain(state, token_ids, chains, self._pool)

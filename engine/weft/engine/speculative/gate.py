@@ -2,152 +2,252 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import dataclass
+from math import sqrt
 
 from weft.engine.scheduler.acceptance import Acceptance
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.state import Request
+from weft.engine.speculative.step_times import MEASURED_WEIGHT, StepTaken, StepTimes, size_class
 
 DEPTHS = (0, 1, 2, 3, 4, 5, 7)
 """Numbers of drafts that are compared; 0 = none."""
-NUM_TIMES = 9
-"""Newest steps of a kind whose median counts."""
-NUM_FIRST_TIMES = 5
-"""Steps of each kind that are run before the first choice; one more, the first, does not count."""
-LEAST_TIMES = 2
-"""Without so many a kind is not chosen."""
-EXPLORE_FROM = 0.9
-"""Of the best rate so far: with less than that from some drafts, more are not tried at first."""
+FIRST_ALLOWANCE = 8.0
+"""Steps whose time may be lost to trying before anything is known."""
+ALLOWANCE_SHARE = 0.01
+"""Of steps' time may be lost to trying later."""
+LEAST_LOSS = 0.1
+"""Of a step's time: so much a trial counts at least as lost."""
 PROBE_EVERY = 100
-"""Of so many steps one is of another kind than the best."""
-HYSTERESIS = 1.03
-"""Another kind must be so much faster to be changed to."""
+"""After so many steps a neighbour of the best is run, if the allowance holds it."""
+LOOK_EVERY = 4
+"""Steps between two looks at what is best, unless something is being tried or requests are new."""
+SETTLED_AFTER = 8
+"""Steps after which the contexts of a step's requests are about as long as in those before."""
+FIRST_GAIN = 1.04
+"""Drafts must bring so many times what is had without them to be begun."""
+HYSTERESIS = 1.02
+"""Another number of drafts must be so much faster to be changed to."""
+UNSURE = 0.08
+"""By such a part what was measured once may be better; if n times, by 1 / sqrt(n) of that."""
 DECAY = 0.995
 """Of what is known of the acceptance of all requests, with each one's run."""
-OWN_DECAY = 0.93
+OWN_DECAY = 0.95
 """Of what is known of one request's: it tells its kind of text."""
-OWN_WEIGHT = 4.0
+OWN_WEIGHT = 6.0
 """Runs that all requests together count for when one begins."""
 MOST_ASKED = 16
 """Requests whose acceptance is looked at before a step; more would take longer than they tell."""
 
 
-class _Bucket:
-    """Steps of about as many requests."""
+def depths_up_to(max_drafts: int) -> list[int]:
+    """Numbers of drafts that are compared, if there may be at most so many."""
+    return [*(depth for depth in DEPTHS if depth < max_drafts), max_drafts]
 
-    def __init__(self, depths: Sequence[int]) -> None:
-        self.times: dict[int, deque[float]] = {d: deque(maxlen=NUM_TIMES) for d in depths}
-        self.best = 0
-        self.num_steps = 0
-        self.num_probes = 0
-        self.exploring: int | None = 0
-        """Drafts whose time is being measured for the first time; None: all are that may pay."""
-        self._is_first = True
 
-    def note(self, depth: int, duration_s: float) -> None:
-        """A step has taken so long. The first of a kind is not like those that follow."""
-        if depth != self.exploring:
-            self.num_probes += depth != self.best
-            self.times[depth].append(duration_s)
-        elif self._is_first:
-            self._is_first = False
-        else:
-            self.times[depth].append(duration_s)
+@dataclass(slots=True)
+class _Choice:
+    """For steps of about as many requests."""
 
-    def explore(self, expected: Sequence[float]) -> None:
-        """Goes on to more drafts once some are measured, unless more will hardly pay.
+    best: int = 0
+    num_steps: int = 0
+    num_probes: int = 0
+    look_at: int = 0
+    """Before this step it is seen again what is best."""
 
-        Args:
-            expected: Tokens of a step, by its number of drafts.
-        """
-        if self.exploring is None or len(self.times[self.exploring]) < NUM_FIRST_TIMES:
-            return
-        rates = {d: expected[d] / median(times) for d, times in self.times.items() if times}
-        deeper = [depth for depth in self.times if depth > self.exploring]
-        may_pay = rates[self.exploring] >= EXPLORE_FROM * max(rates.values())
-        self.exploring, self._is_first = (deeper[0] if deeper and may_pay else None), True
+
+@dataclass(slots=True)
+class _Trial:
+    """A step that is run to learn from it."""
+
+    depth: int
+    expected_s: float
+    """What its tokens would take with what is best."""
+    chosen_at: int
+    """Steps that had ended then."""
+
+    def is_under_way(self, num_ended: int) -> bool:
+        """Its step has not ended, be another one before it. A step may also come to nothing, or
+        with fewer drafts."""
+        return num_ended <= self.chosen_at + 1
 
 
 class MeasuredGate:
     """Chooses the number of drafts that brings the most tokens a second.
 
-    Steps are told apart by their number of requests (powers of two). Each kind is run a few times;
-    then the best one is, and now and then another one, since what drafts are worth changes. What
-    they are worth to a step is what they were worth to its requests.
+    What drafts are worth to a step is what they were worth to its requests. What they cost is
+    measured where it may pay, by what is predicted; what trying loses is kept to a share of all.
 
     Args:
         max_drafts: At most so many.
     """
 
     def __init__(self, max_drafts: int) -> None:
-        self._depths = [*(depth for depth in DEPTHS if depth < max_drafts), max_drafts]
+        self._depths = depths_up_to(max_drafts)
         self._acceptance = Acceptance(max_drafts, DECAY)
-        self._buckets: dict[int, _Bucket] = {}
+        self._times = StepTimes()
+        self._choices: dict[int, _Choice] = {}
+        self._allowance_s = 0.0
+        """That may be lost to trials."""
+        self._trials: dict[int, _Trial] = {}
+        """Whose steps have not ended, by number of drafts."""
+        self._num_ended = 0
+        """Steps."""
+        self._num_settled = 0
+        """Steps since many of the requests were new."""
         self._has_prompts = False
         """The last step brought prompts too, and the next is likely to: such times tell nothing."""
 
     def max_drafts(self, requests: Sequence[Request]) -> int:
         """See `DraftGate.max_drafts`."""
-        bucket = self._bucket(len(requests))
+        num_requests = len(requests)
+        choice = self._choice(num_requests)
         if self._has_prompts:
-            return bucket.best
-        if bucket.exploring is not None:
-            return bucket.exploring
-        if bucket.num_steps % PROBE_EVERY == PROBE_EVERY - 1:
-            # The next ones only: far ones may take many times as long.
-            near = self._depths.index(bucket.best)
-            others = [*self._depths[max(0, near - 1) : near], *self._depths[near + 1 : near + 2]]
-            return others[bucket.num_probes % len(others)]
-        self._choose(bucket, requests[:MOST_ASKED])
-        return bucket.best
+            return choice.best
+        speculating = [request for request in requests if request.speculates]
+        asked = speculating[:MOST_ASKED]
+        if not asked or not self._times.is_measured(num_requests, 0):
+            return 0
+        num_new = sum(request.acceptance is None for request in asked)
+        self._num_settled = 0 if 4 * num_new > len(asked) else self._num_settled + 1
+        if num_new or choice.num_steps >= choice.look_at:
+            num_stood_for = num_requests * len(asked) / len(speculating)
+            worth = _Worth([self._own(r) for r in asked], num_stood_for)
+            self._choose(choice, worth, num_requests)
+            if trial := self._trial_of(choice, worth, num_requests):
+                self._trials[trial.depth] = trial
+                return trial.depth
+            choice.look_at = choice.num_steps + LOOK_EVERY
+        return choice.best
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`."""
+        self._num_ended += 1
         num_requests = len(plan.decodes) + len(plan.verifies)
         if not num_requests:
             return
+        num_drafts = 0
         for item, run in zip(plan.verifies, runs, strict=True):
             num_accepted = max(0, len(run.tokens) - 1)
-            own = self._own(item.request)
-            own.observe(num_accepted, item.max_drafts)
-            self._acceptance.observe(num_accepted, item.max_drafts)
+            num_drafts += run.num_drafts
+            for acceptance in (self._own(item.request), self._acceptance):
+                acceptance.observe(num_accepted, item.max_drafts, run.num_drafts)
         self._has_prompts = bool(plan.chunks)
-        depth = max((item.max_drafts for item in plan.verifies), default=0)
-        bucket = self._bucket(num_requests)
-        bucket.num_steps += 1
-        if self._has_prompts or depth not in bucket.times:
+        if self._has_prompts or duration_s <= 0:
             return
-        bucket.note(depth, duration_s)
-        bucket.explore(self._acceptance.expected_tokens())
+        depth = max((item.max_drafts for item in plan.verifies), default=0)
+        step = StepTaken(num_requests, depth, num_drafts, duration_s, plan.drafting_s)
+        self._times.note(step, is_settled=self._num_settled >= SETTLED_AFTER)
+        self._choice(num_requests).num_steps += 1
+        self._count_loss(step)
 
-    def _choose(self, bucket: _Bucket, requests: Sequence[Request]) -> None:
-        """Takes the best number of drafts for a step of these requests."""
-        drafted = [request for request in requests if request.speculates]
-        tokens = [self._own(request).expected_tokens() for request in drafted]
-        num_others = len(requests) - len(drafted)
+    def _choose(self, choice: _Choice, worth: _Worth, num_requests: int) -> None:
+        """Takes the best of the measured numbers of drafts."""
+        times = self._times
         rates = {
-            depth: (num_others + sum(expected[depth] for expected in tokens)) / median(times)
-            for depth, times in bucket.times.items()
-            if len(times) >= LEAST_TIMES
+            depth: worth.tokens(depth) / times.seconds(num_requests, depth, worth.share)
+            for depth in self._depths
+            if times.is_measured(num_requests, depth)
         }
+        if choice.best not in rates:
+            choice.best = 0
         best = max(rates, key=rates.__getitem__)
-        if rates[best] > HYSTERESIS * rates[bucket.best]:
-            bucket.best = best
+        gain = HYSTERESIS if choice.best else FIRST_GAIN
+        if not best:
+            gain = 1.0  # Drafts end as soon as they do not pay.
+        if rates[best] > gain * rates[choice.best]:
+            choice.best = best
+
+    def _trial_of(self, choice: _Choice, worth: _Worth, num_requests: int) -> _Trial | None:
+        """What to learn about in the next step, if anything that can be afforded."""
+        times = self._times
+        best_s = times.seconds(num_requests, choice.best, worth.share) / worth.tokens(choice.best)
+
+        def trial(depth: int) -> _Trial | None:
+            pending = self._trials.get(depth)
+            if pending is not None and pending.is_under_way(self._num_ended):
+                return None
+            expected_s = best_s * worth.tokens(depth)
+            seconds = times.seconds(num_requests, depth, worth.share)
+            loss_s = max(seconds - expected_s, LEAST_LOSS * seconds)
+            if loss_s > self._allowance_s:
+                return None
+            return _Trial(depth, expected_s, self._num_ended)
+
+        if found := self._hope(choice, worth, num_requests):
+            depth, rate = found
+            if rate * best_s > 1 and (first := trial(depth)):
+                return first
+        is_due = choice.num_steps >= PROBE_EVERY * (choice.num_probes + 1)
+        if not is_due or self._num_settled < SETTLED_AFTER:
+            return None
+        # The next ones only: far ones may take many times as long.
+        near = self._depths.index(choice.best)
+        others = [*self._depths[max(0, near - 1) : near], *self._depths[near + 1 : near + 2]]
+        return trial(others[choice.num_probes % len(others)])
+
+    def _hope(self, choice: _Choice, worth: _Worth, num_requests: int) -> tuple[int, float] | None:
+        """Of what is little known, the number of drafts that may be the best, and its tokens a
+        second if it is."""
+        times, found = self._times, None
+        for depth in self._depths:
+            weight = times.weight(num_requests, depth)
+            num_rows = round(num_requests * (1 + depth * worth.share))
+            if depth == choice.best or not times.is_near(num_rows):
+                continue
+            if weight >= MEASURED_WEIGHT and self._num_settled < SETTLED_AFTER:
+                continue
+            rate = worth.tokens(depth) / times.seconds(num_requests, depth, worth.share)
+            rate *= 1 + UNSURE / sqrt(max(weight, 1.0))
+            if found is None or rate > found[1]:
+                found = depth, rate
+        return found
+
+    def _count_loss(self, step: StepTaken) -> None:
+        duration_s = step.duration_s
+        if self._allowance_s == 0.0:
+            self._allowance_s = FIRST_ALLOWANCE * duration_s
+        self._allowance_s += ALLOWANCE_SHARE * duration_s
+        # Another step may have been under way when a trial was chosen.
+        trial = self._trials.pop(step.depth, None)
+        if trial is not None and trial.is_under_way(self._num_ended - 1):
+            loss_s = max(duration_s - trial.expected_s, LEAST_LOSS * duration_s)
+            self._allowance_s = max(self._allowance_s - loss_s, 1e-9)
+            choice = self._choice(step.num_requests)
+            choice.num_probes = choice.num_steps // PROBE_EVERY
+        most_s = FIRST_ALLOWANCE * self._times.seconds(step.num_requests, 0)
+        self._allowance_s = min(self._allowance_s, most_s)
 
     def _own(self, request: Request) -> Acceptance:
         if request.acceptance is None:
             request.acceptance = self._acceptance.of_one(OWN_DECAY, OWN_WEIGHT)
         return request.acceptance
 
-    def _bucket(self, num_requests: int) -> _Bucket:
-        key = num_requests.bit_length()
-        found = self._buckets.get(key)
-        if found is None:
-            found = self._buckets[key] = _Bucket(self._depths)
-        return found
+    def _choice(self, num_requests: int) -> _Choice:
+        return self._choices.setdefault(size_class(num_requests), _Choice())
 
     def depths(self) -> dict[int, int]:
         """Drafts of a request, by the number of requests in a step from which on that holds."""
-        return {1 << key >> 1: bucket.best for key, bucket in sorted(self._buckets.items())}
+        return {size: choice.best for size, choice in sorted(self._choices.items())}
+
+
+class _Worth:
+    """What drafts bring to a request of a step, on average.
+
+    Args:
+        known: The acceptance of some that may be drafted for.
+        num_requests: They, and their share of those that may not.
+    """
+
+    def __init__(self, known: Sequence[Acceptance], num_requests: float) -> None:
+        columns = zip(*(acceptance.expected_tokens() for acceptance in known), strict=True)
+        self._tokens: list[float] = [
+            1 + (sum(column) - len(known)) / num_requests for column in columns
+        ]
+        self.share = sum(acceptance.share for acceptance in known) / num_requests
+        """Of the drafts that are asked for, those that are made."""
+
+    def tokens(self, depth: int) -> float:
+        """With so many drafts asked for."""
+        return self._tokens[depth]

@@ -1,0 +1,265 @@
+"""What drafting and verifying cost beside a decode step, by number of requests and of drafts.
+
+An engine runs a fixed number of drafts a step. A step's time is what its gate is told, drafting
+included; drafting is timed around the drafter, on a GPU alone afterwards. What is accepted does not
+matter to either. The roof of a decode step on a GPU is the time to read the weights and the KV
+of its requests at the copy rate measured here; that of a draft, to read the head's weights.
+
+    python bench/draft_cost.py                                  the demo model and its head
+    python bench/draft_cost.py --shape llama-3.1-8b --device cuda --batches 1,8,64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_engine import bytes_per_step, copy_rate
+from model_shapes import MODELS, write_config
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from serving.setup import ROOT, describe_lines, describe_setup
+from speculation import DRAFT
+from weft.engine.llm import LLM
+from weft.engine.models.config import ModelConfig
+from weft.engine.models.demo import resolve_model
+from weft.engine.models.dtypes import resolve_dtype
+from weft.engine.request import StopCriteria
+from weft.engine.scheduler.plan import Plan, Run, VerifyItem
+from weft.engine.scheduler.state import Request
+from weft.engine.speculative.chains import ChainArrays
+from weft.engine.speculative.drafter import Drafter
+from weft.engine.speculative.eagle import EagleDrafter
+
+PROMPT_TOKENS = 512
+DRAFT_VOCAB = 32_000
+NUM_SKIPPED = 3
+"""First steps of a batch, which are not timed."""
+NUM_CHAINS = 50
+"""Timed together."""
+
+
+@dataclass
+class Cost:
+    """Medians of one number of requests and drafts, in milliseconds."""
+
+    batch: int
+    drafts: int
+    step_ms: float
+    draft_ms: float
+    """Of all drafts of a step; on a GPU beside nothing else."""
+    num_steps: int
+    roof_ms: float | None = None
+    """Of a decode step; None where no copy rate is measured."""
+    draft_roof_ms: float | None = None
+    """Of all drafts."""
+
+
+@dataclass
+class Watch:
+    """The gate and the drafter of an engine: fixed, and timed."""
+
+    drafter: Drafter
+    drafts: int = 0
+    batch: int = 0
+    steps_s: list[float] = field(default_factory=list)
+    drafts_s: list[float] = field(default_factory=list)
+
+    def max_drafts(self, requests: Sequence[Request]) -> int:
+        """See `DraftGate.max_drafts`."""
+        return self.drafts
+
+    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
+        """See `DraftGate.observe`; whole batches count, with all their drafts."""
+        verifies = [item for item in plan.verifies if item.max_drafts == self.drafts]
+        num_whole = len(verifies) if self.drafts else len(plan.decodes)
+        if num_whole == self.batch and not plan.chunks:
+            self.steps_s.append(duration_s)
+
+    def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
+        """See `Drafter.draft`."""
+        began = time.perf_counter()
+        drafts = self.drafter.draft(items)
+        self.drafts_s.append(time.perf_counter() - began)
+        return drafts
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    arguments = parse()
+    with ExitStack() as stack:
+        if arguments.shape is None:
+            model_dir, draft_dir = resolve_model("demo"), DRAFT
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model_dir = write_config(folder, arguments.shape)
+            draft_dir = write_head(folder / "head", model_dir)
+        config = ModelConfig.load(model_dir)
+        dtype = resolve_dtype("auto" if arguments.shape is None else "bfloat16", arguments.device)
+        settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}
+        settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "prefix_cache": False}
+        settings |= {"max_draft_tokens": max(1, *arguments.drafts)}
+        settings |= {"max_running_requests": max(arguments.batches), "max_context_tokens": 2048}
+        settings |= {"num_pages": 64 * max(arguments.batches) + 1}
+        settings |= {"dummy_weights": arguments.shape is not None}
+        settings |= {"cuda_graphs": not arguments.eager}
+        if arguments.device.startswith("cuda"):
+            # All prompts are there before the first answer ends.
+            settings |= {"max_step_tokens": 4096, "prefill_chunk_tokens": 512}
+        llm = stack.enter_context(LLM(model_dir, **settings))
+        rate = copy_rate() if arguments.device.startswith("cuda") else None
+        costs = []
+        for batch in arguments.batches:
+            for drafts in arguments.drafts:
+                cost = measure(llm, batch, drafts, arguments.tokens, config, rate)
+                if cost is None:
+                    print(f"no step had all of {batch} requests, {drafts} drafts each: left out")
+                else:
+                    costs.append(cost)
+    report(arguments, dtype, rate, costs)
+
+
+def measure(
+    llm: LLM, batch: int, drafts: int, num_tokens: int, config: ModelConfig, rate: float | None
+) -> Cost | None:
+    """Runs random prompts with so many drafts in each step; None if no step had all of them."""
+    drafter = llm.engine.drafting.drafter
+    assert isinstance(drafter, EagleDrafter)
+    watch = Watch(drafter, drafts, batch)
+    if not drafter.is_on_device:
+        llm.engine.pipeline._drafter = watch
+    llm.engine.drafting.gate = llm.engine.scheduler.running_plans.gate = watch
+    vocab_size = config.vocab_size
+    prompts = [[random.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+    llm.generate(prompts, None, StopCriteria(max_tokens=num_tokens, ignore_eos=True))
+    steps, chains = watch.steps_s[NUM_SKIPPED:], watch.drafts_s[NUM_SKIPPED:]
+    if not steps:
+        return None
+    cost = Cost(batch, drafts, 1e3 * statistics.median(steps), 0.0, len(steps))
+    if drafts:
+        on_device = drafter.is_on_device
+        cost.draft_ms = 1e3 * (
+            chain_s(drafter, batch, drafts) if on_device else statistics.median(chains)
+        )
+    if rate is not None:
+        context = PROMPT_TOKENS + num_tokens / 2
+        cost.roof_ms = 1e3 * bytes_per_step(config, batch, context) / rate
+        w = drafter._model.head.weight
+        read = (w.qkv, w.o, w.gate_up, w.down, w.lm_head)
+        cost.draft_roof_ms = 1e3 * drafts * sum(part.data.nbytes for part in read) / rate
+    return cost
+
+
+def chain_s(drafter: EagleDrafter, batch: int, drafts: int) -> float:
+    """Of captured chains behind prompts that have ended: their pages are nobody's now."""
+    assert drafter._graphs is not None
+    slots = np.arange(batch)
+    starts = np.full(batch, PROMPT_TOKENS)
+    arrays = ChainArrays(slots, starts, starts + drafts)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(NUM_CHAINS + NUM_SKIPPED):
+        if number == NUM_SKIPPED:
+            begin.record()
+        drafter._graphs.forward(arrays, drafts)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / NUM_CHAINS
+
+
+def write_head(path: Path, model_dir: Path) -> Path:
+    """A head of random weights, as wide as the model's layers."""
+    target = json.loads((model_dir / "config.json").read_text())
+    hidden, inner = target["hidden_size"], target["intermediate_size"]
+    dim, heads = target["head_dim"], target["num_attention_heads"]
+    kv_heads, vocab_size = target["num_key_value_heads"], target["vocab_size"]
+    size = min(DRAFT_VOCAB, vocab_size)
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    names += ("intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+    config = {name: target[name] for name in names}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    config |= {"draft_vocab_size": size, "rope_theta": 10000.0, "num_hidden_layers": 1}
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj": (heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads * dim),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    tensors = {
+        f"{name}.weight": torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02)
+        for name, shape in shapes.items()
+    }
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    for name in (*(f"midlayer.{norm}" for norm in norms), "norm"):
+        tensors[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    tensors["d2t"] = torch.zeros(size, dtype=torch.int64)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def report(
+    arguments: argparse.Namespace, dtype: str, rate: float | None, costs: Sequence[Cost]
+) -> None:
+    """Prints the table and writes the JSON."""
+    console, setup = Console(), describe_setup(dtype, torch.get_num_threads())
+    if rate is not None:
+        setup |= {"gpu": torch.cuda.get_device_name(), "copy_bytes_per_s": rate}
+    table = Table(title=f"Steps with drafts, {arguments.shape or 'demo model'}, milliseconds")
+    for column in ("requests", "drafts", "step", "drafting", "the rest", "of decode", "roof"):
+        table.add_column(column, justify="right")
+    decode = {cost.batch: cost.step_ms for cost in costs if cost.drafts == 0}
+    for cost in costs:
+        share = f"{cost.step_ms / decode[cost.batch]:.2f}" if cost.batch in decode else "-"
+        roof = "-"
+        if cost.roof_ms is not None and cost.draft_roof_ms is not None:
+            roof = f"{cost.roof_ms:.3f} + {cost.draft_roof_ms:.3f}"
+        times = (cost.step_ms, cost.draft_ms, cost.step_ms - cost.draft_ms)
+        values = [str(cost.batch), str(cost.drafts), *(f"{ms:.3f}" for ms in times)]
+        table.add_row(*values, share, roof)
+    console.print(table)
+    for line in describe_lines(setup):
+        console.print(line, soft_wrap=True, highlight=False)
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    path = arguments.json or ROOT / "bench" / "results" / f"draft-cost-{stamp}.json"
+    content = {"command": " ".join(sys.argv), "setup": setup}
+    path.write_text(json.dumps(content | {"rows": [asdict(c) for c in costs]}, indent=1) + "\n")
+    console.print(f"written to {path}", soft_wrap=True, highlight=False)
+
+
+def parse() -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=MODELS, help="made-up weights; default: demo model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batches", default="1,4", help="numbers of requests, by commas")
+    parser.add_argument("--drafts", default="0,1,2,3,4,5", help="numbers of drafts, by commas")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens a request")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--json", type=Path, help="where to write; default: bench/results")
+    arguments = parser.parse_args()
+    for name in ("batches", "drafts"):
+        setattr(arguments, name, [int(number) for number in getattr(arguments, name).split(",")])
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""LoRA adapters of draft heads: an adapter of the target may bring one in its folder, in `draft`.
+
+It is a PEFT folder for the head's one layer. It changes what comes after K and V alone, so that the
+head's entries in the pages stay those of all requests: a draft adapter has no part in any identity,
+and changes how fast text comes, nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from weft.engine.errors import AdapterError
+from weft.engine.lora.files import AdapterFiles, TensorEntry, open_adapter
+from weft.engine.lora.peft_config import PeftConfig
+
+FOLDER = "draft"
+"""In an adapter's folder."""
+MODULES = (
+    "self_attn.q_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+"""Of the head's layer, that may be changed."""
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_draft_adapter(
+    folder: Path, shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, torch.Tensor]:
+    """What a draft adapter adds to the weights of the head's layer.
+
+    Args:
+        folder: `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes them.
+        shapes: [out, in] of the head's weights, by module, of `MODULES`.
+
+    Returns:
+        By module, of `MODULES`: [out, in] float32.
+
+    Raises:
+        AdapterError: It cannot be used.
+    """
+    with open_adapter(folder) as files:
+        config = PeftConfig.parse(files.config, folder)
+        halves: dict[str, dict[str, torch.Tensor]] = {}
+        for name, entry in files.tensors.items():
+            found = _NAME.fullmatch(name)
+            module = next((m for m in MODULES if found and found["module"].endswith(m)), None)
+            if found is None or module is None:
+                raise AdapterError(
+                    f"draft adapter {folder}: {name} changes none of {', '.join(MODULES)} of the "
+                    "head; K and V must stay those of the pages"
+                )
+            half = found["half"]
+            place, size = (1, shapes[module][1]) if half == "A" else (0, shapes[module][0])
+            # Before anything is read: the product of two small tensors may be of any size.
+            if len(entry.shape) != 2 or 0 in entry.shape or entry.shape[place] != size:
+                raise AdapterError(
+                    f"draft adapter {folder}: {name} is {list(entry.shape)}, but size {place} of "
+                    f"lora_{half} is {size} in this head"
+                )
+            if half in halves.setdefault(module, {}):
+                raise AdapterError(f"draft adapter {folder}: {name} is there twice, as {module}")
+            halves[module][half] = _tensor(files, name, entry)
+        files.check_unchanged()
+    changes = {}
+    for module, pair in halves.items():
+        a, b = (pair.get(half) for half in "AB")
+        if a is None or b is None or a.shape[0] != b.shape[1]:
+            raise AdapterError(f"draft adapter {folder}: A and B of {module} do not fit together")
+        changes[module] = config.scaling_of([module], a.shape[0]) * (b @ a)
+    return changes
+
+
+def _tensor(files: AdapterFiles, name: str, entry: TensorEntry) -> torch.Tensor:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise AdapterError(
+            f"draft adapter {files.directory}: {name} is {entry.dtype}; only "
+            f"{', '.join(_DTYPES)} are supported"
+        )
+    return torch.frombuffer(files.read(entry), dtype=dtype).view(entry.shape).float()

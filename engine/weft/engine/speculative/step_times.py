@@ -1,0 +1,218 @@
+"""What steps take, with drafts and without, by the number of requests: measured, else predicted."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from math import log
+
+MEASURED_WEIGHT = 1.5
+"""From so many steps on a time counts as measured."""
+MOST_WEIGHT = 12.0
+"""A known time counts for at most so many steps beside a new one."""
+FARTHEST = 1.5
+"""What takes so many times as long as expected, or that part of it, counts for no more."""
+FOLLOWED_AFTER = 8
+"""Steps of one kind in a row, from which on they tell how fast steps are."""
+PACE_SHARE = 0.15
+"""Of the newest step in how fast steps are."""
+MOST_CHANGE = 1.25
+"""Of the pace that one step may tell of."""
+GROWTH = 0.3
+"""Times grow with this power of the number of rows, as long as nothing says more."""
+LEAST_SHARE = 0.2
+"""Of the drafts that were asked for, in a step that tells what drafts cost."""
+
+
+def size_class(number: int) -> int:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: the next one down; what is of one size counts as alike."""
+    if number < 4:
+        return number
+    shift = number.bit_length() - 2
+    return number >> shift << shift
+
+
+@dataclass(slots=True)
+class _Average:
+    """Of late."""
+
+    value: float
+    weight: float = 1.0
+
+    def note(self, value: float, weight: float = 1.0) -> None:
+        """Another one. The first of a kind is often slow, and is dropped if it was."""
+        if self.weight <= 1.0 and self.value > FARTHEST * value:
+            self.value, self.weight = value, weight
+            return
+        value = _within(value / self.value, FARTHEST) * self.value
+        self.weight = min(self.weight + weight, MOST_WEIGHT)
+        self.value += weight / self.weight * (value - self.value)
+
+
+def _within(factor: float, most: float) -> float:
+    return min(max(factor, 1 / most), most)
+
+
+@dataclass(slots=True)
+class _Point:
+    """Of the curve, where numbers of one size are on average."""
+
+    number: float
+    time: _Average
+
+
+class _Curve:
+    """Times by a number: a power law between each two that were seen."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._points: list[_Point] = []
+
+    @property
+    def largest(self) -> float:
+        """Of the numbers that were seen; 0 without any."""
+        return self._points[-1].number if self._points else 0.0
+
+    def note(self, number: int, time: float) -> None:
+        """It took so long."""
+        size = size_class(number)
+        place = bisect_left(self._sizes, size)
+        if place == len(self._sizes) or self._sizes[place] != size:
+            self._sizes.insert(place, size)
+            self._points.insert(place, _Point(number, _Average(time)))
+        else:
+            point = self._points[place]
+            point.time.note(time)
+            point.number += (number - point.number) / point.time.weight
+
+    def at(self, number: float) -> float:
+        """What it takes; some number was seen."""
+        points = self._points
+        if len(points) == 1:
+            return points[0].time.value * float((number / points[0].number) ** GROWTH)
+        upper = bisect_left(points, number, key=lambda point: point.number)
+        if upper == len(points):
+            # Numbers that are too near to each other say nothing about far ones.
+            half = bisect_right(points, number / 2, key=lambda point: point.number)
+            first, last = points[min(max(half, 1), upper - 1) - 1], points[-1]
+        else:
+            first, last = points[max(upper, 1) - 1], points[max(upper, 1)]
+        power = log(last.time.value / first.time.value) / log(last.number / first.number)
+        begin = first if number < first.number else last
+        return begin.time.value * float((number / begin.number) ** min(max(power, 0.0), 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTaken:
+    """A step that brought only tokens of running requests."""
+
+    num_requests: int
+    depth: int
+    """Drafts that were asked for, of each request."""
+    num_drafts: int
+    """That were made, of all."""
+    duration_s: float
+    drafting_s: float
+    """Of it, for making drafts."""
+
+    @property
+    def share(self) -> float:
+        """Of the drafts that were asked for, those that were made."""
+        return self.num_drafts / (self.num_requests * self.depth) if self.depth else 0.0
+
+
+class StepTimes:
+    """Times of such steps.
+
+    Steps take longer as contexts grow, and as others use the machine. That is the pace: what is
+    run all the time tells it, and what is run beside it is compared with that. The time of a kind
+    of steps that was not measured is predicted, from steps with as many rows.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int], _Average] = {}
+        """Of steps with all their drafts, by size and number of drafts, at a pace of 1."""
+        self._rows = _Curve()
+        """Of all steps but for making drafts, by rows."""
+        self._drafting = _Curve()
+        """Of a turn of the draft, by requests."""
+        self._pace = 1.0
+        """How long steps take just now, beside what is known of them."""
+        self._followed = (0, 0)
+        """The kind of steps that tells the pace."""
+        self._newest = (0, 0)
+        self._num_alike = 0
+        """Of the newest steps, those of one kind."""
+
+    def note(self, step: StepTaken, *, is_settled: bool) -> None:
+        """A step has ended.
+
+        Args:
+            step: What it was.
+            is_settled: Contexts are about as long as in the steps before.
+        """
+        kind = (size_class(step.num_requests), step.depth)
+        if not (is_settled and kind[0] == self._followed[0]) and self.is_measured(*kind):
+            # There is nothing to compare with: this is how fast steps are now.
+            self._followed, self._num_alike = kind, 0
+        if kind == self._followed:
+            factor = step.duration_s / self.seconds(step.num_requests, step.depth, step.share)
+            self._pace *= 1 + PACE_SHARE * (_within(factor, MOST_CHANGE) - 1)
+        time, drafting = step.duration_s / self._pace, step.drafting_s / self._pace
+        # Where there was no room for any, the draft only took in tokens.
+        if drafting and step.depth:
+            self._drafting.note(step.num_requests, drafting / step.depth)
+        self._rows.note(step.num_requests + step.num_drafts, max(time - drafting, 0.1 * time))
+        if kind != self._followed:
+            self._note_time(kind, step.share, time / self._scale(step.num_requests, kind[0]))
+        self._num_alike = self._num_alike + 1 if kind == self._newest else 1
+        self._newest = kind
+        if self._num_alike == FOLLOWED_AFTER:
+            self._followed = kind
+
+    def _note_time(self, kind: tuple[int, int], share: float, time: float) -> None:
+        """Takes in a time at a pace of 1, of as many requests as the size says."""
+        weight = 1.0
+        if kind[1]:
+            plain = self._times.get((kind[0], 0))
+            if share < LEAST_SHARE or plain is None:
+                return
+            time, weight = plain.value + (time - plain.value) / share, share**2
+            time = max(time, plain.value / FARTHEST)
+        known = self._times.get(kind)
+        if known is None:
+            self._times[kind] = _Average(time, weight)
+        else:
+            known.note(time, weight)
+
+    def weight(self, num_requests: int, depth: int) -> float:
+        """In so many steps their time was measured, up to `MOST_WEIGHT`; 0: it is predicted."""
+        known = self._times.get((size_class(num_requests), depth))
+        return 0.0 if known is None else known.weight
+
+    def is_measured(self, num_requests: int, depth: int) -> bool:
+        """The time of these steps is no mere prediction."""
+        return self.weight(num_requests, depth) >= MEASURED_WEIGHT
+
+    def is_near(self, num_rows: int) -> bool:
+        """Steps with at least half as many rows were measured."""
+        return num_rows <= 2 * self._rows.largest
+
+    def seconds(self, num_requests: int, depth: int, share: float = 1.0) -> float:
+        """Of a step in which a share of the drafts is made; some step was noted."""
+        size = size_class(num_requests)
+        plain, full = self._times.get((size, 0)), self._times.get((size, depth))
+        if plain is None or full is None:
+            return self._pace * self._predicted(num_requests, depth, share)
+        time = plain.value + share * (full.value - plain.value)
+        return self._pace * time * self._scale(num_requests, size)
+
+    def _scale(self, num_requests: int, size: int) -> float:
+        """Of steps of so many requests beside those of as many as the size says."""
+        return 1.0 if num_requests == size else self._rows.at(num_requests) / self._rows.at(size)
+
+    def _predicted(self, num_requests: int, depth: int, share: float) -> float:
+        time = self._rows.at(max(1, round(num_requests * (1 + share * depth))))
+        if depth and self._drafting.largest:
+            time += depth * self._drafting.at(num_requests)
+        return time

@@ -1,0 +1,154 @@
+"""Chains of drafts as a GPU's graphs run them: padded, with inputs in fixed places."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from drafters import KnownDrafter, KnownGraphs, texts_of
+from eagle3_cases import WatchedHead, check_chains
+from tiny_drafts import make_tiny_draft
+from tiny_models import make_tiny
+from weft.engine.engine import Engine
+from weft.engine.llm import LLM
+from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.runner.step import PageTable
+from weft.engine.speculative.chains import ChainGraphs, ChainShape, StaticChains, chain_shapes
+from weft.engine.speculative.drafted import DraftedModel
+from weft.engine.speculative.eagle import EagleDrafter
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE = 8
+VOCAB = 517
+MAX_REQUESTS = 11
+
+
+class HostPages:
+    """A device's page table that is the host's."""
+
+    def __init__(self, table: PageTable) -> None:
+        self.pages = torch.from_numpy(table.pages)
+
+    def send_pages(self) -> None:
+        """There is nothing to send."""
+
+
+class Recorded:
+    """As a graph: the result is always in the same place."""
+
+    num_replays = 0
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self._run, self.result = run, run()
+
+    def replay(self) -> None:
+        Recorded.num_replays += 1
+        self.result.copy_(self._run())
+
+
+def capture(run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
+    recorded = Recorded(run)
+    return recorded, recorded.result
+
+
+def capture_chains(engine: Engine, max_drafts: int) -> None:
+    """Gives an engine's drafter what it has on a GPU."""
+    drafter, runner = engine.drafting.drafter, engine.pipeline._runner
+    assert isinstance(drafter, EagleDrafter)
+    model = runner._model
+    assert isinstance(model, DraftedModel)
+    shapes = chain_shapes(max_drafts, MAX_REQUESTS)
+    pages = HostPages(runner.page_table)
+    static = StaticChains(model, runner.pool, runner.known, pages, PAGE, max(shapes))
+    with torch.inference_mode():
+        drafter._graphs = ChainGraphs(static, shapes, capture)
+
+
+@pytest.mark.parametrize("num_pages", [None, 24], ids=["room", "few-pages"])
+def test_padded_chains_are_the_heads(num_pages: int | None, tmp_path: Path, seed: int) -> None:
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [
+        [random.randrange(3, VOCAB) for _ in range(random.randint(1, 4 * PAGE))] for _ in range(6)
+    ]
+    params = SamplingParams(temperature=1.0, seed=5, n=1 if num_pages else 2)
+    stop = StopCriteria(max_tokens=3 * PAGE, ignore_eos=True)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    known = KnownDrafter(texts_of(prompts, expected, 5), VOCAB, 0.6)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "num_pages": num_pages}
+    with LLM(target_dir, poison_free_pages=True, **settings) as drafting:
+        capture_chains(drafting.engine, max_drafts=5)
+        watched = WatchedHead(drafting.engine, known)
+        before = Recorded.num_replays
+        for _ in range(2):  # The second time on a warm cache.
+            groups = drafting.generate_all(prompts, params, stop)
+            for group, wanted in zip(groups, expected, strict=True):
+                assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+        assert Recorded.num_replays > before
+        assert drafting.engine.counters()["accepted_tokens"] > 0
+    check_chains(watched, target_dir, draft_dir)
+
+
+@pytest.mark.parametrize("num_pages", [None, 24], ids=["room", "few-pages"])
+@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+def test_steps_behind_steps_whose_outcome_the_host_does_not_know(
+    chance: float, num_pages: int | None, tmp_path: Path, seed: int
+) -> None:
+    """What is drafted, where, and behind which token, the device knows alone."""
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [
+        [random.randrange(3, VOCAB) for _ in range(random.randint(1, 4 * PAGE))] for _ in range(7)
+    ]
+    greedy = SamplingParams(temperature=0.0)
+    stop = StopCriteria(max_tokens=3 * PAGE, stop_token_ids=tuple(range(0, VOCAB, 40)))
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate_all(prompts, greedy, stop)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "num_pages": num_pages}
+    with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as drafting:
+        engine = drafting.engine
+        graphs = KnownGraphs(engine, texts_of(prompts, expected, 0), VOCAB, chance)
+        for _ in range(2):  # The second time on a warm cache.
+            groups = drafting.generate_all(prompts, greedy, stop)
+            for group, wanted in zip(groups, expected, strict=True):
+                assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+        counters = engine.counters()
+        assert graphs.num_late > 20
+        assert counters["verified_runs"] > 20
+        if chance == 0.0:
+            assert counters["accepted_tokens"] == 0
+        else:
+            assert counters["accepted_tokens"] > 0.3 * chance * counters["drafted_tokens"]
+        sizes = engine.memory.counts()
+        assert sizes.used == 0
+
+
+@pytest.mark.parametrize(("max_drafts", "max_requests"), [(1, 1), (5, 64), (16, 100), (6, 257)])
+def test_every_chain_has_a_graph_that_is_hardly_larger(max_drafts: int, max_requests: int) -> None:
+    shapes = chain_shapes(max_drafts, max_requests)
+    assert len(set(shapes)) == len(shapes)
+    graphs = ChainGraphs(_NoChains(), shapes, capture)
+    for requests in range(1, max_requests + 1):
+        for depth in range(1, max_drafts + 1):
+            shape = graphs.shape_of(depth, requests)
+            assert depth <= shape.depth <= max_drafts
+            assert requests <= shape.requests < 2 * requests or shape.requests == 1
+
+
+class _NoChains(StaticChains):
+    def __init__(self) -> None:
+        """Has nothing to run."""
+
+    def send_nothing(self, shape: ChainShape) -> None:
+        """Sends nothing."""
+
+    def run(self, shape: ChainShape) -> torch.Tensor:
+        """Is nothing."""
+        return torch.zeros(shape, dtype=torch.int64)

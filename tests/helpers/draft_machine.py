@@ -1,0 +1,142 @@
+"""A machine of known speed whose requests' drafts are of known worth, for the gate of drafts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bare_request import bare_request
+from weft.engine.scheduler.plan import Plan, PlanItem, Run, VerifyItem
+from weft.engine.scheduler.running import DraftGate
+from weft.engine.scheduler.state import Request
+
+StepTime = Callable[[int, int], float]
+"""Seconds of a step without its drafting, by number of rows and of requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What some steps brought."""
+
+    depths: list[int]
+    """Of each step."""
+    num_tokens: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.num_tokens / self.seconds
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftMachine:
+    """Runs steps as a gate wants them, of requests that begin together and end one by one.
+
+    When the last one has ended as many others begin. Steps take longer as contexts grow.
+    """
+
+    num_requests: int
+    step_s: StepTime
+    draft_s: float
+    """Of each turn of the draft."""
+    chances: Sequence[float]
+    """Of a draft to be right, of one generation of requests after the other."""
+    has_drafts: float = 1.0
+    """Share of steps in which a request gets drafts at all."""
+    num_tokens: tuple[int, int] = (100, 100)
+    """Of a request, at least and at most."""
+    growth: float = 0.2
+    """By so much steps are longer when requests have their 100th token."""
+    noise: float = 0.04
+    """Standard deviation of steps' times; now and then one is much longer."""
+    wants_drafts: Sequence[bool] = (True,)
+    """Of one request after the other."""
+    prompts: Sequence[PlanItem] = ()
+    """In each step beside the requests."""
+    is_late: bool = False
+    """The gate hears of a step when it has been asked about the next one."""
+    random: random.Random = field(default_factory=random.Random)
+    requests: list[Request] = field(default_factory=list)
+    _num_born: int = 0
+
+    def run(self, gate: DraftGate, generations: int) -> Outcome:
+        """So many times all requests from begin to end."""
+        depths, num_tokens, seconds = [], 0, 0.0
+        news: list[tuple[Plan, list[Run], float]] = []
+        while True:
+            self.requests = [r for r in self.requests if r.num_computed < r.max_tokens]
+            if not self.requests:
+                if not generations:
+                    return Outcome(depths, num_tokens, seconds)
+                generations -= 1
+                self.requests = [self._new() for _ in range(self.num_requests)]
+            depth = gate.max_drafts(self.requests)
+            plan, runs = self._step(depth)
+            duration_s = self.time_s(plan)
+            news.append((plan, runs, self._measured(duration_s)))
+            if len(news) > self.is_late:
+                gate.observe(*news.pop(0))
+            depths.append(depth)
+            seconds += duration_s
+            num_tokens += len(plan.decodes) + sum(len(run.tokens) for run in runs)
+            self._advance(plan, runs)
+
+    def time_s(self, plan: Plan) -> float:
+        """Of a step, undisturbed."""
+        rows = len(self.requests) + sum(len(drafts) for drafts in plan.drafts)
+        known = self.step_s(rows, len(self.requests)) + plan.drafting_s
+        progress = sum(request.num_computed for request in self.requests) / len(self.requests)
+        known *= 1 + self.growth * progress / 100
+        return known
+
+    def _measured(self, seconds: float) -> float:
+        if self.random.random() < 0.01:
+            return seconds * self.random.uniform(1.5, 4)
+        return seconds * max(0.8, self.random.gauss(1, self.noise))
+
+    def _new(self) -> Request:
+        request = bare_request([1], 16, bytes(32))
+        request.speculates = self.wants_drafts[self._num_born % len(self.wants_drafts)]
+        # Its generation, from which its chance follows, wherever it is kept.
+        request.seed = self._num_born // self.num_requests
+        request.max_tokens = random.Random(self._num_born).randint(*self.num_tokens)
+        self._num_born += 1
+        return request
+
+    def _step(self, depth: int) -> tuple[Plan, list[Run]]:
+        drafted = [request for request in self.requests if request.speculates and depth]
+        others = [request for request in self.requests if request not in drafted]
+        plan = Plan(others, chunks=self.prompts)
+        plan.verifies = [VerifyItem(request, 0, depth) for request in drafted]
+        drafts, runs = [], []
+        for request in drafted:
+            num_drafts = depth if self.random.random() < self.has_drafts else 0
+            chance, count = self.chances[request.seed % len(self.chances)], 0
+            while count < num_drafts and self.random.random() < chance:
+                count += 1
+            drafts.append([1] * num_drafts)
+            runs.append(Run(request, [1] * (1 + count), [None] * (1 + count), num_drafts))
+        plan.drafts, plan.drafting_s = drafts, self.draft_s * depth if drafted else 0.0
+        return plan, runs
+
+    def _advance(self, plan: Plan, runs: list[Run]) -> None:
+        for request in plan.decodes:
+            request.num_computed += 1
+        for run in runs:
+            run.request.num_computed += len(run.tokens)
+
+
+class FixedGate:
+    """Always the same number of drafts."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+
+    def max_drafts(self, requests: Sequence[Request]) -> int:
+        """See `DraftGate.max_drafts`."""
+        return self._depth
+
+    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
+        """See `DraftGate.observe`."""
