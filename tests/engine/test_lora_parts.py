@@ -10,7 +10,8 @@ import pytest
 import torch
 from lora_reference import BASE, PeftModels, unload_all
 from merged_adapters import merged, read
-from tiny_adapters import PREFIX, write_adapter
+from peft.utils import ModulesToSaveWrapper
+from tiny_adapters import PREFIX, peft_model, write_adapter
 from tiny_models import make_tiny, tiny_config
 from weft.engine.errors import AdapterError
 from weft.engine.llm import LLM
@@ -63,6 +64,35 @@ def test_embedding_and_head(is_tied: bool, tmp_path: Path) -> None:
     models.add(seed + 3, r=8)
     check(models, *DENSE, "embed_tokens", "lm_head")
     check(models, *DENSE, "embed_tokens", "lm_head", max_loras=1)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+def test_rows_of_some_tokens(is_tied: bool, tmp_path: Path) -> None:
+    """Trained one by one, or in a matrix of which all other rows are the model's own."""
+    seed = random.randrange(2**31)
+    models = make_models("llama", tmp_path, seed, tie_word_embeddings=is_tied)
+    some = {"target_modules": ["q_proj"], "spread": 1.0}
+    models.add(seed, r=8, trainable_token_indices=list(range(3, 50, 3)), **some)
+    models.add(seed + 1, r=8, trainable_token_indices={"lm_head": [7, 200, 516]}, **some)
+    with_lora = {**some, "target_modules": ["q_proj", "embed_tokens"], "spread": 0.1}
+    models.add(seed + 2, r=4, **with_lora)
+    add_saved(models, seed + 3, tmp_path / "saved", ("embed_tokens", "lm_head"), num_rows=5)
+    check(models, *DENSE, "embed_tokens", "lm_head")
+
+
+def add_saved(
+    models: PeftModels, seed: int, path: Path, names: tuple[str, ...], num_rows: int
+) -> None:
+    """An adapter with whole matrices, of which so many rows are not the model's."""
+    model = peft_model(models.model_dir, seed, target_modules=["v_proj"], modules_to_save=names)
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            saved = module.modules_to_save["default"].weight
+            kept = torch.randperm(len(saved))[num_rows:]
+            with torch.no_grad():
+                saved[kept] = module.original_module.weight[kept]
+    model.save_pretrained(path)
+    models.put(path, model)
 
 
 def test_only_the_head_differs(tmp_path: Path) -> None:
@@ -125,14 +155,45 @@ def shared_experts(path: Path, seed: int) -> Path:
 
 
 def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
+    """By the name of a tensor, and with the setting or the form that would be served."""
     seed = random.randrange(2**31)
     models = make_models("llama", tmp_path, seed)
     head = models.add(seed, r=4, target_modules=["lm_head"])
     saved = models.add(seed, r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    tokens = models.add(
+        seed, r=4, target_modules=["q_proj"], trainable_token_indices=list(range(65))
+    )
+    grown = models.add(
+        seed, r=4, resize=VOCAB + 3, target_modules=["q_proj"], modules_to_save=["embed_tokens"]
+    )
     with LLM(models.model_dir, **SETTINGS) as llm:
-        for digest in (head, saved):
-            with pytest.raises(AdapterError, match="lm_head"):
+        for digest, name in ((head, "lm_head"), (saved, "lm_head"), (grown, "lm_head")):
+            problem = rf"tensor \S*{name}\S*: .* lora_projections does not name {name}"
+            with pytest.raises(AdapterError, match=problem):
                 llm.load_adapter(models.directories[digest])
-    settings = {**SETTINGS, "lora_projections": ("q", "lm_head")}
-    with LLM(models.model_dir, **settings) as llm, pytest.raises(AdapterError, match="modules_to"):
-        llm.load_adapter(models.directories[saved])
+    settings = {**SETTINGS, "lora_projections": ("q", "embed_tokens", "lm_head")}
+    with LLM(models.model_dir, **settings) as llm:
+        for digest, problem in (
+            (saved, rf"lm_head\.weight changes {VOCAB} rows .* \(modules_to_save\) is not served"),
+            (tokens, r"token_adapter\S* changes 65 rows of embed_tokens, .* max_lora_rank = 64"),
+            (grown, r"embed_tokens\S* has 520 tokens, .* added tokens are not"),
+        ):
+            with pytest.raises(AdapterError, match=problem):
+                llm.load_adapter(models.directories[digest])
+        assert {state.state for state in llm.engine.adapters.states()} == {"failed"}
+
+
+def test_a_changed_router_is_refused(tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    models = make_models("qwen3_moe", tmp_path, seed)
+    config = tiny_config("qwen3_moe", num_hidden_layers=2)
+    shapes = {"A": (8, config["hidden_size"]), "B": (config["num_experts"], 8)}
+    tensors = {
+        f"{PREFIX}model.layers.1.mlp.gate.lora_{half}.weight": torch.ones(shape)
+        for half, shape in shapes.items()
+    }
+    adapter = write_adapter(tmp_path / "router", tensors, target_modules=["gate"])
+    settings = {**SETTINGS, "lora_projections": ("q", "experts")}
+    problem = r"tensor \S*layers\.1\.mlp\.gate\.lora_A\S*: .* \(router\) are not applied here"
+    with LLM(models.model_dir, **settings) as llm, pytest.raises(AdapterError, match=problem):
+        llm.load_adapter(adapter)

@@ -17,7 +17,7 @@ from weft.engine.lora.host_cache import Weights
 from weft.engine.lora.limits import LoraLimits
 from weft.engine.lora.manager import AdapterManager
 from weft.engine.lora.rows import Place
-from weft.engine.messages import AdapterOrder
+from weft.engine.messages import AdapterOrder, AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.tiers.mover import Move
 
@@ -101,6 +101,7 @@ class AdapterBench:
         self.failed: list[tuple[bytes, WeftError]] = []
         self._scheduler: Scheduler | None = None
         self._num_orders = 0
+        self._told: dict[bytes, AdapterState] = {}
 
     def attach(self, scheduler: Scheduler) -> None:
         """Takes the scheduler that asks for adapters."""
@@ -168,6 +169,16 @@ class AdapterBench:
         """One of the manager's, and what must hold after each."""
         self.manager.turn()
         self.manager.residency.check_integrity()
+        self._check_changes()
+
+    def _check_changes(self) -> None:
+        """Whoever adds up what has changed knows all."""
+        changed, gone = self.manager.take_changes()
+        self._told |= {state.digest: state for state in changed}
+        for digest in gone:
+            self._told.pop(digest, None)
+        assert self._told == {state.digest: state for state in self.manager.states()}
+        assert self.manager.take_changes() == ([], [])
 
     def state(self, directory: str) -> str:
         """Where an adapter is; empty if it is not known."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from weft.common.adapters.registry import Registry
-from weft.common.worker.adapters import AdapterFollower
+from weft.common.worker.adapters import AdapterFollower, AdapterNews
 from weft.engine.messages import (
     AdapterOrder,
     AdapterPlace,
@@ -19,7 +20,6 @@ from weft.engine.messages import (
     Inbox,
     Outbox,
 )
-from weft.v1 import worker_pb2
 
 POLL_S = 0.02
 
@@ -38,6 +38,7 @@ class FakeAdapters:
         self._num_using = num_using
         self.orders: list[AdapterOrder] = []
         self.states: dict[bytes, AdapterState] = {}
+        self._told: dict[bytes, AdapterState] = {}
         self.problem: Callable[[AdapterOrder], str] = lambda order: ""
         """Why a load fails; empty = it does not."""
         self.delay_s = 0.0
@@ -55,11 +56,17 @@ class FakeAdapters:
     def generation(self) -> int:
         return self.follower.generation
 
-    def statuses(self) -> list[worker_pb2.AdapterStatus]:
+    def news(self, sequence: int | None) -> AdapterNews:
+        """What the follower tells, after a report of what has changed."""
         for digest, state in self.states.items():
             state.num_requests = self._num_using(digest)
-        report: Any = SimpleNamespace(adapters=list(self.states.values()))
-        return self.follower.statuses(report)
+        now = {digest: replace(state) for digest, state in self.states.items()}
+        changed = [state for digest, state in now.items() if self._told.get(digest) != state]
+        gone = [digest for digest in self._told if digest not in now]
+        self._told = now
+        load: Any = SimpleNamespace(adapters=changed, gone_adapters=gone)
+        self.follower.on_outbox(Outbox(load=load))
+        return self.follower.news(sequence)
 
     def _send(self, inbox: Inbox) -> None:
         for order in inbox.adapter_orders:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,9 @@ import psutil
 import pytest
 import torch
 from local_mesh import WEFT, wait_until
+from mesh_adapters import TIMEOUT_S, copies, listed, load, post, serving, unload, wait_held
 from safetensors.torch import load_file, save_file
+from storm_checks import Scale, room_flags, weather
 from tiny_adapters import CONFIG_FILE, WEIGHTS_FILE, make_adapter
 from tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from tiny_models import tiny_config
@@ -32,8 +34,16 @@ pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
 
 NUM_PROMPT, NUM_NEW, NUM_LONG, PAGE = 100, 10, 400, 16
 RANKS = {"first": 8, "second": 20, "third": 3}
+STORM = Scale(
+    names=32,
+    contents=40,
+    max_loras=4,
+    host_adapters=13,
+    clients=6,
+    operators=2,
+    seconds=3.0,
+)
 WORKERS = ("prefill-0", "decode-0", "decode-1")
-TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +61,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mesh(
     tmp_path_factory: pytest.TempPathFactory, root: Path, rest_binary: Path
 ) -> Iterator[TinyMesh]:
+    room = room_flags(STORM, tmp_path_factory.mktemp("probe"))
     mesh = TinyMesh(
         tmp_path_factory.mktemp("mesh"),
+        *(f"--decode-args={room}", f"--prefill-args={room}"),
         *("--decode", "2", "--adapter-root", str(root), "--adapter", "first=first"),
         *("--adapter", f"second={root / 'second'}", "--local-prefill-max-tokens", "0"),
         *("--gateway-args", "--decode-policy round_robin --adapter-linger-s 0.3"),
@@ -110,10 +122,6 @@ def peft(mesh: TinyMesh, root: Path) -> Peft:
 
 def prompt_of(length: int = NUM_PROMPT) -> list[int]:
     return [random.randrange(3, VOCAB) for _ in range(length)]
-
-
-def post(mesh: TinyMesh, path: str, body: dict[str, object]) -> httpx.Response:
-    return httpx.post(f"{mesh.url}{path}", json=body, timeout=TIMEOUT_S, trust_env=False)
 
 
 def body_of(model: str, prompt: list[int], num_new: int) -> dict[str, object]:
@@ -216,36 +224,6 @@ def weft(mesh: TinyMesh, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def listed(mesh: TinyMesh) -> list[gateway_pb2.RegisteredAdapter]:
-    with grpc.insecure_channel(mesh.grpc_address) as channel:
-        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        return list(stub.ListAdapters(gateway_pb2.ListAdaptersRequest(), timeout=30).adapters)
-
-
-def serving(mesh: TinyMesh) -> dict[str, str]:
-    """Digests by name."""
-    found = [one for one in listed(mesh) if one.state == gateway_pb2.REGISTRY_STATE_SERVING]
-    return {one.adapter.name: one.adapter.digest.hex() for one in found}
-
-
-def load(mesh: TinyMesh, name: str, path: str, **fields: object) -> httpx.Response:
-    return post(mesh, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, **fields})
-
-
-def unload(mesh: TinyMesh, name: str) -> httpx.Response:
-    return post(mesh, "/v1/unload_lora_adapter", {"lora_name": name})
-
-
-def held(mesh: TinyMesh, name: str) -> set[str]:
-    """Digests that a worker has, in whatever state."""
-    return {one.adapter.digest.hex() for one in mesh.load(name).adapters}
-
-
-def wait_held(mesh: TinyMesh, digests: Sequence[str]) -> None:
-    """Returns once every worker has these contents and no others."""
-    wait_until(lambda: all(held(mesh, name) == set(digests) for name in WORKERS), 30)
-
-
 @pytest.mark.parametrize("face", ["rest", "grpc"])
 def test_texts_are_pefts_in_one_batch(mesh: TinyMesh, peft: Peft, face: str) -> None:
     """With prompts that a prefill worker has filled, of two adapters and of none, all at once."""
@@ -335,7 +313,7 @@ def test_a_load_and_an_unload_while_streams_run(
     gone = post(mesh, "/v1/completions", body_of("third", prompt, NUM_NEW))
     assert gone.status_code == 404
     assert "`first`" in gone.json()["error"]["message"]
-    wait_held(mesh, list(before.values()))
+    wait_held(mesh, WORKERS, list(before.values()))
     streams.check(peft, "first")
 
 
@@ -355,7 +333,7 @@ def test_a_replacement_while_streams_run(
     after.check(peft, "second")
     meant = serving(mesh)
     assert meant["name"] == meant["second"] != old, "the same content"
-    wait_held(mesh, list(set(meant.values())))
+    wait_held(mesh, WORKERS, list(set(meant.values())))
     assert unload(mesh, "name").status_code == 200
     prompt = prompt_of()
     assert text_of(ask(mesh, "second", prompt)) == peft.answer("second", prompt)
@@ -369,7 +347,7 @@ def test_a_stream_that_loses_its_worker_keeps_its_adapter(
     seen = streams.check(peft, "first")
     assert any(one.num_lost for one in seen)
     mesh.wait_healthy()
-    wait_held(mesh, list(set(serving(mesh).values())))
+    wait_held(mesh, WORKERS, list(set(serving(mesh).values())))
 
 
 @pytest.mark.full
@@ -388,7 +366,7 @@ def test_a_worker_killed_during_a_load(mesh: TinyMesh, peft: Peft, victim: str) 
         kill(mesh, victim)
         answer = call.result(TIMEOUT_S)
     mesh.wait_healthy()
-    wait_held(mesh, list(set(serving(mesh).values())))
+    wait_held(mesh, WORKERS, list(set(serving(mesh).values())))
     if answer.status_code == 200:
         for _ in range(4):
             prompt = prompt_of()
@@ -449,10 +427,6 @@ def damage(folder: Path, kind: str, root: Path) -> str:
     return told
 
 
-def copies(root: Path) -> set[str]:
-    return {path.name for path in (root / ".weft").iterdir() if path.is_dir()}
-
-
 @pytest.mark.parametrize(
     "kind", ["truncated", "header", "no weights", "link", "half", "nan", "shape", "rank"]
 )
@@ -471,8 +445,20 @@ def test_a_bad_adapter_is_an_error_and_nothing_else(
     assert serving(mesh) == before
     prompt = prompt_of()
     assert text_of(ask(mesh, "first", prompt)) == peft.answer("first", prompt)
-    wait_held(mesh, list(set(before.values())))
+    wait_held(mesh, WORKERS, list(set(before.values())))
     wait_until(lambda: copies(root) == set(before.values()), 30)
+
+
+def test_a_storm_of_adapters(mesh: TinyMesh, peft: Peft, root: Path) -> None:
+    """More than fit, loaded, replaced and unloaded at random under load: see `storm_checks`."""
+    for name in ("first", "second"):
+        assert unload(mesh, name).status_code == 200
+    wait_held(mesh, WORKERS, [])
+    weather(mesh, root, STORM)
+    for name in ("first", "second"):
+        assert load(mesh, name, name).status_code == 200
+        prompt = prompt_of()
+        assert text_of(ask(mesh, name, prompt)) == peft.answer(name, prompt)
 
 
 @pytest.mark.parametrize("path", ["../first", "/etc", ".weft", "linked", "nothing"])

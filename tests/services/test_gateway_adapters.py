@@ -6,7 +6,9 @@ import asyncio
 import json
 import random
 import threading
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from fake_decode import FakeWorker, Script
 from gateway_harness import MODEL, Harness, gateway
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.empty_pb2 import Empty
+from weft.common.adapters.manifest import Manifest
 from weft.common.errors import from_rpc_error
 from weft.engine.errors import WeftError
 from weft.engine.lora.digest import adapter_digest
+from weft.gateway.adapters import manager
 from weft.v1 import decode_pb2, gateway_pb2, openai_pb2
 
 LONG = 200
@@ -467,23 +471,67 @@ async def test_a_restarted_gateway_knows_what_was_registered(tmp_path: Path, roo
         assert answer["model"] == "pirate"
 
 
-async def test_a_load_whose_gateway_died_is_forgotten(tmp_path: Path, root: Path) -> None:
+async def test_a_load_whose_gateway_died_is_in_nobodys_way(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entry is forgotten; a load of the name waits for that."""
+    monkeypatch.setattr(manager, "_LEASE_S", 1.0)
+    monkeypatch.setattr(manager, "_RENEW_S", 0.1)
+    async with gateway(tmp_path, script, adapter_root=root) as mesh:
+        left = await left_by_a_dead_gateway(mesh)
+        (entry,) = left.entries
+        registry = mesh.app.adapters.registry
+        registry.change(lambda old: old._with(left.entries))
+        await mesh.wait(lambda: not registry.read().entries)
+        assert time.time() >= entry.until, "its gateway may have been slow"
+        registry.change(lambda old: old._with([replace(entry, until=time.time() + 0.5)]))
+        adapters(mesh.workers[0]).is_stuck = False
+        loaded = await load(mesh, "pirate", "json")
+        assert loaded.adapter.digest == adapter_digest(root / "json")
+
+
+async def test_a_gateway_that_stops_calls_its_loads_off(tmp_path: Path, root: Path) -> None:
     async with gateway(tmp_path, script, adapter_root=root) as mesh:
         adapters(mesh.workers[0]).is_stuck = True
-        call = asyncio.create_task(load(mesh, "pirate"))
+        call = asyncio.create_task(error_of(load(mesh, "pirate")))
         await mesh.wait(lambda: mesh.app.adapters.manifest.entries)
-        manifest = mesh.app.adapters.registry.read()
-        # As a gateway leaves it that is killed now.
-        call.cancel()
-        await mesh.wait(lambda: not mesh.app.adapters.manifest.entries)
-        mesh.app.adapters.registry.change(lambda old: old._with(_expired(manifest)))
-        await mesh.wait(lambda: not mesh.app.adapters.registry.read().entries)
+        await mesh.app.stop()
+        assert (await call).retryable
+        assert mesh.app.adapters.registry.read().entries == ()
 
 
-def _expired(manifest: Any) -> Any:
-    from dataclasses import replace
+async def left_by_a_dead_gateway(mesh: Harness) -> Manifest:
+    """The registry as a gateway leaves it that is killed while it loads."""
+    adapters(mesh.workers[0]).is_stuck = True
+    call = asyncio.create_task(load(mesh, "pirate"))
+    await mesh.wait(lambda: mesh.app.adapters.manifest.entries)
+    manifest = mesh.app.adapters.registry.read()
+    call.cancel()
+    await mesh.wait(lambda: not mesh.app.adapters.manifest.entries)
+    return manifest
 
-    return [replace(one, until=1.0) for one in manifest.entries]
+
+async def test_a_load_of_another_gateway_is_left_alone(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes."""
+    monkeypatch.setattr(manager, "_LEASE_S", 1.0)
+    monkeypatch.setattr(manager, "_RENEW_S", 0.1)
+    async with (
+        gateway(tmp_path / "a", script, adapter_root=root) as first,
+        gateway(tmp_path / "b", script, adapter_root=root) as second,
+    ):
+        adapters(first.workers[0]).is_stuck = True
+        call = asyncio.create_task(load(first, "pirate"))
+        await second.wait(lambda: second.app.adapters.manifest.entries)
+        error = await error_of(load(second, "pirate", "json"))
+        assert (error.reason, error.retryable) == ("OVERLOADED", True)
+        error = await error_of(load(first, "pirate", "json"))
+        assert (error.reason, error.retryable) == ("OVERLOADED", True)
+        (entry,) = second.app.adapters.manifest.entries
+        await second.wait(lambda: time.time() > entry.until + 1.5)  # Longer than tidying takes.
+        adapters(first.workers[0]).is_stuck = False
+        assert (await call).adapter.digest == adapter_digest(root / "pirate")
 
 
 async def test_bad_adapters_are_refused_and_service_goes_on(mesh: Harness, root: Path) -> None:
@@ -545,8 +593,7 @@ async def test_only_keys_that_may_change_adapters(tmp_path: Path, root: Path) ->
 
         error = await error_of(mesh.typed.LoadAdapter(request, metadata=metadata(plain)))
         assert error.http_status == 403
-        error = await error_of(mesh.typed.LoadAdapter(request))
-        assert error.http_status == 401
+        assert (await error_of(mesh.typed.LoadAdapter(request))).http_status == 401
         await mesh.typed.LoadAdapter(request, metadata=metadata(allowed))
         unloading = gateway_pb2.UnloadAdapterRequest(name="pirate")
         error = await error_of(mesh.typed.UnloadAdapter(unloading, metadata=metadata(plain)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from weft.common.adapters.manifest import Entry, Manifest
 from weft.common.adapters.registry import MANIFEST, Registry, Stamp
 from weft.common.worker import adapters as module
+from weft.common.worker import change_log
 from weft.common.worker.adapters import AdapterFollower
 from weft.engine.messages import AdapterOrder, AdapterReply, AdapterState, Failure, Inbox, Outbox
 from weft.v1 import worker_pb2
@@ -25,7 +27,7 @@ class Engine:
 
     def __init__(self, root: Path) -> None:
         self.orders: list[AdapterOrder] = []
-        self.states: list[AdapterState] = []
+        self._states: dict[bytes, AdapterState] = {}
         self.follower = AdapterFollower(Registry(root), "tiny", self._send, POLL_S)
 
     def _send(self, inbox: Inbox) -> None:
@@ -36,15 +38,23 @@ class Engine:
         reply = AdapterReply(query=order.query, failure=failure)
         self.follower.on_outbox(Outbox(adapter_replies=[reply]))
 
+    def report(self, *states: AdapterState) -> None:
+        """It has these adapters and no others."""
+        now = {state.digest: state for state in states}
+        gone = [digest for digest in self._states if digest not in now]
+        changed = [state for state in states if self._states.get(state.digest) != state]
+        self._states = now
+        load: Any = SimpleNamespace(adapters=changed, gone_adapters=gone)
+        self.follower.on_outbox(Outbox(load=load))
+
     def statuses(self) -> dict[bytes, tuple[str, str]]:
         """State and error of each content."""
-        report: Any = SimpleNamespace(adapters=self.states)
         return {
             one.adapter.digest: (
                 worker_pb2.AdapterState.Name(one.state).removeprefix("ADAPTER_STATE_").lower(),
                 one.error,
             )
-            for one in self.follower.statuses(report)
+            for one in self.follower.statuses()
         }
 
     async def until(self, count: int) -> None:
@@ -101,17 +111,13 @@ async def test_it_loads_what_is_registered_for_its_model(engine: Engine, tmp_pat
     assert engine.statuses() == {ONE: ("loading", ""), TWO: ("loading", "")}
     engine.answer(engine.orders[0])
     assert engine.statuses()[ONE] == ("host", "")
-    engine.states = [AdapterState(digest=ONE, name="a", state="device", rank=4, num_requests=3)]
-    (status,) = [s for s in engine.follower.statuses(report(engine)) if s.adapter.digest == ONE]
+    engine.report(AdapterState(digest=ONE, name="a", state="device", rank=4, num_requests=3))
+    (status,) = [s for s in engine.follower.statuses() if s.adapter.digest == ONE]
     assert (status.state, status.rank, status.num_requests) == (
         worker_pb2.ADAPTER_STATE_DEVICE,
         4,
         3,
     )
-
-
-def report(engine: Engine) -> Any:
-    return SimpleNamespace(adapters=engine.states)
 
 
 async def test_what_is_dropped_is_unloaded_and_told_until_it_is_gone(
@@ -120,17 +126,17 @@ async def test_what_is_dropped_is_unloaded_and_told_until_it_is_gone(
     write(tmp_path, ("a", ONE, {}))
     await engine.until(1)
     engine.answer(engine.orders[0])
-    engine.states = [AdapterState(digest=ONE, name="a", state="device", num_requests=2)]
+    engine.report(AdapterState(digest=ONE, name="a", state="device", num_requests=2))
     write(tmp_path, ("b", TWO, {}))
     await engine.until(3)
     assert [(order.action, order.digest) for order in engine.orders[1:]] == [
         ("unload", ONE),
         ("load", TWO),
     ]
-    leaving = {s.adapter.digest: s for s in engine.follower.statuses(report(engine))}[ONE]
+    leaving = {s.adapter.digest: s for s in engine.follower.statuses()}[ONE]
     assert leaving.unloading
     assert leaving.num_requests == 2
-    engine.states = []
+    engine.report()
     assert engine.statuses().keys() == {TWO}
 
 
@@ -141,7 +147,7 @@ async def test_an_old_report_does_not_make_a_new_load_look_held(
     write(tmp_path, ("a", ONE, {}))
     await engine.until(1)
     engine.answer(engine.orders[0])
-    engine.states = [AdapterState(digest=ONE, name="a", state="device")]
+    engine.report(AdapterState(digest=ONE, name="a", state="device"))
     write(tmp_path)
     await engine.until(2)
     write(tmp_path, ("a", ONE, {"generation": 3}))
@@ -191,14 +197,26 @@ async def test_a_second_name_does_not_disturb_the_first(engine: Engine, tmp_path
     assert {order.action for order in engine.orders} == {"load"}
 
 
+async def test_what_is_retired_is_pinned_no_more(engine: Engine, tmp_path: Path) -> None:
+    """Its place is for what is loaded next."""
+    write(tmp_path, ("a", ONE, {"is_pinned": True}))
+    await engine.until(1)
+    engine.answer(engine.orders[0])
+    write(
+        tmp_path,
+        ("a", ONE, {"is_pinned": True, "state": "retired"}),
+        ("b", TWO, {"generation": 2, "is_pinned": True, "state": "loading"}),
+    )
+    await engine.until(3)
+    told = [(order.digest, order.action, order.is_pinned) for order in engine.orders]
+    assert told == [(ONE, "load", True), (ONE, "load", False), (TWO, "load", True)]
+
+
 async def test_what_the_engine_loses_later_has_failed(engine: Engine, tmp_path: Path) -> None:
     write(tmp_path, ("a", ONE, {}))
     await engine.until(1)
     engine.answer(engine.orders[0])
-    engine.states = [AdapterState(digest=ONE, name="a", state="failed", error="device error")]
-    lost: Any = Outbox()
-    lost.load = report(engine)
-    engine.follower.on_outbox(lost)
+    engine.report(AdapterState(digest=ONE, name="a", state="failed", error="device error"))
     assert engine.statuses() == {ONE: ("failed", "device error")}
 
 
@@ -238,3 +256,44 @@ async def test_a_registry_that_goes_away_leaves_things_as_they_are(
     (tmp_path / "away").rename(tmp_path / MANIFEST)
     await engine.followed(write(tmp_path, ("a", ONE, {}), ("b", TWO, {})))
     assert [order.action for order in engine.orders] == ["load", "load"]
+
+
+@pytest.fixture
+def short_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_log, "MOST_GONE", 5)
+
+
+async def test_news_are_what_has_changed(short_log: None, engine: Engine, tmp_path: Path) -> None:
+    """Whoever adds them to what was told before has what the follower tells in full."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    known: dict[bytes, worker_pb2.AdapterStatus] = {}
+    told: int | None = None
+    states: dict[bytes, AdapterState] = {}
+    num_whole = 0
+    for turn in range(400):
+        digest = bytes([rng.randrange(200)]) * 32
+        if states and rng.random() < 0.45:
+            states.pop(rng.choice(list(states)))
+        else:
+            count = rng.randrange(3)
+            states[digest] = AdapterState(digest=digest, name="a", state="host", num_requests=count)
+        engine.report(*states.values())
+        if turn % 40 == 0:
+            chosen = [(f"n{byte}", bytes([byte]) * 32, {}) for byte in rng.sample(range(200), 4)]
+            await engine.followed(write(tmp_path, *chosen))
+        if rng.random() < 0.5 or 200 < turn < 300:  # Once it does not listen for long.
+            continue
+        news = engine.follower.news(told)
+        told = news.sequence
+        num_whole += news.is_all
+        if news.is_all:
+            known = {}
+        assert not {one.adapter.digest for one in news.statuses} & set(news.gone)
+        known |= {one.adapter.digest: one for one in news.statuses}
+        for gone in news.gone:
+            known.pop(gone, None)
+        assert known == {one.adapter.digest: one for one in engine.follower.statuses()}
+        assert not engine.follower.news(told).statuses
+    assert 1 < num_whole < 50, "most is told as changes, what is too long ago as a whole"

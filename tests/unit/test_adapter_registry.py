@@ -14,7 +14,14 @@ import pytest
 from adapter_files import CONFIG, WEIGHTS, write_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.common.adapters.manifest import AdapterExists, Entry, Manifest, parse, serialise
+from weft.common.adapters.manifest import (
+    AdapterExists,
+    Entry,
+    LoadUnderWay,
+    Manifest,
+    parse,
+    serialise,
+)
 from weft.common.adapters.registry import MANIFEST, Registry
 from weft.engine.errors import AdapterError, ConfigError, InvalidRequest, Overloaded, WeftError
 from weft.engine.lora.digest import adapter_digest
@@ -205,6 +212,25 @@ def test_a_second_load_of_a_name_waits_for_the_first_or_its_end() -> None:
     assert [one.digest for one in manifest.entries] == [other.digest]
     with pytest.raises(Overloaded):
         manifest.commit(first, now=102)
+
+
+def test_a_load_that_is_renewed_is_not_given_up() -> None:
+    manifest = Manifest().begin(entry(until=100), replaces=False, now=0)
+    (first,) = manifest.entries
+    renewed = manifest.renew(first, until=200)
+    assert renewed != manifest, "or it would not be written"
+    assert renewed.generation == manifest.generation, "workers have nothing to do"
+    other = entry(digest=b"\2" * 32, until=300)
+    with pytest.raises(LoadUnderWay):
+        renewed.begin(other, replaces=True, now=150)
+    served = renewed.commit(first, now=150)
+    assert [(one.state, one.until) for one in served.entries] == [("serving", 0.0)]
+    assert served.renew(first, until=300) == served, "it loads no more"
+    assert served.drop([first]) == served
+    assert renewed.drop([first]).entries == ()
+    assert renewed.drop_given_up([], now=150) == renewed
+    assert renewed.drop_given_up([first], now=250) == renewed, "its own"
+    assert renewed.drop_given_up([], now=250).entries == ()
 
 
 def test_an_unload_calls_off_a_load() -> None:

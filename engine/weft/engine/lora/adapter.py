@@ -48,14 +48,14 @@ class VocabularyChange:
 
     weight: torch.Tensor | None = None
     """[vocabulary + added tokens, hidden]: takes the place of the base's."""
-    is_frozen: bool = False
-    """The weight was saved beside what was trained: as a rule it equals the base's own."""
     token_ids: tuple[int, ...] = ()
     """Tokens whose rows were trained one by one."""
     rows: torch.Tensor | None = None
     """[len(token_ids), hidden]: take the place of theirs."""
     lora: LoraPair | None = None
     """Added to what the above give."""
+    tensor: str = ""
+    """Name of the tensor of `rows`, or else of `weight`; for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,10 +133,10 @@ class _Reader:
             )
         return VocabularyChange(
             weight=self._read(plan.weight) if plan.weight else None,
-            is_frozen=plan.is_frozen,
             token_ids=plan.token_ids,
             rows=self._read(plan.tokens) if plan.tokens else None,
             lora=self._pair(plan.pair) if plan.pair else None,
+            tensor=plan.tokens or plan.weight,
         )
 
     def _stack(self, kind: str, plans: Sequence[PairPlan]) -> ExpertLora:

@@ -43,6 +43,8 @@ class HostCache:
         self.max_bytes = max_bytes
         self._kept: dict[bytes, Weights] = {}
         """The least recently used one first."""
+        self.touched: set[bytes] = set()
+        """Adapters that came or went; whoever takes note of them empties it."""
 
     @property
     def num_bytes(self) -> int:
@@ -91,8 +93,10 @@ class HostCache:
         for digest in given_up:
             del self._kept[digest]
         self._kept[weights.digest] = weights
+        self.touched.update(given_up, [weights.digest])
         return True
 
     def drop(self, digest: bytes) -> None:
         """Gives an adapter up."""
+        self.touched.add(digest)
         self._kept.pop(digest, None)

@@ -128,6 +128,8 @@ class AdapterManager:
         """Readers that were left at a read."""
         self._writer = Mover("weft-lora-write", wake)
         self._is_changed = False
+        self._touched: set[bytes] = set()
+        """Adapters of which something has changed that reports tell."""
         self.num_reads = 0
         self.num_writes = 0
         """Adapters read, and written to the device, since start."""
@@ -173,27 +175,41 @@ class AdapterManager:
     def order(self, order: AdapterOrder) -> None:
         """See `AdapterOrder`."""
         self._is_changed = True
+        self._touched.add(order.digest)
         if order.action == "load":
             self._load(order)
         else:
             self._unload(order)
 
     def states(self) -> list[AdapterState]:
-        """Of all adapters, for reports."""
-        return [
-            AdapterState(
-                digest=entry.digest,
-                name=entry.name,
-                state=self._place_of(entry),
-                rank=entry.rank,
-                num_bytes=entry.num_bytes,
-                num_requests=self.residency.num_requests(entry.digest),
-                is_pinned=entry.is_pinned,
-                is_unloading=entry.is_unloading,
-                error=entry.error.message if entry.error is not None else "",
-            )
-            for entry in self._entries.values()
-        ]
+        """Of all adapters."""
+        return [self._state_of(entry) for entry in self._entries.values()]
+
+    def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
+        """What has changed since the last call; there may be thousands that have not.
+
+        Returns:
+            States, and the digests of adapters that are no more.
+        """
+        touched: set[bytes] = set()
+        for source in (self._touched, self.residency.touched, self._host.touched):
+            touched |= source
+            source.clear()
+        changed = [self._state_of(self._entries[one]) for one in touched if one in self._entries]
+        return changed, [one for one in touched if one not in self._entries]
+
+    def _state_of(self, entry: _Entry) -> AdapterState:
+        return AdapterState(
+            digest=entry.digest,
+            name=entry.name,
+            state=self._place_of(entry),
+            rank=entry.rank,
+            num_bytes=entry.num_bytes,
+            num_requests=self.residency.num_requests(entry.digest),
+            is_pinned=entry.is_pinned,
+            is_unloading=entry.is_unloading,
+            error=entry.error.message if entry.error is not None else "",
+        )
 
     def counters(self) -> dict[str, int]:
         """Since start."""
@@ -329,6 +345,7 @@ class AdapterManager:
                 self._new.remove(entry)
             self._host.drop(digest)
             del self._entries[digest]
+            self._touched.add(digest)
             self._answer(entry.unloads, None)
 
     def _bring(self, entry: _Entry, later: list[bytes]) -> None:
@@ -434,6 +451,7 @@ class AdapterManager:
             if not entry.is_unloading:
                 self._check_pins(entry, is_pinned=entry.is_pinned)
             entry.is_held = True
+            self._touched.add(entry.digest)
         wanted = self._wanted()
         self._host.put(weights, wanted)
         if wanted or entry.is_unloading:
@@ -444,6 +462,7 @@ class AdapterManager:
 
     def _set_failed(self, entry: _Entry, error: WeftError) -> None:
         entry.error, entry.is_held = error, False
+        self._touched.add(entry.digest)
         self._host.drop(entry.digest)
         self._answer(entry.loads, error)
         self._fail_requests(entry.digest, error.message)

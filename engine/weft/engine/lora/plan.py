@@ -52,7 +52,6 @@ class VocabularyPlan:
     weight: str = ""
     copy: str = ""
     """Must be the same."""
-    is_frozen: bool = False
     tokens: str = ""
     token_ids: tuple[int, ...] = ()
     pair: PairPlan | None = None
@@ -245,7 +244,7 @@ class _Planner:
         part = EXPERTS if module.is_expert else DENSE
         part = module.kinds[0] if is_vocabulary or is_router else part
         if part not in self.parts:
-            return f"changes of this part of a model ({part}) are not applied here"
+            return f"changes of this part of a model ({part}) are not applied here{_hint(part)}"
         halves = _EMBEDDING_HALVES if module.rest == "embed_tokens" else _LINEAR_HALVES
         if tensors.keys() - {*halves, *(_SAVED if is_vocabulary else ())}:
             return f"of this module only {' and '.join(halves)} of LoRA are applied"
@@ -344,8 +343,7 @@ class _Planner:
             token_ids = self._token_ids(module, tokens, rows)
             self._check_tensor(tokens, (len(token_ids), self.config.hidden_size))
         pair = self._plan_pair(module, tensors, rows) if tensors.keys() - {*_SAVED} else None
-        is_frozen = bool(weight) and weight == tensors.get("frozen")
-        return VocabularyPlan(weight, copy, is_frozen, tokens, token_ids, pair)
+        return VocabularyPlan(weight, copy, tokens, token_ids, pair)
 
     def _vocabulary_rows(self, name: str) -> int:
         shape = self.files.tensors[name].shape
@@ -411,3 +409,8 @@ class _Planner:
                 widest[key] = max(widest.get(key, 0), size)
         num_experts = self.config.moe.num_experts if self.config.moe else 0
         return count + num_experts * sum(widest.values())
+
+
+def _hint(part: str) -> str:
+    """What would apply changes of a part."""
+    return "" if part == ROUTER else f": lora_projections does not name {part}"

@@ -155,23 +155,23 @@ class LoraPool:
             parts = tuple(self._projections.values())
             try:
                 return host_weights(
-                    adapter, parts, self._max_rank, self._is_base, is_pinned=self._is_cuda
+                    adapter, parts, self._max_rank, self._own_weight, is_pinned=self._is_cuda
                 )
             except AdapterError as error:
                 raise AdapterError(f"adapter {directory}: {error.message}") from error
 
-    def _is_base(self, name: str, weight: torch.Tensor) -> bool:
-        """See `IsBase`."""
+    def _own_weight(self, name: str) -> torch.Tensor | None:
+        """See `OwnWeight`."""
+        own = torch.empty((self._model.vocab_size, self._model.hidden_size), dtype=self._dtype)
         try:
-            with Checkpoint(self._model_dir, weight.dtype, torch.device("cpu"), None) as base:
+            with Checkpoint(self._model_dir, self._dtype, torch.device("cpu"), None) as base:
                 tensor = f"{name}.weight"
                 if name == EMBED_TOKENS or not base.has(tensor):
                     tensor = "model.embed_tokens.weight"
-                own = torch.empty_like(weight)
                 base.read_into(tensor, own)
-        except ModelError:  # Another shape, or there is no checkpoint.
-            return False
-        return torch.equal(own, weight)
+        except ModelError:  # There is no checkpoint.
+            return None
+        return own
 
     @property
     def _parts(self) -> set[str]:

@@ -65,16 +65,21 @@ class Residency:
         """Somebody may have come nearer to a place since this was reset."""
         self.num_evictions = 0
         """Adapters that gave their place to others, since start."""
+        self.touched: set[bytes] = set()
+        """Adapters that came or went, or have other requests than before; whoever takes note of
+        them empties it."""
 
     # -- the scheduler's side (`weft.engine.scheduler.adapters.Adapters`) ------------------------
 
     def begin(self, digest: bytes) -> None:
         """See `Adapters.begin`."""
         self._num_requests[digest] = self._num_requests.get(digest, 0) + 1
+        self.touched.add(digest)
 
     def end(self, digest: bytes) -> None:
         """See `Adapters.end`."""
         self._num_requests[digest] -= 1
+        self.touched.add(digest)
         if not self._num_requests[digest]:
             del self._num_requests[digest]
             self.is_changed = True
@@ -189,6 +194,7 @@ class Residency:
     def arrived(self, digest: bytes) -> None:
         """Its weights are there."""
         self._residents[digest].is_here = True
+        self.touched.add(digest)
 
     def pin(self, digest: bytes, *, is_pinned: bool) -> None:
         """It stays, or need not."""
@@ -297,4 +303,5 @@ class Residency:
 
     def _free(self, resident: Resident) -> None:
         del self._residents[resident.digest]
+        self.touched.add(resident.digest)
         self._rows.free(resident.place)

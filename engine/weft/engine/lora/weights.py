@@ -67,15 +67,16 @@ class HostWeights:
         return needs
 
 
-IsBase = Callable[[str, torch.Tensor], bool]
-"""Whether a weight equals the model's own embed_tokens or lm_head."""
+OwnWeight = Callable[[str], torch.Tensor | None]
+"""The model's own embed_tokens or lm_head, [vocabulary, hidden], on the host; None: it has no file
+of it."""
 
 
 def host_weights(
     adapter: Adapter,
     projections: Sequence[Projection],
     max_rank: int,
-    is_base: IsBase,
+    own_weight: OwnWeight,
     *,
     is_pinned: bool,
 ) -> HostWeights:
@@ -85,7 +86,7 @@ def host_weights(
         adapter: In the model's dtype.
         projections: What it may change.
         max_rank: Of any adapter.
-        is_base: Looks into the model; asked of weights that were saved beside LoRA.
+        own_weight: Looks into the model; asked where an adapter has whole rows.
         is_pinned: In page-locked memory, from which a GPU copies by itself.
 
     Raises:
@@ -103,8 +104,9 @@ def host_weights(
             f"lora_projections names {', '.join(part.name for part in projections)}"
         )
     max_rows = -(-max_rank // ROW_RANK)
+    most: list[int] = []  # Rows of the vocabulary have become ranks.
     for part in projections:
-        changes = _changes(adapter, part, is_base)
+        changes = _changes(adapter, part, max_rank, own_weight)
         if not any(change is not None for change in changes):
             continue
         halves = (
@@ -116,33 +118,87 @@ def host_weights(
         else:
             a, b = halves
         ranks = np.array([change.rank if change else 0 for change in changes], np.int32)
+        most.append(int(ranks.max()))
         counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)
         kinds[part.name] = KindRows(a, b, counts.astype(np.int32))
-    return HostWeights(adapter.digest, adapter.rank, kinds)
+    return HostWeights(adapter.digest, max([adapter.rank, *most]), kinds)
 
 
-def _changes(adapter: Adapter, part: Projection, is_base: IsBase) -> list[ExpertLora | None]:
+def _changes(
+    adapter: Adapter, part: Projection, max_rank: int, own_weight: OwnWeight
+) -> list[ExpertLora | None]:
     """What each layer of a projection has, as of experts, of which there may be one."""
     if part.is_expert:
         return [adapter.experts.get((layer, part.kind)) for layer in range(part.num_layers)]
     if part.kind in (EMBED_TOKENS, LM_HEAD):
         change = adapter.embed_tokens if part.kind == EMBED_TOKENS else adapter.lm_head
-        pairs = [None if change is None else _only_lora(part.kind, change, is_base)]
+        pairs = [change and _as_lora(part.kind, change, max_rank, own_weight)]
     else:
         pairs = [adapter.modules.get((layer, part.kind)) for layer in range(part.num_layers)]
     return [ExpertLora(pair.a[None], pair.b[None]) if pair else None for pair in pairs]
 
 
-def _only_lora(name: str, change: VocabularyChange, is_base: IsBase) -> LoraPair:
-    """PEFT saves the embedding beside its LoRA, unless it is told not to: that changes nothing."""
-    saved = change.weight
-    is_same = saved is None or (change.is_frozen and is_base(name, saved))
-    if not is_same or change.rows is not None or change.lora is None:
+def _as_lora(
+    name: str, change: VocabularyChange, max_rank: int, own_weight: OwnWeight
+) -> LoraPair | None:
+    """A change of the vocabulary as one LoRA: a row of another value is a rank of its own.
+
+    W' = W + sum over the rows that differ of e_t d_t^T: A or B has a one for the token, the other
+    one the difference. PEFT saves the embedding beside its LoRA, unless it is told not to: then no
+    row differs.
+
+    Returns:
+        None where nothing changes.
+
+    Raises:
+        AdapterError: More rows differ than there are ranks, or tokens were added.
+    """
+    if change.weight is None and change.rows is None:
+        return change.lora
+    own = own_weight(name)
+    if own is None:
         raise AdapterError(
-            f"it has weights of its own in the place of {name} (modules_to_save, or tokens trained "
-            "one by one), which is not served: only LoRA is, target it instead"
+            f"tensor {change.tensor} takes the place of rows of {name}, and the model's own "
+            "weights, of which it would be a change, are not there"
         )
-    return change.lora
+    if change.weight is not None and len(change.weight) != len(own):
+        raise AdapterError(
+            f"tensor {change.tensor} has {len(change.weight):,} tokens, the model has "
+            f"{len(own):,}: added tokens are not served"
+        )
+    ids, rows = _changed_rows(change, own)
+    lora = change.lora
+    rank = len(ids) + (lora.rank if lora is not None else 0)
+    if rank > max_rank:
+        raise AdapterError(
+            f"tensor {change.tensor} changes {len(ids):,} rows of {name}, of which each takes a "
+            f"rank; with the adapter's LoRA of it that is {rank:,}, more than max_lora_rank = "
+            f"{max_rank}: a whole matrix of its own (modules_to_save) is not served, target "
+            f"{name} with LoRA instead"
+        )
+    if not ids:
+        return lora
+    ones = torch.zeros((len(ids), len(own)), dtype=own.dtype)
+    ones[range(len(ids)), ids] = 1.0
+    difference = (rows.float() - own[ids].float()).to(own.dtype)
+    a, b = (ones, difference.T) if name == EMBED_TOKENS else (difference, ones.T)
+    if lora is not None:
+        a, b = torch.cat([lora.a, a]), torch.cat([lora.b, b], 1)
+    return LoraPair(a.contiguous(), b.contiguous())
+
+
+def _changed_rows(change: VocabularyChange, own: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Tokens whose rows are not the model's own, and these rows."""
+    changed = torch.zeros(len(own), dtype=torch.bool)
+    whole = own if change.weight is None else change.weight
+    if change.weight is not None:
+        changed = (change.weight != own).any(1)
+    if change.rows is not None:
+        given = list(change.token_ids)
+        whole = whole.index_copy(0, torch.tensor(given), change.rows)
+        changed[given] = (change.rows != own[given]).any(1)
+    ids = changed.nonzero()[:, 0].tolist()
+    return ids, whole[ids]
 
 
 def _half(layers: Sequence[torch.Tensor | None], num_experts: int, max_rows: int) -> Half:

@@ -48,7 +48,17 @@ class Entry:
     is_lenient: bool = False
     """What of it cannot be applied is left out; the digest says so too."""
     until: float = 0.0
-    """While it is loading, Unix time from which nobody waits for it any more, in seconds."""
+    """While it is loading, Unix time from which it counts as given up, in seconds: whoever loads it
+    sets a later one again and again."""
+
+    @property
+    def identity(self) -> tuple[str, int, State]:
+        """Of one entry in one state, renewed or not."""
+        return (self.name, self.generation, self.state)
+
+    def is_same(self, other: Entry) -> bool:
+        """Both are one entry in one state, renewed or not."""
+        return self.identity == other.identity
 
     @property
     def digest_bytes(self) -> bytes:
@@ -60,6 +70,10 @@ class AdapterExists(InvalidRequest):
     """The name means something else, and the caller did not ask for a replacement."""
 
     reason = "ADAPTER_EXISTS"
+
+
+class LoadUnderWay(Overloaded):
+    """Somebody else loads the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +111,8 @@ class Manifest:
 
         Raises:
             AdapterExists: The name means other content, and `replaces` is not set.
-            Overloaded: Another load of the name is under way.
+            LoadUnderWay: Another load of the name is under way.
+            Overloaded: There are too many entries.
         """
         serving, loading = self.of(entry.name, "serving"), self.of(entry.name, "loading")
         if serving is not None and (serving.digest, serving.model) == (entry.digest, entry.model):
@@ -109,7 +124,7 @@ class Manifest:
                 param="name",
             )
         if loading is not None and loading.until > now:
-            raise Overloaded(
+            raise LoadUnderWay(
                 f"another load of the adapter `{entry.name}` is under way",
                 stage="queue",
                 retry_after_s=min(10.0, loading.until - now),
@@ -135,14 +150,14 @@ class Manifest:
         Raises:
             Overloaded: It is not there any more: somebody took it for given up.
         """
-        if entry not in self.entries:
+        if not self.has(entry):
             raise Overloaded(
                 f"the load of the adapter `{entry.name}` took too long, or was called off",
                 stage="queue",
             )
 
         def changed(one: Entry) -> Entry:
-            if one == entry:
+            if one.is_same(entry):
                 return replace(one, state="serving", created=now, until=0.0)
             is_former = (one.name, one.state) == (entry.name, "serving")
             return replace(one, state="retired") if is_former else one
@@ -158,9 +173,34 @@ class Manifest:
         )
 
     def drop(self, gone: Iterable[Entry]) -> Manifest:
-        """Without these entries, as far as they are as given."""
-        away = set(gone)
-        return self._with(one for one in self.entries if one not in away)
+        """Without these entries, as far as they are in the state given."""
+        away = {one.identity for one in gone}
+        return self._with(one for one in self.entries if one.identity not in away)
+
+    def drop_given_up(self, own: Iterable[Entry], now: float) -> Manifest:
+        """Without loads that nobody has renewed in time, but for the caller's own.
+
+        Args:
+            own: Loads of the caller.
+            now: Unix time, in seconds.
+        """
+        kept = {one.identity for one in own}
+        late = (one for one in self.in_state("loading") if one.until <= now)
+        return self.drop(one for one in late if one.identity not in kept)
+
+    def has(self, entry: Entry) -> bool:
+        """It is there, in the state given."""
+        return any(one.is_same(entry) for one in self.entries)
+
+    def renew(self, entry: Entry, until: float) -> Manifest:
+        """Somebody still waits for an entry that loads; for workers nothing has changed.
+
+        Args:
+            entry: As `begin` added it.
+            until: Unix time, in seconds.
+        """
+        entries = (replace(one, until=until) if one.is_same(entry) else one for one in self.entries)
+        return replace(self, entries=tuple(entries))
 
     def _pin(self, entry: Entry) -> Manifest:
         return self._with(

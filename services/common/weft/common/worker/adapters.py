@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from weft.common.adapters.manifest import Manifest
 from weft.common.adapters.registry import Registry, Stamp
+from weft.common.worker.change_log import ChangeLog
 from weft.engine.errors import PeerUnavailable, WeftError
 from weft.engine.messages import AdapterOrder, AdapterState, Failure, Inbox, LoadReport, Outbox
 from weft.v1 import common_pb2, worker_pb2
@@ -57,6 +58,18 @@ class _Ordered:
     retry_s: float = FIRST_RETRY_S
 
 
+class AdapterNews(NamedTuple):
+    """What is to be told of a worker's adapters."""
+
+    statuses: Sequence[worker_pb2.AdapterStatus]
+    gone: Sequence[bytes]
+    """Digests of those that are no more."""
+    sequence: int
+    """To ask from the next time."""
+    is_all: bool
+    """What was told before counts no more."""
+
+
 class AdapterFollower:
     """Follows a registry and gives the engine orders.
 
@@ -80,6 +93,10 @@ class AdapterFollower:
         self._poll_s = poll_s
         self._queries = itertools.count(1)
         self._ordered: dict[bytes, _Ordered] = {}
+        self._open: dict[int, bytes] = {}
+        """Orders that are not answered yet."""
+        self._states: dict[bytes, AdapterState] = {}
+        self._log = ChangeLog(self._is_known)
         self._stamp: Stamp | None = None
         self._wanted: dict[bytes, Wanted] = {}
         self._is_broken = False
@@ -120,6 +137,7 @@ class AdapterFollower:
         """Tells the engine how what it has differs from what is wanted."""
         for digest in [one for one in self._ordered if one not in self._wanted]:
             del self._ordered[digest]
+            self._log.touch(digest)
             order = AdapterOrder(query=next(self._queries), action="unload", digest=digest)
             self._send(Inbox(adapter_orders=[order]))
         for digest, wanted in self._wanted.items():
@@ -133,6 +151,8 @@ class AdapterFollower:
                 if ordered.wanted != wanted:
                     ordered.retry_s = FIRST_RETRY_S
                 ordered.wanted, ordered.query = wanted, query
+            self._open[query] = digest
+            self._log.touch(digest)
             self._send(Inbox(adapter_orders=[self._load(query, digest, wanted)]))
 
     def _load(self, query: int, digest: bytes, wanted: Wanted) -> AdapterOrder:
@@ -149,10 +169,21 @@ class AdapterFollower:
     def on_outbox(self, outbox: Outbox) -> None:
         """Takes the engine's answers, and its word of what it has lost since."""
         for reply in outbox.adapter_replies:
-            for digest, ordered in self._ordered.items():
-                if ordered.query == reply.query:
-                    self._answered(digest, ordered, reply.failure)
-        for state in outbox.load.adapters if outbox.load is not None else ():
+            digest = self._open.pop(reply.query, b"")
+            ordered = self._ordered.get(digest)
+            if ordered is not None and ordered.query == reply.query:
+                self._answered(digest, ordered, reply.failure)
+        if outbox.load is not None:
+            self._take_report(outbox.load)
+
+    def _take_report(self, load: LoadReport) -> None:
+        """Adds what has changed to what was told before."""
+        for digest in load.gone_adapters:
+            self._states.pop(digest, None)
+            self._log.touch(digest)
+        for state in load.adapters:
+            self._states[state.digest] = state
+            self._log.touch(state.digest)
             held = self._ordered.get(state.digest)
             if held is not None and held.is_held and not held.query and state.state == "failed":
                 self._failed(state.digest, held, state.error)
@@ -160,6 +191,7 @@ class AdapterFollower:
     def _answered(self, digest: bytes, ordered: _Ordered, failure: Failure | None) -> None:
         ordered.query = 0
         ordered.error = ""
+        self._log.touch(digest)
         if failure is None:
             ordered.is_held = True
         elif ordered.is_held:
@@ -180,19 +212,43 @@ class AdapterFollower:
         ordered.retry_s = min(LAST_RETRY_S, 2 * ordered.retry_s)
         logger.error("adapter %s: %s", ordered.wanted.name, ordered.error)
 
-    def statuses(self, load: LoadReport | None) -> list[worker_pb2.AdapterStatus]:
-        """What this worker has of adapters, for the wire.
+    @property
+    def states(self) -> Collection[AdapterState]:
+        """What the engine has told of its adapters."""
+        return self._states.values()
+
+    def statuses(self) -> list[worker_pb2.AdapterStatus]:
+        """What this worker has of adapters, for the wire."""
+        leaving = [digest for digest in self._states if digest not in self._ordered]
+        found = [self._status(digest) for digest in (*self._ordered, *leaving)]
+        return [status for status in found if status is not None]
+
+    def news(self, sequence: int | None) -> AdapterNews:
+        """What has changed since, for one who was told before.
 
         Args:
-            load: The engine's newest report, which may be older than its answers to orders.
+            sequence: That of what was told last; None = nothing was.
         """
-        reported = {} if load is None else {one.digest: one for one in load.adapters}
-        known = [
-            _status(digest, ordered, reported.get(digest))
-            for digest, ordered in self._ordered.items()
-        ]
-        leaving = [one for digest, one in reported.items() if digest not in self._ordered]
-        return [*known, *(_leaving(one) for one in leaving)]
+        changed = None if sequence is None else self._log.since(sequence)
+        if changed is None:
+            return AdapterNews(self.statuses(), (), self._log.sequence, is_all=True)
+        statuses = {digest: self._status(digest) for digest in changed}
+        return AdapterNews(
+            [status for status in statuses.values() if status is not None],
+            [digest for digest, status in statuses.items() if status is None],
+            self._log.sequence,
+            is_all=False,
+        )
+
+    def _is_known(self, digest: bytes) -> bool:
+        return digest in self._ordered or digest in self._states
+
+    def _status(self, digest: bytes) -> worker_pb2.AdapterStatus | None:
+        """Of one; None: there is nothing of it."""
+        ordered, engine = self._ordered.get(digest), self._states.get(digest)
+        if ordered is not None:
+            return _status(digest, ordered, engine)
+        return None if engine is None else _leaving(engine)
 
 
 def wanted_of(manifest: Manifest, model: str) -> dict[bytes, Wanted]:
@@ -201,7 +257,9 @@ def wanted_of(manifest: Manifest, model: str) -> dict[bytes, Wanted]:
     for entry in sorted(manifest.entries, key=lambda entry: entry.generation):
         if entry.model == model:
             before = found.get(entry.digest_bytes)
-            is_pinned = entry.is_pinned or (before is not None and before.is_pinned)
+            # A retired one stays for its requests, and is in nobody's way.
+            is_pinned = entry.is_pinned and entry.state != "retired"
+            is_pinned |= before is not None and before.is_pinned
             found[entry.digest_bytes] = Wanted(
                 entry.name, is_pinned, entry.is_lenient, entry.generation
             )
@@ -211,6 +269,15 @@ def wanted_of(manifest: Manifest, model: str) -> dict[bytes, Wanted]:
 def _is_due(ordered: _Ordered, now: float) -> bool:
     """It has failed, and is to be tried again."""
     return not ordered.query and not ordered.is_held and now >= ordered.retry_at
+
+
+def open_registry(root: Path | None) -> Registry | None:
+    """The registry of a setting; None = there is none.
+
+    Raises:
+        ConfigError: The folder is not there.
+    """
+    return None if root is None else Registry(root)
 
 
 def _status(
@@ -248,12 +315,3 @@ def _add_report(status: worker_pb2.AdapterStatus, engine: AdapterState) -> None:
     status.num_requests = engine.num_requests
     status.unloading = engine.is_unloading
     status.error = engine.error
-
-
-def open_registry(root: Path | None) -> Registry | None:
-    """The registry of a setting; None = there is none.
-
-    Raises:
-        ConfigError: The folder is not there.
-    """
-    return None if root is None else Registry(root)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from weft.common.adapters.manifest import Entry, Manifest, check_name
+from weft.common.adapters.manifest import Entry, LoadUnderWay, Manifest, check_name
 from weft.engine.errors import (
     AdapterError,
     AdapterNotFound,
@@ -32,8 +32,11 @@ _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.02
 _FOLLOW_EVERY_S = 0.25
 _CLEAN_EVERY_S = 1.0
-_MARGIN_S = 30.0
-"""By which others wait longer than the gateway that loads: clocks differ."""
+_LEASE_S = 20.0
+"""A load counts as given up so long after its gateway's last word; clocks may differ by less."""
+_RENEW_S = 4.0
+_CLOSE_S = 3.0
+"""For a disk, when the gateway stops."""
 _COPY_TRIES = 3
 _MAX_COPIES = 2
 """Under way at once; further loads wait for their turn."""
@@ -91,6 +94,8 @@ class AdapterManager:
         self._has_copies = True
         """There may be copies that no entry names: of loads that failed, or of earlier gateways."""
         self._calling_off: set[asyncio.Task[None]] = set()
+        self._loading: list[Entry] = []
+        """What this gateway waits for."""
         self._copy_places = asyncio.Semaphore(_MAX_COPIES)
 
     async def run(self) -> None:
@@ -111,6 +116,13 @@ class AdapterManager:
                 # Whatever one look met must not end all further ones.
                 _log.exception("following the adapters failed")
             await asyncio.sleep(_FOLLOW_EVERY_S)
+
+    async def close(self) -> None:
+        """Takes back what this gateway still loads, once it takes no calls any more."""
+        for entry in self._loading:
+            self._start(self._drop(entry))
+        if self._calling_off:
+            await asyncio.wait(self._calling_off, timeout=_CLOSE_S)
 
     async def load(self, order: LoadOrder) -> Entry:
         """Registers an adapter and waits until all serving workers of its model hold it.
@@ -152,7 +164,8 @@ class AdapterManager:
         if entry.state == "serving":
             return entry
         try:
-            await self._wait_held(entry, deadline)
+            async with self._renewed(entry):
+                await self._wait_held(entry, deadline)
             manifest = await self._directory.change(lambda old: old.commit(entry, time.time()))
         except BaseException:
             # Also when the caller goes away: the name then means what it meant before.
@@ -170,10 +183,10 @@ class AdapterManager:
     async def _begin(self, order: LoadOrder, deadline: float) -> Entry:
         """Copies the files and registers them; or finds that they serve already."""
         registry = self._directory.registry
+        under_way: LoadUnderWay | None = None
         for _ in range(_COPY_TRIES):
             digest = await self._copy(order, deadline)
             now = time.time()
-            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             wanted = Entry(
                 name=order.name,
                 digest=digest.hex(),
@@ -184,7 +197,7 @@ class AdapterManager:
                 created=now,
                 is_pinned=order.is_pinned,
                 is_lenient=order.is_lenient,
-                until=now + left_s + _MARGIN_S,
+                until=now + _LEASE_S,
             )
 
             def begin(old: Manifest, wanted: Entry = wanted, now: float = now) -> Manifest:
@@ -192,7 +205,14 @@ class AdapterManager:
                     return old  # somebody has tidied the copy away in between
                 return old.begin(wanted, replaces=order.replaces, now=now)
 
-            manifest = await self._register(begin, wanted)
+            try:
+                manifest = await self._register(begin, wanted)
+            except LoadUnderWay as error:
+                if not await self._was_given_up(order.name, deadline):
+                    raise
+                under_way = error
+                continue
+            under_way = None
             found = [
                 entry
                 for state in ("loading", "serving")
@@ -201,7 +221,7 @@ class AdapterManager:
             ]
             if found:
                 return found[0]
-        raise Overloaded(
+        raise under_way or Overloaded(
             "the adapter's copy was removed again and again; try once more", stage="queue"
         )
 
@@ -254,6 +274,46 @@ class AdapterManager:
             await self._directory.change(lambda old: old.drop(gone))
         self._has_copies = True
 
+    async def _was_given_up(self, name: str, deadline: float) -> bool:
+        """Whether the load of a name that is under way seems to be nobody's: if its gateway has
+        died it is forgotten soon, else it is renewed, which this waits for."""
+        loop = asyncio.get_running_loop()
+        await self._directory.refresh()
+        found = self._directory.manifest.of(name, "loading")
+        while found is not None and loop.time() < deadline:
+            if self._is_own(found):
+                return False
+            await asyncio.sleep(_FOLLOW_EVERY_S)
+            await self._directory.refresh()
+            now = self._directory.manifest.of(name, "loading")
+            if now is not None and now != found:
+                return False
+            if now is None or now.until <= time.time():
+                return True
+        return found is None
+
+    def _is_own(self, entry: Entry) -> bool:
+        return any(entry.is_same(one) for one in self._loading)
+
+    @asynccontextmanager
+    async def _renewed(self, entry: Entry) -> AsyncIterator[None]:
+        """For as long as the block lasts, all gateways see that somebody waits for an entry."""
+        self._loading.append(entry)
+        renewing = asyncio.create_task(self._renew(entry))
+        renewing.add_done_callback(log_failure)
+        try:
+            yield
+        finally:
+            self._loading.remove(entry)
+            renewing.cancel()
+
+    async def _renew(self, entry: Entry) -> None:
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            with suppress(WeftError):  # The next one may come through.
+                until = time.time() + _LEASE_S
+                await self._directory.change(partial(Manifest.renew, entry=entry, until=until))
+
     async def _wait_held(self, entry: Entry, deadline: float) -> None:
         """Returns once every serving worker of the model holds it, a decode worker among them.
 
@@ -274,7 +334,7 @@ class AdapterManager:
                 )
             if all(one.holds for one in found) and any(one.role == "decode" for one in found):
                 return
-            if entry not in self._directory.manifest.entries:
+            if not self._directory.manifest.has(entry):
                 raise Overloaded(
                     f"the load of the adapter `{entry.name}` was called off", stage="adapter"
                 )
@@ -291,11 +351,14 @@ class AdapterManager:
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Does something, whatever becomes of this task."""
+        await asyncio.wait([self._start(work)])
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._calling_off.add(task)
         task.add_done_callback(self._calling_off.discard)
         task.add_done_callback(log_failure)
-        await asyncio.wait([task])
+        return task
 
     async def _drop(self, entry: Entry) -> None:
         await self._directory.change(lambda old: old.drop([entry]))
@@ -376,10 +439,16 @@ class AdapterManager:
                 self._idle_since.setdefault(entry, now)
         self._idle_since = {one: at for one, at in self._idle_since.items() if one in retired}
         gone = [one for one, since in self._idle_since.items() if now - since >= self._linger_s]
-        gone += [one for one in manifest.in_state("loading") if one.until <= time.time()]
-        if gone:
-            await self._directory.change(lambda old: old.drop(gone))
-        if gone or self._has_copies:
+        own = tuple(self._loading)
+
+        def tidied(old: Manifest) -> Manifest:
+            # What is late is for the newest manifest to say: it may just have been renewed.
+            return old.drop(gone).drop_given_up(own, time.time())
+
+        is_tidy = not gone and manifest.drop_given_up(own, time.time()).entries == manifest.entries
+        if not is_tidy:
+            await self._directory.change(tidied)
+        if not is_tidy or self._has_copies:
             self._has_copies = False
             await asyncio.to_thread(self._directory.registry.clean)
 
