@@ -9,9 +9,11 @@ worker; bytes by the time from the handle to the acceptance of the last page. Ti
 token: a prefill and a decode worker (on two GPUs where there are two) beside one worker that does
 both, alone and beside running streams, with the gaps between the streams' tokens meanwhile.
 
-Between processes of one host, staging pages are copied by `--copy-threads` threads, in the place of
-NIXL. Weights are made up, in the model's real shape. Damaged or missing pages fail the run; tokens
-of both are compared and counted (in bfloat16, with random weights, near-ties differ).
+Where NIXL is installed it moves the pages, once between staging areas in host memory and once
+between areas in the GPUs' own. Where it is not, `--copy-threads` threads copy them between areas in
+host memory. Weights are made up, in the model's real shape. Damaged or missing pages fail the run;
+tokens are compared with one worker's and counted (in bfloat16, with random weights, near-ties
+differ).
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ import torch
 from gpu_mesh.driver import Mesh, Sent
 from model_shapes import MODELS
 from weft.engine.config import NEVER_SHIP_TOKENS
-from weft.engine.transfer.page_mover import Lanes, PageMover, PinnedPages
+from weft.engine.transfer.nixl import nixl_available
+from weft.engine.transfer.page_mover import Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
+from weft.engine.transfer.staging_memory import PinnedPages
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import gather_pages, scatter_pages
 
@@ -75,12 +79,13 @@ class Copy:
 class Shipped:
     """A cached prompt, shipped."""
 
+    system: str
     prompt_tokens: int
     mib: float
     ms: float
     gb_per_s: float
     share: float
-    """Of the slower direction of the link."""
+    """Of the slower direction of the link between device and host, or of that between devices."""
 
 
 @dataclass(slots=True)
@@ -138,6 +143,10 @@ def bench_copies(page_bytes: int, device: torch.device, num_moved: int) -> list[
     into = rate(lambda: dense.copy_(pinned[:num_moved], non_blocking=True))
     on_device = rate(lambda: dense.copy_(pool[:num_moved]))
     rows = [("link: device to pinned", out, out), ("link: pinned to device", into, into)]
+    if torch.cuda.device_count() > 1:
+        other = torch.empty_like(dense, device="cuda:1")
+        across = rate(lambda: other.copy_(dense, non_blocking=True))
+        rows.append(("link: device to device", across, across))
 
     def digest() -> None:
         page_digests(pool, numbers)
@@ -175,7 +184,7 @@ def seconds_on_host(call: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def bench_shipping(mesh: Mesh, vocab: int, prompt_tokens: int, link: float) -> Shipped:
+def bench_shipping(mesh: Mesh, system: str, vocab: int, prompt_tokens: int, link: float) -> Shipped:
     """A prompt that the prefill worker has computed before."""
     prompt = [random.randrange(vocab) for _ in range(prompt_tokens)]
     mesh.finish(mesh.submit(prompt, NEW_TOKENS))
@@ -189,7 +198,7 @@ def bench_shipping(mesh: Mesh, vocab: int, prompt_tokens: int, link: float) -> S
         rows.append((seconds, sum(fill.bytes for fill in fills)))
     seconds, size = sorted(rows)[len(rows) // 2]
     rate = size / seconds / 1e9
-    return Shipped(prompt_tokens, size / 2**20, 1e3 * seconds, rate, rate / link)
+    return Shipped(system, prompt_tokens, size / 2**20, 1e3 * seconds, rate, rate / link)
 
 
 def fills_of(sent: Sent, prompt_tokens: int) -> list[Any]:
@@ -264,7 +273,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         torch.cuda.empty_cache()
     if arguments.copies_only:
         return {"copies": [asdict(copy) for copy in copies]}
-    link = min((copy.gb_per_s for copy in copies[:2]), default=float("nan"))
+    links = {copy.name: copy.gb_per_s for copy in copies if copy.name.startswith("link")}
     settings: dict[str, Any] = {
         "model_dir": folder,
         "dtype": "bfloat16",
@@ -275,25 +284,29 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "max_running_requests": max(8, max(arguments.streams) + 4),
         "prefill_chunk_tokens": arguments.chunk_tokens,
         "max_step_tokens": arguments.chunk_tokens + 64,
-        "transport": "data",
         "force_staging": is_cpu,
         "lease_s": 60.0,
         "fill_progress_timeout_s": 60.0,
     }
-    alone = settings | {
-        "device": devices[0],
-        "local_prefill_max_tokens": NEVER_SHIP_TOKENS,
-    }
-    apart = settings | {"device": devices[0], "local_prefill_max_tokens": 0}
-    filler = settings | {"device": devices[1]}
+    decode = settings | {"device": devices[0]}
+    alone = decode | {"transport": "data", "local_prefill_max_tokens": NEVER_SHIP_TOKENS}
+    systems: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [("one worker", alone, None)]
+    transport = "nixl" if nixl_available()[0] else "data"
+    for memory in ("host", "device") if transport == "nixl" else ("host",):
+        way = {"transport": transport, "staging_memory": memory}
+        apart = decode | way | {"local_prefill_max_tokens": 0}
+        systems.append((f"apart, {memory}", apart, settings | way | {"device": devices[1]}))
     vocab = model["vocab_size"]
     rows: list[FirstToken] = []
     shipped: list[Shipped] = []
-    for system, decode, prefill in (("one worker", alone, None), ("apart", apart, filler)):
+    for system, decode, prefill in systems:
         with Mesh(decode, prefill, arguments.copy_threads) as mesh:
+            print(f"{system}: {mesh.transport}", flush=True)
             if prefill is not None:
                 for length in arguments.prompts:
-                    shipped.append(bench_shipping(mesh, vocab, length, link))
+                    shipped.append(
+                        bench_shipping(mesh, system, vocab, length, link_of(links, system))
+                    )
                     report_shipped(shipped[-1])
             for length in arguments.prompts:
                 for streams in arguments.streams:
@@ -303,7 +316,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     report_first_token(rows[-1])
             assert mesh.counters()["digest_mismatches"] == 0
     equal, total = count_equal(rows)
-    print(f"first {NEW_TOKENS} tokens equal in both: {equal} of {total} prompts")
+    print(f"first {NEW_TOKENS} tokens equal to one worker's: {equal} of {total} prompts")
     return {
         "date": datetime.date.today().isoformat(),
         "commit": arguments.commit,
@@ -313,7 +326,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model": arguments.model,
         "page_bytes": page_bytes,
         "chunk_tokens": arguments.chunk_tokens,
-        "copy_threads": arguments.copy_threads,
+        "transport": transport if transport == "nixl" else f"{arguments.copy_threads} copy threads",
         "copies": [asdict(copy) for copy in copies],
         "shipped": [asdict(row) for row in shipped],
         "first_token": [{k: v for k, v in asdict(row).items() if k != "tokens"} for row in rows],
@@ -321,11 +334,18 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def link_of(links: dict[str, float], system: str) -> float:
+    """GB/s of the slowest link on a system's way."""
+    host = [rate for name, rate in links.items() if "pinned" in name]
+    between = [rate for name, rate in links.items() if "pinned" not in name]
+    return min((between or host) if system.endswith("device") else host, default=float("nan"))
+
+
 def report_shipped(row: Shipped) -> None:
     """One line."""
     print(
-        f"shipped {row.prompt_tokens:6} cached tokens: {row.mib:8.1f} MiB in {row.ms:7.1f} ms, "
-        f"{row.gb_per_s:6.2f} GB/s, {row.share:.1%} of the link",
+        f"{row.system:13} shipped {row.prompt_tokens:6} cached tokens: {row.mib:8.1f} MiB in "
+        f"{row.ms:7.1f} ms, {row.gb_per_s:6.2f} GB/s, {row.share:.1%} of the link",
         flush=True,
     )
 
@@ -333,7 +353,7 @@ def report_shipped(row: Shipped) -> None:
 def report_first_token(row: FirstToken) -> None:
     """One line."""
     print(
-        f"{row.system:10} {row.prompt_tokens:6} tokens beside {row.streams:3} streams: first token "
+        f"{row.system:13} {row.prompt_tokens:6} tokens beside {row.streams:3} streams: first token "
         f"{row.ttft_ms:8.1f} ms (worst {row.worst_ms:8.1f}), gaps {row.gap_ms:6.2f} ms, p99 "
         f"{row.gap_p99_ms:7.2f} ms",
         flush=True,
@@ -346,7 +366,7 @@ def count_equal(rows: Sequence[FirstToken]) -> tuple[int, int]:
     pairs = [
         (ours, theirs)
         for (system, length), tokens in quiet.items()
-        if system == "apart"
+        if system.startswith("apart")
         for ours, theirs in zip(tokens, quiet["one worker", length], strict=True)
     ]
     return sum(ours == theirs for ours, theirs in pairs), len(pairs)

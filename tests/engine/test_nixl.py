@@ -378,7 +378,9 @@ def test_a_stopped_owner_keeps_writes_pending_until_the_peer_is_closed(
     number = filler.call("write", peer="a", target=target, local=pages, remote=pages)
     assert filler.call("wait", number=number, timeout_s=0.5) == "pending"
     assert filler.call("num_pending", peer="a") == 1
+    assert filler.call("num_settled") == 0
     assert filler.call("close_peer", peer="a") is True
+    assert filler.call("num_settled") == 1, "what a device was told is waited for"
     with pytest.raises(RemoteError, match="closed"):
         filler.call("poll", number=number)
     filler.call("fill", value=99)  # The source is free again.
@@ -412,6 +414,7 @@ def test_closing_a_peer_without_unfinished_writes_leaves_nothing_to_fear(pair: P
         assert filler.call("wait", number=number) == "done"
         assert filler.call("num_pending", peer="a", epoch=epoch) == 0
         assert filler.call("close_peer", peer="a", epoch=epoch) is False
+        assert filler.call("num_settled") == 0
     assert filler.call("num_peers") == 0
     assert len(owner.call("wait_notifications", count=2)) == 2
 

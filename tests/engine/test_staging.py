@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
+from local_plane import join_planes
 from tiny_models import make_tiny
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
@@ -338,3 +339,20 @@ def test_a_copy_that_fails_ends_the_engine(start: Start, monkeypatch: pytest.Mon
     pair.submit(new_prompt(4))
     with pytest.raises(RuntimeError, match="copying pages"):
         pair.run(lambda: False)
+
+
+def test_a_filler_with_other_memory_sends_data(start: Start) -> None:
+    """NIXL between memory of a host and of a GPU is slower than messages."""
+    pair = start()
+    filler = pair.fillers["p0"]
+    join_planes(pair.owner, [filler])
+    prompt = new_prompt(10)
+    expected = alone(pair, prompt)
+    for memory_type, transport in (("DRAM", "nixl"), ("VRAM", "data")):
+        filler.filler._memory_type = memory_type
+        pair.owner.memory.flush_cache()
+        request_id = pair.submit(prompt)
+        assert pair.finish(request_id) == [expected]
+        (fill,) = pair.answers[request_id].finished[0].timeline.fills
+        assert (fill.transport, fill.failure) == (transport, "")
+    pair.settle()

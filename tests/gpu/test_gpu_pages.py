@@ -10,8 +10,9 @@ import pytest
 import torch
 from page_cases import bytes_of, expected_digests, page_numbers, poisoned, random_pool, unsigned
 from weft.engine.transfer.digest import digest_pages
-from weft.engine.transfer.page_mover import DeviceMove, Lanes, PageMover, PinnedPages
+from weft.engine.transfer.page_mover import DeviceMove, Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
+from weft.engine.transfer.staging_memory import DevicePages, PinnedPages
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import gather_pages, scatter_pages
 
@@ -61,10 +62,16 @@ def test_pages_beyond_32_bit_offsets() -> None:
 class Moved:
     """A pool, a staging area and the way between them."""
 
-    def __init__(self, num_pages: int, num_words: int, num_staged: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        num_words: int,
+        num_staged: int,
+        kind: type[PinnedPages] | type[DevicePages],
+    ) -> None:
         self.pool = random_pool(num_pages, num_words, torch.bfloat16, "cuda")
         self.pool[0] = 0
-        memory = PinnedPages(num_staged, 4 * num_words, self.pool.device)
+        memory = kind(num_staged, 4 * num_words, self.pool.device)
         self.area = StagingArea(memory.pages, num_staged // 2)
         self.lanes = Lanes(self.pool.device, 4 * num_words)
         self.mover = PageMover(self.pool, self.area, memory, self.lanes)
@@ -73,9 +80,17 @@ class Moved:
         return random.sample(range(len(self.area.pages)), count)
 
 
+@pytest.fixture(params=[PinnedPages, DevicePages])
+def kind(request: pytest.FixtureRequest) -> type[PinnedPages] | type[DevicePages]:
+    kind: type[PinnedPages] | type[DevicePages] = request.param
+    return kind
+
+
 @pytest.fixture(params=[(200, 1 << 19, 64), (60, 1 << 22, 24), (200, 98, 100)])
-def moved(request: pytest.FixtureRequest) -> Iterator[Moved]:
-    moved = Moved(*request.param)
+def moved(
+    request: pytest.FixtureRequest, kind: type[PinnedPages] | type[DevicePages]
+) -> Iterator[Moved]:
+    moved = Moved(*request.param, kind)
     yield moved
     moved.mover.close()
 

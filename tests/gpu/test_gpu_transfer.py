@@ -71,17 +71,33 @@ def devices(request: pytest.FixtureRequest) -> tuple[str, str]:
     return devices
 
 
-@pytest.fixture(scope="module", params=["data", "local"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("data", "host"),
+        ("data", "device"),
+        ("local", "host"),
+        pytest.param(("nixl", "host"), marks=pytest.mark.needs("nixl")),
+        pytest.param(("nixl", "device"), marks=pytest.mark.needs("nixl")),
+    ],
+    ids="-".join,
+)
 def pair(
     model_dir: Path, devices: tuple[str, str], request: pytest.FixtureRequest
 ) -> Iterator[EnginePair]:
     """`local`: chunks are copied between the staging areas by one write, as over NIXL."""
+    transport, memory = request.param
     clock = ManualClock()
-    owner = gpu_engine(model_dir, "decode", clock, devices[0])
+    settings = {
+        "transport": "nixl" if transport == "nixl" else "data",
+        "staging_memory": memory,
+    }
+    owner = gpu_engine(model_dir, "decode", clock, devices[0], **settings)
     fillers = [
-        gpu_engine(model_dir, "prefill", clock, devices[1], worker_id=name) for name in ("p0", "p1")
+        gpu_engine(model_dir, "prefill", clock, devices[1], worker_id=name, **settings)
+        for name in ("p0", "p1")
     ]
-    if request.param == "local":
+    if transport == "local":
         join_planes(owner, fillers)
     pair = EnginePair(owner, fillers, clock)
     yield pair

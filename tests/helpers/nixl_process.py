@@ -106,6 +106,7 @@ class Operations:
         self.send_agents: Any = None
         self.read_agents: Any = None
         self.writes: list[Any] = []
+        self._num_settled = 0
         self.reads: list[Any] = []
 
     def randomise(self) -> None:
@@ -168,7 +169,14 @@ class Operations:
         if self.send_agents is not None:
             self.send_agents.close()
         region = self.nixl.PoolRegion.of_array(self.pool)
+        region = dataclasses.replace(region, settle=self._settle)
         self.send_agents = self.nixl.SendAgents("prefill-test", region, **options)
+
+    def num_settled(self) -> int:
+        return self._num_settled
+
+    def _settle(self) -> None:
+        self._num_settled += 1
 
     def connect(self, peer: str, target: dict[str, Any], epoch: int = EPOCH) -> None:
         self.send_agents.connect((peer, epoch), _target_of(target))

@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from certificates import make_certificates
 from kv_chain import Chain, Filled, StoreCaller, random_pages
 from numpy.typing import NDArray
 from store_server import store_here
+from weft.cli import certs
+from weft.cli.certs import issue
 from weft.engine.errors import ConfigError
 from weft.engine.messages import TierReport
 from weft.kvstore.settings import KvStoreSettings
@@ -189,6 +192,52 @@ async def test_a_flush_empties_the_server_of_these_pages_alone(server: ValkeySer
         assert await store.flush() == 2 * NUM_PAGES
         assert server.page_names() == [b"weft-of-others"]
         assert await caller.look_up(chain) == 0
+
+
+# -- TLS -------------------------------------------------------------------------------------------
+
+
+def certificates(folder: Path, *hosts: str) -> Path:
+    """Those of stores and of a server at these hosts, as `weft certs` makes them."""
+    authority = make_certificates(folder, "kvstore")
+    issue(authority, folder, "valkey", hosts)
+    return folder
+
+
+async def test_pages_travel_over_mutual_tls(tmp_path: Path) -> None:
+    assert certs.main([str(tmp_path / "tls"), "--service", "kvstore", "--service", "valkey"]) == 0
+    with valkey_server(tmp_path, tls=tmp_path / "tls") as server:
+        async with opened(server.url) as (store, caller):
+            chain, content = await put(caller)
+            await saved(store, NUM_PAGES)
+        assert len(server.page_names()) == NUM_PAGES
+        async with opened(server.url) as (store, caller):
+            assert await caller.look_up(chain) == NUM_PAGES
+            check(await caller.fill(chain), content, NUM_PAGES)
+            assert f"valkey at 127.0.0.1:{server.port}" in await store.describe_transport()
+            assert "rror" not in await store.describe_transport()
+
+
+@pytest.mark.parametrize("what", ["no TLS", "authority", "host", "no certificate", "stranger"])
+async def test_a_server_that_is_not_to_be_trusted_gets_no_page(tmp_path: Path, what: str) -> None:
+    """Nor does one that does not trust the store: all of it is misses, and is said."""
+    tls = certificates(tmp_path / "tls", "elsewhere.example" if what == "host" else "127.0.0.1")
+    others = certificates(tmp_path / "others", "127.0.0.1")
+    with valkey_server(tmp_path, tls=tls) as server:
+        url = {
+            "no TLS": f"valkey://127.0.0.1:{server.port}",
+            "authority": server.tls_url(others / "ca.pem", tls),
+            "no certificate": server.tls_url(tls / "ca.pem", None),
+            "stranger": server.tls_url(tls / "ca.pem", others),
+        }.get(what, server.url)
+        async with opened(url) as (store, caller):
+            chain, content = await put(caller)
+            await until(lambda: kept(store).counters["failed_saves"] == NUM_PAGES)
+            assert await caller.look_up(Chain(3)) == 0
+            check(await caller.fill(chain), content, NUM_PAGES)  # From the arena.
+            told = await store.describe_transport()
+            assert "rror" in told or "losed" in told or "failed" in told, told
+        assert server.page_names() == []
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

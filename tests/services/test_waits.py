@@ -21,6 +21,7 @@ from weft.common.tracing import make_tracer
 from weft.common.worker import fill_client
 from weft.common.worker.fill_client import FillClient
 from weft.decode.service import DecodeService
+from weft.engine.errors import PeerUnavailable
 from weft.engine.messages import FillCommand, Inbox
 from weft.engine.transfer.handle import KvHandle
 from weft.v1 import decode_pb2, decode_pb2_grpc, kvstore_pb2
@@ -38,17 +39,24 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.said: list[Inbox] = []
+        self.is_gone = False
+
+    def require(self) -> None:
+        if self.is_gone:
+            raise PeerUnavailable("the engine is gone")
 
     def send(self, inbox: Inbox) -> None:
         self.said.append(inbox)
 
 
 @asynccontextmanager
-async def decode_service() -> AsyncIterator[Any]:
-    """A stub of a decode service without an engine."""
+async def decode_service(*, is_gone: bool = False) -> AsyncIterator[Any]:
+    """A stub of a decode service without an engine, or whose engine is gone."""
+    engine = FakeEngine()
+    engine.is_gone = is_gone
     context: Any = Thing(
         settings=Thing(crash_dir=None),
-        engine=FakeEngine(),
+        engine=engine,
         info=Thing(epoch=1),
         worker_id="decode-here",
         tracer=make_tracer(ServiceSettings(), "decode-here"),
@@ -70,6 +78,16 @@ async def check_refused(call: Any) -> None:
     error = from_rpc_error(caught.value)
     assert error.reason == "DEADLINE_EXCEEDED"
     assert "first message" in error.message
+
+
+async def test_a_worker_without_its_engine_welcomes_nobody() -> None:
+    """A gateway would send it requests, and lose them again and again."""
+    async with decode_service(is_gone=True) as stub:
+        session = stub.Session(timeout=60)
+        await session.write(decode_pb2.SessionRequest(hello=decode_pb2.SessionRequest.Hello()))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(session.read(), 60)
+        assert from_rpc_error(caught.value).reason == "PEER_UNAVAILABLE"
 
 
 async def test_a_session_without_a_hello_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
 from typing import NamedTuple
 
-from weft.engine.scheduler.state import FillRecord, Request
+from weft.engine.scheduler.state import FillCandidate, FillRecord, Request
 
 SMOOTHING = 0.2
 """Weight of the newest measurement in the moving averages."""
 LEAST_MEASURED_TOKENS = 32
 """Steps with fewer prompt tokens say nothing about long ones, so a step may always bring these."""
+
+MOST_TRIED_TOKENS = 512
+"""Remainders of at most so many run locally to learn how fast that is."""
+MOST_TRIES = 8
+"""Where that is not learned by then, chunks of prompts are too short to tell."""
+TRY_AGAIN = 32
+"""One of so many remainders that remote loses is shipped all the same: that is how fillers that
+were slow for a while, or have just started, are found to be fast."""
+MOST_WASTED = 2
+"""But none of which the filler would have to compute more than so many times as many tokens."""
+
+NUM_RESTS = 9
+"""Fills that tell what the next one takes beyond compute and bytes: their median."""
+LEAST_RESTS = 3
+"""Before, that counts as nothing: the first fill of a worker connects to it."""
 
 LEAST_ADDED_SHARE = 0.2
 """Of a step with prompts and decodes: what prompts add at least, however long decodes took before.
@@ -25,11 +42,12 @@ class Decision(NamedTuple):
 
 
 class FillCosts:
-    """Remote if `queue + (n - 1 - filler's match) / rate + bytes / bandwidth < local time`.
+    """Remote if `(queue + end - filler's match) / rate + bytes / bandwidth + rest < local time`.
 
-    Queue, match and rate of the filler come with the candidate, bandwidth and the local rate are
-    moving averages of what this engine saw. While a rate is unknown, remote is tried: that is
-    how it becomes known.
+    Queue, match and rate of the filler come with the candidate. Bandwidth, the local rate and what
+    fills take for all the rest (messages, digests, waiting for steps) are averages of what this
+    engine saw lately. While a rate is unknown it is tried, remote first, local with remainders that
+    are not too long.
 
     Args:
         local_prefill_max_tokens: with N the rule is off: remainders of at most N tokens run
@@ -41,6 +59,9 @@ class FillCosts:
         self._local_max = local_prefill_max_tokens
         self._page_size = page_size
         self._bytes_per_s = 0.0
+        self._rests: deque[float] = deque(maxlen=NUM_RESTS)
+        self._num_losing = 0
+        self._num_tries = 0
         self._local_tokens_per_s = 0.0
         self._tokens_per_s_beside = 0.0
         self._decode_s = 0.0
@@ -51,22 +72,40 @@ class FillCosts:
         if self._local_max is not None:
             return Decision(num_local > self._local_max, None, None)
         candidate = request.candidates[0]
-        rate = candidate.tokens_per_second
-        if not (rate and self._bytes_per_s and self._local_tokens_per_s):
+        if not (candidate.tokens_per_second and self._bytes_per_s):
             return Decision(True, None, None)
+        if not self._local_tokens_per_s:
+            is_tried = LEAST_MEASURED_TOKENS <= num_local <= MOST_TRIED_TOKENS
+            is_tried = is_tried and self._num_tries < MOST_TRIES
+            self._num_tries += is_tried
+            return Decision(not is_tried, None, None)
         num_pages = (end_token - request.num_computed) // self._page_size
         to_compute = max(0, end_token - candidate.match_tokens)
-        remote = (candidate.queued_tokens + to_compute) / rate
-        remote += num_pages * page_bytes / self._bytes_per_s
-        local = num_local / self._local_tokens_per_s
-        return Decision(remote < local, remote, local)
+        work_s = self._work_s(candidate, to_compute, num_pages * page_bytes)
+        local_s = num_local / self._local_tokens_per_s
+        rest_s = median(self._rests) if len(self._rests) >= LEAST_RESTS else 0.0
+        is_remote = work_s + rest_s < local_s
+        if not is_remote and to_compute <= MOST_WASTED * num_local:
+            self._num_losing += 1
+            is_remote = self._num_losing % TRY_AGAIN == 0
+        return Decision(is_remote, work_s + rest_s, local_s)
 
-    def observe(self, num_bytes: int, duration_s: float, record: FillRecord) -> None:
-        """Takes a finished fill into the bandwidth: bytes over the time they were under way."""
+    def _work_s(self, candidate: FillCandidate, num_tokens: int, num_bytes: int) -> float:
+        """What computing and moving take; rate and bandwidth are known."""
+        seconds = (candidate.queued_tokens + num_tokens) / candidate.tokens_per_second
+        return seconds + num_bytes / self._bytes_per_s
+
+    def observe(self, candidate: FillCandidate, record: FillRecord, duration_s: float) -> None:
+        """Takes a finished fill into the bandwidth, bytes over the time they were under way, and
+        into what it takes beyond computing and moving."""
         under_way = record.last_write_complete_s - record.first_write_posted_s
         seconds = under_way if 0 < under_way <= duration_s else duration_s
-        if num_bytes and seconds > 0:
-            self._bytes_per_s = _smooth(self._bytes_per_s, num_bytes / seconds)
+        if not record.bytes or seconds <= 0:
+            return
+        self._bytes_per_s = _smooth(self._bytes_per_s, record.bytes / seconds)
+        if candidate.tokens_per_second:
+            work_s = self._work_s(candidate, record.computed_tokens, record.bytes)
+            self._rests.append(max(0.0, duration_s - work_s))
 
     def observe_local(self, num_tokens: int, duration_s: float) -> None:
         """Takes a local prefill step into the local rate."""

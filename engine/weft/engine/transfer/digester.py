@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.engine import faults
 from weft.engine.transfer.digest import digest_pages
+from weft.engine.transfer.staging import Pages
 
 MAX_PUT_PAGES = 64
 MAX_QUEUED_PAGES = 512
@@ -44,7 +45,7 @@ class DigestThread:
         self,
         pool: np.ndarray,
         wake: Callable[[], None],
-        before_digest: Callable[[np.ndarray, Sequence[int]], None] | None = None,
+        before_digest: Callable[[Pages, Sequence[int]], None] | None = None,
     ) -> None:
         self._pool = pool
         self._wake = wake

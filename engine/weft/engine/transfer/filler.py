@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -230,6 +230,7 @@ class Filler:
         reply: puts an event into the outbox.
         clock: monotonic seconds.
         nixl_version: version of NIXL here; None when it is not there.
+        memory_type: of what is written from, for NIXL; owners with another kind are sent data.
         max_chunk_bytes: bound of one write.
         max_chunk_pages: another one; None: there is none.
     """
@@ -246,6 +247,7 @@ class Filler:
         clock: Clock,
         *,
         nixl_version: str | None,
+        memory_type: str = "DRAM",
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunk_pages: int | None = None,
     ) -> None:
@@ -258,6 +260,7 @@ class Filler:
         self._reply = reply
         self._clock = clock
         self._nixl_version = nixl_version
+        self._memory_type = memory_type
         most = max_chunk_pages or MAX_CHUNK_BYTES
         self._max_chunk_pages = min(most, max(1, max_chunk_bytes // page_bytes))
         max_data_bytes = min(max_chunk_bytes, MAX_DATA_CHUNK_BYTES)
@@ -279,6 +282,8 @@ class Filler:
             event = FillEvent(kind="declined", reason=reason, message=message)
             self._reply(FillReply(stream=start.stream, event=event))
             return
+        if handle.nixl is not None and handle.nixl.memory_type != self._memory_type:
+            handle = replace(handle, nixl=None)
         self._remember(handle.lease_id, LeaseState.ACTIVE)
         now = self._clock()
         lease = Lease(

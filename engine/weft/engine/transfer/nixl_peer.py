@@ -146,6 +146,8 @@ class Peer:
         self._transfers: set[TransferHandle] = set()
         self._is_broken = False
         self._may_still_arrive = False
+        self._is_unsettled = False
+        """The device may still do what an agent that is gone has told it."""
 
     def connect(self, target: NixlTargetInfo) -> bool:
         """Makes the agent unless it is there. False: the peer was closed meanwhile."""
@@ -310,7 +312,8 @@ class Peer:
             had_pending = self._num_pending() > 0
             for transfer in list(self._transfers):
                 self._settle(transfer, f"the agent towards {self.key[0]} was closed")
-            self._may_still_arrive |= had_pending or self._is_broken
+            self._is_unsettled |= had_pending or self._is_broken
+            self._may_still_arrive |= self._is_unsettled
             self._undead = weakref.ref(self._agent.agent.agent)
             self._agent.drop()
             self._agent = None
@@ -322,4 +325,7 @@ class Peer:
                 worker_id=self.key[0],
             )
         self._undead = None
+        if self._is_unsettled and self._region.settle is not None:
+            self._region.settle()
+        self._is_unsettled = False
         return self._may_still_arrive

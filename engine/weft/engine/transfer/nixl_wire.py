@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,6 +181,10 @@ class PoolRegion:
     """Device ordinal for VRAM."""
     keep_alive: object = None
     """Owns the memory; held until the agent that registered it is destroyed."""
+    settle: Callable[[], None] | None = None
+    """Waits until what this process's device was told to copy has been copied; None: no device
+    copies. Raises TransferError when that takes too long. What a device was told outlives the agent
+    that told it."""
 
     def __post_init__(self) -> None:
         if self.memory_type not in MEMORY_TYPES:

@@ -490,7 +490,7 @@ class OwnerFills:
         self._close(fill)
         self.counters.fills_done += 1
         duration = self._clock() - request.timeline.submitted_at - fill.record.start_s
-        self._costs.observe(fill.record.bytes, duration, fill.record)
+        self._costs.observe(fill.candidate, fill.record, duration)
         if self.on_filled is not None:
             self.on_filled(fill.record)
         assert self.listener is not None

@@ -1,4 +1,4 @@
-"""Copies pages between a pool on a device and a staging area of host memory, off the step.
+"""Copies pages between a pool on a device and a staging area, off the step.
 
 Each direction has a stream of its own and a buffer on the device that whole pieces pass through:
 
@@ -6,8 +6,9 @@ Each direction has a stream of its own and a buffer on the device that whole pie
     in     staging pages --copy--> buffer --scatter--> pool, and digests of what lies there then
 
 Copies to and from the host run on the device's copy engines; gathering and scattering cost it a
-small share of its bandwidth. Pages go out when the step that computed them is committed, so the
-device has done with them. Pages that come in wait on the device for a mark, which the engine's
+small share of its bandwidth. Where staging pages are memory of the device too, its copies take the
+place of those to and from the host. Pages go out when the step that computed them is committed, so
+the device has done with them. Pages that come in wait on the device for a mark, which the engine's
 thread took behind their last use (a wipe, or poison). The engine's own stream waits for nothing: a
 page counts as there once this copy's event has passed, as the host has seen.
 
@@ -16,9 +17,7 @@ On a CPU, for tests, everything is done at once by the same calls.
 
 from __future__ import annotations
 
-import logging
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -28,75 +27,12 @@ from weft.engine.device_copies import DeviceCopies, Mark
 from weft.engine.errors import ConfigError
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.staging import StagingArea
-from weft.kernels.memory import huge_zeros
+from weft.engine.transfer.staging_memory import StagingMemory
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import gather_pages, scatter_pages
 
-logger = logging.getLogger(__name__)
-
 MAX_PIECE_BYTES = 32 << 20
 """Of the buffer of one direction on the device."""
-
-
-class PinnedPages:
-    """Zeros in host memory, `pages` as uint8 `[num_pages, page_bytes]`, that a CUDA device copies
-    to and from by itself.
-
-    It is ordinary memory of this process that was pinned afterwards: network cards and other
-    processes reach it as any other. A device keeps what it was told of an address until it is told
-    otherwise, so the memory is unpinned before it is given back.
-
-    Args:
-        num_pages: How many.
-        page_bytes: Of a page.
-        device: Of the pool; on a CPU nothing is pinned.
-
-    Raises:
-        ConfigError: There is not that much memory, or it may not be pinned.
-    """
-
-    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
-        size = num_pages * page_bytes
-        try:
-            memory = huge_zeros((num_pages, page_bytes), torch.uint8)
-        except OSError as error:
-            raise ConfigError(f"a staging area of {size:,} bytes does not fit: {error}") from error
-        self.pages = memory.numpy()
-        if device.type == "cuda":
-            pin(memory)
-        # What is unpinned is kept by its last call, or by the end of this object.
-        self._release = weakref.finalize(self, unpin, memory, device)
-        self._release.atexit = False
-
-    def close(self) -> None:
-        """Unpins the memory, which nothing may be copying any more."""
-        self._release()
-
-
-def pin(memory: torch.Tensor) -> None:
-    """Pins host memory for all CUDA devices.
-
-    Raises:
-        ConfigError: CUDA refuses.
-    """
-    portable = 1
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
-    if status != 0:
-        raise ConfigError(
-            f"a staging area of {memory.nbytes:,} bytes cannot be pinned (CUDA error {status}); "
-            "lower staging_bytes",
-            param="staging_bytes",
-        )
-
-
-def unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """Ends `pin`."""
-    if device.type == "cuda":
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostUnregister(memory.data_ptr()))
-        if status != 0:
-            logger.error("%d bytes cannot be unpinned (CUDA error %d)", memory.nbytes, status)
 
 
 class Lanes:
@@ -143,8 +79,8 @@ class PageMover:
 
     Args:
         pool: `[num_pages, ...]`, contiguous.
-        area: Its memory is `memory`'s.
-        memory: For the pool's device.
+        area: Over the memory.
+        memory: For the pool's device; holds the area's pages.
         lanes: For the pool's device.
 
     Raises:
@@ -152,11 +88,11 @@ class PageMover:
     """
 
     def __init__(
-        self, pool: torch.Tensor, area: StagingArea, memory: PinnedPages, lanes: Lanes
+        self, pool: torch.Tensor, area: StagingArea, memory: StagingMemory, lanes: Lanes
     ) -> None:
         self._pool = pool
         self._memory = memory
-        self._staged = torch.from_numpy(area.pages)
+        self._staged = memory.tensor
         self._lanes = lanes
         is_cuda = pool.device.type == "cuda"
         self._digests = torch.zeros(len(area.pages), dtype=torch.int64, pin_memory=is_cuda)
@@ -194,7 +130,7 @@ class PageMover:
             return self._finish(lane, numbers, staged, with_digests)
 
     def close(self) -> None:
-        """Waits for the copies that are under way and unpins the staging area."""
+        """Waits for the copies that are under way and gives the staging area back."""
         self._lanes.out.wait()
         self._lanes.into.wait()
         self._memory.close()
@@ -221,14 +157,15 @@ class PageMover:
         into.wait()
         out = self.move_out([0], [last], with_digests=True)
         out.wait()
-        digests = digest_pages(area.pages, [first, last]).tolist()
-        if [*into.digests(), *out.digests()] != digests or (area.pages[last] != sent).any():
+        came = np.stack([area.pages[first], area.pages[last]])
+        digests = digest_pages(came, [0, 1]).tolist()
+        if [*into.digests(), *out.digests()] != digests or (came != sent).any():
             raise ConfigError(
                 f"pages do not come back from {self._pool.device} as they went there: they cannot "
                 "be shipped",
                 param="device",
             )
-        area.pages[[first, last]] = 0
+        area.pages[first] = area.pages[last] = np.zeros_like(sent)
         self.move_in([first], [0], self.mark(), with_digests=False).wait()
 
 

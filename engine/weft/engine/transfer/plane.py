@@ -9,7 +9,6 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.engine.transfer.handle import NixlTargetInfo
 from weft.engine.transfer.nixl import (
-    PoolRegion,
     ReceiveAgent,
     SendAgents,
     TransferError,
@@ -37,6 +36,8 @@ class DataPlane:
 
     def __init__(self, config: EngineConfig, window: PoolWindow, wake: Callable[[], None]) -> None:
         self.notices: list[str] = []
+        self.memory_type = "DRAM"
+        """Of the window, as NIXL names it."""
         self._receiver: ReceiveAgent | None = None
         self._senders: SendAgents | None = None
         if config.transport != "data":
@@ -103,7 +104,8 @@ class DataPlane:
         try:
             if not is_available:
                 raise ConfigError(reason)
-            region = PoolRegion.of_array(window.pages)
+            region = window.region()
+            self.memory_type = region.memory_type
             self._receiver = ReceiveAgent(name, region)
             if config.role == "prefill":
                 self._senders = SendAgents(name, region)
@@ -113,5 +115,7 @@ class DataPlane:
             notice = (
                 f"NIXL is not usable ({error}): pages travel as gRPC data, several times slower"
             )
+            if self.memory_type == "VRAM":
+                notice += "; staging_memory = host may help"
             self.notices.append(notice)
             logger.warning(notice)

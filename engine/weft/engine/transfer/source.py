@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from weft.engine.transfer.digest import digest_pages
+from weft.engine.transfer.staging import Pages
 
 
 class Reading(Protocol):
@@ -34,8 +35,8 @@ class PageSource(Protocol):
     """Pages of a pool for the shipping thread, which alone calls `begin` and `end`."""
 
     @property
-    def window(self) -> NDArray[np.uint8]:
-        """`[num_pages, page_bytes]` in host memory: what is registered, and what is shipped."""
+    def window(self) -> Pages:
+        """`[num_pages, page_bytes]`: what is registered, and what is shipped."""
         ...
 
     @property
@@ -87,14 +88,15 @@ class DirectSource:
     max_chunk_pages = None
 
     def __init__(self, pool: NDArray[np.uint8], *, has_digests: bool = True) -> None:
-        self.window = pool
+        self.window: Pages = pool
+        self._pool = pool
         self._has_digests = has_digests
 
     def begin(self, pages: Sequence[int], digests: Sequence[int] | None) -> DirectReading:
         """See `PageSource.begin`; takes the digests at once."""
         if not self._has_digests:
             return DirectReading(pages, [0] * len(pages))
-        known = digests or digest_pages(self.window, pages).tolist()
+        known = digests or digest_pages(self._pool, pages).tolist()
         return DirectReading(pages, list(known))
 
     def end(self, reading: Reading) -> None:

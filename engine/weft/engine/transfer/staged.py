@@ -1,4 +1,4 @@
-"""A pool on a device, reached through a staging area of host memory."""
+"""A pool on a device, reached through a staging area."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from weft.engine import faults
 from weft.engine.device_copies import Mark
 from weft.engine.transfer.digester import (
@@ -22,7 +21,7 @@ from weft.engine.transfer.digester import (
     Tag,
 )
 from weft.engine.transfer.source import Reading
-from weft.engine.transfer.staging import StagingArea
+from weft.engine.transfer.staging import Pages, StagingArea
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class StagedSource:
         self._area = area
         self._mover = mover
         self._has_digests = has_digests
-        self.window = area.pages
+        self.window: Pages = area.pages
 
     @property
     def max_chunk_pages(self) -> int:
@@ -125,7 +124,7 @@ class StagedPort:
     """Implements `PagePort`: brings landed pages into the pool, and pages to put out of it.
 
     A thread enqueues the copies and waits for them; the engine's thread enqueues nothing and waits
-    for nothing.
+    for nothing, but for pages that come or go as `data` where staging pages are a device's memory.
 
     Args:
         area: Of staging pages.
@@ -141,7 +140,7 @@ class StagedPort:
         self._mover = mover
         self._wake = wake
         self._has_digests = has_digests
-        self.before_digest: Callable[[NDArray[np.uint8], Sequence[int]], None] | None = None
+        self.before_digest: Callable[[Pages, Sequence[int]], None] | None = None
         """Test hook, called with the area and the landed pages before they are copied."""
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._out: deque[Digested] = deque()

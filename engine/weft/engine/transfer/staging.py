@@ -1,4 +1,4 @@
-"""Pages of host memory through which the pages of a pool on a device come and go.
+"""Pages of memory through which the pages of a pool on a device come and go.
 
 What peers write to, and what is read from here by them, is this area; the pool itself is reached by
 copies between the two (`weft.engine.transfer.page_mover`). It has two parts:
@@ -18,9 +18,29 @@ import heapq
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+
+class Pages(Protocol):
+    """Bytes of pages as the host sees them, uint8 `[num_pages, page_bytes]`: an array, or what
+    reads and writes like one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(pages, bytes of a page)."""
+        ...
+
+    def __len__(self) -> int:
+        """Pages."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Bytes, as an array or a number; perhaps a copy."""
+        ...
+
+    def __setitem__(self, index: Any, value: Any, /) -> None:
+        """Bytes change in place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +57,14 @@ class StagingArea:
     """Owns the numbers of staging pages. Thread-safe: shipping takes and frees beside the engine.
 
     Args:
-        pages: uint8 `[num_pages, page_bytes]`, contiguous, in host memory that outlives this.
+        pages: uint8 `[num_pages, page_bytes]`, contiguous, in memory that outlives this.
         num_landing: Pages of the landing part, at least 1 and less than `num_pages`.
 
     Raises:
         ValueError: One part would be empty.
     """
 
-    def __init__(self, pages: NDArray[np.uint8], num_landing: int) -> None:
+    def __init__(self, pages: Pages, num_landing: int) -> None:
         if not 1 <= num_landing < len(pages):
             raise ValueError(f"{num_landing} landing pages of {len(pages)}")
         self.pages = pages

@@ -3,7 +3,7 @@
 A window is chosen once, by where the pool lies:
 
     DirectWindow    the pool is host memory: it is the window itself, nothing is copied
-    StagedWindow    the pool is a device's memory: a staging area of host memory is the window
+    StagedWindow    the pool is a device's memory: a staging area is the window
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 from weft.engine.transfer.digester import Digested, DigestThread
 from weft.engine.transfer.fill import PagePort
+from weft.engine.transfer.nixl_wire import PoolRegion
 from weft.engine.transfer.source import DirectSource, PageSource
 from weft.engine.transfer.staged import Mover, StagedPort, StagedSource
-from weft.engine.transfer.staging import StagingArea
+from weft.engine.transfer.staging import Pages, StagingArea
+from weft.engine.transfer.staging_memory import StagingMemory
 
 
 class WindowPort(PagePort, Protocol):
     """`PagePort` as its owner sees it."""
 
-    before_digest: Callable[[NDArray[np.uint8], Sequence[int]], None] | None
+    before_digest: Callable[[Pages, Sequence[int]], None] | None
     """Test hook, called with the window and the pages that landed before they are looked at."""
 
     def take(self) -> list[Digested]:
@@ -43,8 +45,12 @@ class PoolWindow(Protocol):
     """What is registered with NIXL, and read and written by the `data` transport."""
 
     @property
-    def pages(self) -> NDArray[np.uint8]:
-        """uint8 `[num_pages, page_bytes]`, contiguous, in host memory."""
+    def pages(self) -> Pages:
+        """uint8 `[num_pages, page_bytes]`."""
+        ...
+
+    def region(self) -> PoolRegion:
+        """The same memory, as NIXL is told of it."""
         ...
 
     @property
@@ -79,15 +85,20 @@ class DirectWindow:
     staging = None
 
     def __init__(self, pool: NDArray[np.uint8]) -> None:
-        self.pages = pool
+        self.pages: Pages = pool
+        self._pool = pool
+
+    def region(self) -> PoolRegion:
+        """See `PoolWindow.region`."""
+        return PoolRegion.of_array(self._pool)
 
     def source(self, *, has_digests: bool) -> DirectSource:
         """See `PoolWindow.source`."""
-        return DirectSource(self.pages, has_digests=has_digests)
+        return DirectSource(self._pool, has_digests=has_digests)
 
     def port(self, wake: Callable[[], None], *, has_digests: bool) -> DigestThread:
         """See `PoolWindow.port`."""
-        return DigestThread(self.pages, wake)
+        return DigestThread(self._pool, wake)
 
     def describe(self) -> str:
         """See `PoolWindow.describe`."""
@@ -102,12 +113,15 @@ class StagedWindow:
 
     Args:
         area: What they reach instead.
+        memory: Of the area.
         mover: Copies between the two.
     """
 
-    def __init__(self, area: StagingArea, mover: Mover) -> None:
+    def __init__(self, area: StagingArea, memory: StagingMemory, mover: Mover) -> None:
         self.staging = area
         self.pages = area.pages
+        self.region = memory.region
+        self._kind = memory.describe()
         self._mover = mover
 
     def source(self, *, has_digests: bool) -> StagedSource:
@@ -122,7 +136,7 @@ class StagedWindow:
         """See `PoolWindow.describe`."""
         num_pages, page_bytes = self.pages.shape
         return (
-            f"staged through {num_pages:,} pages of host memory "
+            f"staged through {num_pages:,} pages of {self._kind} "
             f"({num_pages * page_bytes / 2**30:.2f} GiB: {self.staging.num_landing:,} to receive, "
             f"{self.staging.num_sending:,} to send)"
         )

@@ -92,7 +92,9 @@ class Puts:
         source = order.source
         if source is None:
             raise InvalidRequest("source is missing; without NIXL use PutData", param="source")
-        if self._readers is None or source.version != self._nixl_version:
+        # Memory of a GPU is not read one-sidedly from a process without one.
+        is_on_gpu = source.memory_type == "VRAM"
+        if self._readers is None or source.version != self._nixl_version or is_on_gpu:
             return PutOutcome(refused=len(order.offers), send_data=True)
         self._readers.check(source)
         incoming = self._begin(order)

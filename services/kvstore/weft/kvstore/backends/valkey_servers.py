@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from valkey.asyncio import ConnectionPool, Valkey
+from valkey.asyncio import ConnectionPool, SSLConnection, Valkey
 from valkey.crc import VALKEY_CLUSTER_HASH_SLOTS, key_slot
 from valkey.exceptions import ResponseError, ValkeyError
 from weft.common.breaker import Breaker, BreakerState
@@ -77,6 +77,20 @@ class _Node:
             await self.client.connection_pool.disconnect()
 
 
+def _check_names(pool: ConnectionPool) -> None:
+    """Certificates of servers must name their hosts, unless the URL says otherwise.
+
+    By itself the library takes any certificate that the authority has signed, so that every holder
+    of one could be the server.
+    """
+    about = pool.connection_kwargs
+    if not issubclass(pool.connection_class, SSLConnection):
+        return
+    is_checked = str(about.get("ssl_check_hostname", True)).lower() not in ("false", "no", "0")
+    has_certificate = about.get("ssl_cert_reqs", "required") != "none"
+    about["ssl_check_hostname"] = is_checked and has_certificate
+
+
 class ValkeyServers:
     """Everything that is behind some URLs. Belongs to the event loop.
 
@@ -118,6 +132,7 @@ class ValkeyServers:
     def _seed(self, url: str) -> _Node:
         try:
             pool = ConnectionPool.from_url(url, **self._options)
+            _check_names(pool)
             # Or unknown options would show at the first call.
             pool.make_connection()  # type: ignore[no-untyped-call]
         except (ValueError, TypeError):

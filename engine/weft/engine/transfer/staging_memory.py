@@ -1,0 +1,221 @@
+"""Memory of staging pages: pinned host memory, or memory of the pool's own device.
+
+PinnedPages    reached by whatever reaches host memory: shared-memory copies, network cards,
+               TCP, and processes without a GPU (a KV store)
+DevicePages    reached by other GPUs of this host (NVLink, PCIe) and by network cards that read
+               and write GPU memory; everybody else is sent pages as `data`
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from weft.engine.errors import ConfigError
+from weft.engine.transfer.nixl_wire import PoolRegion, TransferError
+from weft.engine.transfer.staging import Pages
+from weft.kernels.memory import huge_zeros
+
+logger = logging.getLogger(__name__)
+
+SETTLE_TIMEOUT_S = 10.0
+"""For what a device was told to copy."""
+
+
+class StagingMemory(Protocol):
+    """Pages that peers reach, and that the pool's device copies to and from."""
+
+    pages: Pages
+    """Their bytes, for the host."""
+    tensor: torch.Tensor
+    """The same, uint8 `[num_pages, page_bytes]`, for the device's copies."""
+
+    def region(self) -> PoolRegion:
+        """What is registered with NIXL."""
+        ...
+
+    def describe(self) -> str:
+        """What memory it is, for people."""
+        ...
+
+    def close(self) -> None:
+        """Gives it back; nothing may be copying any more."""
+        ...
+
+
+class PinnedPages:
+    """Zeros in host memory, `pages` as uint8 `[num_pages, page_bytes]`, that a CUDA device copies
+    to and from by itself.
+
+    It is ordinary memory of this process that was pinned afterwards: network cards and other
+    processes reach it as any other. A device keeps what it was told of an address until it is told
+    otherwise, so the memory is unpinned before it is given back.
+
+    Args:
+        num_pages: How many.
+        page_bytes: Of a page.
+        device: Of the pool; on a CPU nothing is pinned.
+
+    Raises:
+        ConfigError: There is not that much memory, or it may not be pinned.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
+        size = num_pages * page_bytes
+        try:
+            memory = huge_zeros((num_pages, page_bytes), torch.uint8)
+        except OSError as error:
+            raise ConfigError(f"a staging area of {size:,} bytes does not fit: {error}") from error
+        self.pages: Pages = memory.numpy()
+        self.tensor = memory
+        if device.type == "cuda":
+            pin(memory)
+        # What is unpinned is kept by its last call, or by the end of this object.
+        self._release = weakref.finalize(self, unpin, memory, device)
+        self._release.atexit = False
+
+    def region(self) -> PoolRegion:
+        """See `StagingMemory.region`."""
+        return PoolRegion.of_array(self.tensor.numpy())
+
+    def describe(self) -> str:
+        """See `StagingMemory.describe`."""
+        return "host memory"
+
+    def close(self) -> None:
+        """Unpins the memory, which nothing may be copying any more."""
+        self._release()
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Pins host memory for all CUDA devices.
+
+    Raises:
+        ConfigError: CUDA refuses.
+    """
+    if (status := register(memory)) != 0:
+        raise ConfigError(
+            f"a staging area of {memory.nbytes:,} bytes cannot be pinned (CUDA error {status}); "
+            "lower staging_bytes",
+            param="staging_bytes",
+        )
+
+
+def register(memory: torch.Tensor) -> int:
+    """Asks CUDA to pin host memory for all devices; returns its status, 0 if it is pinned now."""
+    portable = 1
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+
+
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """Ends `pin`."""
+    if device.type == "cuda":
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(runtime.cudaHostUnregister(memory.data_ptr()))
+        if status != 0:
+            logger.error("%d bytes cannot be unpinned (CUDA error %d)", memory.nbytes, status)
+
+
+class DevicePages:
+    """Implements `StagingMemory` over memory of the pool's device.
+
+    Args:
+        num_pages: How many.
+        page_bytes: Of a page.
+        device: Of the pool; on a CPU, for tests, it is ordinary memory.
+
+    Raises:
+        ConfigError: There is not that much memory.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
+        size = num_pages * page_bytes
+        try:
+            self.tensor = torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a staging area of {size:,} bytes does not fit {device}: {error}",
+                param="staging_bytes",
+            ) from error
+        self.pages: Pages = _DeviceBytes(self.tensor)
+
+    def region(self) -> PoolRegion:
+        """See `StagingMemory.region`."""
+        num_pages, page_bytes = self.tensor.shape
+        device = self.tensor.device
+        is_cuda = device.type == "cuda"
+        return PoolRegion(
+            address=self.tensor.data_ptr(),
+            page_bytes=page_bytes,
+            num_pages=num_pages,
+            memory_type="VRAM" if is_cuda else "DRAM",
+            device_id=(device.index or 0) if is_cuda else 0,
+            keep_alive=self.tensor,
+            settle=self._settle if is_cuda else None,
+        )
+
+    def describe(self) -> str:
+        """See `StagingMemory.describe`."""
+        return f"memory of {self.tensor.device}"
+
+    def close(self) -> None:
+        """The memory goes with this object, and with the agents that registered it."""
+
+    def _settle(self) -> None:
+        """Waits until the device has done all that it was told.
+
+        Raises:
+            TransferError: It has not in `SETTLE_TIMEOUT_S`.
+        """
+        device = self.tensor.device
+        waiting = threading.Thread(target=torch.cuda.synchronize, args=(device,), daemon=True)
+        waiting.start()
+        waiting.join(SETTLE_TIMEOUT_S)
+        if waiting.is_alive():
+            raise TransferError(
+                f"{device} has not done in {SETTLE_TIMEOUT_S:.0f} s what it was told: copies to "
+                "other devices may be among it",
+                may_still_arrive=True,
+            )
+
+
+class _DeviceBytes:
+    """Implements `Pages` over a device's memory: every access is a copy of its own.
+
+    For what is rare or slow anyway: pages sent as `data`, and injected faults.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._stream: torch.cuda.Stream | None = None
+        if tensor.device.type == "cuda":
+            # The zeros come before whatever this stream does, and a step is not waited for.
+            torch.cuda.current_stream(tensor.device).synchronize()
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        self.shape = tuple(tensor.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        with self._context():
+            found: NDArray[np.uint8] = self._tensor[index].cpu().numpy()
+        return found
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        with self._context():
+            self._tensor[index] = torch.from_numpy(np.array(value, np.uint8)).to(
+                self._tensor.device
+            )
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _context(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
