@@ -26,15 +26,14 @@ from weft.engine.errors import ConfigError
 from weft.engine.faults import FaultPoint, FaultSpec
 from weft.engine.memory.keys import PageKeys
 from weft.engine.messages import Cancel
-from weft.engine.runner.device_pool import DevicePool
+from weft.engine.runner import device_pool
+from weft.engine.runner.device_pool import DevicePool, PinnedRows
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.scheduler.state import FillRecord
 from weft.engine.tiers.tier import Page
 
-PAGE = 8
-VOCAB = 517
-NUM_NEW = 6
-POOL_PAGES = 32
+PAGE, VOCAB = 8, 517
+NUM_NEW, POOL_PAGES = 6, 32
 LENGTH = 20 * PAGE + 3
 FOR_EVER_S = 60.0
 
@@ -145,18 +144,26 @@ def prompt_of(length: int) -> list[int]:
     return [random.randrange(3, VOCAB) for _ in range(length)]
 
 
-@pytest.mark.parametrize("is_staged", [False, True], ids=["host_pool", "device_pool"])
+def play(monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
+    """Pages come and go as those of a pool in such memory."""
+    if "device" in pool:
+        monkeypatch.setattr(ModelRunner, "page_pool", lambda runner: DevicePool(runner.pool))
+    if "pinned" in pool:
+        monkeypatch.setattr(device_pool, "register", lambda memory: 0)
+        monkeypatch.setattr(ModelRunner, "pin", lambda runner, rows: PinnedRows(rows, runner.pool))
+
+
+@pytest.mark.parametrize("pool", ["host", "device", "device and pinned"])
 @pytest.mark.parametrize("threshold", [0, 1, 1000], ids=["at_once", "on_a_hit", "given_up"])
 def test_what_the_pool_gave_up_comes_back_from_host_memory(
     model_dir: Path,
     reference: Reference,
     threshold: int,
-    is_staged: bool,
+    pool: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if is_staged:  # As with a pool in a device's memory.
-        monkeypatch.setattr(ModelRunner, "page_pool", lambda runner: DevicePool(runner.pool))
-    overlap = "on" if is_staged else "off"
+    play(monkeypatch, pool)
+    overlap = "off" if pool == "host" else "on"
     with bench_of(model_dir, write_through_threshold=threshold, overlap=overlap) as bench:
         prompt = prompt_of(LENGTH)
         expected = reference(prompt)
@@ -326,7 +333,11 @@ def test_a_full_disk_is_counted_and_nothing_else(
         assert bench.counters("disk")["saved_pages"] > 0
 
 
-def test_a_bit_flipped_in_host_memory_is_a_miss(model_dir: Path, reference: Reference) -> None:
+@pytest.mark.parametrize("pool", ["host", "device and pinned"])
+def test_a_bit_flipped_in_host_memory_is_a_miss(
+    model_dir: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, pool: str
+) -> None:
+    play(monkeypatch, pool)
     with bench_of(model_dir) as bench:
         prompt = prompt_of(LENGTH)
         bench.ask(prompt)
@@ -507,7 +518,7 @@ def test_a_load_that_fails_in_its_middle_is_computed(
         bench.ask(prompt)
         bench.push_out()
         assert bench.engine.tiers is not None
-        monkeypatch.setattr(bench.engine.tiers, "_chunk_pages", 4)
+        monkeypatch.setattr(bench.engine.tiers, "_most_chunk_pages", 4)
         pool, pages = bench.engine.tiers._load_pool, []
         target = pool.target
 

@@ -139,6 +139,10 @@ class PageFiles:
         except OSError:  # It is found, and counted, after the next start.
             return
 
+    def direct(self, place: Place, *, is_read: bool) -> Page | None:
+        """See `Medium.direct`: devices know no files."""
+        return None
+
     def close(self) -> None:
         """Lets another process have the folder."""
         if self._lock >= 0:

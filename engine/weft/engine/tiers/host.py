@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from typing import Protocol
 
 import numpy as np
 from weft.engine import faults
@@ -12,10 +13,19 @@ from weft.engine.tiers.keyed import KeyedPages, Place
 from weft.engine.tiers.tier import Page, Tier
 
 
+class Pinned(Protocol):
+    """Memory that a device copies from and to by itself, until `close`."""
+
+    def close(self) -> None:
+        """Unpins it."""
+        ...
+
+
 class HostMemory:
     """Implements `Medium` over one range of memory.
 
-    It takes no memory of the system before it is written to, and huge pages where there are some.
+    It takes no memory of the system before it is written to or pinned, and huge pages where there
+    are some.
 
     Args:
         num_slots: Pages that fit.
@@ -32,6 +42,8 @@ class HostMemory:
             with contextlib.suppress(OSError):  # A kernel without them.
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self.rows = np.frombuffer(mapping, np.uint8).reshape(num_slots, page_bytes)
+        self.pinned: Pinned | None = None
+        """The pool's device copies from and to here by itself."""
 
     def row(self, place: Place) -> Page:
         """A slot's bytes."""
@@ -40,8 +52,7 @@ class HostMemory:
 
     def read(self, place: Place, into: Page) -> bool:
         """See `Medium.read`."""
-        if faults.TIER_HOST.is_armed:
-            faults.TIER_HOST.flip_bit(self.rows, [place.slot - 1])
+        self._damage(place)
         np.copyto(into, self.row(place))
         return True
 
@@ -52,12 +63,30 @@ class HostMemory:
     def remove(self, place: Place) -> None:
         """See `Medium.remove`: the slot is written over."""
 
+    def direct(self, place: Place, *, is_read: bool) -> Page | None:
+        """See `Medium.direct`."""
+        if self.pinned is None:
+            return None
+        if is_read:
+            self._damage(place)
+        return self.row(place)
 
-def host_tier(num_slots: int, page_bytes: int, policy: EvictionPolicy) -> Tier:
-    """A tier of so many pages in host memory.
+    def close(self) -> None:
+        """Nobody copies any more."""
+        if self.pinned is not None:
+            self.pinned.close()
+            self.pinned = None
+
+    def _damage(self, place: Place) -> None:
+        if faults.TIER_HOST.is_armed:
+            faults.TIER_HOST.flip_bit(self.rows, [place.slot - 1])
+
+
+def host_tier(num_slots: int, page_bytes: int, policy: EvictionPolicy) -> tuple[Tier, HostMemory]:
+    """A tier of so many pages in host memory, and that memory.
 
     Raises:
         OSError: There is not so much memory.
     """
     memory = HostMemory(num_slots, page_bytes)
-    return Tier("host", KeyedPages(num_slots, policy), memory, page_bytes)
+    return Tier("host", KeyedPages(num_slots, policy), memory, page_bytes), memory

@@ -88,6 +88,9 @@ class LoadChunk:
 
     def _load(self) -> int:
         """Returns how many pages are in the pool."""
+        rows = [row for load in self.loads if (row := load.direct()) is not None]
+        if len(rows) == len(self.loads):
+            return self._copy_in(rows)
         num_good = 0
         for index, (load, page) in enumerate(zip(self.loads, self.pages, strict=True)):
             if self.load.is_stopped:
@@ -98,6 +101,20 @@ class LoadChunk:
             num_good += 1
         if num_good:
             self.pool.commit(self.pages[:num_good])
+        return num_good
+
+    def _copy_in(self, rows: Sequence[Page]) -> int:
+        """The device copies them itself; returns how many of them are right, up to the first that
+        is not."""
+        if self.load.is_stopped:
+            return 0
+        digests = self.pool.copy_in(rows, self.pages)
+        num_good = 0
+        for load, digest in zip(self.loads, digests, strict=True):
+            if not load.arrived(digest):
+                self.load.is_stopped = True
+                break
+            num_good += 1
         return num_good
 
     def end(self) -> None:
@@ -129,10 +146,9 @@ class FetchMove:
         self.save.end()
 
 
-def chunked(runs: Sequence[TierRun], chunk_pages: int) -> list[TierRun]:
-    """Cuts runs into pieces of at most so many pages."""
+def chunked(run: TierRun, chunk_pages: int) -> list[TierRun]:
+    """Cuts a run into pieces of at most so many pages."""
     return [
         TierRun(run.tier, first, min(first + chunk_pages, run.end_page))
-        for run in runs
         for first in range(run.first_page, run.end_page, chunk_pages)
     ]

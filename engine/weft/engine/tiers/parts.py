@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.tiers.disk import PageFiles, disk_tier
-from weft.engine.tiers.host import host_tier
+from weft.engine.tiers.host import Pinned, host_tier
 from weft.engine.tiers.pool import PagePool
 from weft.engine.tiers.tier import Tier
 
@@ -40,6 +42,7 @@ def load_tiers(
     config: EngineConfig,
     page_bytes: int,
     make_pool: Callable[[], PagePool],
+    pin: Callable[[NDArray[np.uint8]], Pinned | None],
     wake: Callable[[], None],
 ) -> TierParts | None:
     """The tiers, with what the disk holds; None: none is asked for.
@@ -50,6 +53,8 @@ def load_tiers(
         config: Sizes and places.
         page_bytes: Of a page of the pool.
         make_pool: See `TierParts`.
+        pin: Lets the pool's device copy from and to host memory `[num_slots, page_bytes]` by
+            itself; None: the pool is in host memory. Raises ConfigError if the device does not.
         wake: See `TierParts`.
 
     Raises:
@@ -71,7 +76,7 @@ def load_tiers(
     else:
         num_slots = max(LEAST_SLOTS, STAGING_BYTES // page_bytes)
     try:
-        host = host_tier(num_slots, page_bytes, policy)
+        host, memory = host_tier(num_slots, page_bytes, policy)
     except (OSError, MemoryError, ValueError) as error:
         if num_slots <= LEAST_SLOTS:
             raise ConfigError(f"host memory: {error}", param="host_cache_bytes") from error
@@ -79,7 +84,11 @@ def load_tiers(
             f"no {num_slots * page_bytes:,} bytes of host memory for KV pages ({error}): "
             f"only {LEAST_SLOTS} pages are kept there"
         )
-        host = host_tier(LEAST_SLOTS, page_bytes, policy)
+        host, memory = host_tier(LEAST_SLOTS, page_bytes, policy)
+    try:
+        memory.pinned = pin(memory.rows)
+    except ConfigError as error:
+        notices.append(f"KV pages in host memory take one copy more: {error}")
     disk: Tier | None = None
     files: PageFiles | None = None
     if config.disk_cache_dir is not None:

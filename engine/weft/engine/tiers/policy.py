@@ -39,7 +39,7 @@ class TierPolicy:
 
     def __init__(self, write_through_threshold: int = 0, load_back_threshold: int | None = None):
         self.write_through_threshold = write_through_threshold
-        self._load_back_threshold = load_back_threshold
+        self.load_back_threshold = load_back_threshold
         self._bytes_per_s: dict[str, float] = {}
         self.num_losing = 0
         """Runs of pages that would have been slower to load than to compute, since start."""
@@ -55,9 +55,9 @@ class TierPolicy:
             runs: In the order of the prompt.
             prefill_tokens_per_s: Measured here; 0: unknown.
         """
-        if self._load_back_threshold is not None:
+        if self.load_back_threshold is not None:
             num_tokens = sum(run.num_tokens for run in runs)
-            return len(runs) if num_tokens >= self._load_back_threshold else 0
+            return len(runs) if num_tokens >= self.load_back_threshold else 0
         for index, run in enumerate(runs):
             if not self._is_faster(run, prefill_tokens_per_s):
                 return index

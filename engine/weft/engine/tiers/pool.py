@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from weft.engine.tiers.tier import Page
+from weft.engine.transfer.digest import digest_pages
 
 
 class PagePool(Protocol):
@@ -24,6 +25,18 @@ class PagePool(Protocol):
 
     def commit(self, pages: Sequence[int]) -> None:
         """The first so many targets of a batch hold their pages: returns once the pool does."""
+        ...
+
+    def copy_in(self, rows: Sequence[Page], pages: Sequence[int]) -> list[int]:
+        """Copies rows of pinned memory into pages, without a copy in between.
+
+        Returns:
+            Digests of what lies in the pages then.
+        """
+        ...
+
+    def copy_out(self, page: int, row: Page) -> int:
+        """Copies a page that is published into a row of pinned memory; returns its digest."""
         ...
 
 
@@ -49,3 +62,15 @@ class HostPool:
 
     def commit(self, pages: Sequence[int]) -> None:
         """See `PagePool.commit`."""
+
+    def copy_in(self, rows: Sequence[Page], pages: Sequence[int]) -> list[int]:
+        """See `PagePool.copy_in`."""
+        for row, page in zip(rows, pages, strict=True):
+            np.copyto(self._rows[page], row)
+        digests: list[int] = digest_pages(self._rows, pages).tolist()
+        return digests
+
+    def copy_out(self, page: int, row: Page) -> int:
+        """See `PagePool.copy_out`."""
+        np.copyto(row, self._rows[page])
+        return int(digest_pages(self._rows, [page])[0])

@@ -26,7 +26,11 @@ class HostSave:
     def run(self) -> None:
         """See `Move.run`."""
         started_at = time.monotonic()
-        self.save.run(self.pool.read(self.page))
+        row = self.save.direct()
+        if row is None:
+            self.save.run(self.pool.read(self.page))
+        else:
+            self.save.arrived(self.pool.copy_out(self.page, row))
         self.duration_s = time.monotonic() - started_at
 
     def end(self) -> None:

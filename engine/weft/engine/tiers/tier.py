@@ -55,6 +55,10 @@ class Medium(Protocol):
         """Forgets a page, if it is there."""
         ...
 
+    def direct(self, place: Place, *, is_read: bool) -> Page | None:
+        """Where a page's bytes lie, if the pool's device copies from and to there by itself."""
+        ...
+
 
 @dataclass(slots=True)
 class TierCounters:
@@ -108,6 +112,21 @@ class PageLoad:
         self.outcome = "done" if is_right else "corrupt"
         return is_right
 
+    def direct(self) -> Page | None:
+        """In any thread: the page itself, for the device to copy; `arrived` follows. None: `run`
+        copies it."""
+        return self._tier.medium.direct(self.place, is_read=True)
+
+    def arrived(self, digest: int) -> bool:
+        """In any thread, instead of `run`: the page was copied, and this is the copy's digest.
+
+        Returns:
+            False: it is not the page.
+        """
+        is_right = digest == self.place.digest
+        self.outcome = "done" if is_right else "corrupt"
+        return is_right
+
     def end(self) -> None:
         """On the owner's thread, once: the page may go again; a bad one is gone."""
         self._tier.ended(self)
@@ -147,6 +166,11 @@ class PageSave:
             return False
         self.outcome = "done"
         return True
+
+    def direct(self) -> Page | None:
+        """In any thread: where the page is to lie, for the device to copy there; `arrived` follows.
+        None: `run` copies it."""
+        return self._tier.medium.direct(self.place, is_read=False)
 
     def arrived(self, digest: int) -> None:
         """In any thread, instead of `run`: the page's bytes lie in its place already."""

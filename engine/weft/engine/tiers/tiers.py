@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 """Of a load that becomes usable at a time."""
+DIRECT_CHUNK_BYTES = 64 << 20
+"""Likewise, from memory that the pool's device copies from by itself: what a chunk costs besides
+its bytes is more than they do."""
 LEAST_CHUNKS = 32
 """Of a load as large as the pool: a chunk that never ends keeps its pages."""
 MAX_WRITE_BACK_BYTES = 64 << 20
@@ -92,8 +95,7 @@ class Tiers:
         self._fetcher = Mover("weft-tier-fetch", parts.wake)
         self._saver = Mover("weft-tier-save", parts.wake)
         self._writer = Mover("weft-tier-disk", parts.wake)
-        most = memory.num_usable_pages // LEAST_CHUNKS
-        self._chunk_pages = max(1, min(CHUNK_BYTES // self._page_bytes, most))
+        self._most_chunk_pages = memory.num_usable_pages // LEAST_CHUNKS
         self._loads: dict[int, Load] = {}
         self._planned: dict[int, tuple[list[TierRun], list[PageLoad]]] = {}
         self._due: list[LoadChunk] = []
@@ -263,7 +265,7 @@ class Tiers:
         first_page, end_page = runs[0].first_page, runs[-1].end_page
         pages = self._memory.allocate(end_page - first_page, request.namespace, promised=True)
         request.num_promised_pages -= len(pages)
-        pieces = chunked(runs, self._chunk_pages)
+        pieces = [piece for run in runs for piece in chunked(run, self._chunk_pages(run.tier))]
         now = self._clock()
         load = self._loads[id(request)] = Load(request, pages.copy(), now)
         records = [(run, self._record(request, run)) for run in runs]
@@ -335,6 +337,11 @@ class Tiers:
         if self.disk is not None:
             self.disk.counters.queried_pages += num_wanted - of_host
             self.disk.counters.hit_pages += sum(run.num_pages for run in runs) - of_host
+
+    def _chunk_pages(self, tier: Tier) -> int:
+        is_direct = tier is self.host and self._rows.pinned is not None
+        num_bytes = DIRECT_CHUNK_BYTES if is_direct else CHUNK_BYTES
+        return max(1, min(num_bytes // self._page_bytes, self._most_chunk_pages))
 
     def _cost(self, run: TierRun) -> LoadCost:
         num_bytes = run.num_pages * self._page_bytes
@@ -543,6 +550,7 @@ class Tiers:
         """Ends the threads, in bounds; what they were to save is lost."""
         for mover in (self._loader, self._fetcher, self._saver, self._writer):
             mover.close()
+        self._rows.close()
         if self._files is not None:
             self._files.close()
 
