@@ -61,6 +61,12 @@ def test_the_flag_is_granted_where_the_operations_allow_it(tmp_path: Path) -> No
         assert any("deterministic" in notice for notice in llm.engine.info.notices)
 
 
+def test_what_is_computed_in_one_order_on_a_gpu_is_named_apart(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path)
+    usual, fixed = load_model(path, "float32"), load_model(path, "float32", is_fixed=True)
+    assert usual.digest != fixed.digest
+
+
 @pytest.mark.parametrize("missing", ["compiler", "attention"])
 def test_the_flag_is_refused_elsewhere(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,9 +16,11 @@ from weft.engine.lora.projections import projections_of
 from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.device_inputs import DeviceInputs
+from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.engine.runner.step import PageTable, StepArrays
-from weft.engine.scheduler.plan import Plan, PlanItem
+from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
+from weft.kernels.step_rows import SlotTokens
 
 PAGE, MAX_PAGES, NUM_SLOTS, VOCAB = 4, 12, 6, 517
 
@@ -29,9 +31,11 @@ class Bench:
     def __init__(self, lora: LoraPool | None = None) -> None:
         self.num_adapters = lora.max_slots - 1 if lora is not None else 0
         self.table = PageTable(NUM_SLOTS, MAX_PAGES, keeps_changes=True)
-        self.last_tokens = torch.zeros(NUM_SLOTS + 1, dtype=torch.int64)
+        no_tokens = torch.zeros((4, NUM_SLOTS + 1), dtype=torch.int64)
+        self.known = SlotTokens(no_tokens, no_tokens[0].clone())
+        self.last_tokens = no_tokens[0]
         most = NUM_SLOTS * MAX_PAGES * PAGE
-        self.inputs = DeviceInputs(self.table, PAGE, NUM_SLOTS, self.last_tokens, lora, most)
+        self.inputs = DeviceInputs(self.table, PAGE, NUM_SLOTS, self.known, lora, most)
         self.free_pages = random.sample(range(1, 5000), 2000)
         self.requests = {slot: self.request(slot) for slot in range(NUM_SLOTS)}
 
@@ -127,7 +131,7 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
     bench = Bench(lora if has_lora else None)
     most = NUM_SLOTS * MAX_PAGES * PAGE
     if kind == "ragged":
-        bench.inputs.ragged_batch(most, NUM_SLOTS)  # The largest comes first.
+        bench.inputs.ragged_batch(RaggedColumns(most, NUM_SLOTS, NUM_SLOTS))  # Largest first.
     for _ in range(60):
         bench.last_tokens[:NUM_SLOTS] = torch.randint(3, VOCAB, (NUM_SLOTS,))
         count = random.randint(1, NUM_SLOTS)
@@ -145,12 +149,68 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
             batch = bench.inputs.decode_batch(rows, has_lora=has_lora)
         elif kind == "ragged":
             rows, requests = random.randint(last[-1], most), random.randint(count, NUM_SLOTS)
-            bench.inputs.send_ragged(arrays, rows, requests)
-            batch = bench.inputs.ragged_batch(rows, requests, has_lora=has_lora)
+            columns = RaggedColumns(rows, requests, random.randint(len(wanted), NUM_SLOTS))
+            bench.inputs.send_ragged(arrays, columns)
+            batch = bench.inputs.ragged_batch(columns, has_lora=has_lora)
         else:
             batch = bench.inputs.batch(arrays)
         check(bench, plan, batch, tokens, positions)
         check_adapters(plan, batch)
         assert has_lora or batch.lora is None
+        replaced = random.choice(list(bench.requests))
+        bench.requests[replaced] = bench.request(replaced)
+
+
+@pytest.mark.parametrize("kind", ["eager", "ragged"])
+def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) -> None:
+    """Of requests with drafts on the device; beside them decodes, and prompts."""
+    bench = Bench()
+    most = NUM_SLOTS * MAX_PAGES * PAGE
+    bench.inputs.ragged_batch(RaggedColumns(most, NUM_SLOTS, most))
+    for _ in range(40):
+        bench.known.tokens.random_(3, VOCAB)
+        slots = random.sample(range(NUM_SLOTS), random.randint(1, NUM_SLOTS))
+        first, end = sorted(random.randint(0, len(slots)) for _ in range(2))
+        plan, tokens, positions = bench.plan([*slots[:first], *slots[end:]], first)
+        counts = [random.randint(0, 3) for _ in slots[first:end]]
+        verifies, expected = [], []
+        for slot, count in zip(slots[first:end], counts, strict=True):
+            request = bench.requests[slot]
+            start = len(request.tokens) + random.randint(0, 2)
+            is_late = random.random() < 0.6
+            request.num_verifying = 1 + is_late
+            bench.known.starts[slot] = start if is_late else -9
+            # All that the host knows is a bound.
+            bound = start + random.randint(0, 2) if is_late else start
+            verifies.append(VerifyItem(request, bound, count))
+            expected += [
+                (int(bench.known.tokens[row, slot]), start + row, request, start + count + 1)
+                for row in range(1 + count)
+            ]
+        plan.verifies, plan.drafts = verifies, LaterDrafts(counts, lambda: [])
+        arrays = StepArrays.of_plan(plan, bench.table, PAGE)
+        if kind == "ragged":
+            columns = RaggedColumns(most, NUM_SLOTS, most)
+            bench.inputs.send_ragged(arrays, columns)
+            batch = bench.inputs.ragged_batch(columns)
+        else:
+            batch = bench.inputs.batch(arrays)
+        found = list(zip(batch.token_ids.tolist(), batch.positions.tolist(), strict=True))
+        rows = first + len(expected)
+        others = list(zip(tokens, positions, strict=True))
+        assert found[:first] == others[:first]
+        assert found[first:rows] == [(token, position) for token, position, *_ in expected]
+        assert found[rows : len(expected) + len(others)] == others[first:]
+        owners = np.repeat(np.arange(len(counts)), [1 + count for count in counts])
+        for row, owner in enumerate(owners.tolist()):
+            _, position, request, kv_len = expected[row]
+            page = request.pages[position // PAGE]
+            assert batch.slots[first + row] == page * PAGE + position % PAGE
+            assert batch.kv_lens[first + owner] == kv_len
+        if counts:
+            drawing = bench.inputs.drawing_positions(arrays)[first:rows].tolist()
+            assert drawing == [position + 1 for _, position, *_ in expected]
+        for request in bench.requests.values():
+            request.num_verifying = 0
         replaced = random.choice(list(bench.requests))
         bench.requests[replaced] = bench.request(replaced)

@@ -15,8 +15,10 @@ from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.graphs import (
     MAX_RAGGED_TOKENS,
     Bucket,
+    Buckets,
     decode_buckets,
     ragged_buckets,
+    step_buckets,
 )
 from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.engine.runner.step import StepArrays
@@ -94,10 +96,11 @@ def test_padding_changes_nothing(
         pool = torch.randn(shape)
         padded_pool = pool.clone()
         tokens = sum(q_lens)
-        exact = model.forward(batch_of(RaggedColumns(tokens, count), arrays, table), pool)
+        exact = model.forward(batch_of(RaggedColumns(tokens, count, count), arrays, table), pool)
         if isinstance(model, DraftedModel):
             kept, model.kept = model.kept, kept
-        columns = RaggedColumns(tokens + random.randint(0, 9), count + random.randint(1, 4))
+        more = [random.randint(0, 9), random.randint(1, 4), random.randint(0, 5)]
+        columns = RaggedColumns(tokens + more[0], count + more[1], count + more[2])
         padded = model.forward(batch_of(columns, arrays, table), padded_pool)
         if isinstance(model, DraftedModel):
             torch.testing.assert_close(model.kept[:-1], kept[:-1])
@@ -114,3 +117,37 @@ def test_every_step_up_to_the_largest_has_a_bucket() -> None:
         assert decode_buckets(max_requests)[-1] == Bucket(max_requests, max_requests, "decode")
         waste = [b.tokens / a.tokens for a, b in zip(buckets, buckets[2:], strict=False)]
         assert max(waste, default=1) <= 2
+
+
+@pytest.mark.parametrize("max_requests", [1, 8, 64, 256])
+def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> None:
+    """All rows of a request with drafts want logits, whatever else a step brings."""
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    max_drafts = 5
+    buckets = Buckets(config, step_buckets(config, max_requests, 4096, max_drafts=max_drafts))
+    table = np.zeros((max_requests, PAGES_EACH), np.int32)
+    for requests in sorted({1, min(8, max_requests), max_requests}):
+        for drafts in range(1, 1 + max_drafts):
+            q_lens = [1 + drafts] * requests
+            arrays = make_arrays(table, q_lens, [20] * requests)
+            arrays.logits_rows = np.arange(sum(q_lens))
+            bucket = buckets.of(arrays)
+            assert bucket is not None
+            assert bucket.kind == "verify"
+            assert sum(q_lens) <= bucket.tokens < 2 * sum(q_lens) or requests == 1
+            assert bucket.requests >= requests
+            assert bucket.drafts >= drafts
+            assert bucket.columns.max_logits >= sum(q_lens)
+        if requests > 1:
+            # One of them is a prompt.
+            prompt = make_arrays(table, [*q_lens[1:], 30], [*([20] * (requests - 1)), 40])
+            prompt.logits_rows = np.arange(sum(q_lens[1:]) + 1)
+            bucket = buckets.of(prompt)
+            assert bucket is not None
+            assert bucket.kind == "ragged"
+            assert bucket.requests >= requests
+            assert bucket.columns.max_logits >= len(prompt.logits_rows)
+    plain = Buckets(config, step_buckets(config, max_requests, 4096))
+    arrays = make_arrays(table, [2] * max_requests, [20] * max_requests)
+    arrays.logits_rows = np.arange(2 * max_requests)
+    assert plain.of(arrays) is None

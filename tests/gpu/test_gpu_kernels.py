@@ -176,6 +176,30 @@ def test_attention_of_decode_batches(geometry: Geometry, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_attention_of_few_rows_each(geometry: Geometry, dtype: torch.dtype) -> None:
+    fresh_seed()
+    for count, most in ((1, 8), (9, 4), (64, 2), (64, 6)):
+        q_lens = [random.randint(1, most) for _ in range(count)]
+        lengths = [(n, n + random.choice((0, 3, 63, 700))) for n in q_lens]
+        check(make_case(geometry, [*lengths, (0, 0)], dtype, CUDA))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_fewer_rows_than_there_may_be(dtype: torch.dtype) -> None:
+    """A graph knows a bound only; a request may bring one row all the same."""
+    fresh_seed()
+    for q_lens in ([1], [3], [1, 1], [2, 1, 4]):
+        case = make_case(GEOMETRIES[1], [(n, n + 90) for n in q_lens], dtype, CUDA)
+        poison = torch.full_like(case.q, float("nan"))
+        del poison
+        own = OwnKv(*case.own_kv()) if dtype == torch.float32 else None
+        lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 6, 4096)
+        out = gpu_attention.paged_attention(case.q, case.pool, LAYER, *lengths, own)
+        assert_as_exact(out, eager_attention(case), exact_attention(case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_over_long_contexts(dtype: torch.dtype) -> None:
     fresh_seed()
     check(make_case(Geometry(8, 2, 128, 16), [(1, 30_001), (1, 512)], dtype, CUDA))
@@ -183,7 +207,7 @@ def test_attention_over_long_contexts(dtype: torch.dtype) -> None:
     check(make_case(Geometry(8, 2, 128, 16), [(2049, 3001)], dtype, CUDA))
 
 
-@pytest.mark.parametrize("lengths", [[(2500, 2500)], [(1800, 1800)] * 2, [(2500, 2500), (9, 9)]])
+@pytest.mark.parametrize("lengths", [[(3600, 3600)], [(2500, 2500)] * 2, [(3600, 3600), (9, 9)]])
 def test_attention_of_long_cold_prompts(lengths: list[tuple[int, int]]) -> None:
     fresh_seed()
     case = make_case(Geometry(32, 8, 128, 16), lengths, torch.bfloat16, CUDA)
@@ -306,13 +330,15 @@ def test_greedy_rows() -> None:
             ("begin + length, ", "begin + length - TILE, "),
         ),
         ("extend_attention", ("range(0, common, TILE)", "range(TILE, common, TILE)")),
+        ("extend_attention", ("range(0, begin, TILE)", "range(TILE, begin, TILE)")),
     ],
 )
 def test_the_checks_see_a_dropped_tile(name: str, change: tuple[str, str], tmp_path: Path) -> None:
-    is_decode = name == "decode_attention"
+    is_decode, is_own = name == "decode_attention", "begin, TILE" in change[0]
     lengths = [(1, 4000), (1, 3000)] if is_decode else [(300, 500), (200, 200)]
     case = make_case(Geometry(8, 2, 128, 16), lengths, torch.bfloat16, CUDA)
     out = torch.full_like(case.q, float("nan")).flatten(1)
+    own = case.own_kv() if is_own else None
     lengths_and_scale = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
     for applied in (None, change):
         with kernel_module(name, tmp_path, applied) as module:
@@ -322,8 +348,9 @@ def test_the_checks_see_a_dropped_tile(name: str, change: tuple[str, str], tmp_p
                 )
             else:
                 module.extend_attention(
-                    out, case.q, case.pool, LAYER, *lengths_and_scale, 300, None
-                )
+                    out, case.q, case.pool, LAYER, *lengths_and_scale, 300,
+                    module.OwnKv(*own) if own else None,
+                )  # fmt: skip
         if applied is None:
             assert_as_exact(out, eager_attention(case), exact_attention(case))
     with pytest.raises(AssertionError):

@@ -93,6 +93,10 @@ class EngineAdapters:
         """See `AdapterManager.states`."""
         return self.manager.states() if self.manager is not None else []
 
+    def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
+        """See `AdapterManager.take_changes`."""
+        return self.manager.take_changes() if self.manager is not None else ([], [])
+
     def counters(self) -> dict[str, int]:
         """See `AdapterManager.counters`."""
         return self.manager.counters() if self.manager is not None else {}

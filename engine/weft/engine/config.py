@@ -11,8 +11,12 @@ from weft.engine.memory.eviction import EvictionName
 from weft.engine.scheduler.policies import PolicyName
 
 Role = Literal["decode", "prefill"]
-DrafterName = Literal["none", "ngram", "eagle3"]
+DrafterName = Literal["none", "ngram", "eagle", "eagle3"]
+HEAD_DRAFTERS = ("eagle", "eagle3")
+"""That draft with the head in `draft_dir`, which must be of that kind; eagle is EAGLE-1 and 2."""
 
+MAX_DECODES_BESIDE = 64
+"""Rows of a large step hardly cost more for so many others."""
 NEVER_SHIP_TOKENS = 1 << 40
 """As `local_prefill_max_tokens`: every prompt is prefilled locally."""
 
@@ -42,7 +46,8 @@ class EngineConfig:
     max_queued_fill_tokens: int = 262_144
     """A filler with more prompt tokens queued declines as busy."""
     max_step_tokens: int = 512
-    """New tokens one step may bring; also the largest prefill chunk."""
+    """New tokens one step may bring, on a GPU beside 64 of running requests; also the largest
+    prefill chunk."""
     prefill_chunk_tokens: int = 256
     """Largest chunk of one prompt a step; a multiple of page_size."""
     inter_token_target_s: float = 0.1
@@ -67,8 +72,11 @@ class EngineConfig:
     fill_progress_timeout_s: float = 5.0
     transport: Literal["auto", "nixl", "data"] = "auto"
     staging_bytes: int | None = None
-    """Host memory that pages pass through on their way from and to a pool on a GPU. None: 2 GiB,
-    or as much as the pool."""
+    """Memory that pages pass through on their way from and to a pool on a GPU. None: 2 GiB, or as
+    much as a pool whose size is given."""
+    staging_memory: Literal["auto", "host", "device"] = "auto"
+    """Whose memory that is. auto: the GPU's own where NIXL works, another GPU of this host can
+    reach it, and no KV store is there; else the host's."""
     force_staging: bool = False
     """Stage pages of a pool on a CPU too (tests)."""
     page_digests: bool = True
@@ -113,11 +121,11 @@ class EngineConfig:
     lora_host_bytes: int = 4 << 30
     """Host memory of adapters that were read; those beyond it are read from disk again."""
     draft_dir: Path | None = None
-    """Of an EAGLE-3 head for the model. Its KV lies in the model's pages: a worker that is to fill
+    """Of an EAGLE head for the model. Its KV lies in the model's pages: a worker that is to fill
     or be filled by another one must have the same."""
     drafter: DrafterName = "none"
-    """Who guesses tokens for the model to verify, several in one step: eagle3 (needs draft_dir) or
-    ngram, which looks in the request's own text."""
+    """Who guesses tokens for the model to verify, several in one step: eagle3 or eagle, a
+    head of that kind in draft_dir, or ngram, which looks in the request's own text."""
     max_draft_tokens: int = 5
     """Guesses of a request in one step at most; how many pay is measured."""
     poison_free_pages: bool = False
@@ -227,7 +235,7 @@ class EngineConfig:
             (
                 "drafter",
                 self.drafter,
-                self.drafter != "eagle3" or self.draft_dir is not None,
+                self.drafter not in HEAD_DRAFTERS or self.draft_dir is not None,
                 "another one, or draft_dir given",
             ),
             ("max_draft_tokens", self.max_draft_tokens, 1 <= self.max_draft_tokens <= 16, "1..16"),
@@ -247,6 +255,16 @@ class EngineConfig:
         """A step begins before the one before it is committed."""
         is_cuda = self.device.partition(":")[0] == "cuda"
         return self.overlap == "on" or (self.overlap == "auto" and is_cuda)
+
+    @property
+    def decodes_beside(self) -> int:
+        """Tokens of running requests for which a step has room beside `max_step_tokens`.
+
+        On a GPU, where a few tokens that prompts leave to a step of their own cost nearly as much
+        as some hundred.
+        """
+        is_cuda = self.device.partition(":")[0] == "cuda"
+        return min(MAX_DECODES_BESIDE, self.max_running_requests) if is_cuda else 0
 
     @property
     def ships_pages(self) -> bool:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.errors import WeftError
+from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
 from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
@@ -93,6 +94,13 @@ def num_drawn(tokens: Sequence[int], drafts: Sequence[int]) -> int:
     return count + (tokens[count] >= 0)
 
 
+def _is_end(request: Request, token: int, num_drawn: int) -> bool:
+    """A request ends with the last of so many tokens drawn in one step."""
+    if token not in request.end_token_ids:
+        return False
+    return end_of(request, token, request.num_generated + num_drawn) is not None
+
+
 class Drawing:
     """Keeps a row of the sampler for each slot that is drawn for.
 
@@ -132,19 +140,26 @@ class Drawing:
         if not plan.verifies:
             errors = self._take_masks(requests)
             slots = self._slots(requests)
-            samples = self._sampler.begin(drawable.logits, slots, drawable.positions)
+            samples = self._begin(drawable, slots)
             return Draw(plan, requests, samples, errors)
         num_decodes = len(plan.decodes)
         by_row = [*requests[:num_decodes]]
-        for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
-            by_row += [item.request] * (1 + len(drafts))
+        for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
+            by_row += [item.request] * (1 + count)
         by_row += requests[num_decodes + len(plan.verifies) :]
         if self._sampler.is_on_device:
             # Requests whose tokens depend on their last ones are not drafted for there.
             errors = self._take_masks(by_row)
-            samples = self._sampler.begin(drawable.logits, self._slots(by_row), drawable.positions)
+            samples = self._begin(drawable, self._slots(by_row))
             return Draw(plan, by_row, samples, errors)
         return self._draw_in_turn(plan, requests, by_row, drawable)
+
+    def _begin(self, drawable: Drawable, slots: npt.NDArray[np.int64]) -> SamplesUnderWay:
+        if drawable.late_positions is None:
+            return self._sampler.begin(drawable.logits, slots, drawable.positions)
+        return self._sampler.begin(
+            drawable.logits, slots, drawable.positions, drawable.late_positions
+        )
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
         """Gives the sampler the masks that were begun; by first row, those that failed."""
@@ -175,9 +190,9 @@ class Drawing:
                 index
                 for index in going_on
                 if depth < lengths[index]
-                and (token := output.token_ids[firsts[index] + depth - 1])
+                and (token := int(output.token_ids[firsts[index] + depth - 1]))
                 == plan.drafts[index][depth - 1]
-                and token not in plan.verifies[index].request.end_token_ids
+                and not _is_end(plan.verifies[index].request, token, depth)
             ]
             if not going_on:
                 break

@@ -105,6 +105,7 @@ class Engine:
         self.scheduler.prompt_tokens_beside_decode = partial(
             self.costs.tokens_within, config.inter_token_target_s
         )
+        self.scheduler.step_sizes = parts.runner.step_sizes
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
         if self.sessions is not None:
             self.scheduler.on_leaving = self.sessions.on_leaving
@@ -130,6 +131,7 @@ class Engine:
             self._out.fill_reply,
             clock,
             nixl_version=parts.plane.nixl_version,
+            memory_type=parts.plane.memory_type,
             max_chunk_pages=parts.plane.shipper.max_chunk_pages,
         )
         num_held_pages = pages.num_cached_pages
@@ -150,7 +152,7 @@ class Engine:
         self._drawing = Drawing(sampler, parts.constraints)
         self.drafting = Drafting(config, parts.drafter, draws_on_device=sampler.is_on_device)
         self.scheduler.has_draft = config.draft_dir is not None
-        self.scheduler.running_plans.gate = self.drafting.gate
+        self.scheduler.running_plans.draft(self.drafting.gate, self.drafting.is_on_device)
         self.pipeline = Pipeline(
             parts.runner,
             self._drawing,
@@ -244,6 +246,7 @@ class Engine:
         """Ends the data plane's threads and agents, and the compiler of constraints."""
         self._constraints.close()
         self.adapters.close()
+        self.drafting.close()
         if self.tiers is not None:
             self.tiers.close()
         self.parts.plane.close()
@@ -253,6 +256,7 @@ class Engine:
     def _take_inbox(self, inbox: Inbox) -> None:
         for order in inbox.adapter_orders:
             self.adapters.order(order)
+            self.drafting.order(order)
         if inbox.drain:
             self.is_draining = self.filler.is_draining = True
             self._hand_back(is_running_too=False)
@@ -582,7 +586,7 @@ class Engine:
             **self.filler.sizes(),
             **(self.store.sizes() if self.store is not None else {}),
             **(self.tiers.sizes() if self.tiers is not None else {}),
-            **self.adapters.sizes(),
+            **(self.adapters.sizes() | self.drafting.sizes()),
             **self._constraints.sizes(),
             **self.parts.plane.sizes(),
         }

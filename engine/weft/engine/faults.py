@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-import numpy as np
-from numpy.typing import NDArray
 from weft.engine.errors import FaultsDisabled, InjectedFault, InvalidRequest
+from weft.engine.transfer.staging import Pages
 
 FaultKind = Literal[
     "drop", "delay", "duplicate", "corrupt", "stall", "kill", "error", "sabotage", ""
@@ -127,7 +126,7 @@ class FaultPoint:
         """As `repeat`, where waiting must not hold up the event loop."""
         return _repeated(item, await self.fire_async())
 
-    def flip_bit(self, pool: NDArray[np.uint8], pages: Sequence[int]) -> None:
+    def flip_bit(self, pool: Pages, pages: Sequence[int]) -> None:
         """Passes pages that lie in a pool: `corrupt` flips one bit in one of them.
 
         Args:
@@ -138,7 +137,7 @@ class FaultPoint:
         if fault is not None and self._wait(fault) == "corrupt":
             _flip(fault.random, pool, pages)
 
-    async def flip_bit_async(self, pool: NDArray[np.uint8], pages: Sequence[int]) -> None:
+    async def flip_bit_async(self, pool: Pages, pages: Sequence[int]) -> None:
         """As `flip_bit`, where waiting must not hold up the event loop."""
         fault = self._draw() if pages else None
         if fault is not None and await self._wait_async(fault) == "corrupt":
@@ -259,7 +258,7 @@ class FaultBoard:
         return [state for point in self._points.values() for state in point.states()]
 
 
-def _flip(draw: random.Random, pool: NDArray[np.uint8], pages: Sequence[int]) -> None:
+def _flip(draw: random.Random, pool: Pages, pages: Sequence[int]) -> None:
     pool[draw.choice(pages), draw.randrange(pool.shape[1])] ^= 1 << draw.randrange(8)
 
 

@@ -486,13 +486,16 @@ class LoadReport:
     counters: dict[str, int]
     tiers: list[TierReport] = field(default_factory=list)
     adapters: list[AdapterState] = field(default_factory=list)
+    """Those of which something has changed since the last report: there may be thousands."""
+    gone_adapters: list[bytes] = field(default_factory=list)
+    """Digests of those that are no more since then."""
     sessions: int = 0
     """Chat sessions with pinned pages."""
     pinned_pages: int = 0
+    """For them; cached or used."""
     draft_depths: dict[int, int] = field(default_factory=dict)
     """Drafts that each request brings to a step, by the number of requests in it from which on
     that holds; none where nothing is drafted."""
-    """For them; cached or used."""
 
 
 @dataclass(slots=True, kw_only=True)

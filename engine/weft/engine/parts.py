@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from weft.engine.clock import Clock
-from weft.engine.config import EngineConfig
+from weft.engine.config import HEAD_DRAFTERS, EngineConfig
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.errors import ConfigError
 from weft.engine.intake import Intake
@@ -22,7 +22,9 @@ from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.memory.radix_cache import RadixCache
 from weft.engine.messages import EngineInfo, StoreLookup, StorePut
+from weft.engine.models.decoder_only import DecoderOnlyLM
 from weft.engine.models.loader import LoadedModel, load_model
+from weft.engine.runner.graphs import says_what_lacks_memory
 from weft.engine.runner.memory_plan import (
     MIN_PAGES,
     check_pool_fits,
@@ -33,14 +35,18 @@ from weft.engine.runner.memory_plan import (
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.sampling.device_check import device_sampler_fault
 from weft.engine.scheduler.state import Request
+from weft.engine.speculative.adapted import AdaptedDrafter
+from weft.engine.speculative.chains import ChainGraphs, StaticChains, chain_shapes
 from weft.engine.speculative.drafted import DraftedModel, load_drafted
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.store import StoreLink
 from weft.engine.tiers.parts import TierParts, load_tiers
-from weft.engine.transfer.page_mover import Lanes, PageMover, PinnedPages
+from weft.engine.transfer.nixl import nixl_available
+from weft.engine.transfer.page_mover import Lanes, PageMover
 from weft.engine.transfer.plane import DataPlane
 from weft.engine.transfer.staging import StagingArea
+from weft.engine.transfer.staging_memory import DevicePages, PinnedPages, StagingMemory
 from weft.engine.transfer.window import DirectWindow, PoolWindow, StagedWindow
 from weft.kernels.cpu import native_cpu, native_cpu_missing
 
@@ -101,19 +107,25 @@ def load_parts(
         torch.set_num_threads(config.num_threads)
     device = _device(config)
     loaded = load_model(
-        config.model_dir, config.dtype, config.device, progress, dummy=config.dummy_weights
+        config.model_dir,
+        config.dtype,
+        config.device,
+        progress,
+        dummy=config.dummy_weights,
+        is_fixed=config.deterministic and device.type == "cuda",
     )
     drafted = _load_draft(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
     layout = loaded.model.kv_layout(config.page_size)
-    promise = _promise_determinism(loaded, layout, device) if config.deterministic else []
+    promise = _promise_determinism(config, loaded, layout, device) if config.deterministic else []
     limit = min(
         config.max_context_tokens or loaded.config.max_position_embeddings,
         loaded.config.max_position_embeddings,
     )
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
+    staging = _staging_memory(config, layout.page_bytes, device) if is_staged else None
     lora = _lora_pool(config, loaded, device)
     num_pages, plan = _size_pool(config, loaded, layout, limit, device, lora)
     max_tokens = min(limit, (num_pages - 1) * config.page_size)
@@ -124,15 +136,18 @@ def load_parts(
         config.max_running_requests,
         max_tokens,
         device,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=config.max_step_tokens + config.decodes_beside,
         cuda_graphs=config.cuda_graphs,
         lora=lora,
         states=drafted,
+        max_drafts=_max_drafts(config),
     )
+    # Before any thread beside this one may use the device: graphs are captured.
+    drafter = _drafter(config, drafted, runner, wake)
     sampling_device, faults = _sampling_device(loaded.config.vocab_size, device)
     window: PoolWindow = DirectWindow(runner.pool_bytes)
-    if lanes is not None:
-        window = _staged_window(config, runner.pool, layout.page_bytes, lanes)
+    if lanes is not None and staging is not None:
+        window = _staged_window(config, runner.pool, staging, lanes)
     plane = DataPlane(config, window, wake)
     intake = Intake(
         config,
@@ -167,7 +182,7 @@ def load_parts(
         max_loras=config.max_loras if lora is not None else 0,
         max_lora_rank=config.max_lora_rank if lora is not None else 0,
     )
-    tiers = load_tiers(config, layout.page_bytes, runner.page_pool, wake)
+    tiers = load_tiers(config, layout.page_bytes, runner.page_pool, runner.pin, wake)
     if tiers is not None:
         info.notices.extend(tiers.notices)
     prefixes: RadixCache | None = None
@@ -187,7 +202,7 @@ def load_parts(
         tiers=tiers,
         sampling_device=sampling_device,
         adapters=adapters,
-        drafter=_drafter(config, drafted, runner),
+        drafter=drafter,
     )
 
 
@@ -209,13 +224,21 @@ def _load_draft(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | Non
     if config.draft_dir is None:
         return None
     max_requests, max_drafts = config.max_running_requests, config.max_draft_tokens
-    max_rows = max(config.max_step_tokens, max_requests * (1 + max_drafts))
-    return load_drafted(loaded, config.draft_dir, max_requests, max_rows)
+    max_rows = config.max_step_tokens + config.decodes_beside
+    max_rows = max(max_rows, max_requests * (1 + max_drafts))
+    drafted = load_drafted(loaded, config.draft_dir, max_requests, max_rows)
+    if config.drafter in HEAD_DRAFTERS and config.drafter != drafted.head.kind:
+        raise ConfigError(
+            f"drafter = {config.drafter}: the head in {config.draft_dir} is for the drafter "
+            f"{drafted.head.kind}",
+            param="drafter",
+        )
+    return drafted
 
 
 def _describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
     """Who drafts, and the head whose KV pages hold, in words."""
-    head = f"pages hold KV of the EAGLE-3 head {layout.draft[:12]}" if layout.draft else ""
+    head = f"pages hold KV of the EAGLE head {layout.draft[:12]}" if layout.draft else ""
     if config.role == "prefill" or config.drafter == "none":
         return [f"drafts: {head}"] if head else []
     who = f"by {config.drafter}, at most {config.max_draft_tokens} a step of a request"
@@ -223,11 +246,44 @@ def _describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
 
 
 def _drafter(
-    config: EngineConfig, drafted: DraftedModel | None, runner: ModelRunner
+    config: EngineConfig,
+    drafted: DraftedModel | None,
+    runner: ModelRunner,
+    wake: Callable[[], None],
 ) -> Drafter | None:
-    if drafted is None:
+    """The head as drafter. Captured where steps are, it drafts for all requests alike.
+
+    Raises:
+        ConfigError: There is not enough memory for the graphs.
+    """
+    if drafted is None or config.drafter not in HEAD_DRAFTERS:
         return None
-    return EagleDrafter(drafted, runner.pool, runner.page_table, config.page_size)
+    graphs = _chain_graphs(config, drafted, runner)
+
+    def of(model: DraftedModel) -> EagleDrafter:
+        return EagleDrafter(model, runner.pool, runner.page_table, config.page_size, graphs)
+
+    if graphs is not None or not config.enable_lora:
+        return of(drafted)
+    return AdaptedDrafter(of(drafted), lambda folder: of(drafted.adapted(folder)), wake)
+
+
+def _chain_graphs(
+    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner
+) -> ChainGraphs | None:
+    if runner.graphs is None or runner.inputs is None or drafted.head.kind != "eagle3":
+        return None
+    shapes = chain_shapes(config.max_draft_tokens, config.max_running_requests)
+    chains = StaticChains(
+        drafted, runner.pool, runner.known, runner.inputs, config.page_size, max(shapes)
+    )
+    with says_what_lacks_memory("drafts"):
+        return ChainGraphs(chains, shapes, runner.graphs.capture)
+
+
+def _max_drafts(config: EngineConfig) -> int:
+    """Of a request in a step."""
+    return 0 if config.drafter == "none" else config.max_draft_tokens
 
 
 def _lora_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoraPool | None:
@@ -257,11 +313,12 @@ def _size_pool(
             layout,
             loaded.config.vocab_size,
             config.max_running_requests,
-            config.max_step_tokens,
+            config.max_step_tokens + config.decodes_beside,
             max_context_tokens,
             device,
             cuda_graphs=config.cuda_graphs,
             lora=lora,
+            max_drafts=_max_drafts(config),
         )
         num_pages = pages_of(needs, layout.page_bytes)
         return num_pages, [describe_pool(needs, num_pages, layout)]
@@ -277,26 +334,47 @@ def _size_pool(
     return num_pages, []
 
 
-def _staged_window(
-    config: EngineConfig, pool: torch.Tensor, page_bytes: int, lanes: Lanes
-) -> StagedWindow:
-    """The staging area in front of a pool, and the way between them.
+def _staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) -> StagingMemory:
+    """The pages in front of a pool.
 
     Raises:
-        ConfigError: It has too few pages, or cannot be made.
+        ConfigError: They are too few, or there is not that much memory.
     """
     size = DEFAULT_STAGING_BYTES if config.staging_bytes is None else config.staging_bytes
-    num_pages = min(size // page_bytes, pool.shape[0])
+    num_pages = size // page_bytes
+    if config.kv_memory_bytes is not None:
+        num_pages = min(num_pages, config.kv_memory_bytes // page_bytes)
+    if config.num_pages is not None:
+        num_pages = min(num_pages, config.num_pages)
     if num_pages < MIN_STAGING_PAGES:
         raise ConfigError(
             f"staging_bytes = {size:,} holds {num_pages} pages of {page_bytes:,} bytes; give at "
             f"least {MIN_STAGING_PAGES * page_bytes:,}",
             param="staging_bytes",
         )
-    memory = PinnedPages(num_pages, page_bytes, pool.device)
+    kind = DevicePages if _stages_on_device(config, device) else PinnedPages
+    return kind(num_pages, page_bytes, device)
+
+
+def _staged_window(
+    config: EngineConfig, pool: torch.Tensor, memory: StagingMemory, lanes: Lanes
+) -> StagedWindow:
+    """The staging area in front of a pool, and the way between them."""
+    num_pages = len(memory.pages)
     share = LANDING_SHARES[config.role, config.has_store]
     area = StagingArea(memory.pages, min(num_pages - 1, max(1, int(share * num_pages))))
-    return StagedWindow(area, PageMover(pool, area, memory, lanes))
+    return StagedWindow(area, memory, PageMover(pool, area, memory, lanes))
+
+
+def _stages_on_device(config: EngineConfig, device: torch.device) -> bool:
+    """Whether staging pages are memory of the pool's device."""
+    if config.staging_memory != "auto":
+        return config.staging_memory == "device"
+    if device.type != "cuda" or config.has_store or config.transport == "data":
+        return False
+    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
+    is_reached = any(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    return is_reached and nixl_available()[0]
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -317,18 +395,18 @@ def _device(config: EngineConfig) -> torch.device:
 
 
 def _promise_determinism(
-    loaded: LoadedModel, layout: PlaneLayout, device: torch.device
+    config: EngineConfig, loaded: LoadedModel, layout: PlaneLayout, device: torch.device
 ) -> list[str]:
     """What deterministic mode is here, in words.
 
     Raises:
         ConfigError: Some operation would depend on what else a step holds.
     """
-    native = native_cpu() if device.type == "cpu" else None
+    if device.type == "cuda":
+        return _promise_on_gpu(config, loaded, device)
+    native = native_cpu()
     group = loaded.config.num_heads // loaded.config.num_kv_heads
-    if device.type != "cpu":
-        reason = f"it is not there on {device} yet"
-    elif native is None:
+    if native is None:
         reason = f"it needs the native operations ({native_cpu_missing()})"
     elif layout.dim % 8 or layout.dim > native.max_dim or group > native.max_group:
         reason = f"the native attention does not take heads of {layout.dim} in groups of {group}"
@@ -336,6 +414,27 @@ def _promise_determinism(
         return [
             "deterministic: the native operations compute each row in one order, whatever else a "
             "step holds; there is no slower path to take"
+        ]
+    raise ConfigError(f"deterministic: {reason}", param="deterministic")
+
+
+def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[str]:
+    """`_promise_determinism` on a GPU."""
+    capability = torch.cuda.get_device_capability(device)
+    if loaded.dtype == "float32":
+        reason = "products in float32 are cuBLAS's, which cuts them by their rows; take bfloat16"
+    elif capability < (9, 0):
+        reason = f"tested from compute capability 9.0 on, {device} has {capability}"
+    elif config.enable_lora:
+        reason = "adapters add in an order that depends on the step; set enable_lora = false"
+    elif loaded.config.moe is not None:
+        reason = "experts' results still depend on the step here; a dense model's do not"
+    elif not isinstance(loaded.model, DecoderOnlyLM | DraftedModel):
+        reason = f"nothing is known of the operations of {type(loaded.model).__name__}"
+    else:
+        return [
+            "deterministic: products and attention take one order for every step, which takes "
+            "longer (docs/decisions/0024)"
         ]
     raise ConfigError(f"deterministic: {reason}", param="deterministic")
 

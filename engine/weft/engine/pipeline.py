@@ -40,7 +40,8 @@ class StepOwner(Protocol):
         Args:
             plan: Its plan; an empty one if it failed. Requests may have ended since.
             drawn: Tokens, of the decodes first; None if none were.
-            duration_s: From the end of the step before, or from its own begin if that was later.
+            duration_s: From the end of the step before, what the host did in between included, or
+                from its own begin if there was nothing to do until then.
         """
         ...
 
@@ -54,6 +55,7 @@ class _Step:
     number: int
     plan: Plan
     began_at: float
+    """Or the end of the step before, if the host went on at once."""
     drawing: Sequence[Request]
     """Who draws."""
     drawable: Drawable | None = None
@@ -96,6 +98,8 @@ class Pipeline:
         self._is_overlapped = is_overlapped
         self._flying: _Step | None = None
         self._last_ended_at = 0.0
+        self._goes_on = False
+        """The last turn had work and left some."""
         self.flight: FlightRecorder | None = None
         """Keeps each plan for those who look into a crash."""
 
@@ -123,6 +127,7 @@ class Pipeline:
             else:
                 self._end(step)
         has_worked = step is not None or before is not None
+        self._goes_on = has_worked and self._scheduler.has_work
         if self.flight is not None and has_worked and self._flying is None:
             self.flight.end()
         return has_worked
@@ -133,7 +138,9 @@ class Pipeline:
         if plan.verifies or plan.chunks:
             drawing = [*drawing, *(item.request for item in plan.verifies)]
             drawing += [item.request for item in plan.drawing_chunks]
-        step = _Step(self._scheduler.launch(plan), plan, self._clock(), drawing)
+        # Steps that do not overlap cost what lies between them too: who compares must know.
+        began_at = self._last_ended_at if self._goes_on else self._clock()
+        step = _Step(self._scheduler.launch(plan), plan, began_at, drawing)
         if self.flight is not None:
             self.flight.begin(plan)
         try:
@@ -144,7 +151,9 @@ class Pipeline:
             self._runner.copy(self._scheduler.pages.take_copies())
             if plan.verifies:
                 assert self._drafter is not None
+                began_at = self._clock()
                 plan.drafts = self._drafter.draft(plan.verifies)
+                plan.drafting_s = self._clock() - began_at
             step.drawable = self._runner.forward(plan)
         except Exception as error:
             self._fail(step, error)

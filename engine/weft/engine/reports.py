@@ -27,12 +27,13 @@ def retry_after_s(engine: Engine) -> float:
 
 
 def load_report(engine: Engine) -> LoadReport:
-    """An engine's load, for routing and for metrics.
+    """An engine's load, for routing and for metrics; takes what has changed of adapters.
 
     Args:
         engine: Between planning two steps.
     """
     counts, scheduler, stats = engine.memory.counts(), engine.scheduler, engine.stats
+    adapters, gone_adapters = engine.adapters.take_changes()
     return LoadReport(
         running_requests=len(scheduler.running) + len(scheduler.prefilling),
         waiting_requests=len(scheduler.waiting) + len(scheduler.door),
@@ -57,7 +58,8 @@ def load_report(engine: Engine) -> LoadReport:
         transport_detail=engine.parts.plane.describe(),
         counters=engine.counters(),
         tiers=tier_reports(engine.tiers, engine.store, engine.tier_policy),
-        adapters=engine.adapters.states(),
+        adapters=adapters,
+        gone_adapters=gone_adapters,
         draft_depths=engine.drafting.depths(),
         sessions=len(engine.sessions.pins) if engine.sessions is not None else 0,
         pinned_pages=engine.sessions.pins.num_pages if engine.sessions is not None else 0,

@@ -81,5 +81,6 @@ class Attention:
             self.scale,
             batch.max_q_len,
             batch.max_kv_len,
+            is_fixed=self.o_proj.weight.is_fixed,
         )
         return self.o_proj(mixed, residual, addition_to(batch.lora, "o", self.layer))

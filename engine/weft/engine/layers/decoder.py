@@ -117,10 +117,7 @@ class DecoderStack:
         self, batch: ForwardBatch, pool: torch.Tensor, taps: Taps | None = None
     ) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `batch.logits_rows`."""
-        hidden = self.embed_tokens.index_select(0, batch.token_ids)
-        added = addition_to(batch.lora, "embed", 0)
-        if added is not None:
-            add_embedding_lora(hidden, batch.token_ids, added)
+        hidden = self._embed(batch)
         last, num_rows = self.layers[-1], batch.logits_rows.shape[0]
         if 2 * num_rows > hidden.shape[0]:
             hidden = self._run(hidden, batch, pool, taps, is_whole=True)
@@ -131,6 +128,17 @@ class DecoderStack:
             last.write_only(hidden, batch, pool)
             return hidden.new_empty((0, hidden.shape[1]))
         return self.norm(last.of_rows(hidden, batch, pool))
+
+    def of_all_rows(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+        """Runs a step: [T, hidden], the normalised hidden states of all rows."""
+        return self.norm(self._run(self._embed(batch), batch, pool, None, is_whole=True))
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden = self.embed_tokens.index_select(0, batch.token_ids)
+        added = addition_to(batch.lora, "embed", 0)
+        if added is not None:
+            add_embedding_lora(hidden, batch.token_ids, added)
+        return hidden
 
     def _run(
         self,

@@ -79,15 +79,15 @@ class LMHead:
 
     def __init__(self, weight: torch.Tensor, arena: WeightArena) -> None:
         """Packs `weight` [vocab, hidden], which is not changed, into `arena`."""
-        self._weight: LinearWeight = pack_linear(weight, arena=arena)
+        self.weight: LinearWeight = pack_linear(weight, arena=arena)
 
     def __call__(self, hidden: torch.Tensor, lora: LoraAddition | None = None) -> torch.Tensor:
         """[L, hidden] -> [L, vocab] float32, with what these L tokens' adapters add."""
-        return linear(hidden, self._weight, out_dtype=torch.float32, lora=lora)
+        return linear(hidden, self.weight, out_dtype=torch.float32, lora=lora)
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """A copy of the weight's rows [N, hidden] of N tokens, ids [N] int64 on its device."""
-        return weight_rows(self._weight, token_ids)
+        return weight_rows(self.weight, token_ids)
 
 
 def _read(

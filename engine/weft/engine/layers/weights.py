@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -32,6 +32,52 @@ class WeightSource(Protocol):
 
     def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
         """As `read_into`, of entry `index` of a tensor whose first axis has `count` entries."""
+
+
+class ChangedWeights:
+    """A `WeightSource` over another one, with changes added to some parameters.
+
+    Args:
+        source: The parameters.
+        changes: By full name, of the parameter's shape, which is added in float32.
+    """
+
+    def __init__(self, source: WeightSource, changes: Mapping[str, torch.Tensor]) -> None:
+        self._source = source
+        self._changes = changes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layers compute in."""
+        return self._source.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers live."""
+        return self._source.device
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource.has`."""
+        return self._source.has(name)
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """See `WeightSource.read_into`.
+
+        Raises:
+            ValueError: A change has another shape.
+        """
+        self._source.read_into(name, out)
+        change = self._changes.get(name)
+        if change is None:
+            return
+        if change.shape != out.shape:
+            raise ValueError(f"{name}: {tuple(change.shape)} cannot change {tuple(out.shape)}")
+        out.copy_(out.float() + change.to(out.device))
+
+    def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
+        """See `WeightSource.read_part_into`; of what is changed parts cannot be had."""
+        assert name not in self._changes, name
+        self._source.read_part_into(name, index, count, out)
 
 
 class Weights:

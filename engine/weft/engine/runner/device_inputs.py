@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,6 +15,7 @@ from weft.engine.runner.lora_columns import LoraColumns
 from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.engine.runner.step import Int32Array, PageChanges, PageTable, StepArrays
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
+from weft.kernels.step_rows import SlotTokens, StepRows, resolve_rows
 
 _ALIGNMENT_BYTES = 16
 _MAX_STATIC_CHANGES = 4096
@@ -26,7 +29,7 @@ class DeviceInputs:
         table: the host's page table; its changes are taken with each step.
         page_size: token positions a page.
         max_decode_rows: requests of the largest decode step with static inputs.
-        last_tokens: [slots + 1] int64 on the device: what each slot drew last.
+        known: what the device knows of each slot; of the step behind drafts, all there is.
         lora: adapters on the device; None: steps have none.
         max_tokens: of the largest step with static inputs.
     """
@@ -36,12 +39,12 @@ class DeviceInputs:
         table: PageTable,
         page_size: int,
         max_decode_rows: int,
-        last_tokens: torch.Tensor,
+        known: SlotTokens,
         lora: LoraPool | None = None,
         max_tokens: int = 0,
     ) -> None:
-        device = last_tokens.device
-        self._last_tokens = last_tokens
+        device = known.tokens.device
+        self._known = known
         self._host_table = table
         self._page_size = page_size
         self._copies = DeviceCopies(device)
@@ -56,27 +59,40 @@ class DeviceInputs:
         self._static_rows = torch.arange(max_decode_rows, device=device)
         self.drawing_slots = self._static_rows[:0]
         """[L] int64: whose next token comes of each row of the logits of the step sent last."""
+        self.step: StepRows | None = None
+        """The step sent last."""
+        self.verify_rows = self._static_rows[:0]
+        """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of that step, where it has any."""
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """[slots + 1, max_pages] int32: the page table on the device; the last row names the null
+        page only."""
+        return self._table
+
+    def send_pages(self) -> None:
+        """Sends what was entered into the host's page table; a step does so by itself."""
+        changes = self._host_table.take_changes()
+        if len(changes.indices):
+            self._apply(*self._copies.send(changes))
 
     def batch(self, arrays: StepArrays) -> ForwardBatch:
         """Sends a step of any kind."""
         changes = self._host_table.take_changes()
-        columns = (
+        columns: tuple[npt.NDArray[np.generic], ...] = (
             arrays.token_ids,
             arrays.positions,
             arrays.slots,
             arrays.logits_rows,
-            arrays.drawing_slots,
             arrays.rows,
             arrays.cu_q_lens,
             arrays.kv_lens,
-            changes.indices,
-            changes.pages,
+            *self._of_the_device(arrays, changes),
         )
-        token_ids, positions, slots, logits_rows, drawing_slots, *rest = self._copies.send(columns)
-        rows, cu_q_lens, kv_lens, *changed = rest
-        self._apply(*changed)
-        self.drawing_slots = drawing_slots
-        self._take_last_tokens(token_ids, rows, arrays.num_decodes)
+        token_ids, positions, slots, logits_rows, rows, cu_q_lens, kv_lens, *rest = (
+            self._copies.send(columns)
+        )
+        self._resolve(arrays, StepRows(token_ids, positions, slots, cu_q_lens, kv_lens), rest)
         num_columns = -(-arrays.max_kv_len // self._page_size)
         return ForwardBatch(
             token_ids=token_ids,
@@ -160,15 +176,20 @@ class DeviceInputs:
         self._static.device_bytes[:used].copy_(buffer[:used], non_blocking=True)
         self._copies.pinned.sent()
         self._apply(*change_views)
-        token_ids, _, _, self.drawing_slots, _ = self._static.views(len(arrays.rows))
-        self._take_last_tokens(token_ids, self.drawing_slots, arrays.num_decodes)
+        token_ids, positions, places, rows, kv_lens = self._static.views(len(arrays.rows))
+        self.drawing_slots = rows
+        self.step = StepRows(
+            token_ids, positions, places, self._one_row_each[: len(rows) + 1], kv_lens
+        )
+        if count := arrays.num_decodes:
+            torch.index_select(self._known.tokens[0], 0, rows[:count], out=token_ids[:count])
+        if arrays.verify_rows is not None:
+            (sent,) = self._copies.send((arrays.verify_rows,))
+            self.verify_rows = sent.view(arrays.verify_rows.shape)
 
-    def ragged_batch(
-        self, num_tokens: int, max_requests: int, *, has_lora: bool = False
-    ) -> ForwardBatch:
-        """A step of `num_tokens` rows of at most `max_requests` requests that reads what
-        `send_ragged` sent last, for as many of each; see `decode_batch`."""
-        columns = RaggedColumns(num_tokens, max_requests)
+    def ragged_batch(self, columns: RaggedColumns, *, has_lora: bool = False) -> ForwardBatch:
+        """A step of that size that reads what `send_ragged` sent last, with the same `columns`; see
+        `decode_batch`."""
         token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(
             self._ragged_bytes(columns.num_bytes)
         )
@@ -180,32 +201,52 @@ class DeviceInputs:
             page_table=self._table.index_select(0, rows),
             slots=slots,
             logits_rows=logits_rows,
-            max_q_len=num_tokens,
+            max_q_len=columns.num_tokens,
             max_kv_len=self._table.shape[1] * self._page_size,
-            lora=self._static_lora(num_tokens, has_lora=has_lora),
+            lora=self._static_lora(columns.num_tokens, has_lora=has_lora),
             request_slots=rows,
         )
 
-    def send_ragged(self, arrays: StepArrays, num_tokens: int, max_requests: int) -> None:
-        """Sends a step padded to `num_tokens` and `max_requests`: rows of no request write to the
-        null page, requests that do not exist bring no row."""
-        self._send_lora(arrays, num_tokens)
+    def send_ragged(self, arrays: StepArrays, columns: RaggedColumns) -> None:
+        """Sends a step padded to the size of `columns`: rows of no request write to the null page,
+        requests that do not exist bring no row."""
+        self._send_lora(arrays, columns.num_tokens)
         changes = self._host_table.take_changes()
-        self.drawing_slots, *changed = self._copies.send((arrays.drawing_slots, *changes))
-        self._apply(*changed)
-        columns = RaggedColumns(num_tokens, max_requests)
+        rest = self._copies.send(self._of_the_device(arrays, changes))
         buffer = self._copies.pinned.take(columns.num_bytes)
         columns.write(buffer.numpy(), arrays, self._host_table.null_row, self._page_size)
         sent = self._ragged_bytes(columns.num_bytes)
         sent.copy_(buffer[: columns.num_bytes], non_blocking=True)
         self._copies.pinned.sent()
-        token_ids, _, _, rows, *_ = columns.views(sent)
-        self._take_last_tokens(token_ids, rows, arrays.num_decodes)
+        token_ids, positions, places, _, _, cu_q_lens, kv_lens = columns.views(sent)
+        self._resolve(arrays, StepRows(token_ids, positions, places, cu_q_lens, kv_lens), rest)
 
-    def _take_last_tokens(self, token_ids: torch.Tensor, rows: torch.Tensor, count: int) -> None:
-        """The first `count` requests bring what their slots drew last."""
-        if count:
-            torch.index_select(self._last_tokens, 0, rows[:count], out=token_ids[:count])
+    def _of_the_device(
+        self, arrays: StepArrays, changes: PageChanges
+    ) -> tuple[npt.NDArray[np.generic], ...]:
+        """Columns for `_resolve`."""
+        rows = arrays.verify_rows
+        verify_rows = np.zeros(0, np.int64) if rows is None else rows
+        return (arrays.drawing_slots, arrays.sources, arrays.owners, verify_rows, *changes)
+
+    def _resolve(self, arrays: StepArrays, step: StepRows, columns: Sequence[torch.Tensor]) -> None:
+        """Enters new pages, and what only the device knows of a step."""
+        self.drawing_slots, sources, owners, verify_rows, indices, pages = columns
+        self._apply(indices, pages)
+        if arrays.verify_rows is not None:
+            self.verify_rows = verify_rows.view(arrays.verify_rows.shape)
+        self.step = step
+        resolve_rows(step, sources, owners, self._known, self._table, self._page_size)
+
+    def drawing_positions(self, arrays: StepArrays) -> torch.Tensor:
+        """[L] int64: where the tokens drawn in the step sent last will be.
+
+        All of its first rows are drawn from; those behind start where the host says.
+        """
+        assert self.step is not None
+        count = len(arrays.sources)
+        (others,) = self._copies.send((arrays.drawing_positions[count:],))
+        return torch.cat([self.step.positions[:count] + 1, others])
 
     def _ragged_bytes(self, num_bytes: int) -> torch.Tensor:
         """Where ragged steps lie; the largest one must be asked for first, and stays."""

@@ -1,24 +1,28 @@
 """Steps as CUDA graphs: one launch instead of several hundred.
 
 A graph is captured for fixed numbers of rows and requests, and steps are padded to the next one:
-decode steps, in which each request brings one token; ragged ones, which bring prompts too; and cold
-ones, a long prompt with nothing before it, which a faster attention takes.
+decode steps, in which each request brings one token; steps that verify drafts, in which each brings
+a few; ragged ones, which bring prompts too; and cold ones, a long prompt with nothing before it,
+which a faster attention takes.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from weft.engine.config import MAX_DECODES_BESIDE
 from weft.engine.errors import ConfigError
 from weft.engine.models.config import ModelConfig
 from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
+from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.engine.runner.step import StepArrays
 from weft.kernels.attention import gains_by_exact_lengths
 from weft.kernels.side_stream import rehearsal
@@ -27,14 +31,16 @@ logger = logging.getLogger(__name__)
 
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _LARGE_STEP = 64
-MAX_RAGGED_TOKENS = 8192
+MAX_RAGGED_TOKENS = 8192 + MAX_DECODES_BESIDE
 """Longer steps keep the device busy for longer than their launches take."""
 _RAGGED_SIZES = (
     *(16, 24, 32, 48, 64, 96, 128, 192),
     *(256, 320, 384, 448, 512, 640, 768, 896),
     *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584),
-    *(4096, 5120, 6144, 7168),
+    *(4096, 5120, 6144, 7168, 8192),
 )
+MAX_FEW_ROWS = 8
+"""Of a request in a step that verifies: such rows attend like those of decode steps."""
 FEW_REQUESTS = 8
 """Of a ragged step whose graph does not look for more: prompts without a large batch beside."""
 
@@ -63,13 +69,26 @@ class Bucket(NamedTuple):
     """Rows."""
     requests: int
     """A bound; equal to `tokens` in decode steps."""
-    kind: Literal["decode", "ragged", "cold"]
+    kind: Literal["decode", "verify", "ragged", "cold"]
     has_lora: bool = False
     """Its tokens may have adapters."""
+    drafts: int = 0
+    """A bound: each request may bring so many tokens to be verified behind its last one."""
+
+    @property
+    def columns(self) -> RaggedColumns:
+        """Where the arrays of such a step lie, unless it is a decode step."""
+        num_logits = min(self.tokens, self.requests * (1 + self.drafts))
+        return RaggedColumns(self.tokens, self.requests, num_logits)
 
 
 def step_buckets(
-    config: ModelConfig, max_requests: int, max_tokens: int, *, has_lora: bool = False
+    config: ModelConfig,
+    max_requests: int,
+    max_tokens: int,
+    *,
+    has_lora: bool = False,
+    max_drafts: int = 0,
 ) -> list[Bucket]:
     """All steps that are captured, of at most so many requests and tokens.
 
@@ -78,13 +97,16 @@ def step_buckets(
         max_requests: Of a step.
         max_tokens: Of a step.
         has_lora: Each is captured with adapters too.
+        max_drafts: Of a request in a step; ragged steps have room for them too.
     """
     cold = [
         Bucket(bucket.tokens, 1, "cold")
         for bucket in ragged_buckets(1, max_tokens)
         if _is_long_prompt(config, bucket.tokens)
     ]
-    buckets = [*decode_buckets(max_requests), *ragged_buckets(max_requests, max_tokens), *cold]
+    ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
+    verify = verify_buckets(max_requests, max_tokens, max_drafts)
+    buckets = [*decode_buckets(max_requests), *verify, *ragged, *cold]
     return [*buckets, *(b._replace(has_lora=True) for b in buckets)] if has_lora else buckets
 
 
@@ -95,12 +117,80 @@ def decode_buckets(max_requests: int) -> list[Bucket]:
     return [Bucket(size, size, "decode") for size in kept]
 
 
-def ragged_buckets(max_requests: int, max_tokens: int) -> list[Bucket]:
+def verify_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[Bucket]:
+    """Steps that verify and bring no prompts: all numbers of drafts, powers of two of requests."""
+    sizes = [1 << power for power in range(max_requests.bit_length()) if 1 << power < max_requests]
+    most = min(max_drafts, MAX_FEW_ROWS - 1)
+    return [
+        Bucket(size * (1 + drafts), size, "verify", drafts=drafts)
+        for drafts in range(1, most + 1)
+        for size in (*sizes, max_requests)
+        if size * (1 + drafts) <= max_tokens
+    ]
+
+
+def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> list[Bucket]:
     """Ragged steps that are captured, smallest first: for few requests, and for any number."""
     max_tokens = min(max_tokens, MAX_RAGGED_TOKENS)
     sizes = [*(size for size in _RAGGED_SIZES if size < max_tokens), max_tokens]
     bounds = sorted({min(FEW_REQUESTS, max_requests), max_requests})
-    return [Bucket(size, bound, "ragged") for size in sizes for bound in bounds]
+    return [Bucket(size, bound, "ragged", drafts=max_drafts) for size in sizes for bound in bounds]
+
+
+class Buckets:
+    """Finds a step's among those that are captured.
+
+    Args:
+        config: Of the model.
+        buckets: All.
+    """
+
+    def __init__(self, config: ModelConfig, buckets: Sequence[Bucket]) -> None:
+        self._config = config
+        sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
+        self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
+        self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
+        self._verify = [bucket for bucket in sizes if bucket.kind == "verify"]
+        ragged = [bucket for bucket in sizes if bucket.kind == "ragged"]
+        bounds = sorted({bucket.requests for bucket in ragged})
+        self._ragged = [(n, _next_of([b for b in ragged if b.requests == n])) for n in bounds]
+        self.ragged_sizes = sorted({bucket.tokens for bucket in ragged})
+        """Tokens that steps with prompts are padded to, ascending."""
+
+    def of(self, arrays: StepArrays) -> Bucket | None:
+        """What runs a step; None if it is to run without a graph."""
+        bucket = self._size_of(arrays)
+        if bucket is None or arrays.adapter_slots is None:
+            return bucket
+        return bucket._replace(has_lora=True)
+
+    def _size_of(self, arrays: StepArrays) -> Bucket | None:
+        num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
+        if arrays.is_decode:
+            return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
+        bucket = self._verifying(num_tokens, num_requests, arrays.max_q_len)
+        if bucket is not None:
+            return bucket
+        lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
+        if gains_by_exact_lengths(self._config.num_heads, self._config.head_dim, *lengths):
+            has_cold = num_requests == 1 and num_tokens <= len(self._cold)
+            return self._cold[num_tokens - 1] if has_cold else None
+        for bound, buckets in self._ragged:
+            if num_requests <= bound and num_tokens <= len(buckets):
+                bucket = buckets[num_tokens - 1]
+                if len(arrays.logits_rows) <= bucket.columns.max_logits:
+                    return bucket
+        return None
+
+    def _verifying(self, num_tokens: int, num_requests: int, max_q_len: int) -> Bucket | None:
+        """The smallest for requests of few rows each; None if none has room."""
+        if max_q_len > MAX_FEW_ROWS:
+            return None
+        for bucket in self._verify:
+            has_room = bucket.tokens >= num_tokens and bucket.requests >= num_requests
+            if has_room and bucket.drafts >= max_q_len - 1:
+                return bucket
+        return None
 
 
 class StepGraphs:
@@ -128,26 +218,16 @@ class StepGraphs:
         self._inputs = inputs
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
-        self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
-        self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
-        ragged = [bucket for bucket in sizes if bucket.kind == "ragged"]
-        bounds = sorted({bucket.requests for bucket in ragged})
-        self._ragged = [(n, _next_of([b for b in ragged if b.requests == n])) for n in bounds]
+        self.buckets = Buckets(model.config, buckets)
         self.bytes_of_each: list[int] = []
         """Device memory that each capture took, largest step first."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
         # Largest first: the smaller ones then fit into the memory of the largest.
-        try:
+        with says_what_lacks_memory("steps"):
             for bucket in sorted(buckets, reverse=True):
                 self._graphs[bucket] = self._capture(bucket)
                 free_before, free = free, torch.cuda.mem_get_info(pool.device)[0]
                 self.bytes_of_each.append(max(0, free_before - free))
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"no memory for the CUDA graphs of steps: {error}; make the KV pool smaller, "
-                "lower max_running_requests, or set cuda_graphs = false"
-            ) from error
         self.capture_s = time.perf_counter() - began
         self.num_bytes = sum(self.bytes_of_each)
         logger.info(
@@ -159,25 +239,7 @@ class StepGraphs:
 
     def bucket_of(self, arrays: StepArrays) -> Bucket | None:
         """What runs a step; None if it is to run without a graph."""
-        bucket = self._size_of(arrays)
-        if bucket is None or arrays.adapter_slots is None:
-            return bucket
-        return bucket._replace(has_lora=True)
-
-    def _size_of(self, arrays: StepArrays) -> Bucket | None:
-        num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
-        if arrays.is_decode:
-            return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
-        config = self._model.config
-        lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
-        if gains_by_exact_lengths(config.num_heads, config.head_dim, *lengths):
-            has_cold = num_requests == 1 and num_tokens <= len(self._cold)
-            return self._cold[num_tokens - 1] if has_cold else None
-        num_rows = max(num_requests, len(arrays.logits_rows))
-        for bound, buckets in self._ragged:
-            if num_rows <= bound and num_tokens <= len(buckets):
-                return buckets[num_tokens - 1]
-        return None
+        return self.buckets.of(arrays)
 
     def forward(self, arrays: StepArrays, bucket: Bucket) -> torch.Tensor:
         """Runs a step in its bucket.
@@ -188,25 +250,38 @@ class StepGraphs:
         if bucket.kind == "decode":
             self._inputs.send_decode(arrays, bucket.tokens)
         else:
-            self._inputs.send_ragged(arrays, bucket.tokens, bucket.requests)
+            self._inputs.send_ragged(arrays, bucket.columns)
         graph, hidden = self._graphs[bucket]
         graph.replay()
         return hidden[: len(arrays.logits_rows)]
 
-    def _capture(self, bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
-        if bucket.kind != "decode":
-            self._inputs.send_ragged(step, bucket.tokens, bucket.requests)
-        elif bucket.has_lora:
-            self._inputs.send_decode(step, bucket.tokens)
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Captures work on the device, in the memory that all graphs share: one runs at a time.
+
+        Args:
+            run: Does it, with inputs in fixed places; called twice.
+
+        Returns:
+            The graph, and where its result will be whenever it is replayed.
+        """
         with torch.inference_mode():
             # Compiles kernels and lets libraries choose theirs, which a capture must not do.
             with rehearsal():
-                self._forward(bucket)
+                run()
             torch.cuda.synchronize(self._pool.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._memory):
-                hidden = self._forward(bucket)
+                result = run()
+        return graph, result
+
+    def _capture(self, bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
+        if bucket.kind != "decode":
+            self._inputs.send_ragged(step, bucket.columns)
+        elif bucket.has_lora:
+            self._inputs.send_decode(step, bucket.tokens)
+        graph, hidden = self.capture(lambda: self._forward(bucket))
+        with torch.inference_mode():
             # Not captured, for its results are large; compiled here all the same.
             self._model.logits(hidden)
             if bucket.has_lora and self._inputs.changes_logits:
@@ -218,14 +293,26 @@ class StepGraphs:
         if bucket.kind == "decode":
             batch = self._inputs.decode_batch(bucket.tokens, has_lora=bucket.has_lora)
         else:
-            batch = self._inputs.ragged_batch(
-                bucket.tokens, bucket.requests, has_lora=bucket.has_lora
-            )
+            batch = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
+        if bucket.kind == "verify":
+            batch.max_q_len = 1 + bucket.drafts
         if bucket.kind == "cold":
             # With one request, as many positions as rows say that nothing is before them. Rows of
             # padding come after all others, which therefore do not see them.
             batch.max_kv_len = bucket.tokens
         return self._model.forward(batch, self._pool)
+
+
+@contextmanager
+def says_what_lacks_memory(what: str) -> Iterator[None]:
+    """Makes a `ConfigError` of a failure to allocate while graphs of something are captured."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory for the CUDA graphs of {what}: {error}; make the KV pool smaller, lower "
+            "max_running_requests, or set cuda_graphs = false"
+        ) from error
 
 
 def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:

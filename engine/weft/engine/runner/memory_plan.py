@@ -113,6 +113,7 @@ def measure_needs(
     *,
     cuda_graphs: bool,
     lora: LoraPool | None = None,
+    max_drafts: int = 0,
 ) -> MemoryNeeds:
     """Runs the largest step once, and captures the largest graphs, with a pool of two pages.
 
@@ -126,6 +127,7 @@ def measure_needs(
         device: A CUDA device.
         cuda_graphs: Steps are captured.
         lora: Adapters on the device, which are there already; steps are measured with them.
+        max_drafts: Of a request in a step, whose logits are all wanted.
 
     Raises:
         ConfigError: The step or the graphs do not fit, even without a pool.
@@ -145,7 +147,8 @@ def measure_needs(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        step = largest_step(max_requests, max_step_tokens, max_context_tokens, layout)
+        max_logits = max_requests * (1 + max_drafts)
+        step = largest_step(max_requests, max_step_tokens, max_context_tokens, layout, max_logits)
         if lora is not None:
             step.adapter_slots = np.zeros(max_step_tokens, np.int32)
         runner.run(step)
@@ -160,7 +163,9 @@ def measure_needs(
     graphs = 0
     if cuda_graphs:
         has_lora = lora is not None
-        buckets = step_buckets(model.config, max_requests, max_step_tokens, has_lora=has_lora)
+        buckets = step_buckets(
+            model.config, max_requests, max_step_tokens, has_lora=has_lora, max_drafts=max_drafts
+        )
         graphs = _measure_graphs(runner, buckets)
     table_bytes = before - weights
     del runner
@@ -180,9 +185,11 @@ def measure_needs(
 def _measure_graphs(runner: ModelRunner, buckets: Sequence[Bucket]) -> int:
     """Bytes of all, from the largest two of each kind: the first of all holds what the others
     share, and of its kind each adds about what the second does."""
-    by_kind: dict[tuple[str, bool], list[Bucket]] = {}
+    by_kind: dict[tuple[str, int, bool], list[Bucket]] = {}
     for bucket in sorted(buckets, reverse=True):
-        by_kind.setdefault((bucket.kind, bucket.has_lora), []).append(bucket)
+        # Decode steps have as many bounds as sizes.
+        bound = bucket.requests if bucket.kind == "ragged" else 0
+        by_kind.setdefault((bucket.kind, bound, bucket.has_lora), []).append(bucket)
     probes = sorted((b for kind in by_kind.values() for b in kind[:2]), reverse=True)
     taken = dict(zip(probes, runner.capture(probes), strict=True))
     total = taken.pop(probes[0])
@@ -193,7 +200,11 @@ def _measure_graphs(runner: ModelRunner, buckets: Sequence[Bucket]) -> int:
 
 
 def largest_step(
-    max_requests: int, max_step_tokens: int, max_context_tokens: int, layout: PlaneLayout
+    max_requests: int,
+    max_step_tokens: int,
+    max_context_tokens: int,
+    layout: PlaneLayout,
+    max_logits: int,
 ) -> StepArrays:
     """A step of as many tokens and logits as there may be, all of them in the null page."""
     num_pieces = -(-max_step_tokens // max_context_tokens)
@@ -207,7 +218,7 @@ def largest_step(
         rows=np.full(num_pieces, max_requests, np.int64),
         cu_q_lens=bounds,
         kv_lens=lengths,
-        logits_rows=np.arange(min(max_requests, max_step_tokens), dtype=np.int64),
+        logits_rows=np.arange(min(max_logits, max_step_tokens), dtype=np.int64),
         max_q_len=int(lengths.max()),
         max_kv_len=int(lengths.max()),
     )

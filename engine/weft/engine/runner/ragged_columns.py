@@ -14,10 +14,12 @@ from weft.engine.runner.step import StepArrays
 
 @dataclass(frozen=True, slots=True)
 class RaggedColumns:
-    """The layout of steps padded to as many rows and requests: int64 columns, then int32 ones."""
+    """The layout of steps padded to as many rows, requests and rows of logits: int64 columns, then
+    int32 ones."""
 
     num_tokens: int
     max_requests: int
+    max_logits: int
 
     @property
     def num_bytes(self) -> int:
@@ -26,18 +28,18 @@ class RaggedColumns:
 
     @property
     def _num_wide(self) -> int:
-        return 3 * self.num_tokens + 2 * self.max_requests
+        return 3 * self.num_tokens + self.max_requests + self.max_logits
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The columns in `flat`, [num_bytes] uint8, aligned to 8 bytes.
 
         Returns:
-            token_ids, positions, slots [num_tokens], rows, logits_rows [max_requests] int64;
-            cu_q_lens [max_requests + 1], kv_lens [max_requests] int32.
+            token_ids, positions, slots [num_tokens], rows [max_requests], logits_rows [max_logits]
+            int64; cu_q_lens [max_requests + 1], kv_lens [max_requests] int32.
         """
         at = 8 * self._num_wide
         tokens, requests = self.num_tokens, self.max_requests
-        sizes = [tokens, tokens, tokens, requests, requests]
+        sizes = [tokens, tokens, tokens, requests, self.max_logits]
         wide = torch.split(flat[:at].view(torch.int64), sizes)
         narrow = torch.split(flat[at : self.num_bytes].view(torch.int32), [requests + 1, requests])
         return (*wide, *narrow)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from weft.engine.device_copies import Mark
 from weft.engine.errors import ConfigError
 from weft.engine.lora.pool import LoraPool
@@ -14,7 +16,7 @@ from weft.engine.memory.layout import PlaneLayout
 from weft.engine.models.interface import CausalLM
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.device_inputs import DeviceInputs
-from weft.engine.runner.device_pool import DevicePool
+from weft.engine.runner.device_pool import DevicePool, PinnedRows
 from weft.engine.runner.graphs import Bucket, StepGraphs, step_buckets
 from weft.engine.runner.step import Int32Array, Int64Array, PageTable, StepArrays
 from weft.engine.scheduler.pages import PageCopy
@@ -25,6 +27,7 @@ from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, page_index
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified, accept_drafts, resolve_rows
 
 
 class Drawable(NamedTuple):
@@ -35,16 +38,17 @@ class Drawable(NamedTuple):
     slots: Int64Array
     """[L]."""
     positions: Int64Array
-    """[L], of the tokens to be drawn."""
+    """[L], of the tokens to be drawn; of requests that start late the last ones that may be."""
+    late_positions: Callable[[], torch.Tensor] | None = None
+    """[L] int64 on the device: where they will be; None: as in `positions`."""
 
 
 class Verifying(NamedTuple):
-    """A step with drafts, on the device."""
+    """A step with drafts."""
 
+    step: StepRows
     rows: torch.Tensor
     """`StepArrays.verify_rows`."""
-    inputs: torch.Tensor
-    """[T] int64: the step's tokens, drafts among them."""
     num_decodes: int
     num_rows: int
     """Of requests with drafts, behind the decodes."""
@@ -71,6 +75,7 @@ class ModelRunner:
         cuda_graphs: capture steps, on a CUDA device.
         lora: adapters on the device; None: there are none.
         states: of requests, which a draft model needs; None: there is none.
+        max_drafts: of a request in a step.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class ModelRunner:
         cuda_graphs: bool = True,
         lora: LoraPool | None = None,
         states: KeptStates | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self._states = states
         self._verifying: Verifying | None = None
@@ -102,9 +108,11 @@ class ModelRunner:
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
         is_cuda = device.type == "cuda"
-        self._last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
-        """What each slot drew last; nobody's after the last slot."""
-        self._drawing_slots = self._last_tokens[:0]
+        nothing = torch.zeros((2 + max_drafts, max_requests + 1), dtype=torch.int64, device=device)
+        self.known = SlotTokens(nothing[:-1], nothing[-1])
+        """Of the slots, before the host knows it."""
+        self._drawing_slots = self.known.starts[:0]
+        self._step: StepRows | None = None
         self._page_table = PageTable(max_requests, max_pages, keeps_changes=is_cuda)
         self._inputs: DeviceInputs | None = None
         self.graphs: StepGraphs | None = None
@@ -114,14 +122,18 @@ class ModelRunner:
                 self._page_table,
                 self._page_size,
                 max_requests,
-                self._last_tokens,
+                self.known,
                 lora,
                 max_step_tokens,
             )
             if cuda_graphs:
                 has_lora = lora is not None
                 buckets = step_buckets(
-                    model.config, max_requests, max_step_tokens, has_lora=has_lora
+                    model.config,
+                    max_requests,
+                    max_step_tokens,
+                    has_lora=has_lora,
+                    max_drafts=max_drafts,
                 )
                 self.graphs = StepGraphs(model, self.pool, self._inputs, buckets)
 
@@ -129,6 +141,16 @@ class ModelRunner:
     def page_table(self) -> PageTable:
         """On the host; what is entered reaches the device with the next step."""
         return self._page_table
+
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        """Tokens that steps with prompts are padded to; none where there are no graphs."""
+        return () if self.graphs is None else self.graphs.buckets.ragged_sizes
+
+    @property
+    def inputs(self) -> DeviceInputs | None:
+        """Of the steps on a GPU; None on a CPU."""
+        return self._inputs
 
     @property
     def is_asynchronous(self) -> bool:
@@ -154,6 +176,10 @@ class ModelRunner:
         """The pool's pages for one thread beside the steps'."""
         return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.pool)
 
+    def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
+        """Lets the pool's device copy from and to host memory by itself; see `load_tiers`."""
+        return None if self._inputs is None else PinnedRows(rows, self.pool)
+
     def reset_slot(self, slot: int) -> None:
         """The slot's next request starts with an empty page table row."""
         self._page_table.clear(slot)
@@ -169,13 +195,18 @@ class ModelRunner:
         logits = self.run(arrays)
         self._verifying = None
         if arrays.verify_rows is not None:
-            columns = (arrays.verify_rows, arrays.token_ids)
-            rows, inputs = (torch.from_numpy(c).to(self.device, non_blocking=True) for c in columns)
+            step, rows = self._step, torch.from_numpy(arrays.verify_rows)
+            if self._inputs is not None:
+                step, rows = self._inputs.step, self._inputs.verify_rows
+            assert step is not None
             num_rows = int((arrays.verify_rows >= 0).sum())
-            self._verifying = Verifying(rows, inputs, arrays.num_decodes, num_rows)
+            self._verifying = Verifying(step, rows, arrays.num_decodes, num_rows)
         if logits is None:
             return None
-        return Drawable(logits, arrays.drawing_slots, arrays.drawing_positions)
+        late = None
+        if self._inputs is not None and arrays.owners.max(initial=-1) >= 0:
+            late = partial(self._inputs.drawing_positions, arrays)
+        return Drawable(logits, arrays.drawing_slots, arrays.drawing_positions, late)
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Takes what was drawn from the logits of the last `forward`, as input of later steps.
@@ -190,27 +221,24 @@ class ModelRunner:
             if self._verifying is not None:
                 tokens, slots = self._accept(tokens, slots, self._verifying)
             # What follows a token that there is not is dropped, but it must be of the vocabulary.
-            self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
+            if len(slots):
+                self.known.tokens[0].index_copy_(0, slots, tokens.clamp(min=0))
 
     def _accept(
-        self, tokens: torch.Tensor, slots: torch.Tensor, step: Verifying
+        self, tokens: torch.Tensor, slots: torch.Tensor, verifying: Verifying
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last token of each request and its slot, of requests with drafts the last one that
-        they accept; `tokens` and `slots` are [L]."""
-        rows, following = step.rows, step.rows[:, 1:]
-        # Decodes and requests with drafts come first and draw from all rows: L and T are the same.
-        drawn, drafts = tokens[rows.clamp(min=0)], step.inputs[following.clamp(min=0)]
-        # Drawing stops where a request ends: the token before goes on then, if it does.
-        is_accepted = (drawn[:, :-1] == drafts) & (drawn[:, 1:] >= 0) & (following >= 0)
-        num_accepted = is_accepted.to(torch.int64).cumprod(1).sum(1, keepdim=True)
-        last_rows = rows.gather(1, num_accepted).squeeze(1)
-        own_slots = slots[rows[:, 0]]
+        """Follows the drafts; returns what is left: tokens and slots of the other requests."""
+        verified = Verified(verifying.rows, slots)
+        last_rows, own_slots = accept_drafts(tokens, verifying.step, verified, self.known)
         if self._states is not None:
             self._states.keep_accepted(last_rows, own_slots)
-        begin, end = step.num_decodes, step.num_decodes + step.num_rows
+        begin, end = verifying.num_decodes, verifying.num_decodes + verifying.num_rows
+        if begin == 0 or end == len(tokens):
+            rest = slice(end, None) if begin == 0 else slice(0, begin)
+            return tokens[rest], slots[rest]
         return (
-            torch.cat([tokens[:begin], tokens[last_rows], tokens[end:]]),
-            torch.cat([slots[:begin], own_slots, slots[end:]]),
+            torch.cat([tokens[:begin], tokens[end:]]),
+            torch.cat([slots[:begin], slots[end:]]),
         )
 
     def mark(self) -> Mark:
@@ -264,17 +292,29 @@ class ModelRunner:
         if self._inputs is not None:
             return self._inputs.batch(arrays)
         num_columns = -(-arrays.max_kv_len // self._page_size)
-        token_ids = torch.from_numpy(arrays.token_ids)
-        if count := arrays.num_decodes:
-            token_ids[:count] = self._last_tokens[torch.from_numpy(arrays.rows[:count])]
         self._drawing_slots = torch.from_numpy(arrays.drawing_slots)
-        return ForwardBatch(
-            token_ids=token_ids,
+        self._step = step = StepRows(
+            token_ids=torch.from_numpy(arrays.token_ids),
             positions=torch.from_numpy(arrays.positions),
+            places=torch.from_numpy(arrays.slots),
             cu_q_lens=torch.from_numpy(arrays.cu_q_lens),
             kv_lens=torch.from_numpy(arrays.kv_lens),
+        )
+        resolve_rows(
+            step,
+            torch.from_numpy(arrays.sources),
+            torch.from_numpy(arrays.owners),
+            self.known,
+            torch.from_numpy(self._page_table.pages),
+            self._page_size,
+        )
+        return ForwardBatch(
+            token_ids=step.token_ids,
+            positions=step.positions,
+            cu_q_lens=step.cu_q_lens,
+            kv_lens=step.kv_lens,
             page_table=torch.from_numpy(self._page_table.pages[arrays.rows, :num_columns]),
-            slots=torch.from_numpy(arrays.slots),
+            slots=step.places,
             logits_rows=torch.from_numpy(arrays.logits_rows),
             max_q_len=arrays.max_q_len,
             max_kv_len=arrays.max_kv_len,

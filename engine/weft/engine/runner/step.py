@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from weft.engine.memory.kv_memory import NULL_PAGE
-from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.plan import LaterDrafts, Plan
 
 DRAWN = -1
 """As a token: what the step before draws for its slot, which the host does not know yet."""
@@ -78,7 +78,7 @@ class StepArrays:
     """What `ForwardBatch` says of a step, on the host. T, R and L are as there."""
 
     token_ids: Int64Array
-    """[T]; the first `num_decodes` are DRAWN, for the requests of the same rows."""
+    """[T]; DRAWN where only the device knows them, which `sources` are for."""
     positions: Int64Array
     """[T]."""
     slots: Int64Array
@@ -101,13 +101,19 @@ class StepArrays:
     verify_rows: Int64Array | None = None
     """[V, 1 + longest drafts]: rows of T of each request with drafts, which come right behind the
     decodes; -1 behind its last. None: there are none."""
+    sources: Int64Array = field(default_factory=_nothing)
+    """[N]: of the first rows, those of decodes and of drafts that lie on the device, where their
+    tokens are (`weft.kernels.step_rows.resolve_rows`)."""
+    owners: Int64Array = field(default_factory=_nothing)
+    """[N]: each one's request if that starts late, -1 else."""
     adapter_slots: Int32Array | None = None
     """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
 
     @property
     def is_decode(self) -> bool:
         """Each request brings one token and wants its logits."""
-        return self.max_q_len == 1 and len(self.logits_rows) == len(self.token_ids)
+        is_single = self.max_q_len == 1 and len(self.logits_rows) == len(self.token_ids)
+        return is_single and len(self.sources) == self.num_decodes
 
     @classmethod
     def of_plan(cls, plan: Plan, table: PageTable, page_size: int) -> StepArrays:
@@ -115,7 +121,8 @@ class StepArrays:
         num_decodes = len(plan.decodes)
         for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
             table.extend(int(plan.slots[index]), plan.decodes[index].pages)
-        rows, starts, positions = plan.slots, plan.starts, plan.starts
+        rows, starts, positions, sources = plan.slots, plan.starts, plan.starts, plan.slots
+        owners = np.full(num_decodes, -1, np.int64)
         row_of_token = rows
         token_ids = np.full(num_decodes, DRAWN, np.int64)
         q_lens = num_drawing = np.ones(num_decodes, np.int64)
@@ -123,6 +130,10 @@ class StepArrays:
         if is_ragged:
             pieces, tokens = _pieces(plan, table)
             slots, piece_starts, lengths, drawing = np.array(pieces, np.int64).T
+            if isinstance(plan.drafts, LaterDrafts):
+                late_sources, late_owners = _late_rows(plan, table.null_row + 1)
+                sources = np.concatenate([sources, late_sources])
+                owners = np.concatenate([owners, late_owners])
             rows, starts = np.concatenate([rows, slots]), np.concatenate([starts, piece_starts])
             q_lens = np.concatenate([q_lens, lengths])
             num_drawing = np.concatenate([num_drawing, drawing])
@@ -156,6 +167,8 @@ class StepArrays:
             drawing_positions=positions[logits_rows] + 1,
             num_decodes=num_decodes,
             verify_rows=_verify_rows(plan, cu_q_lens),
+            sources=sources,
+            owners=owners,
             adapter_slots=None if adapter_slots is None else np.repeat(adapter_slots, q_lens),
             max_q_len=int(q_lens.max()),
             max_kv_len=int(kv_lens.max()),
@@ -166,16 +179,32 @@ def _pieces(plan: Plan, table: PageTable) -> tuple[list[tuple[int, int, int, int
     """What comes behind the decodes: slot, first position, tokens and drawing rows of each, and
     the tokens of all. Their pages are entered into the table."""
     pieces, tokens = [], []
-    for (request, start, _), drafts in zip(plan.verifies, plan.drafts, strict=True):
-        count = 1 + len(drafts)
-        pieces.append((request.slot, start, count, count))
-        tokens += [request.tokens[start], *drafts]
+    is_late = isinstance(plan.drafts, LaterDrafts)
+    for index, ((request, start, _), count) in enumerate(
+        zip(plan.verifies, plan.draft_counts, strict=True)
+    ):
+        pieces.append((request.slot, start, 1 + count, 1 + count))
+        if is_late:
+            tokens += [DRAWN] * (1 + count)
+        else:
+            tokens += [request.tokens[start], *plan.drafts[index]]
         table.extend(request.slot, request.pages)
     for request, start, num_tokens, samples, has_lead in plan.chunks:
         pieces.append((request.slot, start - has_lead, num_tokens + has_lead, int(samples)))
         tokens += request.tokens[start - has_lead : start + num_tokens]
         table.extend(request.slot, request.pages)
     return pieces, tokens
+
+
+def _late_rows(plan: Plan, num_slots: int) -> tuple[Int64Array, Int64Array]:
+    """`StepArrays.sources` and `owners` of what is verified, all of which lies on the device."""
+    counts = 1 + np.array(plan.draft_counts, np.int64)
+    slots = np.array([item.request.slot for item in plan.verifies], np.int64)
+    is_late = np.array([item.request.starts_late for item in plan.verifies])
+    requests = len(plan.decodes) + np.arange(len(counts))
+    behind = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    owners = np.repeat(np.where(is_late, requests, -1), counts)
+    return np.repeat(slots, counts) + behind * num_slots, owners.astype(np.int64)
 
 
 def _verify_rows(plan: Plan, cu_q_lens: Int32Array) -> Int64Array | None:

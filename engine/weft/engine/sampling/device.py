@@ -109,7 +109,7 @@ class DeviceSampler:
         self,
         logits: torch.Tensor,
         slots: Int64Array,
-        positions: Int64Array,
+        positions: Int64Array | torch.Tensor,
         num_tops: Mapping[int, int],
     ) -> DeviceDraw:
         """Draws one token a row and counts it.
@@ -117,12 +117,16 @@ class DeviceSampler:
         Args:
             logits: [L, vocab_size] float32 on the device; unchanged.
             slots: [L], distinct but for those that were not added.
-            positions: [L], absolute position of the token to be drawn.
+            positions: [L], absolute position of the token to be drawn; int64 if on the device.
             num_tops: By row: how many most likely tokens are wanted beside the log-probability of
                 the drawn one.
         """
         rows = np.fromiter(num_tops, np.int64)
-        device_slots, device_positions, device_rows = self._send(slots, positions, rows)
+        if isinstance(positions, torch.Tensor):
+            device_slots, _, device_rows = self._send(slots, slots[:0], rows)
+            device_positions = positions
+        else:
+            device_slots, device_positions, device_rows = self._send(slots, positions, rows)
         tables = SlotTables(self._params, self._masks, self._biases.tensor, self._counts.tensor)
         tokens = draw_rows(logits, device_slots, device_positions, tables)
         if not num_tops:

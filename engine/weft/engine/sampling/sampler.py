@@ -212,7 +212,11 @@ class Sampler:
         return self.begin(logits, slots, positions).wait()
 
     def begin(
-        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
+        self,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        positions: Int64Array,
+        late_positions: Callable[[], torch.Tensor] | None = None,
     ) -> SamplesUnderWay:
         """Draws one token a row and counts it; waits for nothing that a device draws.
 
@@ -222,6 +226,8 @@ class Sampler:
                 ones before (no penalties, mask or min_tokens).
             positions: [L], absolute position of the token to be drawn (prompt length + number of
                 tokens generated before it).
+            late_positions: [L] int64 on the device of the logits, where only that knows them; a
+                sampler on the host cannot use them.
 
         Raises:
             ValueError: Shapes or dtype are wrong.
@@ -229,7 +235,8 @@ class Sampler:
         if logits.is_cuda and self._are_greedy(slots):
             tokens, output = self._draw_greedily(logits)
         elif self._device is not None:
-            tokens, output = self._draw_on_device(self._device, logits, slots, positions)
+            where = positions if late_positions is None else late_positions()
+            tokens, output = self._draw_on_device(self._device, logits, slots, where)
         else:
             drawn = self._draw(Fetched(logits).wait(), slots, positions)
             tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
@@ -256,7 +263,11 @@ class Sampler:
         return bool((is_plain & is_greedy).all())
 
     def _draw_on_device(
-        self, device: DeviceSampler, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
+        self,
+        device: DeviceSampler,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        positions: Int64Array | torch.Tensor,
     ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
         for slot in self._masking.intersection(slots.tolist()):
             if not self._is_masking(slot):

@@ -21,6 +21,8 @@ class Acceptance:
         self._decay = decay
         self._reached = [weight] * max_drafts
         self._accepted = [weight * prior] * max_drafts
+        self._room = self._made = weight
+        self._expected: list[float] | None = None
 
     def of_one(self, decay: float, weight: float) -> Self:
         """What to begin with for one request: this, counting for at most `weight` observations."""
@@ -30,18 +32,33 @@ class Acceptance:
         ):
             made._reached[index] = min(reached, weight)
             made._accepted[index] = accepted / reached * made._reached[index]
+        made._room = min(self._room, weight)
+        made._made = self.share * made._room
         return made
 
-    def observe(self, num_accepted: int, max_drafts: int) -> None:
-        """There was room for `max_drafts` drafts, and the first `num_accepted` were right."""
+    @property
+    def share(self) -> float:
+        """Of the drafts that there was room for, those that were made."""
+        return self._made / self._room
+
+    def observe(self, num_accepted: int, max_drafts: int, num_drafts: int) -> None:
+        """There was room for `max_drafts` drafts, of which so many were made, and the first
+        `num_accepted` were right."""
+        self._expected = None
+        if max_drafts:
+            self._room = self._decay * self._room + 1
+            self._made = self._decay * self._made + num_drafts / max_drafts
         for index in range(min(num_accepted + 1, max_drafts)):
             self._reached[index] = self._decay * self._reached[index] + 1
             self._accepted[index] = self._decay * self._accepted[index] + (index < num_accepted)
 
     def expected_tokens(self) -> list[float]:
-        """Tokens that a step brings on average, by its number of drafts from 0 on."""
-        share, expected = 1.0, [1.0]
-        for accepted, reached in zip(self._accepted, self._reached, strict=True):
-            share *= accepted / reached
-            expected.append(expected[-1] + share)
-        return expected
+        """Tokens that a step brings on average, by its number of drafts from 0 on; not to be
+        changed."""
+        if self._expected is None:
+            chance, expected = 1.0, [1.0]
+            for accepted, reached in zip(self._accepted, self._reached, strict=True):
+                chance *= accepted / reached
+                expected.append(expected[-1] + chance)
+            self._expected = expected
+        return self._expected

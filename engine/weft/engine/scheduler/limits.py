@@ -20,6 +20,9 @@ class SchedulerLimits(NamedTuple):
     """A running request makes room for a waiting one that is so many levels more urgent; None: it
     never does."""
 
+    decodes_beside: int = 0
+    """Tokens of running requests that do not count towards `max_step_tokens`."""
+
     @classmethod
     def of(cls, config: EngineConfig) -> SchedulerLimits:
         """Those of an engine."""
@@ -31,4 +34,5 @@ class SchedulerLimits(NamedTuple):
             config.max_running_requests,
             by_priority=by_priority,
             preemption_threshold=config.preemption_threshold if by_priority else None,
+            decodes_beside=config.decodes_beside,
         )

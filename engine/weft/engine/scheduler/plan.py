@@ -6,8 +6,8 @@ kept in columns, so that Python touches one of them only where something about i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,40 @@ class VerifyItem(NamedTuple):
 
     request: Request
     start: int
-    """Position of the last token."""
+    """Position of the last token; while another step verifies drafts of the request, which only the
+    device knows the outcome of, the last that it may have."""
     max_drafts: int
     """For so many there are pages."""
+
+
+class LaterDrafts(Sequence[list[int]]):
+    """Drafts of requests that lie on the device, where they may still be made.
+
+    Args:
+        counts: Of each request.
+        fetch: Waits for them.
+    """
+
+    def __init__(self, counts: Sequence[int], fetch: Callable[[], list[list[int]]]) -> None:
+        self.counts = counts
+        self._fetch = fetch
+        self._fetched: list[list[int]] | None = None
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, index: int) -> list[int]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[list[int]]: ...
+
+    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
+        """Those of a request; waits for all of them."""
+        if self._fetched is None:
+            self._fetched = self._fetch()
+        return self._fetched[index]
 
 
 class Run(NamedTuple):
@@ -82,6 +113,8 @@ class Plan:
         """Requests with drafts."""
         self.drafts: Sequence[Sequence[int]] = ()
         """Of each of `verifies`, once the step has begun; some may have none."""
+        self.drafting_s = 0.0
+        """What making these took of the step's time; of captured chains, launching them."""
 
     def __len__(self) -> int:
         """Requests."""
@@ -93,6 +126,13 @@ class Plan:
         for request, start, max_drafts in self.verifies:
             yield PlanItem(request, start, 1 + max_drafts, True)
         yield from self.chunks
+
+    @property
+    def draft_counts(self) -> Sequence[int]:
+        """Of each of `verifies`; waits for nothing."""
+        if isinstance(self.drafts, LaterDrafts):
+            return self.drafts.counts
+        return [len(drafts) for drafts in self.drafts]
 
     @property
     def num_chunk_tokens(self) -> int:

@@ -53,6 +53,13 @@ class RunningPlans:
         self._columns: RunningColumns | None = None
         self.gate: DraftGate | None = None
         """None: nothing is drafted."""
+        self.drafts_on_device = False
+        """Drafts begin where the step under way will end, which only the device knows: a request
+        goes on with drafts while others of it are verified."""
+
+    def draft(self, gate: DraftGate | None, is_on_device: bool) -> None:
+        """Lets requests be drafted for; see `gate` and `drafts_on_device`."""
+        self.gate, self.drafts_on_device = gate, is_on_device
 
     def changed(self) -> None:
         """Others run now than at the last `plan`."""
@@ -70,7 +77,8 @@ class RunningPlans:
         if self.gate is not None:
             most = self._max_step_tokens // len(requests) - 1
             max_drafts = min(self.gate.max_drafts(requests), most)
-            chosen &= _can_go_on(requests, is_drafting=max_drafts > 0)
+            if not (self.drafts_on_device and max_drafts > 0):
+                chosen &= _can_go_on(requests, is_drafting=max_drafts > 0)
         lacking = chosen & (starts >= num_pages * self._page_size)
         for index in np.flatnonzero(lacking).tolist():
             request = requests[index]
@@ -134,7 +142,7 @@ def _can_go_on(requests: Sequence[Request], *, is_drafting: bool) -> BoolArray:
     """
     return np.array(
         [
-            not request.is_verifying
+            not request.num_verifying
             and not (is_drafting and request.speculates and request.num_launched)
             for request in requests
         ]

@@ -13,7 +13,7 @@ is admitted next is a policy's choice (`weft.engine.scheduler.policies`).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
 import numpy as np
@@ -28,6 +28,7 @@ from weft.engine.scheduler.policies.base import AdmissionQueue
 from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
+from weft.engine.scheduler.step_sizes import fitting_budget
 from weft.engine.scheduler.victims import Victims
 
 MAX_PASSED_OVER = 16
@@ -97,6 +98,8 @@ class Scheduler:
         """A draft model goes on from states that the model left in a request's slot."""
         self.prompt_tokens_beside_decode: Callable[[], int] | None = None
         """How many prompt tokens a step may bring in which others decode; None: no such bound."""
+        self.step_sizes: Sequence[int] = ()
+        """Tokens of the steps that others are padded to."""
         self.on_computed: Callable[[Request, int, int], None] | None = None
         """Told of full pages [first, end) that this engine computed, or has and the store lacks."""
         self.on_published: Callable[[Request, int, int], None] | None = None
@@ -211,9 +214,11 @@ class Scheduler:
             self._make_room_for_urgent(now, self._limits.preemption_threshold)
         plan = self.running_plans.plan(self.running) if self.running else Plan()
         has_running = len(plan) > 0
-        budget = self._limits.max_step_tokens - plan.num_tokens
+        num_counted = max(0, plan.num_tokens - self._limits.decodes_beside)
+        budget = self._limits.max_step_tokens - num_counted
         if has_running and self.prompt_tokens_beside_decode is not None:
-            budget = min(budget, self.prompt_tokens_beside_decode())
+            wanted = self.prompt_tokens_beside_decode()
+            budget = min(budget, fitting_budget(plan.num_tokens, wanted, self.step_sizes))
         self._start_waiting_fills()
         chunks: list[PlanItem] = []
         for request in self.prefilling:
@@ -272,7 +277,7 @@ class Scheduler:
             request.num_launched += 1 + max_drafts
             request.decodes_from += 1 + max_drafts
             request.timeline.num_steps += 1
-            request.is_verifying = True
+            request.num_verifying += 1
         for request, start, num_tokens, samples, _ in plan.chunks:
             request.num_launched += num_tokens
             request.state_end = start + num_tokens
@@ -311,12 +316,13 @@ class Scheduler:
         for index in np.flatnonzero((plan.starts + 1) % self._limits.page_size == 0).tolist():
             if plan.decodes[index].state is State.RUNNING:
                 self._publish_computed(plan.decodes[index])
-        for request, start, max_drafts in plan.verifies:
+        for request, _, max_drafts in plan.verifies:
             request.num_launched -= 1 + max_drafts
             request.decodes_from -= max_drafts
-            request.is_verifying = False
+            request.num_verifying -= 1
             if request.state is State.RUNNING:
-                request.num_computed = start + 1
+                # Of its last token for certain; what steps before brought is there.
+                request.num_computed = len(request.tokens)
                 self._publish_computed(request)
         for request, start, num_tokens, *_ in plan.chunks:
             request.num_launched -= num_tokens

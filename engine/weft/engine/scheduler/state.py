@@ -200,8 +200,8 @@ class Request:
     """Position from which on it brings one token a step, since it runs."""
     speculates: bool = False
     """Drafts of its tokens may be verified."""
-    is_verifying: bool = False
-    """A step that verifies drafts is under way: how far it comes is not known."""
+    num_verifying: int = 0
+    """Steps under way that verify drafts of it: how far they come, only the device knows."""
     acceptance: Acceptance | None = None
     """What is known of drafts for it."""
     state_end: int = 0
@@ -230,6 +230,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.end_token_ids = self.eos_token_ids.union(self.stop.stop_token_ids)
+
+    @property
+    def starts_late(self) -> bool:
+        """Where the step that began last starts depends on one that is under way."""
+        return self.num_verifying > 1
 
     @property
     def num_tokens(self) -> int:

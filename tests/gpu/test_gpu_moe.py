@@ -1,0 +1,108 @@
+"""The GPU's mixture of experts at sizes that fill its tiles, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_kernels import kernel_module
+from kernel_checks import assert_as_exact, fresh_seed
+from weft.kernels.gpu import moe as gpu_moe
+from weft.kernels.gpu.moe_route import route
+from weft.kernels.gpu.moe_sort import sort_pairs
+
+pytestmark = pytest.mark.needs("cuda")
+
+CUDA = "cuda"
+
+
+class Case(NamedTuple):
+    """A mixture and its input, on the GPU."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    shares: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    residual: torch.Tensor
+
+
+def make_case(
+    rows: int, hidden: int, inner: int, experts: int, top_k: int, dtype: torch.dtype
+) -> Case:
+    """Random; the first experts are asked for more often, the last one by nobody."""
+    crowd = torch.linspace(1, -1, experts, device=CUDA)
+    crowd[-1] = -1e4
+    ids, shares = route(torch.randn(rows, experts, device=CUDA) + crowd, top_k, True)
+    drawn = [(rows, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner), (rows, hidden)]
+    x, w13, w2, residual = (torch.randn(size, device=CUDA) for size in drawn)
+    scaled = (x, w13 / hidden**0.5, w2 / inner**0.5, residual)
+    x, w13, w2, residual = (tensor.to(dtype) for tensor in scaled)
+    return Case(x, ids, shares, w13, w2, residual)
+
+
+def compute(case: Case, dtype: torch.dtype) -> torch.Tensor:
+    """Expert by expert in `dtype`."""
+    x, out = case.x.to(dtype), case.residual.to(dtype, copy=True)
+    for expert, (w13, w2) in enumerate(zip(case.w13.to(dtype), case.w2.to(dtype), strict=True)):
+        rows, places = (case.ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[rows], w13).chunk(2, dim=1)
+        share = case.shares[rows, places, None].to(dtype)
+        out.index_add_(0, rows, F.linear(F.silu(gate) * up, w2) * share)
+    return out
+
+
+def run(case: Case, module: ModuleType = gpu_moe) -> torch.Tensor:
+    """The operation, in memory that held NaN before."""
+    poison = torch.full((8 * case.ids.numel(), case.w2.shape[1]), float("nan"), device=CUDA)
+    del poison
+    out: torch.Tensor = module.moe(*case)
+    return out
+
+
+# Rows of weights that the copy engine can fetch, and of a length that it cannot; blocks of few
+# pairs, of 64 and of 128; columns and depths that fill no tile.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [(60, 264, 136, 6, 3), (300, 264, 136, 6, 2), (900, 200, 72, 7, 3), (700, 260, 70, 5, 2)],
+)
+def test_sums_of_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    fresh_seed()
+    case = make_case(*shape, dtype)
+    assert_as_exact(run(case), compute(case, dtype), compute(case, torch.float64))
+
+
+def test_a_dropped_tile_is_noticed(tmp_path: Path) -> None:
+    fresh_seed()
+    case = make_case(900, 264, 136, 6, 3, torch.bfloat16)
+    change = (
+        "K, TILE):\n        at = (start + part)",
+        "K - TILE, TILE):\n        at = (start + part)",
+    )
+    with kernel_module("moe", tmp_path, change) as module:
+        out = run(case, module)
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, compute(case, torch.bfloat16), compute(case, torch.float64))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 100, 513, 3000, 9000])
+def test_pairs_are_sorted_into_blocks_of_their_experts(rows: int) -> None:
+    fresh_seed()
+    experts, block = 37, 64
+    ids = route(torch.randn(rows, experts, device=CUDA), 4, True)[0]
+    order, expert, begin, end = sort_pairs(ids, experts, block)
+    assert torch.equal(order.long(), ids.flatten().argsort(stable=True))
+    counts = ids.flatten().bincount(minlength=experts)
+    ends = counts.cumsum(0)
+    used = expert < experts
+    assert torch.equal(expert[used].bincount(minlength=experts), (counts + block - 1) // block)
+    assert torch.equal(end[used].long(), ends[expert[used].long()])
+    number = torch.arange(int(used.sum()), device=CUDA)
+    first = torch.searchsorted(expert[used], expert[used])
+    expected = (ends - counts)[expert[used].long()] + (number - first) * block
+    assert torch.equal(begin[used].long(), expected)
