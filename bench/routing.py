@@ -3,12 +3,14 @@
     python bench/routing.py [--requests 100000] [--json PATH]
     python bench/routing.py --blocks conversation_trace.jsonl --speed 10
     python bench/routing.py --log requests.log
+    python bench/routing.py --replay records/gateway-1a2b3c4d.jsonl
     python bench/routing.py --sizes 512 --size-requests 1000000 --parts sizes
 
 Policies, view, load estimates and page index are the gateway's own; workers are made up and live on
 a virtual clock (`bench/fleet/`). The trace is made-up chats with shared system prompts drawn by
 Zipf's law, a request log of a gateway (`--log`), or block hashes in the form in which the Mooncake
-project publishes its traces (`--blocks`).
+project publishes its traces (`--blocks`). `--replay` shows the policies what those of a gateway
+with `--routing-record-dir` were shown, and counts the choices that are the same.
 
 | part | rows |
 | --- | --- |
@@ -26,6 +28,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,7 +40,8 @@ from fleet.simulation import Result, Setup, Simulation
 from fleet.trace import PAGE_SIZE, Arrival, block_hashes, conversations, request_log
 from weft.engine.memory.keys import ROOT_KEY, ShortKeys
 from weft.engine.memory.kv_events import KvEvents
-from weft.gateway.routing import POLICIES, PolicyOptions
+from weft.gateway.routing import POLICIES, PolicyOptions, make_policy
+from weft.gateway.routing.replay import read_record, replay
 
 PREFILL = [*(name for name in POLICIES if name != "follow"), "cache_aware approximate"]
 DECODE = ["round_robin", "total_requests", "total_tokens", "power_of_two", "cache_aware"]
@@ -138,6 +142,17 @@ def timed(work: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
+def replay_record(path: Path) -> None:
+    """Choices of each pool of a record, and how many of them are the same again."""
+    choices: Counter[str] = Counter()
+    same: Counter[str] = Counter()
+    for decision in replay(read_record(path), make_policy):
+        choices[decision.pool] += 1
+        same[decision.pool] += decision.is_same
+    for pool, count in choices.items():
+        print(f"{pool}: {count:,} choices, {same[pool]:,} of them the same again")
+
+
 def main() -> None:
     """Parses arguments, simulates, prints."""
     parser = argparse.ArgumentParser(
@@ -153,6 +168,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=Path, help="trace of block hashes")
     parser.add_argument("--speed", type=float, default=1.0, help="of that trace")
     parser.add_argument("--log", type=Path, help="request log of a gateway")
+    parser.add_argument("--replay", type=Path, help="record of a gateway's routing, and no more")
     parser.add_argument("--parts", nargs="*", default=["policies", "decode", "sizes", "costs"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--policies", nargs="*", default=PREFILL, help="of the part policies")
@@ -164,6 +180,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file for all figures")
     flags = parser.parse_args()
+    if flags.replay:
+        replay_record(flags.replay)
+        return
 
     def trace() -> Iterable[Arrival]:
         if flags.blocks:
@@ -173,7 +192,7 @@ def main() -> None:
         return conversations(flags.requests, flags.rate * flags.workers, flags.seed)
 
     report = Report()
-    options = PolicyOptions(request_tokens=1024)
+    options = PolicyOptions(request_tokens=512)
     for name, value in (option.split("=") for option in flags.option):
         kind = type(getattr(options, name))
         options = replace(options, **{name: kind(value)})

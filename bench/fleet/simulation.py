@@ -54,7 +54,7 @@ class Setup:
     request_s: float = 0.0004
     """That each of its requests adds."""
     seed: int = 0
-    options: PolicyOptions = field(default_factory=lambda: PolicyOptions(request_tokens=1024))
+    options: PolicyOptions = field(default_factory=lambda: PolicyOptions(request_tokens=512))
 
 
 @dataclass(frozen=True, kw_only=True)

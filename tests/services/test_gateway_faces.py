@@ -144,16 +144,22 @@ async def test_sampling_reaches_the_worker_alike_from_both_faces(mesh: Harness) 
     assert (rest.session_id, rest.end_session) == ("chat", True)
 
 
-async def test_the_end_of_a_session_reaches_every_decode_worker(mesh: Harness) -> None:
-    ending = gateway_pb2.EndSessionRequest(session_id="chat", cache_salt="tenant")
-    answer = await mesh.typed.EndSession(ending)
-    assert answer.workers == len(mesh.workers)
+@pytest.mark.parametrize("face", ["rest", "typed"])
+async def test_the_end_of_a_session_reaches_every_decode_worker(mesh: Harness, face: str) -> None:
+    async def end(session_id: str, cache_salt: str) -> int:
+        fields = {"session_id": session_id, "cache_salt": cache_salt}
+        if face == "rest":
+            return int((await mesh.json("EndSession", fields))["workers"])
+        ending = gateway_pb2.EndSessionRequest(**fields)
+        return int((await mesh.typed.EndSession(ending)).workers)
+
+    assert await end("chat", "tenant") == len(mesh.workers)
     await mesh.wait(lambda: all(worker.session_ends for worker in mesh.workers))
-    (end,) = mesh.workers[0].session_ends
-    assert (end.session_id, end.cache_salt) == ("chat", "tenant")
-    for wrong in ("", "x" * 129):
+    (told,) = mesh.workers[0].session_ends
+    assert (told.session_id, told.cache_salt) == ("chat", "tenant")
+    for wrong, salt in (("", ""), ("x" * 129, ""), ("chat", "x" * (1 << 20))):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await mesh.typed.EndSession(gateway_pb2.EndSessionRequest(session_id=wrong))
+            await end(wrong, salt)
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 

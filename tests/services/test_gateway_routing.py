@@ -13,6 +13,8 @@ import grpc
 import pytest
 from fake_decode import PAGE_SIZE, Script
 from gateway_harness import Harness, gateway
+from weft.gateway.routing import make_policy
+from weft.gateway.routing.replay import read_record, replay
 from weft.v1 import common_pb2, decode_pb2, gateway_pb2
 
 Candidate = decode_pb2.PrefillCandidate
@@ -240,3 +242,42 @@ async def test_each_pool_has_its_policy(tmp_path: Path) -> None:
         firsts = {(await complete(mesh, ids + prompt(3)))[0].worker_id for _ in range(6)}
         assert len(firsts) == 1
         assert [len(worker.submits) for worker in mesh.workers[:2]] == [3, 3]
+
+
+@pytest.mark.parametrize("kv_events", [True, False])
+async def test_recorded_routing_replays_to_the_same_choices(
+    tmp_path: Path, kv_events: bool
+) -> None:
+    """Under load, with a worker that is lost and comes back with nothing."""
+    folder = tmp_path / "records"
+    async with gateway(
+        *(tmp_path, filled),
+        num_decode=2,
+        num_prefill=3,
+        kv_events=kv_events,
+        decode_policy="power_of_two",
+        routing_record_dir=folder,
+    ) as mesh:
+        systems = [prompt(3 * PAGE_SIZE + 2) for _ in range(3)]
+        prompts = [random.choice(systems) + prompt(random.randint(1, 60)) for _ in range(20)]
+
+        async def burst(salt: str) -> None:
+            asks = [complete(mesh, random.choice(prompts), f"{salt}{i}") for i in range(12)]
+            await asyncio.gather(*asks)
+
+        for turn in range(3):
+            await burst("")
+            await burst(f"{turn} ")
+        lost = mesh.workers[-1]
+        port = int(lost.address.rsplit(":", 1)[1])
+        await lost.stop()
+        lost.epoch ^= 1
+        await burst("")
+        await lost.start(port)
+        await burst("")
+    (path,) = folder.iterdir()
+    decisions = list(replay(read_record(path), make_policy))
+    assert [one for one in decisions if not one.is_same] == []
+    for pool in ("tiny/prefill", "tiny/decode"):
+        assert sum(one.pool == pool for one in decisions) >= 96
+    assert any(choice.match_tokens for one in decisions for choice in one.replayed)

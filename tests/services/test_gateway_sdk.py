@@ -106,6 +106,23 @@ async def test_chat(edge: Edge) -> None:
     assert stopped.choices[0].message.content == TEXT[: TEXT.index("déjà")]
 
 
+async def test_a_chat_is_ended_by_a_call(edge: Edge) -> None:
+    worker = edge.mesh.workers[0]
+    extra = {"session_id": "chat", "cache_salt": "mine"}
+    await edge.client.chat.completions.create(model=MODEL, messages=USER, extra_body=extra)
+    assert worker.submits[0].session_id == "chat"
+    async with httpx.AsyncClient(base_url=edge.url, timeout=60, trust_env=False) as http:
+        answer = await http.post("/v1/end_session", json=extra)
+        assert (answer.status_code, answer.json()) == (200, {"status": "success", "workers": 1})
+        for wrong in ({}, {"session_id": ""}, {"session_id": "x" * 129}, {"session_id": 7}):
+            refused = await http.post("/v1/end_session", json=wrong)
+            assert refused.status_code == 400, refused.text
+            assert refused.json()["error"]["param"] == "session_id"
+    await edge.mesh.wait(lambda: worker.session_ends)
+    (told,) = worker.session_ends
+    assert (told.session_id, told.cache_salt) == ("chat", "mine")
+
+
 async def test_completions(edge: Edge) -> None:
     create = edge.client.completions.create
     for prompt in ("a", ["a", "b"], [5, 6], [[5], [6, 7]]):

@@ -31,7 +31,8 @@ from weft.gateway.pipeline import Pipeline
 from weft.gateway.prepare import Preparer
 from weft.gateway.request_log import GatewayRequestLog
 from weft.gateway.route import Router
-from weft.gateway.routing import PageIndex, make_policy
+from weft.gateway.routing import PageIndex, Policy, make_policy
+from weft.gateway.routing_record import RoutingRecord
 from weft.gateway.served import Catalogue, Served
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.slo import LatencyGate
@@ -99,6 +100,13 @@ class GatewayApp:
         self.adapters = AdapterDirectory(
             None if settings.adapter_root is None else Registry(settings.adapter_root)
         )
+        self._routing_record = (
+            RoutingRecord(
+                settings.routing_record_dir, self._gateway_id, settings.routing_record_bytes
+            )
+            if settings.routing_record_dir is not None
+            else None
+        )
         self.catalogue = Catalogue([self._serve(model) for model in loaded], self.adapters)
         """The models that requests can name."""
         self._adapter_manager = AdapterManager(
@@ -157,8 +165,8 @@ class GatewayApp:
         fleet = self.fleet.of(model.name)
         router = Router(
             fleet,
-            make_policy(settings.decode_policy, settings.policy_options("decode")),
-            make_policy(settings.prefill_policy, settings.policy_options("prefill")),
+            self._policy(model.name, "decode", settings.decode_policy),
+            self._policy(model.name, "prefill", settings.prefill_policy),
             settings.max_prefill_candidates,
             settings.replicas,
         )
@@ -172,6 +180,12 @@ class GatewayApp:
             router=router,
             turnstile=Turnstile(gate),
         )
+
+    def _policy(self, model: str, role: Role, name: str) -> Policy:
+        options = self._settings.policy_options(role)
+        if self._routing_record is None:
+            return make_policy(name, options)
+        return self._routing_record.policy(f"{model}/{role}", name, options)
 
     def _make_worker(self, endpoint: Endpoint) -> Worker:
         return Worker(
@@ -199,7 +213,7 @@ class GatewayApp:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(typed, self.server.grpc)
         if (operators := self.server.admin_grpc) is not None:
             add_operators_calls(typed, adapters, operators)
-        self._openai = OpenAIFace(self.pipeline, self.catalogue, adapters, limit)
+        self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
 
     def _add_gauges(self) -> None:
@@ -301,6 +315,7 @@ class GatewayApp:
 
     async def close(self) -> None:
         """Lets workers and threads go, after the server has stopped."""
+        await self._adapter_manager.close()
         for task in (self._open_task, self._adapter_task, self._fleet_task):
             if task is not None:
                 task.cancel()
@@ -312,3 +327,5 @@ class GatewayApp:
             served.preparer.close()
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
+        if self._routing_record is not None:
+            await asyncio.to_thread(self._routing_record.close)

@@ -142,7 +142,9 @@ class Worker:
         following: asyncio.Task[None] | None = None
         interval = Duration()
         interval.FromNanoseconds(int(self._settings.load_interval_s * 1e9))
-        call: Any = self._stub.WatchLoad(worker_pb2.WatchLoadRequest(interval=interval))
+        call: Any = self._stub.WatchLoad(
+            worker_pb2.WatchLoadRequest(interval=interval, adapter_changes=True)
+        )
         try:
             while True:
                 async with asyncio.timeout(self._stale_limit_s()):
@@ -198,7 +200,11 @@ class Worker:
 
     def _take(self, report: worker_pb2.WatchLoadResponse) -> None:
         self._load = report
-        self._adapters = {status.adapter.digest: status for status in report.adapters}
+        if not report.adapters_are_changes:
+            self._adapters = {}
+        self._adapters |= {status.adapter.digest: status for status in report.adapters}
+        for digest in report.gone_adapters:
+            self._adapters.pop(digest, None)
         self._load_time = asyncio.get_running_loop().time()
         self.load.report(
             report.running_requests + report.waiting_requests + report.filling_requests,

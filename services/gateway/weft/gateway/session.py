@@ -155,17 +155,17 @@ class DecodeSession:
             self.worker_id = first.welcome.worker_id
             self.worker_epoch = first.welcome.worker_epoch
             self.is_open, self.problem = True, ""
-            backoff.reset()
             self._dispatch(first)
-            await run_together(self._read(call), self._write(call), self._ping())
+            await run_together(self._read(call, backoff), self._write(call), self._ping())
         finally:
             call.cancel()
 
-    async def _read(self, call: Any) -> None:
+    async def _read(self, call: Any, backoff: Backoff) -> None:
         while True:
             event = await call.read()
             if event is grpc.aio.EOF:
                 raise PeerUnavailable("the worker ended the session")
+            backoff.reset()  # Not before: a worker may welcome, and end at once, again and again.
             self._dispatch(event)
 
     def _dispatch(self, event: decode_pb2.SessionEvent) -> None:

@@ -181,7 +181,7 @@ class GatewaySettings(ServiceSettings):
         "conversation may go, in queued tokens; 0 = caches may fill unevenly",
     )
     request_tokens: int = Field(
-        1024,
+        512,
         ge=0,
         le=1 << 20,
         description="cache_aware of decode workers: what a request costs those that come, in "
@@ -272,6 +272,14 @@ class GatewaySettings(ServiceSettings):
     )
     request_log_files: int = Field(
         5, ge=1, le=1000, description="files of the request log, the newest included"
+    )
+    routing_record_dir: Path | None = Field(
+        None,
+        description="folder for a record of every routing decision and of all that it depends on, "
+        "prompts included, to be replayed; a file each start; none = off",
+    )
+    routing_record_bytes: int = Field(
+        1 << 30, ge=1024, description="a record ends at this size, in bytes"
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that tokenise")
     max_queued_tokenizations: int = Field(

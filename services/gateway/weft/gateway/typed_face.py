@@ -10,8 +10,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.breaker import BreakerState
 from weft.engine.request import Constraint
 from weft.gateway.adapters.calls import AdapterCalls
-from weft.gateway.authenticate import current_tenant, tenant_salt
+from weft.gateway.authenticate import current_tenant
 from weft.gateway.edge import CallFacts, Context, begin_answer, call_facts
+from weft.gateway.end_session import end_session
 from weft.gateway.fleet import Fleet
 from weft.gateway.pipeline import Pipeline
 from weft.gateway.request import (
@@ -26,7 +27,7 @@ from weft.gateway.request import (
 from weft.gateway.served import Catalogue, Meant, Served
 from weft.gateway.slo.targets import Targets
 from weft.gateway.stream import Delta, TokenStream
-from weft.gateway.validate import check_ids, check_session_id, invalid
+from weft.gateway.validate import check_ids, invalid
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 _BREAKER_STATES = {
@@ -193,13 +194,8 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.EndSessionRequest, context: Context
     ) -> gateway_pb2.EndSessionResponse:
         """See gateway.proto."""
-        if not request.session_id:
-            raise invalid("session_id", "is empty")
-        check_session_id(request.session_id)
-        salt = tenant_salt(current_tenant.get(), request.cache_salt)
-        sessions = [worker.session for worker in self._fleet.workers("decode")]
-        told = [s.end_session(salt, request.session_id) for s in sessions if s is not None]
-        return gateway_pb2.EndSessionResponse(workers=sum(told))
+        num_told = end_session(self._fleet, request.session_id, request.cache_salt)
+        return gateway_pb2.EndSessionResponse(workers=num_told)
 
     async def GetFleet(
         self, request: gateway_pb2.GetFleetRequest, context: Context

@@ -49,8 +49,7 @@ def check_request(request: GenerateRequest, model: ServedModel, max_prompts: int
         check_constraint(request.sampling.constraint, request.constraint_param)
     if request.top_logprobs is not None:
         check_range(request.top_logprobs_param, request.top_logprobs, 0, MAX_TOP_LOGPROBS)
-    if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
-        raise invalid("cache_salt", f"at most {MAX_SALT_BYTES} bytes")
+    check_cache_salt(request.cache_salt)
     check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_session_id(request.session_id)
     if request.ends_session and not request.session_id:
@@ -61,6 +60,12 @@ def check_request(request: GenerateRequest, model: ServedModel, max_prompts: int
         raise invalid("timeout", f"must be above 0 seconds, not {request.timeout_s:g}")
     _check_targets(request.targets)
     _check_prompts(request, model, max_prompts)
+
+
+def check_cache_salt(cache_salt: str) -> None:
+    """Raises InvalidRequest for a salt that is too long."""
+    if len(cache_salt.encode()) > MAX_SALT_BYTES:
+        raise invalid("cache_salt", f"at most {MAX_SALT_BYTES} bytes")
 
 
 def check_session_id(session_id: str) -> None:

@@ -175,6 +175,13 @@ class AdapterAnswer(Answer):
     digest: str = Field(description="of its content, 64 hex digits")
 
 
+class EndSessionAnswer(Answer):
+    """Of POST /v1/end_session."""
+
+    status: Literal["success"]
+    workers: int = Field(description="that were told")
+
+
 class ModelListAnswer(Answer):
     """Of GET /v1/models."""
 

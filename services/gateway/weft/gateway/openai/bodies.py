@@ -256,3 +256,11 @@ class UnloadAdapterBody(Body):
 
     model: str | None = Field(None, description="not used")
     lora_name: str = Field(description="what requests call it")
+
+
+class EndSessionBody(Body):
+    """POST /v1/end_session."""
+
+    model: str | None = Field(None, description="not used")
+    session_id: str = Field(description="as in the chat's requests, 1 to 128 bytes")
+    cache_salt: str | None = Field(None, description="as in the chat's requests")

@@ -37,6 +37,12 @@ _POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel], type[BaseModel] |
         answers.AdapterAnswer,
         None,
     ),
+    "/v1/end_session": (
+        "Ends a chat: no worker keeps anything for it any more.",
+        bodies.EndSessionBody,
+        answers.EndSessionAnswer,
+        None,
+    ),
     "/detokenize": ("Token ids to text.", bodies.DetokenizeBody, answers.DetokenizeAnswer, None),
 }
 _GETS: dict[str, tuple[str, type[BaseModel]]] = {

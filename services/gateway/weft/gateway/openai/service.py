@@ -13,11 +13,14 @@ from weft.common.adapters.manifest import Entry
 from weft.engine.errors import Draining, PeerUnavailable
 from weft.gateway.adapters.calls import AdapterCalls
 from weft.gateway.edge import Context, begin_answer, call_facts
+from weft.gateway.end_session import end_session
+from weft.gateway.fleet import Fleet
 from weft.gateway.model import ServedModel
 from weft.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EndSessionBody,
     GenerationBody,
     LoadAdapterBody,
     TokenizeBody,
@@ -62,11 +65,13 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self,
         pipeline: Pipeline,
         models: Catalogue,
+        fleet: Fleet,
         adapters: AdapterCalls,
         max_body_bytes: int,
     ) -> None:
         self._pipeline = pipeline
         self._models = models
+        self._fleet = fleet
         self._adapters = adapters
         self._bodies = BodyParser(max_body_bytes)
 
@@ -220,6 +225,12 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         body, _ = await self._bodies.parse(UnloadAdapterBody, request.data, lambda body: None)
         entry = await self._adapters.unload_name(body.lora_name, context.time_remaining())
         return _json(_adapter_json(entry, "unloaded"))
+
+    async def EndSession(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        body, _ = await self._bodies.parse(EndSessionBody, request.data, lambda body: None)
+        num_told = end_session(self._fleet, body.session_id, body.cache_salt or "")
+        return _json({"status": "success", "workers": num_told})
 
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
         """See openai.proto."""

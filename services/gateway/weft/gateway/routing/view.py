@@ -14,9 +14,9 @@ Column = NDArray[np.int64]
 """One number a worker, by its position in the view."""
 Rates = NDArray[np.float64]
 """Likewise."""
-_LOADS = ("num_requests", "queued_tokens", "num_tokens")
-_UNREPORTED = ("unreported_requests", "unreported_tokens")
-_SPEEDS = ("tokens_per_s", "step_base_s", "step_request_s")
+LOADS = ("num_requests", "queued_tokens", "num_tokens")
+UNREPORTED = ("unreported_requests", "unreported_tokens")
+SPEEDS = ("tokens_per_s", "step_base_s", "step_request_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class PoolView:
     place, so a decision costs no pass over the workers in Python.
     """
 
-    __slots__ = (*_LOADS, *_UNREPORTED, *_SPEEDS, "total_pages", "workers")
+    __slots__ = (*LOADS, *UNREPORTED, *SPEEDS, "total_pages", "workers")
 
     def __init__(self, workers: Sequence[WorkerView]) -> None:
         """A view of idle workers.
@@ -101,7 +101,7 @@ class PoolView:
         """A copy without some workers, and where its members were in this one."""
         kept = [position for position in range(len(self.workers)) if position not in positions]
         view = PoolView([self.workers[position] for position in kept])
-        for name in (*_LOADS, *_UNREPORTED, *_SPEEDS):
+        for name in (*LOADS, *UNREPORTED, *SPEEDS):
             getattr(view, name)[:] = getattr(self, name)[kept]
         return view, kept
 

@@ -1,0 +1,1 @@
+"""Chats with a mesh of real processes."""

@@ -1,0 +1,266 @@
+"""Latency targets of a real mesh under overload, with the gateway's admission and without it.
+
+    python bench/overload.py [--seconds 40] [--json PATH]
+
+One mesh on this machine; single requests that share system prompts. The capacity is what it serves
+a second when all requests are there at once. Goodput is requests within both targets, a second of
+arrivals, by this client's clock. Without the gate the gateway knows no target (its tenants file is
+empty); with it the file has them. `bench/slo.py` is the same for simulated meshes.
+
+| part | requests |
+| --- | --- |
+| `overload` | one tenant at shares of the capacity |
+| `tenants` | that tenant at a quarter of it, beside another one's flood at twice of it |
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from chats.client import Asking, ChatClient, Turn
+from chats.mesh import MODEL, SHAPE, VOCAB, about, chat_mesh, make_model
+from chats.workload import Chat, make_chats
+from local_mesh import LocalMesh
+from rich.console import Console
+from rich.table import Table
+from weft.gateway.keys import new_key, write_keys
+from weft.gateway.slo import Targets
+
+TENANTS = ("chat", "flood")
+REFUSED = "TARGET_UNATTAINABLE"
+REREAD_S = 2.5
+"""A gateway looks at its tenants file every second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tenant in one run."""
+
+    part: str
+    share: float
+    """Of the capacity, that this tenant sends."""
+    tenant: str
+    has_gate: bool
+    num_offered: int
+    num_met: int
+    num_late: int
+    """First tokens after the target."""
+    num_slow: int
+    """First tokens in time, the next ones not."""
+    num_refused: int
+    num_failed: int
+    """For other reasons than the target."""
+    goodput_per_s: float
+    first_p50_s: float
+    first_p99_s: float
+    between_p99_s: float
+    refused_after_p50_s: float
+
+
+def row_of(
+    part: str,
+    share: float,
+    tenant: str,
+    turns: list[Turn],
+    *,
+    has_gate: bool,
+    targets: Targets,
+    seconds: float,
+) -> Row:
+    """Counts what became of a tenant's requests."""
+    refused = [turn for turn in turns if turn.reason == REFUSED]
+    answered = [turn for turn in turns if not turn.error]
+    outcomes = [targets.outcome(turn.first_s, turn.between_s) for turn in answered]
+    between = [turn.between_s for turn in answered if turn.between_s is not None]
+    return Row(
+        part=part,
+        share=share,
+        tenant=tenant,
+        has_gate=has_gate,
+        num_offered=len(turns),
+        num_met=outcomes.count("met"),
+        num_late=outcomes.count("late_first_token"),
+        num_slow=outcomes.count("slow_tokens"),
+        num_refused=len(refused),
+        num_failed=len(turns) - len(answered) - len(refused),
+        goodput_per_s=outcomes.count("met") / seconds,
+        first_p50_s=percentile([turn.first_s for turn in answered], 50),
+        first_p99_s=percentile([turn.first_s for turn in answered], 99),
+        between_p99_s=percentile(between, 99),
+        refused_after_p50_s=percentile([turn.end_s for turn in refused], 50),
+    )
+
+
+def percentile(values: list[float], which: float) -> float:
+    """0 where there are none."""
+    return float(np.percentile(values, which)) if values else 0.0
+
+
+class Bench:
+    """A mesh with two tenants, whose targets come and go.
+
+    Args:
+        folder: For keys and the tenants file.
+        flags: From the command line.
+    """
+
+    def __init__(self, folder: Path, flags: argparse.Namespace) -> None:
+        self._flags = flags
+        self.targets = Targets(flags.first_token, flags.between_tokens)
+        self._tenants = folder / "tenants.toml"
+        self._tenants.write_text("")
+        pairs = {tenant: new_key(tenant) for tenant in TENANTS}
+        self._keys = {tenant: key for tenant, (key, _) in pairs.items()}
+        self.keys_file = folder / "keys.json"
+        write_keys(self.keys_file, [entry for _, entry in pairs.values()])
+        self.gateway_flags = f"--tenants-file {self._tenants}"
+        self._seed = flags.seed
+        self.rows: list[Row] = []
+
+    async def capacity(self, client: ChatClient, count: int) -> float:
+        """Requests served a second when all come at once."""
+        turns = await client.run(self._requests(count, 1e6), self._asking("chat"))
+        if failed := [turn.error for turn in turns if turn.error]:
+            raise RuntimeError(failed[0])
+        return count / max(turn.sent_s + turn.end_s for turn in turns)
+
+    def set_gate(self, *, is_on: bool) -> None:
+        """Gives the chats' tenant its targets, or takes them away."""
+        lines = ["[tenants.chat]", f"weight = {self._flags.weight}"]
+        if is_on:
+            lines.append(f"ttft_target_ms = {1e3 * self._flags.first_token}")
+            lines.append(f"itl_target_ms = {1e3 * self._flags.between_tokens}")
+        self._tenants.write_text("\n".join(lines) + "\n")
+        time.sleep(REREAD_S)
+
+    async def run(
+        self, client: ChatClient, part: str, capacity: float, *, has_gate: bool, **shares: float
+    ) -> None:
+        """Offers load, and adds a row for each tenant.
+
+        Args:
+            client: Of the mesh.
+            part: Of the table.
+            capacity: Requests a second.
+            has_gate: Targets are set.
+            **shares: Of the capacity, by tenant.
+        """
+        seconds = self._flags.seconds
+        offers = {
+            tenant: self._requests(int(seconds * share * capacity), share * capacity)
+            for tenant, share in shares.items()
+        }
+        runs = (client.run(chats, self._asking(tenant)) for tenant, chats in offers.items())
+        for tenant, turns in zip(offers, await asyncio.gather(*runs), strict=True):
+            row = row_of(
+                *(part, shares[tenant], tenant, turns),
+                has_gate=has_gate,
+                targets=self.targets,
+                seconds=seconds,
+            )
+            self.rows.append(row)
+            print(row, flush=True)
+            for error in {turn.error for turn in turns if turn.error and turn.reason != REFUSED}:
+                sys.stderr.write(f"{error}\n")
+
+    def _requests(self, count: int, rate: float) -> list[Chat]:
+        self._seed += 1
+        return make_chats(count, rate, VOCAB, self._seed, turns=(1, 1))
+
+    def _asking(self, tenant: str) -> Asking:
+        return Asking(max_tokens=self._flags.answer, api_key=self._keys[tenant])
+
+
+async def measure(bench: Bench, mesh: LocalMesh, flags: argparse.Namespace) -> float:
+    """All runs; the capacity in requests a second."""
+    async with ChatClient(mesh.grpc_address, MODEL) as client:
+        await bench.capacity(client, flags.burst // 4)  # warms up
+        capacity = await bench.capacity(client, flags.burst)
+        print(f"capacity: {capacity:.1f} requests/s")
+        for has_gate in (False, True):
+            bench.set_gate(is_on=has_gate)
+            for share in flags.shares:
+                await bench.run(client, "overload", capacity, has_gate=has_gate, chat=share)
+                mesh.wait_idle()
+            await bench.run(client, "tenants", capacity, has_gate=has_gate, chat=0.25, flood=2.0)
+            mesh.wait_idle()
+    return capacity
+
+
+def print_table(rows: list[Row]) -> None:
+    """One line a row."""
+    table = Table()
+    for name in ("part", "tenant", "gate"):
+        table.add_column(name)
+    for name in ("share", "goodput/s", "met", "late", "slow", "refused", "failed"):
+        table.add_column(name, justify="right")
+    for name in ("first p50, s", "p99, s", "between p99, ms", "refused after, s"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        counts = (row.num_met, row.num_late, row.num_slow, row.num_refused, row.num_failed)
+        table.add_row(
+            *(row.part, row.tenant, "on" if row.has_gate else "off", f"{row.share:g}"),
+            f"{row.goodput_per_s:.1f}",
+            *(f"{count / row.num_offered:.0%}" for count in counts),
+            *(f"{row.first_p50_s:.2f}", f"{row.first_p99_s:.2f}"),
+            *(f"{1e3 * row.between_p99_s:.0f}", f"{row.refused_after_p50_s:.2f}"),
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def main() -> None:
+    """Parses arguments, measures, prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in each run")
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 2.0], help="of capacity")
+    parser.add_argument("--burst", type=int, default=200, help="requests that tell the capacity")
+    parser.add_argument("--first-token", type=float, default=1.5, help="target, in seconds")
+    parser.add_argument("--between-tokens", type=float, default=0.2, help="target, in seconds")
+    parser.add_argument("--answer", type=int, default=16, help="tokens of each answer")
+    parser.add_argument("--weight", type=float, default=1.0, help="of the chats' tenant")
+    parser.add_argument("--prefill", type=int, default=1, help="workers")
+    parser.add_argument("--decode", type=int, default=1, help="workers")
+    parser.add_argument("--transport", default="auto", help="of weft up")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="weft-overload-") as name:
+        folder = Path(name)
+        bench = Bench(folder, flags)
+        workers = ["--prefill", str(flags.prefill), "--decode", str(flags.decode)]
+        workers += ["--transport", flags.transport, "--api-keys-file", str(bench.keys_file)]
+        gateway = ["--gateway-args", bench.gateway_flags]
+        with chat_mesh(folder / "mesh", make_model(folder), *workers, *gateway) as mesh:
+            capacity = asyncio.run(measure(bench, mesh, flags))
+    print_table(bench.rows)
+    by_gate = {
+        row.has_gate: row.goodput_per_s
+        for row in bench.rows
+        if row.part == "overload" and row.share == max(flags.shares)
+    }
+    ratio = by_gate[True] / by_gate[False] if by_gate[False] else float("inf")
+    print(f"goodput at {max(flags.shares):g} times the capacity: {ratio:.2f} times as much")
+    if flags.json:
+        content = {
+            **about(),
+            "setup": {key: str(value) for key, value in vars(flags).items()},
+            "model": SHAPE,
+            "capacity_per_s": capacity,
+            "goodput_ratio": ratio if by_gate[False] else None,
+            "rows": [asdict(row) for row in bench.rows],
+        }
+        flags.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""What a pool's policy was asked and what it answered, line by line, so that it can be replayed.
+
+A policy is a function of what it is shown: the order of choices, the loads at each of them, what
+the index was told in between, the time, and its seed. All of these are in the record and nothing
+else, so the same classes choose the same workers from it (`weft.gateway.routing.replay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.page_index import PageIndex
+from weft.gateway.routing.view import LOADS, SPEEDS, UNREPORTED, PoolView, WorkerView
+
+COLUMNS = (*LOADS, *UNREPORTED, *SPEEDS)
+"""Of a view; its other columns follow from its workers."""
+
+
+class Line(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
+    """One event of one pool."""
+
+    pool: str
+    """MODEL/ROLE."""
+
+
+class Began(Line, tag="began"):
+    """The policy was made; the first line of each pool."""
+
+    policy: str
+    """Its name in the settings."""
+    options: dict[str, Any]
+    """`PolicyOptions` but for the clock."""
+
+
+class Members(Line, tag="members"):
+    """Choices from now on are among these workers."""
+
+    workers: list[WorkerView]
+
+
+class Asked(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A `RoutingRequest`."""
+
+    request_id: str
+    prompt_ids: list[int]
+    cache_salt: str = ""
+    routing_key: str = ""
+    prefill_host: str = ""
+    first_token_s: float | None = None
+    adapter: bytes = b""
+
+
+class Chose(Line, tag="chose"):
+    """A choice."""
+
+    now: float
+    """The policy's clock."""
+    request: Asked
+    count: int
+    columns: dict[str, list[float]]
+    """Of the view, by name: what was not 0 throughout."""
+    chosen: list[tuple[int, int]]
+    """Position and matched tokens, the best first."""
+
+
+class Told(Line, tag="told"):
+    """The index was told something of a worker."""
+
+    how: str
+    """Method of `PageIndex`: replace, add, remove or forget."""
+    worker_id: str
+    epoch: int = 0
+    keys: list[int] = []
+
+
+class Cleared(Line, tag="cleared"):
+    """The index forgot everything."""
+
+
+class Flushed(Line, tag="flushed"):
+    """The policy forgot what workers were sent."""
+
+
+AnyLine = Began | Members | Chose | Told | Cleared | Flushed
+Write = Callable[[AnyLine], None]
+
+
+class RecordingIndex(PageIndex):
+    """Records what it is told.
+
+    A line is written after the fact: what a call forgets on its way, by another call, comes first.
+
+    Args:
+        max_pages: As of `PageIndex`.
+        pool: In the lines.
+        write: Takes them.
+    """
+
+    def __init__(self, max_pages: int, pool: str, write: Write) -> None:
+        super().__init__(max_pages)
+        self._pool = pool
+        self._write = write
+
+    def replace(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
+        """See `PageIndex.replace`."""
+        told = self._told("replace", worker_id, epoch, keys)
+        super().replace(worker_id, epoch, told.keys)
+        self._write(told)
+
+    def add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
+        """See `PageIndex.add`."""
+        told = self._told("add", worker_id, epoch, keys)
+        super().add(worker_id, epoch, told.keys)
+        self._write(told)
+
+    def remove(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
+        """See `PageIndex.remove`."""
+        told = self._told("remove", worker_id, epoch, keys)
+        super().remove(worker_id, epoch, told.keys)
+        self._write(told)
+
+    def forget(self, worker_id: str) -> int:
+        """See `PageIndex.forget`."""
+        count = super().forget(worker_id)
+        self._write(self._told("forget", worker_id, 0, ()))
+        return count
+
+    def clear(self) -> int:
+        """See `PageIndex.clear`."""
+        count = super().clear()
+        self._write(Cleared(pool=self._pool))
+        return count
+
+    def _told(self, how: str, worker_id: str, epoch: int, keys: Iterable[int]) -> Told:
+        return Told(pool=self._pool, how=how, worker_id=worker_id, epoch=epoch, keys=list(keys))
+
+
+class RecordingPolicy(Policy):
+    """A policy that records what it is shown and what it chooses.
+
+    Args:
+        make: Makes the policy that chooses.
+        name: Of that policy.
+        options: Its options; those that draw get their seed from here where there is none.
+        pool: In the lines.
+        write: Takes them.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str, PolicyOptions], Policy],
+        name: str,
+        options: PolicyOptions,
+        pool: str,
+        write: Write,
+    ) -> None:
+        super().__init__(options)
+        self._pool = pool
+        self._write = write
+        self._now = options.clock()
+        self._view: PoolView | None = None
+        self._inner = make(name, replace(options, clock=lambda: self._now))
+        given = {key: value for key, value in asdict(options).items() if key != "clock"}
+        write(Began(pool=pool, policy=name, options=given))
+        if self._inner.index is not None:
+            self._inner.index = RecordingIndex(options.index_pages, pool, write)
+        self.index = self._inner.index
+
+    def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
+        """See `Policy.choose`; what the policy sees as now does not pass meanwhile."""
+        if view is not self._view:
+            self._view = view
+            self._write(Members(pool=self._pool, workers=list(view.workers)))
+        self._now = self.options.clock()
+        columns = {name: values for name in COLUMNS if any(values := _values(view, name))}
+        chosen = self._inner.choose(view, request, count)
+        self._write(
+            Chose(
+                pool=self._pool,
+                now=self._now,
+                request=_asked(request),
+                count=count,
+                columns=columns,
+                chosen=[(choice.position, choice.match_tokens) for choice in chosen],
+            )
+        )
+        return chosen
+
+    def flush(self) -> int:
+        """See `Policy.flush`."""
+        count = self._inner.flush()
+        self._write(Flushed(pool=self._pool))
+        return count
+
+
+def _values(view: PoolView, name: str) -> list[float]:
+    values: list[float] = getattr(view, name).tolist()
+    return values
+
+
+def _asked(request: RoutingRequest) -> Asked:
+    return Asked(
+        request_id=request.request_id,
+        prompt_ids=list(request.prompt_ids),
+        cache_salt=request.cache_salt,
+        routing_key=request.routing_key,
+        prefill_host=request.prefill_host,
+        first_token_s=request.first_token_s,
+        adapter=request.adapter,
+    )

@@ -1,0 +1,131 @@
+"""Runs a record of routing through the policies again (`weft.gateway.routing.record`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from weft.engine.errors import ConfigError
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.record import (
+    COLUMNS,
+    AnyLine,
+    Asked,
+    Began,
+    Chose,
+    Cleared,
+    Flushed,
+    Members,
+    Told,
+)
+from weft.gateway.routing.view import PoolView
+
+_decoder = msgspec.json.Decoder(AnyLine)
+_INDEX_CALLS = frozenset({"replace", "add", "remove"})
+
+
+class Decision(NamedTuple):
+    """One choice, then and now."""
+
+    pool: str
+    request_id: str
+    recorded: list[Choice]
+    replayed: list[Choice]
+
+    @property
+    def is_same(self) -> bool:
+        """Same workers in the same order, believed to hold the same."""
+        return self.recorded == self.replayed
+
+
+def read_record(path: Path) -> Iterator[AnyLine]:
+    """The lines of a record; a last one that was cut off is left out.
+
+    Raises:
+        ConfigError: A line is not of such a record; says which.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield _decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"{path}, line {number}: not of a record: {error}") from error
+
+
+class _Pool:
+    """One pool of a record: its policy, and what it is shown next."""
+
+    def __init__(self, began: Began, make: Callable[[str, PolicyOptions], Policy]) -> None:
+        self.now = 0.0
+        options = PolicyOptions(**began.options, clock=lambda: self.now)
+        self.policy = make(began.policy, options)
+        self.view = PoolView(())
+
+    def choose(self, line: Chose) -> list[Choice]:
+        self.now = line.now
+        for name in COLUMNS:
+            getattr(self.view, name)[:] = line.columns.get(name, 0)
+        return self.policy.choose(self.view, _request(line.request), line.count)
+
+    def tell(self, line: Told) -> None:
+        index = self.policy.index
+        if index is None:  # of a policy that is replayed in the place of another one
+            return
+        if line.how in _INDEX_CALLS:
+            getattr(index, line.how)(line.worker_id, line.epoch, line.keys)
+        else:
+            index.forget(line.worker_id)
+
+
+def replay(
+    lines: Iterable[AnyLine], make: Callable[[str, PolicyOptions], Policy]
+) -> Iterator[Decision]:
+    """Shows policies what they were shown then.
+
+    Args:
+        lines: Of a record, from its beginning.
+        make: Makes the policies; `make_policy`, or something that makes others to compare.
+
+    Yields:
+        Every choice.
+
+    Raises:
+        ConfigError: A pool's first line is missing.
+    """
+    pools: dict[str, _Pool] = {}
+    for line in lines:
+        if isinstance(line, Began):
+            pools[line.pool] = _Pool(line, make)
+            continue
+        if line.pool not in pools:
+            raise ConfigError(f"the record has no beginning of {line.pool}")
+        pool = pools[line.pool]
+        match line:
+            case Chose():
+                recorded = [Choice(*pair) for pair in line.chosen]
+                yield Decision(line.pool, line.request.request_id, recorded, pool.choose(line))
+            case Members():
+                pool.view = PoolView(line.workers)
+            case Told():
+                pool.tell(line)
+            case Cleared():
+                if pool.policy.index is not None:
+                    pool.policy.index.clear()
+            case Flushed():
+                pool.policy.flush()
+
+
+def _request(asked: Asked) -> RoutingRequest:
+    return RoutingRequest(
+        request_id=asked.request_id,
+        prompt_ids=asked.prompt_ids,
+        cache_salt=asked.cache_salt,
+        routing_key=asked.routing_key,
+        prefill_host=asked.prefill_host,
+        first_token_s=asked.first_token_s,
+        adapter=asked.adapter,
+    )
