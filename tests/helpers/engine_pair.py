@@ -34,7 +34,9 @@ _NEEDS_NIXL = pytest.mark.needs("nixl")
 WAYS = [
     pytest.param({"transport": "data"}, id="data"),
     pytest.param({"transport": "nixl"}, id="nixl", marks=_NEEDS_NIXL),
-    pytest.param({"transport": "data", "force_staging": True}, id="data-staged"),
+    pytest.param(
+        {"transport": "data", "force_staging": True, "staging_memory": "device"}, id="data-staged"
+    ),
     pytest.param({"transport": "nixl", "force_staging": True}, id="nixl-staged", marks=_NEEDS_NIXL),
 ]
 """Settings of engines for each way that pages travel."""

@@ -242,10 +242,11 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        told: int | None = None
         while True:
             while self.is_frozen:
                 await asyncio.sleep(0.01)
-            yield worker_pb2.WatchLoadResponse(
+            response = worker_pb2.WatchLoadResponse(
                 worker_id=self.worker_id,
                 epoch=self.epoch,
                 loop_age=duration(self.loop_age_s),
@@ -257,9 +258,15 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 prefill_tokens_per_second=self.prefill_tokens_per_second,
                 decode_step=duration(self.decode_step_s),
                 decode_step_requests=self.decode_step_requests,
-                adapters=[] if self.adapters is None else self.adapters.statuses(),
-                adapter_generation=0 if self.adapters is None else self.adapters.generation,
             )
+            if self.adapters is not None:
+                news = self.adapters.news(told)
+                response.adapters.extend(news.statuses)
+                response.gone_adapters.extend(news.gone)
+                response.adapters_are_changes = not news.is_all
+                response.adapter_generation = self.adapters.generation
+                told = news.sequence if request.adapter_changes else None
+            yield response
             await asyncio.sleep(request.interval.ToNanoseconds() / 1e9 or 0.2)
 
     # DecodeService

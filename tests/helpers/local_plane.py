@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-import numpy as np
 from weft.engine.engine import Engine
 from weft.engine.transfer.handle import NixlTargetInfo
 from weft.engine.transfer.nixl import Notification
+from weft.engine.transfer.window import PoolWindow
 
 VERSION = "local"
 
@@ -17,17 +17,19 @@ VERSION = "local"
 class LocalReceiver:
     """Plays `ReceiveAgent` over an owner's window."""
 
-    def __init__(self, pages: np.ndarray) -> None:
-        self.pages = pages
+    def __init__(self, window: PoolWindow) -> None:
+        self.pages = window.pages
+        region = window.region()
         self._arrived: deque[Notification] = deque()
         self._target = NixlTargetInfo(
             version=VERSION,
             agent_name="local",
             agent_metadata=b"",
             agent_metadata_digest=b"",
-            base_address=pages.ctypes.data,
-            page_bytes=pages.shape[1],
-            num_pages=pages.shape[0],
+            base_address=region.address,
+            page_bytes=region.page_bytes,
+            num_pages=region.num_pages,
+            memory_type=region.memory_type,
         )
 
     def target(self) -> NixlTargetInfo:
@@ -52,8 +54,8 @@ class LocalReceiver:
 class LocalSenders:
     """Plays `SendAgents` from a filler's window into owners' windows."""
 
-    def __init__(self, pages: np.ndarray, receivers: dict[int, LocalReceiver]) -> None:
-        self._pages = pages
+    def __init__(self, window: PoolWindow, receivers: dict[int, LocalReceiver]) -> None:
+        self._pages = window.pages
         self._receivers = receivers
 
     def connect(self, owner: object, target: NixlTargetInfo) -> None:
@@ -71,7 +73,7 @@ class LocalSenders:
         check()
         receiver = self._receivers[target.base_address]
         for local, remote in zip(local_pages, remote_pages, strict=True):
-            np.copyto(receiver.pages[remote], self._pages[local])
+            receiver.pages[remote] = self._pages[local]
         parsed = Notification.parse(notification)
         assert parsed is not None
         receiver.arrived(parsed)
@@ -87,12 +89,11 @@ class LocalSenders:
 def join_planes(owner: Engine, fillers: Sequence[Engine]) -> None:
     """Lets the fillers write into the owner's window; engines of transport `data`, not used yet."""
     plane = owner.parts.plane
-    receiver = LocalReceiver(plane._window.pages)
+    receiver = LocalReceiver(plane._window)
     plane._receiver = receiver  # type: ignore[assignment]
     for filler in fillers:
-        senders = LocalSenders(
-            filler.parts.plane._window.pages, {receiver.target().base_address: receiver}
-        )
+        receivers = {receiver.target().base_address: receiver}
+        senders = LocalSenders(filler.parts.plane._window, receivers)
         filler.parts.plane._senders = senders  # type: ignore[assignment]
         filler.parts.plane.shipper._agents = senders  # type: ignore[assignment]
         filler.filler._nixl_version = VERSION

@@ -198,7 +198,7 @@ class System:
         self.pages = RequestPages(self.memory, cache, PAGE)
         self._files = PageFiles(folder)
         parts = TierParts(
-            host=host_tier(num_slots[0], PAGE_BYTES, order),
+            host=host_tier(num_slots[0], PAGE_BYTES, order)[0],
             disk=disk_tier(self._files, num_slots[1] * PAGE_BYTES, PAGE_BYTES, order),
             files=self._files,
             make_pool=lambda: HostPool(self.rows),

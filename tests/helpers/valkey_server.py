@@ -29,26 +29,45 @@ def server_binary() -> str:
 
 
 class ValkeyServer:
-    """One server process; keeps nothing on disk but a cluster's map."""
+    """One server process; keeps nothing on disk but a cluster's map.
 
-    def __init__(self, folder: Path, *flags: str, port: int = 0) -> None:
+    Args:
+        folder: For its log.
+        flags: Further ones.
+        port: 0: any.
+        tls: Folder of `weft certs`: it speaks TLS alone, with the certificate of `valkey`, and
+            wants one of its clients.
+    """
+
+    def __init__(self, folder: Path, *flags: str, port: int = 0, tls: Path | None = None) -> None:
         self.port = port or _free_port()
         self._folder = folder / str(self.port)
         self._folder.mkdir(exist_ok=True)
         self._flags = flags
+        self._tls = tls
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
     def url(self) -> str:
-        return f"valkey://127.0.0.1:{self.port}"
+        if self._tls is None:
+            return f"valkey://127.0.0.1:{self.port}"
+        return self.tls_url(self._tls / "ca.pem", self._tls)
+
+    def tls_url(self, authority: Path, own: Path | None) -> str:
+        """As a store that trusts an authority, with the store's certificate of a folder or none."""
+        files = {"ssl_ca_certs": authority}
+        if own is not None:
+            files |= {"ssl_certfile": own / "kvstore.pem", "ssl_keyfile": own / "kvstore-key.pem"}
+        query = "&".join(f"{name}={path}" for name, path in files.items())
+        return f"valkeys://127.0.0.1:{self.port}?{query}"
 
     def start(self) -> None:
         """Starts it, with nothing in it, on the same port as before."""
         libraries = ":".join(str(folder) for folder in (UNPACKED / "usr/lib").glob("*-linux-gnu"))
         command = [
             server_binary(),
-            *("--port", str(self.port)),
+            *self._port_flags(),
             *("--bind", "127.0.0.1"),
             *("--dir", str(self._folder)),
             *("--save", ""),
@@ -67,9 +86,18 @@ class ValkeyServer:
             assert time.monotonic() < deadline, "the server does not answer"
             time.sleep(0.02)
 
+    def _port_flags(self) -> list[str]:
+        if self._tls is None:
+            return ["--port", str(self.port)]
+        flags = ["--port", "0", "--tls-port", str(self.port)]
+        files = {"cert": "valkey.pem", "key": "valkey-key.pem", "ca-cert": "ca.pem"}
+        for kind, name in files.items():
+            flags += [f"--tls-{kind}-file", str(self._tls / name)]
+        return flags
+
     def client(self) -> Valkey:
         """A plain client of this server alone."""
-        return Valkey(host="127.0.0.1", port=self.port, socket_timeout=10)
+        return Valkey.from_url(self.url, socket_timeout=10)
 
     def page_names(self) -> list[bytes]:
         """Names of the pages in it."""
@@ -95,9 +123,9 @@ class ValkeyServer:
 
 
 @contextlib.contextmanager
-def valkey_server(folder: Path, *flags: str) -> Iterator[ValkeyServer]:
+def valkey_server(folder: Path, *flags: str, tls: Path | None = None) -> Iterator[ValkeyServer]:
     """A server of its own."""
-    server = ValkeyServer(folder, *flags)
+    server = ValkeyServer(folder, *flags, tls=tls)
     try:
         yield server
     finally:

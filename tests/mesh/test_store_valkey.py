@@ -129,3 +129,17 @@ def test_chats_are_pinned_and_shown(mesh: TinyMesh, greedy: Greedy) -> None:
     assert "decode-0: 1 sessions pin" in shown
     ask(mesh, prompt, session_id="chat", end_session=True)
     wait_until(lambda: status(mesh)["decode-0"]["sessions"] == 0, 30)
+
+
+def test_a_chat_is_ended_without_a_request(mesh: TinyMesh) -> None:
+    prompts = {name: prompt_of() for name in ("one", "two")}
+    for name, prompt in prompts.items():
+        ask(mesh, prompt, session_id=name)
+    wait_until(lambda: status(mesh)["decode-0"]["sessions"] == 2, 30)
+    ending = {"session_id": "one"}
+    answer = httpx.post(f"{mesh.url}/v1/end_session", json=ending, timeout=30, trust_env=False)
+    assert (answer.status_code, answer.json()) == (200, {"status": "success", "workers": 1})
+    wait_until(lambda: status(mesh)["decode-0"]["sessions"] == 1, 30)
+    again = ask(mesh, prompts["two"], session_id="two", end_session=True)
+    assert int(again["weft"]["timeline"]["matched_tokens"]) >= NUM_PAGES * PAGE
+    wait_until(lambda: status(mesh)["decode-0"]["sessions"] == 0, 30)

@@ -219,4 +219,4 @@ async def test_drafts_are_verified_and_change_nothing(
             accepted += answer.timeline.accepted_tokens
             assert answer.timeline.steps <= DRAFTED_TOKENS + 1 - answer.timeline.accepted_tokens
     print(f"{accepted} of {drafted} drafts were right")
-    assert accepted > 0.2 * drafted > 0
+    assert accepted > 0.1 * drafted > 0  # wrong ones: none

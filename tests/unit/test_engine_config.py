@@ -53,3 +53,9 @@ def test_steps_overlap_on_a_gpu_or_where_it_is_asked_for(
     overlap: Any, device: str, is_overlapped: bool
 ) -> None:
     assert EngineConfig(**ALONE, device=device, overlap=overlap).is_overlapped == is_overlapped
+
+
+def test_steps_on_a_gpu_have_room_for_decodes_beside_their_prompts() -> None:
+    assert EngineConfig(**ALONE).decodes_beside == 0
+    assert EngineConfig(**ALONE, device="cuda:1").decodes_beside == 64
+    assert EngineConfig(**ALONE, device="cuda", max_running_requests=5).decodes_beside == 5

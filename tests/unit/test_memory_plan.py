@@ -45,15 +45,16 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(512, 4096), (1000, 300), (64, 64)])
-def test_the_largest_step_is_well_formed(tokens: int, context: int) -> None:
+@pytest.mark.parametrize("max_logits", [8, 48, 128])
+def test_the_largest_step_is_well_formed(tokens: int, context: int, max_logits: int) -> None:
     layout = PlaneLayout(page_size=16, layers=1, heads=1, dim=8, dtype="float32")
-    step = largest_step(8, tokens, context, layout)
+    step = largest_step(8, tokens, context, layout, max_logits)
     lengths = np.diff(step.cu_q_lens)
     assert lengths.sum() == len(step.token_ids) == len(step.positions) == tokens
     assert lengths.max() == step.max_q_len <= context
     assert step.kv_lens.tolist() == lengths.tolist()
     assert step.slots.max() < layout.page_size
-    assert len(step.logits_rows) == 8
+    assert len(step.logits_rows) == min(max_logits, tokens)
 
 
 def test_sampling_has_room_for_all_requests() -> None:

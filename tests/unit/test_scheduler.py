@@ -13,6 +13,7 @@ from weft.engine.errors import DeadlineExceeded
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies import PolicyName
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
+from weft.engine.scheduler.step_sizes import fitting_budget
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
@@ -42,6 +43,7 @@ def test_every_request_ends_whatever_the_load(
         max_running,
         by_priority=policy == "priority",
         preemption_threshold=threshold if policy == "priority" else None,
+        decodes_beside=rng.randrange(4),
     )
     bench = Bench(
         rng,
@@ -231,3 +233,51 @@ def test_what_a_leader_computes_is_no_longer_queued_for_those_that_follow() -> N
     bench.step()
     bench.step()
     assert bench.scheduler.num_queued_tokens <= 2
+
+
+def test_prompts_beside_decodes_fill_what_a_step_is_padded_to() -> None:
+    sizes = [16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 4096, 5120]
+    # Nearer above, nearer below, no room below for a few prompt tokens, nothing large enough.
+    assert fitting_budget(2, 3900, sizes) == 4094
+    assert fitting_budget(2, 4400, sizes) == 4094
+    assert fitting_budget(2, 4700, sizes) == 5118
+    assert fitting_budget(100, 32, sizes) == 156
+    assert fitting_budget(2, 5600, sizes) == 5118
+    assert fitting_budget(2, 9000, sizes) == 9000
+    assert fitting_budget(7, 333, []) == 333
+    rng = random.Random(8)
+    for _ in range(1000):
+        others, budget = rng.randrange(300), rng.randrange(32, 6000)
+        fitting = fitting_budget(others, budget, sizes)
+        assert fitting >= 7 * budget // 8
+        assert fitting == budget or others + fitting in sizes
+
+
+def test_a_step_with_decodes_is_filled_to_its_size() -> None:
+    bench = Bench(random.Random(5), 400, SchedulerLimits(PAGE, 40 * PAGE, 40 * PAGE, 8))
+    bench.scheduler.prompt_tokens_beside_decode = lambda: 17 * PAGE
+    bench.scheduler.step_sizes = [4 * PAGE, 20 * PAGE, 30 * PAGE]
+    decoding = [bench.add(4, 1000) for _ in range(3)]
+    bench.step()
+    prompts = [bench.add(33 * PAGE, 5), bench.add(33 * PAGE, 5)]
+    bench.step()
+    assert all(request.num_generated == 2 for request in decoding)
+    assert sum(request.num_computed for request in prompts) == 19 * PAGE
+
+
+def test_decodes_leave_a_step_its_room_for_prompts() -> None:
+    limits = SchedulerLimits(PAGE, 64 * PAGE, 32 * PAGE, 6, decodes_beside=3)
+    bench = Bench(random.Random(6), 800, limits)
+    decoding = [bench.add(4, 1000) for _ in range(3)]
+    bench.step()
+    prompts = [bench.add(32 * PAGE, 5), bench.add(32 * PAGE, 5)]
+    bench.step()
+    assert all(request.num_generated == 2 for request in decoding)
+    assert all(request.num_generated == 1 for request in prompts)
+    # One more than there is room for.
+    late = bench.add(64 * PAGE, 5)
+    bench.step()
+    assert late.num_computed == 32 * PAGE
+    bench.add(4, 5)
+    bench.step()
+    assert late.num_generated == 1

@@ -29,8 +29,10 @@ from weft.common.authorize import SERVICES
 from weft.common.tls import TlsFiles, service_name
 from weft.engine.errors import ConfigError, WeftError
 
-FRONT = ("gateway", "rest")
+FRONT = ("gateway", "rest", "valkey")
 """Services that clients reach by the names of their hosts."""
+FURTHER = ("valkey",)
+"""Servers that are none of the mesh's, and get a certificate only if they are named."""
 _AUTHORITY_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
 """For hosts whose clocks are a little late."""
@@ -167,15 +169,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--service",
         action="append",
-        choices=SERVICES,
-        help="only this service's certificate; may be repeated; default: all",
+        choices=(*SERVICES, *FURTHER),
+        help="only this service's certificate; may be repeated; default: all of the mesh; valkey = "
+        "a Valkey or Redis server that keeps pages",
     )
     parser.add_argument(
         "--host",
         action="append",
         default=[],
         metavar="NAME",
-        help="further DNS name or IP address of gateway and REST edge; may be repeated",
+        help="further DNS name or IP address of gateway, REST edge and Valkey; may be repeated",
     )
     parser.add_argument("--days", type=int, default=90, help="lifetime of the certificates")
     return parser

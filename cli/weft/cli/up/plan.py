@@ -15,6 +15,7 @@ from weft.cli.up.process import ServiceSpec
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
 from weft.common.settings import list_text
+from weft.engine.models.eagle_config import head_kind
 
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
@@ -202,7 +203,9 @@ def _worker(
         ),
     ]
     if role == "decode":
-        drafter = settings.drafter or ("eagle3" if settings.draft_dir else None)
+        drafter = settings.drafter or (
+            head_kind(settings.draft_dir) if settings.draft_dir else None
+        )
         local = settings.local_prefill_max_tokens
         command += _flags({"local-prefill-max-tokens": local, "drafter": drafter})
     return command + shlex.split(

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import random
 import socket
+from pathlib import Path
 
 from weft.engine.errors import ConfigError
+
+_FIRST_PORT = 20_000
+"""Of those that are given out."""
+_TRIES = 1000
+"""Ports that are taken, before it is up to the system."""
+_LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last of the ports that the system gives to outgoing connections."""
 
 
 def check_free(host: str, port: int, flag: str) -> None:
@@ -22,17 +32,38 @@ def check_free(host: str, port: int, flag: str) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports that nobody listens on now, all different."""
-    held = [_bind(host, 0) for _ in range(count)]
-    ports = [int(taken.getsockname()[1]) for taken in held]
-    for taken in held:
-        taken.close()
-    return ports
+    """Ports that nobody listens on now, all different.
+
+    Raises:
+        ConfigError: The address is not this machine's, or there are no free ports.
+    """
+    held: list[socket.socket] = []
+    num_taken = 0
+    try:
+        while len(held) < count:
+            port = _any_port() if num_taken < _TRIES else 0
+            try:
+                held.append(_bind(host, port))
+            except OSError as error:
+                num_taken += 1
+                if error.errno != errno.EADDRINUSE or not port:
+                    raise ConfigError(
+                        f"no free ports on {host}: {error.strerror}; close other programs' or end "
+                        "other meshes"
+                    ) from error
+        return [int(taken.getsockname()[1]) for taken in held]
+    finally:
+        for taken in held:
+            taken.close()
 
 
 def free_run(host: str, count: int) -> int:
-    """The first of so many ports in a row that nobody listens on now."""
-    while True:
+    """The first of so many ports in a row that nobody listens on now.
+
+    Raises:
+        ConfigError: The address is not this machine's, or there are no such ports.
+    """
+    for _ in range(_TRIES):
         first = free_ports(host, 1)[0]
         held: list[socket.socket] = []
         try:
@@ -44,6 +75,16 @@ def free_run(host: str, count: int) -> int:
             for taken in held:
                 taken.close()
         return first
+    raise ConfigError(f"no {count} free ports in a row on {host}")
+
+
+def _any_port() -> int:
+    """One that no outgoing connection takes before its server listens; 0: the system chooses."""
+    try:
+        end = int(_LOCAL_PORTS.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return random.randrange(_FIRST_PORT, end) if end > _FIRST_PORT else 0
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -54,6 +54,8 @@ class OpenAIServiceStub:
     """Loads a LoRA adapter and answers once all serving workers hold it; vLLM's JSON."""
     UnloadLoraAdapter: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON."""
+    EndSession: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession)."""
     Ready: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """200 while at least one worker of every needed role serves."""
     OpenApi: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
@@ -83,6 +85,8 @@ class OpenAIServiceAsyncStub(OpenAIServiceStub):
     """Loads a LoRA adapter and answers once all serving workers hold it; vLLM's JSON."""
     UnloadLoraAdapter: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON."""
+    EndSession: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession)."""
     Ready: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """200 while at least one worker of every needed role serves."""
     OpenApi: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -157,6 +161,14 @@ class OpenAIServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON."""
+
+    @_abc_1.abstractmethod
+    def EndSession(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession)."""
 
     @_abc_1.abstractmethod
     def Ready(

@@ -286,6 +286,9 @@ class WatchLoadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_FIELD_NUMBER: _builtins.int
+    ADAPTER_CHANGES_FIELD_NUMBER: _builtins.int
+    adapter_changes: _builtins.bool
+    """The caller adds changes of adapters to what it was told before on this stream."""
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
         """Default 200 ms, least 20 ms."""
@@ -294,10 +297,11 @@ class WatchLoadRequest(_message.Message):
         self,
         *,
         interval: _duration_pb2.Duration | None = ...,
+        adapter_changes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_changes", b"adapter_changes", "interval", b"interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,6 +356,8 @@ class WatchLoadResponse(_message.Message):
     PINNED_PAGES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     ADAPTER_GENERATION_FIELD_NUMBER: _builtins.int
+    ADAPTERS_ARE_CHANGES_FIELD_NUMBER: _builtins.int
+    GONE_ADAPTERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     draining: _builtins.bool
@@ -385,6 +391,10 @@ class WatchLoadResponse(_message.Message):
     """Of the registry that `adapters` answers: what is registered later the worker has not seen yet.
     0 = it has no adapter root, or has not read it.
     """
+    adapters_are_changes: _builtins.bool
+    """`adapters` are those alone that have changed since the last message of this stream; never set in
+    its first one, nor where the request did not ask for it.
+    """
     @_builtins.property
     def loop_age(self) -> _duration_pb2.Duration:
         """Age of the engine's last loop turn when this was sent: stale means dead for routing."""
@@ -409,7 +419,13 @@ class WatchLoadResponse(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterStatus]:
-        """All adapters that this worker has, or has tried to load."""
+        """All adapters that this worker has, or has tried to load; or some of them, see
+        `adapters_are_changes`.
+        """
+
+    @_builtins.property
+    def gone_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """With it: digests of those that are no more."""
 
     def __init__(
         self,
@@ -439,10 +455,12 @@ class WatchLoadResponse(_message.Message):
         pinned_pages: _builtins.int = ...,
         adapters: _abc.Iterable[Global___AdapterStatus] | None = ...,
         adapter_generation: _builtins.int = ...,
+        adapters_are_changes: _builtins.bool = ...,
+        gone_adapters: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step", b"decode_step", "loop_age", b"loop_age", "stale_after", b"stale_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_generation", b"adapter_generation", "adapters", b"adapters", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "loop_age", b"loop_age", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "request_tokens", b"request_tokens", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_generation", b"adapter_generation", "adapters", b"adapters", "adapters_are_changes", b"adapters_are_changes", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "gone_adapters", b"gone_adapters", "loop_age", b"loop_age", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "request_tokens", b"request_tokens", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

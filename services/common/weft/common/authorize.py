@@ -46,6 +46,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.OpenAIService/RetrieveModel": _FRONT,
     "/weft.v1.OpenAIService/TokenizeText": _FRONT,
     "/weft.v1.OpenAIService/DetokenizeTokens": _FRONT,
+    "/weft.v1.OpenAIService/EndSession": _FRONT,
     "/weft.v1.OpenAIService/Ready": _FRONT,
     "/weft.v1.OpenAIService/OpenApi": _FRONT,
     # Requests come from gateways alone: they have checked tenants and limits.

@@ -53,6 +53,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         first = await first_message(request_iterator)
         if first is None or first.WhichOneof("request") != "hello":
             raise InvalidRequest("the first message of a Session is `hello`", param="request")
+        self._engine.require()
         number = next(self._numbers)
         ping_interval_s = first.hello.ping_interval.ToNanoseconds() / 1e9
         session = self._sessions[number] = Session(

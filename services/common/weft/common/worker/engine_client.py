@@ -116,14 +116,22 @@ class EngineClient:
         """Time since the engine's last word."""
         return time.monotonic() - self.last_turn_at
 
+    def require(self) -> None:
+        """Does nothing while the engine runs.
+
+        Raises:
+            PeerUnavailable: It is gone.
+        """
+        if self.gone.done():
+            raise PeerUnavailable(f"the engine is gone: {self.gone.result()}", stage="decode")
+
     def send(self, inbox: Inbox) -> None:
         """Sends an inbox with everything else of this turn of the loop.
 
         Raises:
             PeerUnavailable: the engine is gone.
         """
-        if self.gone.done():
-            raise PeerUnavailable(f"the engine is gone: {self.gone.result()}", stage="decode")
+        self.require()
         if self._pending is None:
             self._pending = inbox
             self._loop.call_soon(self._flush)

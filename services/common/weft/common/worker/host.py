@@ -183,7 +183,13 @@ async def run_worker(
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         service.add_to(server.grpc)
-        registry.register(EngineCollector(lambda: engine.load, lambda: engine.loop_age_s))
+        registry.register(
+            EngineCollector(
+                lambda: engine.load,
+                lambda: engine.loop_age_s,
+                lambda: () if adapters is None else adapters.states,
+            )
+        )
         engine_pid = info.engine_pid
         ProcessCollector(namespace="weft_engine", pid=lambda: engine_pid, registry=registry)
         await server.start((service.name, "weft.v1.WorkerService"))

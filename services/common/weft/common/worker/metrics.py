@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -80,13 +80,18 @@ class EngineCollector(Collector):
     Args:
         load: the newest report, None before the first.
         loop_age_s: age of the engine's last turn.
+        adapters: all that the engine has.
     """
 
     def __init__(
-        self, load: Callable[[], LoadReport | None], loop_age_s: Callable[[], float]
+        self,
+        load: Callable[[], LoadReport | None],
+        loop_age_s: Callable[[], float],
+        adapters: Callable[[], Collection[AdapterState]] = tuple,
     ) -> None:
         self._load = load
         self._loop_age_s = loop_age_s
+        self._adapters = adapters
 
     def collect(self) -> Iterator[Metric]:
         """Metrics now."""
@@ -95,7 +100,7 @@ class EngineCollector(Collector):
             return
         yield from _gauges(load, self._loop_age_s())
         yield from tier_metrics(load.tiers)
-        yield from _adapter_metrics(load.adapters)
+        yield from _adapter_metrics(self._adapters())
         for name, value in load.counters.items():
             if name == "open_fills":
                 yield GaugeMetricFamily("weft_open_fills", "Leases not closed yet", value)
@@ -133,7 +138,7 @@ def tier_metrics(tiers: Sequence[TierReport]) -> Iterator[Metric]:
         yield family
 
 
-def _adapter_metrics(adapters: Sequence[AdapterState]) -> Iterator[Metric]:
+def _adapter_metrics(adapters: Collection[AdapterState]) -> Iterator[Metric]:
     """How many adapters are where; names are for `weft status`, there may be thousands."""
     count = GaugeMetricFamily(
         "weft_adapters",

@@ -202,8 +202,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         interval = DEFAULT_INTERVAL_S
         if request.HasField("interval"):
             interval = max(LEAST_INTERVAL_S, request.interval.ToNanoseconds() / 1e9)
+        told: int | None = None
         while not self._engine.gone.done():
-            yield self._load()
+            response = self._load()
+            if self._adapters is not None:
+                news = self._adapters.news(told)
+                response.adapters.extend(news.statuses)
+                response.gone_adapters.extend(news.gone)
+                response.adapters_are_changes = not news.is_all
+                response.adapter_generation = self._adapters.generation
+                told = news.sequence if request.adapter_changes else None
+            yield response
             await asyncio.sleep(interval)
         raise PeerUnavailable(f"the engine is gone: {self._engine.gone.result()}", stage="engine")
 
@@ -227,7 +236,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker_id=self._worker_id, epoch=self._info.epoch
         )
         if self._adapters is not None:
-            response.adapters.extend(self._adapters.statuses(self._engine.load))
+            response.adapters.extend(self._adapters.statuses())
             response.adapter_generation = self._adapters.generation
         return response
 
@@ -292,9 +301,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load = self._engine.load
         if load is None:
             return response
-        if self._adapters is not None:
-            response.adapters.extend(self._adapters.statuses(load))
-            response.adapter_generation = self._adapters.generation
         response.stale_after.CopyFrom(duration(load.stale_after_s))
         response.draining = load.is_draining
         response.running_requests = load.running_requests

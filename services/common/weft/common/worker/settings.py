@@ -50,7 +50,10 @@ class WorkerSettings(PageSettings):
     )
     max_waiting_requests: int = Field(1024, ge=1, description="requests queued behind those")
     max_step_tokens: int | None = Field(
-        None, ge=16, description="new tokens in one step; default 512, on a GPU 8192"
+        None,
+        ge=16,
+        description="new tokens in one step; default 512, on a GPU 8192 (there up to 64 running "
+        "requests' tokens come beside them)",
     )
     prefill_chunk_tokens: int | None = Field(
         None,
@@ -139,6 +142,13 @@ class WorkerSettings(PageSettings):
         description="device memory of adapters, in bytes; default what max_loras adapters of rank "
         "16 take that change every projection",
     )
+    lora_projections: str = Field(
+        "",
+        description="what adapters may change, which shares that memory, as names with commas "
+        "between: q, k, v, o, gate, up, down; embed_tokens, lm_head; experts, or shared_experts "
+        "where all of them share A of gate and up and B of down; default the first seven, as far "
+        "as the model has them",
+    )
     lora_host_bytes: int = Field(
         4 << 30,
         ge=1 << 20,
@@ -209,8 +219,14 @@ class WorkerSettings(PageSettings):
     staging_bytes: int | None = Field(
         None,
         ge=1 << 12,
-        description="host memory that pages pass through on their way from and to a KV pool on a "
-        "GPU, in bytes; default 2 GiB, or as much as the pool",
+        description="memory that pages pass through on their way from and to a KV pool on a GPU, "
+        "in bytes; default 2 GiB, or as much as a pool whose size is given",
+    )
+    staging_memory: Literal["auto", "host", "device"] = Field(
+        "auto",
+        description="whose memory that is: `device` = the GPU's own, which other GPUs of the host "
+        "reach over NVLink; auto = device where NIXL works, another GPU of the host can reach it "
+        "and no KV store is there",
     )
     force_staging: bool = Field(
         False, description="stage the pages of a KV pool on a CPU too (tests; slower)"
@@ -241,6 +257,7 @@ class WorkerSettings(PageSettings):
         values |= {"role": role, "worker_id": worker_id, "model_name": self.served_name}
         values |= {"has_store": bool(self.kvstore), "transport": self.page_transport}
         values |= {"enable_lora": self.adapter_root is not None}
+        values |= {"lora_projections": _names(self.lora_projections)}
         sizes = _GPU_SIZES if self.device.startswith("cuda") else _CPU_SIZES
         values |= {name: size for name, size in sizes.items() if values[name] is None}
         return EngineConfig(**values)
@@ -248,9 +265,14 @@ class WorkerSettings(PageSettings):
     @property
     def kvstores(self) -> list[str]:
         """Addresses of the KV store's replicas."""
-        return [address.strip() for address in self.kvstore.split(",") if address.strip()]
+        return list(_names(self.kvstore))
 
     @property
     def served_name(self) -> str:
         """Name of the served model."""
         return self.model_name or self.model_dir.resolve().name
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """What is between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

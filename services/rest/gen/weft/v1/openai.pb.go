@@ -74,7 +74,7 @@ const file_weft_v1_openai_proto_rawDesc = "" +
 	"\n" +
 	"\x14weft/v1/openai.proto\x12\aweft.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a\x1bgoogle/protobuf/empty.proto\",\n" +
 	"\x14RetrieveModelRequest\x12\x14\n" +
-	"\x05model\x18\x01 \x01(\tR\x05model2\x83\a\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model2\xd9\a\n" +
 	"\rOpenAIService\x12`\n" +
 	"\x0fChatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/v1/chat/completions0\x01\x12W\n" +
 	"\vCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/v1/completions0\x01\x12J\n" +
@@ -84,7 +84,9 @@ const file_weft_v1_openai_proto_rawDesc = "" +
 	"\fTokenizeText\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/tokenize\x12V\n" +
 	"\x10DetokenizeTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x16\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/detokenize\x12_\n" +
 	"\x0fLoadLoraAdapter\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\" \x82\xd3\xe4\x93\x02\x1a:\x01*\"\x15/v1/load_lora_adapter\x12c\n" +
-	"\x11UnloadLoraAdapter\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\"\x82\xd3\xe4\x93\x02\x1c:\x01*\"\x17/v1/unload_lora_adapter\x12F\n" +
+	"\x11UnloadLoraAdapter\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\"\x82\xd3\xe4\x93\x02\x1c:\x01*\"\x17/v1/unload_lora_adapter\x12T\n" +
+	"\n" +
+	"EndSession\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/v1/end_session\x12F\n" +
 	"\x05Ready\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\x12\a/readyz\x12N\n" +
 	"\aOpenApi\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x15\x82\xd3\xe4\x93\x02\x0f\x12\r/openapi.jsonB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3"
 
@@ -115,20 +117,22 @@ var file_weft_v1_openai_proto_depIdxs = []int32{
 	1,  // 5: weft.v1.OpenAIService.DetokenizeTokens:input_type -> google.api.HttpBody
 	1,  // 6: weft.v1.OpenAIService.LoadLoraAdapter:input_type -> google.api.HttpBody
 	1,  // 7: weft.v1.OpenAIService.UnloadLoraAdapter:input_type -> google.api.HttpBody
-	2,  // 8: weft.v1.OpenAIService.Ready:input_type -> google.protobuf.Empty
-	2,  // 9: weft.v1.OpenAIService.OpenApi:input_type -> google.protobuf.Empty
-	1,  // 10: weft.v1.OpenAIService.ChatCompletions:output_type -> google.api.HttpBody
-	1,  // 11: weft.v1.OpenAIService.Completions:output_type -> google.api.HttpBody
-	1,  // 12: weft.v1.OpenAIService.Models:output_type -> google.api.HttpBody
-	1,  // 13: weft.v1.OpenAIService.RetrieveModel:output_type -> google.api.HttpBody
-	1,  // 14: weft.v1.OpenAIService.TokenizeText:output_type -> google.api.HttpBody
-	1,  // 15: weft.v1.OpenAIService.DetokenizeTokens:output_type -> google.api.HttpBody
-	1,  // 16: weft.v1.OpenAIService.LoadLoraAdapter:output_type -> google.api.HttpBody
-	1,  // 17: weft.v1.OpenAIService.UnloadLoraAdapter:output_type -> google.api.HttpBody
-	1,  // 18: weft.v1.OpenAIService.Ready:output_type -> google.api.HttpBody
-	1,  // 19: weft.v1.OpenAIService.OpenApi:output_type -> google.api.HttpBody
-	10, // [10:20] is the sub-list for method output_type
-	0,  // [0:10] is the sub-list for method input_type
+	1,  // 8: weft.v1.OpenAIService.EndSession:input_type -> google.api.HttpBody
+	2,  // 9: weft.v1.OpenAIService.Ready:input_type -> google.protobuf.Empty
+	2,  // 10: weft.v1.OpenAIService.OpenApi:input_type -> google.protobuf.Empty
+	1,  // 11: weft.v1.OpenAIService.ChatCompletions:output_type -> google.api.HttpBody
+	1,  // 12: weft.v1.OpenAIService.Completions:output_type -> google.api.HttpBody
+	1,  // 13: weft.v1.OpenAIService.Models:output_type -> google.api.HttpBody
+	1,  // 14: weft.v1.OpenAIService.RetrieveModel:output_type -> google.api.HttpBody
+	1,  // 15: weft.v1.OpenAIService.TokenizeText:output_type -> google.api.HttpBody
+	1,  // 16: weft.v1.OpenAIService.DetokenizeTokens:output_type -> google.api.HttpBody
+	1,  // 17: weft.v1.OpenAIService.LoadLoraAdapter:output_type -> google.api.HttpBody
+	1,  // 18: weft.v1.OpenAIService.UnloadLoraAdapter:output_type -> google.api.HttpBody
+	1,  // 19: weft.v1.OpenAIService.EndSession:output_type -> google.api.HttpBody
+	1,  // 20: weft.v1.OpenAIService.Ready:output_type -> google.api.HttpBody
+	1,  // 21: weft.v1.OpenAIService.OpenApi:output_type -> google.api.HttpBody
+	11, // [11:22] is the sub-list for method output_type
+	0,  // [0:11] is the sub-list for method input_type
 	0,  // [0:0] is the sub-list for extension type_name
 	0,  // [0:0] is the sub-list for extension extendee
 	0,  // [0:0] is the sub-list for field type_name

@@ -29,6 +29,7 @@ const (
 	OpenAIService_DetokenizeTokens_FullMethodName  = "/weft.v1.OpenAIService/DetokenizeTokens"
 	OpenAIService_LoadLoraAdapter_FullMethodName   = "/weft.v1.OpenAIService/LoadLoraAdapter"
 	OpenAIService_UnloadLoraAdapter_FullMethodName = "/weft.v1.OpenAIService/UnloadLoraAdapter"
+	OpenAIService_EndSession_FullMethodName        = "/weft.v1.OpenAIService/EndSession"
 	OpenAIService_Ready_FullMethodName             = "/weft.v1.OpenAIService/Ready"
 	OpenAIService_OpenApi_FullMethodName           = "/weft.v1.OpenAIService/OpenApi"
 )
@@ -57,6 +58,8 @@ type OpenAIServiceClient interface {
 	LoadLoraAdapter(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON.
 	UnloadLoraAdapter(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession).
+	EndSession(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// 200 while at least one worker of every needed role serves.
 	Ready(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// OpenAPI document, made from the gateway's own validators.
@@ -169,6 +172,16 @@ func (c *openAIServiceClient) UnloadLoraAdapter(ctx context.Context, in *httpbod
 	return out, nil
 }
 
+func (c *openAIServiceClient) EndSession(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, OpenAIService_EndSession_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *openAIServiceClient) Ready(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
@@ -213,6 +226,8 @@ type OpenAIServiceServer interface {
 	LoadLoraAdapter(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON.
 	UnloadLoraAdapter(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession).
+	EndSession(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// 200 while at least one worker of every needed role serves.
 	Ready(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// OpenAPI document, made from the gateway's own validators.
@@ -250,6 +265,9 @@ func (UnimplementedOpenAIServiceServer) LoadLoraAdapter(context.Context, *httpbo
 }
 func (UnimplementedOpenAIServiceServer) UnloadLoraAdapter(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method UnloadLoraAdapter not implemented")
+}
+func (UnimplementedOpenAIServiceServer) EndSession(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method EndSession not implemented")
 }
 func (UnimplementedOpenAIServiceServer) Ready(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method Ready not implemented")
@@ -408,6 +426,24 @@ func _OpenAIService_UnloadLoraAdapter_Handler(srv interface{}, ctx context.Conte
 	return interceptor(ctx, in, info, handler)
 }
 
+func _OpenAIService_EndSession_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OpenAIServiceServer).EndSession(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: OpenAIService_EndSession_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OpenAIServiceServer).EndSession(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _OpenAIService_Ready_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(emptypb.Empty)
 	if err := dec(in); err != nil {
@@ -474,6 +510,10 @@ var OpenAIService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "UnloadLoraAdapter",
 			Handler:    _OpenAIService_UnloadLoraAdapter_Handler,
+		},
+		{
+			MethodName: "EndSession",
+			Handler:    _OpenAIService_EndSession_Handler,
 		},
 		{
 			MethodName: "Ready",
