@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -64,6 +65,7 @@ class Result:
     """All of one model."""
 
     model: str
+    deterministic: bool = False
     decode: list[Decode] = field(default_factory=list)
     ttft_ms: dict[int, float] = field(default_factory=dict)
     """Median time to the first token by prompt length."""
@@ -338,9 +340,11 @@ def check_weights_matter(llm: LLM, run: Run) -> None:
     assert changed != run.tokens[:4]
 
 
-def bench_model(name: str, batches: Sequence[int], rate: float, has_eager: bool) -> Result:
+def bench_model(
+    name: str, batches: Sequence[int], rate: float, has_eager: bool, deterministic: bool
+) -> Result:
     """Everything about one model."""
-    result = Result(name)
+    result = Result(name, deterministic)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_config(Path(folder), name)
         config = ModelConfig.load(model_dir)
@@ -350,10 +354,13 @@ def bench_model(name: str, batches: Sequence[int], rate: float, has_eager: bool)
             "dummy_weights": True,
             "num_pages": 20_000,
             "max_context_tokens": 8192,
-            "max_running_requests": max(256, *batches),
+            "max_running_requests": max([256, *batches]),
             "max_step_tokens": 8192,
             "prefill_chunk_tokens": 4096,
             "prefix_cache": False,
+            "deterministic": deterministic,
+            # As the peers: prompts are bound by tokens, not by what they add to others' steps.
+            "inter_token_target_s": 1.0,
         }
         if has_eager:
             with LLM(model_dir, **settings, cuda_graphs=False) as llm:
@@ -375,7 +382,7 @@ def bench_model(name: str, batches: Sequence[int], rate: float, has_eager: bool)
             sizes = [(random.randint(100, 1024), random.randint(100, 1024)) for _ in range(256)]
             mixed = run_requests(llm, sizes, SamplingParams(temperature=0.6, seed=1))
             result.mixed_tokens_per_s = sum(map(len, mixed.tokens)) / mixed.all_seconds
-            checked = run_batch(llm, min(16, max(batches)), PROMPT_TOKENS, NEW_TOKENS)
+            checked = run_batch(llm, min(16, max(batches, default=16)), PROMPT_TOKENS, NEW_TOKENS)
             check_weights_matter(llm, checked)
         del llm, graphs
         release()
@@ -392,7 +399,7 @@ def release() -> None:
 
 def report(result: Result) -> None:
     """Prints one model's table."""
-    print(f"\n{result.model}")
+    print(f"\n{result.model}{', deterministic' * result.deterministic}")
     print("batch  graphs     tok/s    step ms  device ms  roof tok/s  share")
     for row in result.decode:
         print(
@@ -418,8 +425,9 @@ def main() -> None:
     """Runs the models and writes one table and one JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--eager", action="store_true", help="also without graphs")
+    parser.add_argument("--deterministic", action="store_true", help="and so once more")
     parser.add_argument("--commit", nargs="?", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
@@ -429,8 +437,9 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}: copy {rate / 1e12:.2f} TB/s", flush=True)
     results = []
-    for model in arguments.models:
-        results.append(bench_model(model, arguments.batches, rate, arguments.eager))
+    modes = (False, True) if arguments.deterministic else (False,)
+    for model, mode in itertools.product(arguments.models, modes):
+        results.append(bench_model(model, arguments.batches, rate, arguments.eager, mode))
         report(results[-1])
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

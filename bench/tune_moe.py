@@ -28,7 +28,7 @@ from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.moe_tiles import Tile, Tiles, as_json, default_tiles
 
 SHAPES = {"qwen3-30b-a3b": {"top_k": 8, "experts": 128, "hidden": 2048, "width": 768}}
-ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 COMPILERS = 16
 
 

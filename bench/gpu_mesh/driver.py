@@ -90,6 +90,8 @@ class Mesh:
         self._ids = itertools.count()
         self.requests: dict[str, Sent] = {}
         self._counters: dict[str, int] = {}
+        self.transport = ""
+        """How the decode worker says that pages reach it."""
         self.turn_until(lambda: all(worker.epoch for worker in self._workers))
 
     def __enter__(self) -> Self:
@@ -163,6 +165,8 @@ class Mesh:
 
     def _take(self, worker: Worker, message: FromWorker) -> None:
         worker.epoch = worker.epoch or message.epoch
+        if worker is self.decode:
+            self.transport = message.transport or self.transport
         self._counters = self._counters or message.counters
         if message.notification:
             self.decode.tell("notification", message.notification)

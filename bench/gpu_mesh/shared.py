@@ -16,14 +16,14 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from weft.engine.transfer.handle import NixlTargetInfo
-from weft.engine.transfer.nixl import Notification
-from weft.engine.transfer.page_mover import pin
+from weft.engine.transfer.nixl import Notification, PoolRegion
+from weft.engine.transfer.staging_memory import pin
 
 VERSION = "copies"
 
 
 class SharedPages:
-    """Plays `weft.engine.transfer.page_mover.PinnedPages`, in memory that others can map."""
+    """Plays `weft.engine.transfer.staging_memory.PinnedPages`, in memory that others can map."""
 
     path = ""
     """Of the memory made last."""
@@ -36,7 +36,16 @@ class SharedPages:
         memory = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
         if device.type == "cuda":
             pin(memory)
-        self.pages = memory.view(num_pages, page_bytes).numpy()
+        self.tensor = memory.view(num_pages, page_bytes)
+        self.pages = self.tensor.numpy()
+
+    def region(self) -> PoolRegion:
+        """See `StagingMemory.region`."""
+        return PoolRegion.of_array(self.pages)
+
+    def describe(self) -> str:
+        """See `StagingMemory.describe`."""
+        return "shared host memory"
 
     def close(self) -> None:
         """The process ends soon."""

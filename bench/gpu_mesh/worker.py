@@ -30,13 +30,15 @@ class FromWorker:
     lease_replies: list[LeaseReply] = field(default_factory=list)
     notification: bytes = b""
     epoch: int = 0
+    transport: str = ""
     counters: dict[str, int] = field(default_factory=dict)
 
 
 def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int) -> None:
     """The process: loads, says its epoch, then turns until it is told `close`."""
-    engine_parts.PinnedPages = SharedPages  # type: ignore[assignment,misc]
     resolved = EngineConfig(**config)
+    if resolved.transport == "data":
+        engine_parts.PinnedPages = SharedPages  # type: ignore[assignment,misc]
     engine = Engine(resolved, engine_parts.load_parts(resolved))
     lock = threading.Lock()
 
@@ -44,8 +46,10 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
         with lock:
             connection.send(message)
 
-    receiver = _join(engine, SharedPages.path, copy_threads, send)
-    send(FromWorker(epoch=engine.info.epoch))
+    receiver: CopyReceiver | None = None
+    if resolved.transport == "data":
+        receiver = _join(engine, SharedPages.path, copy_threads, send)
+    send(FromWorker(epoch=engine.info.epoch, transport=engine.parts.plane.describe()))
     is_open = True
     while is_open:
         inbox = Inbox()
