@@ -23,9 +23,13 @@ def _peace() -> Iterator[None]:
     disarm()
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True], ids=["in-turn", "overlapped"])
+SHORT = [("lru", 0, True), ("lfu", 1, False), ("fifo", 0, True), ("slru", 1000, False)]
+OTHERS = [(policy, threshold, not is_overlapped) for policy, threshold, is_overlapped in SHORT]
+
+
 @pytest.mark.parametrize(
-    ("policy", "threshold"), [("lru", 0), ("lfu", 1), ("fifo", 0), ("slru", 1000)]
+    ("policy", "threshold", "is_overlapped"),
+    [*SHORT, *(pytest.param(*values, marks=pytest.mark.full) for values in OTHERS)],
 )
 def test_random_operations_leave_nothing(
     tmp_path: Path, policy: EvictionName, threshold: int, is_overlapped: bool
