@@ -1,0 +1,41 @@
+"""Ports that a mesh takes for itself."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from weft.cli.up import ports
+from weft.cli.up.ports import free_ports, free_run
+from weft.engine.errors import ConfigError
+
+
+def test_ports_are_different_and_out_of_the_way_of_connections() -> None:
+    found = free_ports("127.0.0.1", 50)
+    assert len(set(found)) == 50
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first > 30_000:
+        assert max(found) < first
+
+
+def test_ports_in_a_row_are_free() -> None:
+    first = free_run("127.0.0.1", 5)
+    for port in range(first, first + 5):
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize("text", ["20003 60999\n", "1024 65535\n", "", "many\n"])
+def test_the_system_chooses_where_there_are_few(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    bounds = tmp_path / "range"
+    bounds.write_text(text)
+    monkeypatch.setattr(ports, "_LOCAL_PORTS", bounds)
+    assert len(set(free_ports("127.0.0.1", 8))) == 8
+
+
+def test_addresses_of_other_machines_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        free_ports("192.0.2.1", 1)
