@@ -60,7 +60,6 @@ POLICIES: dict[str, Pools] = {
     "prefix_hash": both("prefix_hash", "--prefix-tokens 128"),
     "cache_aware approximate": both("cache_aware", "--no-kv-events"),
     "cache_aware": both("cache_aware"),
-    "cache_aware, requests weigh little": both("cache_aware", "--request-tokens 128"),
     "the defaults": Pools("cache_aware", "total_requests"),
 }
 LOADS = ("low", "high")
@@ -120,6 +119,7 @@ class Bench:
         """
         pools, flags = POLICIES[policy], self._flags
         gateway = f"--prefill-policy {pools.prefill} --decode-policy {pools.decode} {pools.flags}"
+        gateway += f" {flags.gateway}"
         if flags.record:
             gateway += f" --routing-record-dir {flags.record.resolve()}"
         workers = ["--prefill", "2", "--decode", "2", "--transport", flags.transport]
@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--transport", default="auto", help="of weft up")
     parser.add_argument("--memory-bytes", type=int, default=512 << 20, help="of each worker's pool")
     parser.add_argument("--up", default="", help="further flags of weft up, in one string")
+    parser.add_argument("--gateway", default="", help="likewise, of each gateway")
     parser.add_argument("--record", type=Path, help="folder for records of the gateways' routing")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for all figures; runs are added")

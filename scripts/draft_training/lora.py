@@ -8,17 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from weft.engine.speculative.draft_adapter import MODULES
 
 from .head import DraftHead
-
-MODULES = (
-    "self_attn.q_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-"""Of the head's layer. Not K and V: their entries in the pages are those of all requests."""
 
 
 class LoraLinear(nn.Module):

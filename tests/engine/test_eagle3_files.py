@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from paging import PagedDriver, PagedRequest
 from safetensors.torch import load_file, save_file
-from tiny_drafts import Tensors, make_tiny_draft
+from tiny_drafts import Tensors, head_entries, make_tiny_draft
 from tiny_models import make_tiny
 from weft.engine.errors import ModelError
 from weft.engine.models.decoder_only import DecoderOnlyLM
@@ -33,14 +32,6 @@ def target(target_dir: Path) -> DecoderOnlyLM:
     return model
 
 
-def entries(target: DecoderOnlyLM, draft_dir: Path) -> torch.Tensor:
-    """What a head writes of a text of twelve tokens."""
-    model = DraftedModel(target, load_eagle3(draft_dir, target), 1, 16)
-    driver = PagedDriver(model, num_pages=4)
-    driver.step([(PagedRequest(), list(range(3, 15)))])
-    return driver.pool[:, :, target.config.num_layers].nan_to_num(0.0)
-
-
 @pytest.mark.parametrize(
     "naming",
     [
@@ -58,9 +49,9 @@ def test_a_head_is_the_same_by_any_name(
 ) -> None:
     plain = make_tiny_draft(tmp_path / "plain", target_dir, 7)
     named = make_tiny_draft(tmp_path / "named", target_dir, 7, **naming)
-    assert torch.equal(entries(target, plain), entries(target, named))
+    assert torch.equal(head_entries(target, plain), head_entries(target, named))
     other = make_tiny_draft(tmp_path / "other", target_dir, 8)
-    assert not torch.equal(entries(target, plain), entries(target, other))
+    assert not torch.equal(head_entries(target, plain), head_entries(target, other))
 
 
 def test_a_head_for_all_tokens_needs_no_map(

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from paging import PagedDriver, PagedRequest
 from safetensors.torch import load_file, save_file
-from tiny_drafts import Tensors, make_tiny_draft, make_tiny_eagle
+from tiny_drafts import Tensors, head_entries, make_tiny_draft, make_tiny_eagle
 from tiny_models import make_tiny
 from weft.engine.errors import ModelError
 from weft.engine.models.decoder_only import DecoderOnlyLM
@@ -30,14 +29,6 @@ def target(target_dir: Path) -> DecoderOnlyLM:
     model = load_model(target_dir, "float32").model
     assert isinstance(model, DecoderOnlyLM)
     return model
-
-
-def entries(target: DecoderOnlyLM, draft_dir: Path) -> torch.Tensor:
-    """What a head writes of a text of twelve tokens."""
-    model = DraftedModel(target, load_draft_head(draft_dir, target), 1, 16)
-    driver = PagedDriver(model, num_pages=4)
-    driver.step([(PagedRequest(), list(range(3, 15)))])
-    return driver.pool[:, :, target.config.num_layers].nan_to_num(0.0)
 
 
 def change_config(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -70,9 +61,9 @@ def test_a_head_is_the_same_by_any_name(
     plain = make_tiny_eagle(tmp_path / "plain", target_dir, 7)
     named = make_tiny_eagle(tmp_path / "named", target_dir, 7)
     change_config(named, change)
-    assert torch.equal(entries(target, plain), entries(target, named))
+    assert torch.equal(head_entries(target, plain), head_entries(target, named))
     other = make_tiny_eagle(tmp_path / "other", target_dir, 8)
-    assert not torch.equal(entries(target, plain), entries(target, other))
+    assert not torch.equal(head_entries(target, plain), head_entries(target, other))
 
 
 def test_a_head_with_the_targets_own_embedding_is_that_without(
@@ -82,7 +73,7 @@ def test_a_head_with_the_targets_own_embedding_is_that_without(
     bringing = make_tiny_eagle(tmp_path / "bringing", target_dir, 7)
     embedding = target.model.embed_tokens
     change_tensors(bringing, lambda t: t.update({"embed_tokens.weight": embedding.clone()}))
-    assert torch.equal(entries(target, plain), entries(target, bringing))
+    assert torch.equal(head_entries(target, plain), head_entries(target, bringing))
 
 
 def test_layouts_tell_kinds_of_heads_apart(

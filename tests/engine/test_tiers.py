@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from engine_pair import EnginePair, ManualClock, make_engine
+from tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 from weft.engine import faults
-from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
 from weft.engine.faults import FaultPoint, FaultSpec
 from weft.engine.memory.keys import PageKeys
@@ -29,11 +29,9 @@ from weft.engine.messages import Cancel
 from weft.engine.runner import device_pool
 from weft.engine.runner.device_pool import DevicePool, PinnedRows
 from weft.engine.runner.runner import ModelRunner
-from weft.engine.scheduler.state import FillRecord
 from weft.engine.tiers.tier import Page
 
-PAGE, VOCAB = 8, 517
-NUM_NEW, POOL_PAGES = 6, 32
+PAGE, POOL_PAGES = 8, 32
 LENGTH = 20 * PAGE + 3
 FOR_EVER_S = 60.0
 
@@ -65,60 +63,23 @@ def reference(model_dir: Path) -> Reference:
     return Reference(model_dir)
 
 
-class Bench:
-    """One engine with tiers, alone."""
+class Bench(TierBench):
+    """With a small pool and host memory."""
 
     def __init__(self, model_dir: Path, **settings: Any) -> None:
-        clock = ManualClock()
         values: dict[str, Any] = {
             "num_pages": POOL_PAGES,
             "host_cache_bytes": 8 << 20,
             "load_back_threshold": 0,
             "prefill_chunk_tokens": 4 * PAGE,
         }
-        self.engine: Engine = make_engine(model_dir, "decode", clock, **(values | settings))
-        self.pair = EnginePair(self.engine, [], clock)
-
-    def ask(self, prompt: list[int]) -> list[int]:
-        (tokens,) = self.pair.finish(self.pair.submit(prompt, max_tokens=NUM_NEW))
-        return tokens
-
-    def settle(self) -> None:
-        """Runs until nothing moves; no page is lost in any tier."""
-        self.pair.settle()
-        tiers = self.engine.tiers
-        assert tiers is not None
-        for tier in (tiers.host, tiers.disk):
-            if tier is not None:
-                tier.pages.check_integrity()
-                counts = tier.counts()
-                assert counts.used == counts.quarantined == 0
-                assert counts.free + counts.cached == counts.total
-
-    def push_out(self) -> None:
-        """Lets other prompts take the whole pool."""
-        for _ in range(3):
-            self.ask(prompt_of(LENGTH))
-        self.settle()
+        super().__init__(model_dir, LENGTH, **(values | settings))
 
     def go_on(self) -> None:
         """Runs until nothing stands still any more."""
         tiers = self.engine.tiers
         assert tiers is not None
         self.pair.run(lambda: not tiers.sizes()["tier_stalls"])
-
-    def fills(self) -> list[FillRecord]:
-        """Of the request that finished last."""
-        return list(self.pair.answers.values())[-1].finished[-1].timeline.fills
-
-    def counters(self, name: str) -> dict[str, int]:
-        assert self.engine.tiers is not None
-        (report,) = (tier for tier in self.engine.tiers.report() if tier.name == name)
-        return report.counters
-
-    def close(self) -> None:
-        self.settle()
-        self.pair.close()
 
 
 @contextlib.contextmanager
@@ -138,10 +99,6 @@ def armed(point: FaultPoint, kind: str, **values: Any) -> Iterator[None]:
         yield
     finally:
         point.clear()
-
-
-def prompt_of(length: int) -> list[int]:
-    return [random.randrange(3, VOCAB) for _ in range(length)]
 
 
 def play(monkeypatch: pytest.MonkeyPatch, pool: str) -> None:

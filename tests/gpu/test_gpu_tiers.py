@@ -12,22 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine_pair import EnginePair, ManualClock, make_engine
+from tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from tiny_models import make_tiny
 from weft.engine import faults
-from weft.engine.engine import Engine
 from weft.engine.faults import FaultSpec
 from weft.engine.llm import LLM
 from weft.engine.messages import Cancel
 from weft.engine.request import StopCriteria
 from weft.engine.runner import device_pool
-from weft.engine.scheduler.state import FillRecord
 
 pytestmark = pytest.mark.needs("cuda")
 
 PAGE = 16
-VOCAB = 517
-NUM_NEW = 6
 POOL_PAGES = 64
 LENGTH = 40 * PAGE + 3
 
@@ -62,11 +58,10 @@ def reference(model_dir: Path) -> Iterator[Reference]:
     reference.close()
 
 
-class Bench:
-    """One engine with tiers, alone on the GPU."""
+class Bench(TierBench):
+    """On the GPU."""
 
     def __init__(self, model_dir: Path, **settings: Any) -> None:
-        clock = ManualClock()
         values: dict[str, Any] = {
             "device": "cuda:0",
             "page_size": PAGE,
@@ -78,52 +73,12 @@ class Bench:
             "load_back_threshold": 0,
             "cuda_graphs": False,
         }
-        self.engine: Engine = make_engine(model_dir, "decode", clock, **(values | settings))
-        self.pair = EnginePair(self.engine, [], clock)
-
-    def ask(self, prompt: list[int]) -> list[int]:
-        (tokens,) = self.pair.finish(self.pair.submit(prompt, max_tokens=NUM_NEW))
-        return tokens
-
-    def settle(self) -> None:
-        """Runs until nothing moves; no page is lost in any tier."""
-        self.pair.settle()
-        tiers = self.engine.tiers
-        assert tiers is not None
-        for tier in (tiers.host, tiers.disk):
-            if tier is not None:
-                tier.pages.check_integrity()
-                counts = tier.counts()
-                assert counts.used == counts.quarantined == 0
-                assert counts.free + counts.cached == counts.total
-
-    def push_out(self) -> None:
-        """Lets other prompts take the whole pool."""
-        for _ in range(3):
-            self.ask(prompt_of(LENGTH))
-        self.settle()
-
-    def fills(self) -> list[FillRecord]:
-        """Of the request that finished last."""
-        return list(self.pair.answers.values())[-1].finished[-1].timeline.fills
-
-    def counters(self, name: str) -> dict[str, int]:
-        assert self.engine.tiers is not None
-        (report,) = (tier for tier in self.engine.tiers.report() if tier.name == name)
-        return report.counters
+        super().__init__(model_dir, LENGTH, **(values | settings))
 
     @property
     def is_pinned(self) -> bool:
         assert self.engine.tiers is not None
         return self.engine.tiers.host.medium.pinned is not None  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        self.settle()
-        self.pair.close()
-
-
-def prompt_of(length: int) -> list[int]:
-    return [random.randrange(3, VOCAB) for _ in range(length)]
 
 
 @pytest.mark.parametrize("threshold", [0, 1000], ids=["at once", "given up"])

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paging import PagedDriver, PagedRequest
 from safetensors.torch import load_file, save_file
+from weft.engine.models.decoder_only import DecoderOnlyLM
+from weft.engine.models.draft_head import load_draft_head
+from weft.engine.speculative.drafted import DraftedModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -297,3 +301,11 @@ class NaiveEagle(NaiveHead):
 
     def _logits(self, state: torch.Tensor) -> torch.Tensor:
         return self._lm_head @ state
+
+
+def head_entries(target: DecoderOnlyLM, draft_dir: Path) -> torch.Tensor:
+    """What a head writes into the pages of a text of twelve tokens."""
+    model = DraftedModel(target, load_draft_head(draft_dir, target), 1, 16)
+    driver = PagedDriver(model, num_pages=4)
+    driver.step([(PagedRequest(), list(range(3, 15)))])
+    return driver.pool[:, :, target.config.num_layers].nan_to_num(0.0)

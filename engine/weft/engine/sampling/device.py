@@ -116,7 +116,8 @@ class DeviceSampler:
 
         Args:
             logits: [L, vocab_size] float32 on the device; unchanged.
-            slots: [L], distinct but for those that were not added.
+            slots: [L], distinct but for those that were not added, and those whose tokens do not
+                depend on the ones before.
             positions: [L], absolute position of the token to be drawn; int64 if on the device.
             num_tops: By row: how many most likely tokens are wanted beside the log-probability of
                 the drawn one.
