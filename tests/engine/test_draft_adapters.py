@@ -14,22 +14,22 @@ from drafters import KnownDrafter
 from eagle3_cases import WatchedHead, check_chains
 from merged_adapters import merged, read
 from safetensors.torch import load_file, save_file
-from tiny_adapters import make_adapter, write_adapter
-from tiny_drafts import make_tiny_draft
+from tiny_adapters import make_adapter
+from tiny_drafts import DRAFT_RANK, make_draft_adapter, make_tiny_draft
 from tiny_models import make_tiny, tiny_config
 from weft.engine.engine import Engine
 from weft.engine.errors import AdapterError
 from weft.engine.llm import LLM
+from weft.engine.lora.files import DRAFT_FOLDER
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.speculative.adapted import AdaptedDrafter
-from weft.engine.speculative.draft_adapter import FOLDER, MODULES, read_draft_adapter
+from weft.engine.speculative.draft_adapter import MODULES, read_draft_adapter
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 PAGE = 8
 VOCAB = 517
 LAYERS = 4
-RANK = 4
 GREEDY = SamplingParams(temperature=0.0)
 STOP = StopCriteria(max_tokens=3 * PAGE, ignore_eos=True)
 
@@ -45,28 +45,15 @@ def draft_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory, seed: 
     return make_tiny_draft(tmp_path_factory.mktemp("d"), target_dir, seed + 1)
 
 
-def make_draft_adapter(folder: Path, draft_dir: Path, seed: int, **settings: Any) -> Path:
-    """A random draft adapter for a head."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for module in MODULES:
-        out, width = load_file(draft_dir / "model.safetensors")[f"midlayer.{module}.weight"].shape
-        name = f"base_model.model.midlayer.{module}.lora"
-        tensors[f"{name}_A.weight"] = 0.3 * torch.randn(RANK, width, generator=generator)
-        tensors[f"{name}_B.weight"] = 0.3 * torch.randn(out, RANK, generator=generator)
-    modules = [module.rpartition(".")[2] for module in MODULES]
-    return write_adapter(folder, tensors, r=RANK, target_modules=modules, **settings)
-
-
 def merged_head(path: Path, draft_dir: Path, adapter: Path) -> Path:
-    """The head with a draft adapter's products in its weights; alpha / r is 16 / RANK."""
+    """The head with a draft adapter's products in its weights; alpha / r is 16 / DRAFT_RANK."""
     shutil.copytree(draft_dir, path)
     tensors, halves = (
         load_file(f) for f in (path / "model.safetensors", adapter / "adapter_model.safetensors")
     )
     for module in MODULES:
         a, b = (halves[f"base_model.model.midlayer.{module}.lora_{half}.weight"] for half in "AB")
-        tensors[f"midlayer.{module}.weight"] += 16 / RANK * (b @ a)
+        tensors[f"midlayer.{module}.weight"] += 16 / DRAFT_RANK * (b @ a)
     save_file(tensors, path / "model.safetensors")
     return path
 
@@ -94,7 +81,7 @@ def test_drafts_are_those_of_the_adapted_head(
     """In batches with others; and the text is what it is without."""
     config = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS)
     own, other = (make_adapter(tmp_path / name, config, seed + i) for i, name in enumerate("ab"))
-    draft = make_draft_adapter(own / FOLDER, draft_dir, seed + 7)
+    draft = make_draft_adapter(own / DRAFT_FOLDER, draft_dir, seed + 7)
     prompts = [[random.randrange(3, VOCAB) for _ in range(3 * PAGE + 3)] for _ in range(12)]
     with llm(target_dir) as plain:
         adapters = [plain.load_adapter(own), plain.load_adapter(other), b""] * 4
@@ -135,28 +122,30 @@ def test_what_cannot_be_used_is_left_out(
 ) -> None:
     config = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS)
     own = make_adapter(tmp_path / "a", config, seed)
-    make_draft_adapter(own / FOLDER, draft_dir, seed)
-    file = own / FOLDER / "adapter_model.safetensors"
+    make_draft_adapter(own / DRAFT_FOLDER, draft_dir, seed)
+    file = own / DRAFT_FOLDER / "adapter_model.safetensors"
     tensors = load_file(file)
     name = "base_model.model.midlayer.self_attn.o_proj.lora_B.weight"
-    save_file({**tensors, name: torch.zeros(5, RANK)}, file)
+    save_file({**tensors, name: torch.zeros(5, DRAFT_RANK)}, file)
     with llm(target_dir, draft_dir=draft_dir, drafter="eagle3") as drafting:
         digest = drafting.load_adapter(own)
         (sample,) = drafting.generate([[5, 6, 7]], GREEDY, STOP, adapters=[digest])
         assert len(sample.token_ids) == STOP.max_tokens
     assert "o_proj" in caplog.text
     shapes = dict.fromkeys(MODULES, (6, 7))
-    half, other = torch.zeros(6, RANK), name.replace("lora_B", "lora_A")
+    half, other = torch.zeros(6, DRAFT_RANK), name.replace("lora_B", "lora_A")
     for bad, message in (
         ({name.replace("o_proj", "k_proj"): half}, "k_proj"),
         ({name: half}, "do not fit together"),
-        ({name: half, other: torch.zeros(RANK + 1, 7)}, "do not fit together"),
+        ({name: half, other: torch.zeros(DRAFT_RANK + 1, 7)}, "do not fit together"),
         ({name: half.long()}, "I64"),
-        ({name: torch.zeros(5, RANK)}, "size 0 of lora_B is 6"),
+        ({name: torch.zeros(5, DRAFT_RANK)}, "size 0 of lora_B is 6"),
         ({name: torch.zeros(6, 0)}, "size 0 of lora_B is 6"),
+        ({name: torch.zeros(6, 7), other: torch.zeros(7, 7)}, "rank 7"),
+        ({name: half + torch.inf, other: torch.ones(DRAFT_RANK, 7)}, "not finite"),
         ({name: torch.zeros(100_000, 1), other: torch.zeros(1, 100_000)}, "lora_"),
         ({name: half, name.replace("midlayer", "layers.0"): half.clone()}, "twice"),
     ):
         save_file(bad, file)
         with pytest.raises(AdapterError, match=message):
-            read_draft_adapter(own / FOLDER, shapes)
+            read_draft_adapter(own / DRAFT_FOLDER, shapes)

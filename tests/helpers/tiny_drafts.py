@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from paging import PagedDriver, PagedRequest
 from safetensors.torch import load_file, save_file
+from tiny_adapters import write_adapter
 from weft.engine.models.decoder_only import DecoderOnlyLM
 from weft.engine.models.draft_head import load_draft_head
+from weft.engine.speculative.draft_adapter import MODULES
 from weft.engine.speculative.drafted import DraftedModel
 
 Tensors = dict[str, torch.Tensor]
+DRAFT_RANK = 4
 
 
 def make_tiny_draft(
@@ -51,6 +54,19 @@ def make_tiny_draft(
         renamed[inner if is_top else prefix + inner] = tensor
     save_file(renamed, path / "model.safetensors")
     return path
+
+
+def make_draft_adapter(folder: Path, draft_dir: Path, seed: int, **settings: Any) -> Path:
+    """A random draft adapter for a head, of rank `DRAFT_RANK` and alpha 16."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module in MODULES:
+        out, width = load_file(draft_dir / "model.safetensors")[f"midlayer.{module}.weight"].shape
+        name = f"base_model.model.midlayer.{module}.lora"
+        tensors[f"{name}_A.weight"] = 0.3 * torch.randn(DRAFT_RANK, width, generator=generator)
+        tensors[f"{name}_B.weight"] = 0.3 * torch.randn(out, DRAFT_RANK, generator=generator)
+    modules = [module.rpartition(".")[2] for module in MODULES]
+    return write_adapter(folder, tensors, r=DRAFT_RANK, target_modules=modules, **settings)
 
 
 def tiny_draft_config(target: dict[str, Any], **overrides: Any) -> dict[str, Any]:

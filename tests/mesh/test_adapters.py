@@ -26,8 +26,10 @@ from mesh_adapters import TIMEOUT_S, copies, listed, load, post, serving, unload
 from safetensors.torch import load_file, save_file
 from storm_checks import Scale, room_flags, weather
 from tiny_adapters import CONFIG_FILE, WEIGHTS_FILE, make_adapter
+from tiny_drafts import make_draft_adapter, make_tiny_draft
 from tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
-from tiny_models import tiny_config
+from tiny_models import make_tiny, tiny_config
+from weft.engine.lora.files import DRAFT_FOLDER
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
@@ -54,6 +56,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     print(f"seed {seed}")
     for number, (name, rank) in enumerate(RANKS.items()):
         make_adapter(folder / name, config, seed + number, rank=rank, spread=0.3)
+    # For any head of the mesh's shape.
+    target = make_tiny("llama", folder.parent / "target", vocab_size=VOCAB, num_hidden_layers=1)
+    head = make_tiny_draft(
+        folder.parent / "head", target, eagle_aux_hidden_state_layer_ids=[0, 0, 0]
+    )
+    make_draft_adapter(folder / "first" / DRAFT_FOLDER, head, seed)
     return folder
 
 
@@ -68,7 +76,9 @@ def mesh(
         *("--decode", "2", "--adapter-root", str(root), "--adapter", "first=first"),
         *("--adapter", f"second={root / 'second'}", "--local-prefill-max-tokens", "0"),
         *("--gateway-args", "--decode-policy round_robin --adapter-linger-s 0.3"),
+        *("--drafter", "eagle3"),
         max_context_tokens=4096,
+        has_draft=True,
     )
     wait_until(lambda: has_started(mesh), 180, lambda: mesh.text)
     yield mesh
@@ -262,6 +272,18 @@ def complete(mesh: TinyMesh, model: str, prompt: list[int]) -> str:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         (message,) = stub.Complete(request, timeout=TIMEOUT_S)
         return str(message.choices[0].text)
+
+
+def test_drafts_of_an_adapter_are_its_own(mesh: TinyMesh) -> None:
+    """Its texts are those of the test before; a prefill worker drafts nothing."""
+    for worker in WORKERS:
+        expected = 1 if worker.startswith("decode") else None
+        wait_until(lambda w=worker, e=expected: sizes(mesh, w).get("draft_adapters") == e, 30)
+
+
+def sizes(mesh: TinyMesh, worker: str) -> dict[str, int]:
+    """What its engine holds."""
+    return dict(mesh.dump(worker)["engine"]["sizes"])
 
 
 def test_one_prompt_has_other_pages_with_each_adapter(mesh: TinyMesh, peft: Peft) -> None:

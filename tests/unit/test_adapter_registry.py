@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from weft.common.adapters.manifest import (
 from weft.common.adapters.registry import MANIFEST, Registry
 from weft.engine.errors import AdapterError, ConfigError, InvalidRequest, Overloaded, WeftError
 from weft.engine.lora.digest import adapter_digest
+from weft.engine.lora.files import DRAFT_FOLDER
 
 MAX_BYTES = 1 << 20
 
@@ -113,6 +115,42 @@ def test_links_are_not_followed(tmp_path: Path, link: str, seed: int) -> None:
         path = "team/mine"
     with pytest.raises(InvalidRequest, match="links"):
         add(Registry(root), path)
+    assert copies(root) == []
+
+
+def test_a_draft_adapter_is_copied_and_has_no_part_in_the_digest(tmp_path: Path, seed: int) -> None:
+    registry = Registry(tmp_path)
+    plain = add(registry, write_adapter(tmp_path / "mine", seed).name)
+    copied = registry.directory(plain) / DRAFT_FOLDER
+    assert not copied.exists()
+    for attempt in (1, 2):  # The second one replaces the first one.
+        draft = write_adapter(tmp_path / "mine" / DRAFT_FOLDER, seed + attempt)
+        (draft / "notes.txt").write_text("stays")
+        assert add(registry, "mine") == plain
+        assert sorted(path.name for path in copied.iterdir()) == sorted([CONFIG, WEIGHTS])
+        for name in (CONFIG, WEIGHTS):
+            assert (copied / name).read_bytes() == (draft / name).read_bytes()
+    assert copies(tmp_path) == [plain.hex()]
+    shutil.rmtree(tmp_path / "mine" / DRAFT_FOLDER)
+    add(registry, "mine")
+    assert not copied.exists()
+    assert adapter_digest(registry.directory(plain)) == plain
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "missing", "large"])
+def test_a_draft_adapter_leads_nowhere(tmp_path: Path, what: str, seed: int) -> None:
+    root, secret = tmp_path / "root", write_adapter(tmp_path / "secret", seed)
+    draft = write_adapter(root / "mine", seed) / DRAFT_FOLDER
+    if what == "folder":
+        draft.symlink_to(secret)
+    else:
+        (write_adapter(draft, seed) / WEIGHTS).unlink()
+    if what == "file":
+        (draft / WEIGHTS).symlink_to(secret / WEIGHTS)
+    if what == "large":
+        (draft / WEIGHTS).write_bytes(bytes(MAX_BYTES))
+    with pytest.raises(InvalidRequest, match="too large" if what == "large" else "links"):
+        add(Registry(root), "mine")
     assert copies(root) == []
 
 

@@ -265,7 +265,9 @@ def _drafter(
 
     if graphs is not None or not config.enable_lora:
         return of(drafted)
-    return AdaptedDrafter(of(drafted), lambda folder: of(drafted.adapted(folder)), wake)
+    return AdaptedDrafter(
+        of(drafted), lambda folder: of(drafted.adapted(folder)), drafted.head.layer_bytes, wake
+    )
 
 
 def _chain_graphs(

@@ -16,6 +16,8 @@ from weft.engine.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+DRAFT_FOLDER = "draft"
+"""In an adapter's folder, with the same files: LoRA on the head that drafts for its requests."""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "BOOL": 1,

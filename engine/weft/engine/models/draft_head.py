@@ -25,6 +25,8 @@ class DraftHead(Protocol):
     """Of the pool, where its K and V lie: behind the target's."""
     digest: bytes
     """32 bytes over files, configuration and dtype."""
+    layer_bytes: int
+    """Of the layer's products: what a changed copy of it takes."""
 
     def extend(
         self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor

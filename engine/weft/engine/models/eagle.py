@@ -36,7 +36,8 @@ class EagleHead:
         self.hidden_size = config.hidden_size
         self.layer = target.config.num_layers
         self.digest = b""
-        self.weight = _read_weight(config, target, file)
+        self.weight = w = _read_weight(config, target, file)
+        self.layer_bytes = sum(one.data.nbytes for one in (w.qkv, w.o, w.gate_up, w.down))
 
     def extend(
         self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor

@@ -50,7 +50,8 @@ class Eagle3Head:
         """Of the pool, where the head's K and V lie."""
         self.digest = b""
         """32 bytes over files, configuration and dtype."""
-        self.weight = _read_weight(config, target, names)
+        self.weight = w = _read_weight(config, target, names)
+        self.layer_bytes = sum(one.data.nbytes for one in (w.qkv, w.o, w.gate_up, w.down))
 
     def extend(
         self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor

@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft.engine.errors import WeftError
+from weft.engine.lora.files import DRAFT_FOLDER
 from weft.engine.messages import AdapterOrder
 from weft.engine.scheduler.plan import VerifyItem
-from weft.engine.speculative.draft_adapter import FOLDER
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.tiers.mover import Mover
 
 logger = logging.getLogger(__name__)
 
 MOST_HEADS = 64
-"""Adapted ones at once: each is a copy of the head's layer."""
+"""Adapted ones at once: each is one chain more in a step."""
+MOST_BYTES = 1 << 30
+"""Of all adapted heads together, beside the first one: each is a copy of the head's layer."""
 
 
 class AdaptedDrafter:
@@ -25,14 +27,20 @@ class AdaptedDrafter:
     Args:
         plain: For requests without an adapter, or with one that brings nothing for drafts.
         make: From the folder of a draft adapter; called by a thread of its own.
+        head_bytes: What each made one takes.
         wake: Called from that thread when something was made.
     """
 
     def __init__(
-        self, plain: Drafter, make: Callable[[Path], Drafter], wake: Callable[[], None]
+        self,
+        plain: Drafter,
+        make: Callable[[Path], Drafter],
+        head_bytes: int,
+        wake: Callable[[], None],
     ) -> None:
         self._plain = plain
         self._make = make
+        self._most = min(MOST_HEADS, max(1, MOST_BYTES // head_bytes))
         self._reader = Mover("weft-draft-read", wake)
         self._wanted: set[bytes] = set()
         """Adapters that are loaded, or being loaded."""
@@ -51,7 +59,7 @@ class AdaptedDrafter:
             self.drafters.pop(digest, None)
         elif digest not in self._wanted:
             self._wanted.add(digest)
-            self._reader.give(_Read(self, digest, Path(order.directory) / FOLDER))
+            self._reader.give(_Read(self, digest, Path(order.directory) / DRAFT_FOLDER))
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
@@ -87,10 +95,10 @@ class AdaptedDrafter:
         if drafter is None:
             self._wanted.discard(digest)  # The next order to load it reads it again.
         elif digest in self._wanted:
-            if len(self.drafters) < MOST_HEADS:
+            if len(self.drafters) < self._most:
                 self.drafters[digest] = drafter
             else:
-                logger.warning("drafts of one more adapter go without its own: %s", MOST_HEADS)
+                logger.warning("drafts of one more adapter go without its own: %s", self._most)
 
     def make(self, folder: Path) -> Drafter | None:
         """Reads a folder, if there is one; called by the thread."""

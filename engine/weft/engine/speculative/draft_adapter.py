@@ -16,8 +16,6 @@ from weft.engine.errors import AdapterError
 from weft.engine.lora.files import AdapterFiles, TensorEntry, open_adapter
 from weft.engine.lora.peft_config import PeftConfig
 
-FOLDER = "draft"
-"""In an adapter's folder."""
 MODULES = (
     "self_attn.q_proj",
     "self_attn.o_proj",
@@ -64,17 +62,28 @@ def read_draft_adapter(
                     f"draft adapter {folder}: {name} is {list(entry.shape)}, but size {place} of "
                     f"lora_{half} is {size} in this head"
                 )
+            if entry.shape[1 - place] > min(shapes[module]):
+                raise AdapterError(
+                    f"draft adapter {folder}: {name} has rank {entry.shape[1 - place]}, more than "
+                    f"{module} can have"
+                )
             if half in halves.setdefault(module, {}):
                 raise AdapterError(f"draft adapter {folder}: {name} is there twice, as {module}")
             halves[module][half] = _tensor(files, name, entry)
         files.check_unchanged()
-    changes = {}
-    for module, pair in halves.items():
-        a, b = (pair.get(half) for half in "AB")
-        if a is None or b is None or a.shape[0] != b.shape[1]:
-            raise AdapterError(f"draft adapter {folder}: A and B of {module} do not fit together")
-        changes[module] = config.scaling_of([module], a.shape[0]) * (b @ a)
-    return changes
+    return {m: _product(folder, m, pair, config) for m, pair in halves.items()}
+
+
+def _product(
+    folder: Path, module: str, pair: Mapping[str, torch.Tensor], config: PeftConfig
+) -> torch.Tensor:
+    a, b = (pair.get(half) for half in "AB")
+    if a is None or b is None or a.shape[0] != b.shape[1]:
+        raise AdapterError(f"draft adapter {folder}: A and B of {module} do not fit together")
+    change = config.scaling_of([module], a.shape[0]) * (b @ a)
+    if not change.isfinite().all():
+        raise AdapterError(f"draft adapter {folder}: {module} has values that are not finite")
+    return change
 
 
 def _tensor(files: AdapterFiles, name: str, entry: TensorEntry) -> torch.Tensor:

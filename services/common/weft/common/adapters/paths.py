@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from weft.engine.errors import InvalidRequest, Overloaded, WeftError
+from weft.engine.lora.files import CONFIG_FILE, DRAFT_FOLDER, WEIGHTS_FILE
 
-FILES = {"adapter_config.json": 2 << 20, "adapter_model.safetensors": 1 << 40}
-"""What an adapter is made of, and the largest size of each, in bytes. Nothing else is copied."""
+FILES = {CONFIG_FILE: 2 << 20, WEIGHTS_FILE: 1 << 40}
+"""What an adapter is made of, and the largest size of each, in bytes. Beside it only a draft
+adapter's folder is copied, which has the same files."""
 COPIES = ".weft"
 _TEMPORARY = "new-"
 _STALE_S = 3600.0
@@ -71,9 +73,8 @@ def copy_adapter(
     with _opened_folder(root, parts) as folder:
         try:
             temporary.mkdir(parents=True)
-            left = max_bytes
-            for name, limit in FILES.items():
-                left -= _copy_file(folder, path, name, temporary, min(limit, left), max_bytes)
+            left = _copy_files(folder, path, temporary, max_bytes, max_bytes)
+            _copy_draft(folder, path, temporary, left, max_bytes)
             digest = _digest(digest_of, temporary, path)
             _publish(temporary, copies / digest.hex())
         except OSError as error:
@@ -128,6 +129,28 @@ def _opened_folder(root: Path, parts: list[str]) -> Iterator[int]:
         os.close(descriptor)
 
 
+def _copy_files(folder: int, path: str, target: Path, left: int, max_bytes: int) -> int:
+    """Copies the files of an adapter; returns how many of `left` bytes are left."""
+    for name, limit in FILES.items():
+        left -= _copy_file(folder, path, name, target, min(limit, left), max_bytes)
+    return left
+
+
+def _copy_draft(folder: int, path: str, target: Path, left: int, max_bytes: int) -> None:
+    """Copies the draft adapter, if there is one."""
+    try:
+        inner = os.open(DRAFT_FOLDER, _DIRECTORY, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _refused(f"{path}/{DRAFT_FOLDER} is not a folder (links are not followed)") from error
+    try:
+        (target / DRAFT_FOLDER).mkdir()
+        _copy_files(inner, f"{path}/{DRAFT_FOLDER}", target / DRAFT_FOLDER, left, max_bytes)
+    finally:
+        os.close(inner)
+
+
 def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_bytes: int) -> int:
     """Copies one file of an adapter; returns its size in bytes."""
     try:
@@ -148,7 +171,7 @@ def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_
                 if size > limit:
                     raise _refused(
                         f"{path}/{name} is too large: an adapter may have {max_bytes} bytes, its "
-                        f"configuration {FILES['adapter_config.json']}"
+                        f"configuration {FILES[CONFIG_FILE]}"
                     )
                 writer.write(data)
             writer.flush()
@@ -167,12 +190,21 @@ def _digest(digest_of: Callable[[Path], bytes], folder: Path, path: str) -> byte
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Gives a complete copy its name, unless there is one of the same content."""
+    """Gives a complete copy its name, unless there is one of the same content.
+
+    A draft adapter has no part in that content. Of a copy that is there it is replaced, and workers
+    that read it in between draft without.
+    """
     try:
         temporary.rename(final)
     except OSError:
         if not final.is_dir():
             raise
+        draft = temporary / DRAFT_FOLDER
+        with contextlib.suppress(FileNotFoundError):
+            (final / DRAFT_FOLDER).rename(temporary / "former")
+        if draft.is_dir():
+            draft.rename(final / DRAFT_FOLDER)
 
 
 def _refused(message: str) -> InvalidRequest:
