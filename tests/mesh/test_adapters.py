@@ -23,6 +23,7 @@ import pytest
 import torch
 from local_mesh import WEFT, wait_until
 from mesh_adapters import TIMEOUT_S, copies, listed, load, post, serving, unload, wait_held
+from metric_names import documented
 from safetensors.torch import load_file, save_file
 from storm_checks import Scale, room_flags, weather
 from tiny_adapters import CONFIG_FILE, WEIGHTS_FILE, make_adapter
@@ -279,6 +280,18 @@ def test_drafts_of_an_adapter_are_its_own(mesh: TinyMesh) -> None:
     for worker in WORKERS:
         expected = 1 if worker.startswith("decode") else None
         wait_until(lambda w=worker, e=expected: sizes(mesh, w).get("draft_adapters") == e, 30)
+
+
+def test_metrics_count_reads_and_writes(mesh: TinyMesh) -> None:
+    listed = {one.name for one in documented()["Prefill and decode workers"]}
+    for worker in WORKERS:
+        address = mesh.service(worker)["metrics_address"]
+        text = httpx.get(f"http://{address}/metrics", timeout=30, trust_env=False).text
+        for name in ("reads", "writes", "evictions"):
+            metric = f"weft_engine_adapter_{name}_total"
+            (line,) = (line for line in text.splitlines() if line.startswith(metric))
+            assert metric in listed
+            assert (float(line.split()[1]) >= 2) == (name != "evictions")
 
 
 def sizes(mesh: TinyMesh, worker: str) -> dict[str, int]:
