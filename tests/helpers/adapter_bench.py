@@ -45,6 +45,7 @@ class LateMover:
     early_chance = 0.5
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
+        self.current: Move | None = None
         self._moves: deque[Move] = deque()
 
     @property

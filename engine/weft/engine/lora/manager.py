@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 READ_STALL_S = 30.0
 """A read that takes longer is given up: its disk may never answer."""
 MOST_STALLED = 4
-"""Threads that may be at such reads at once; no more are begun then."""
+"""Threads that are left to such reads; while one more is at such a read, others fail as it did."""
 
 
 class AdapterStore(Protocol):
@@ -387,26 +387,37 @@ class AdapterManager:
             entry, self._was_new = again, False
         else:
             return
+        if self._reader.current is not None:
+            # The last thread that there may be is at a read that was given up.
+            self._fail_read(entry)
+            self._is_changed = True
+            self._wake()
+            return
         self._reading = entry
         self.num_reads += 1
         self._reader.give(_Read(self._store, entry, self._was_read))
 
     def _leave_stalled_read(self) -> bool:
-        """Leaves a reader alone whose disk does not answer; whether it did."""
+        """Fails a read whose disk does not answer; whether it did.
+
+        Its thread is left alone and another one reads what others need, if there may be one more.
+        """
         entry = self._reading
         if entry is None or self._reader.stuck_s(self._clock()) < READ_STALL_S:
             return False
         self._stalled = [reader for reader in self._stalled if reader.current is not None]
-        if len(self._stalled) == MOST_STALLED:
-            return False
-        self._reader.take_back()
-        self._stalled.append(self._reader)
-        self._reader = Mover(self._reader.name, self._wake)
         self._reading = None
+        if len(self._stalled) < MOST_STALLED:
+            self._reader.take_back()
+            self._stalled.append(self._reader)
+            self._reader = Mover(self._reader.name, self._wake)
+        self._fail_read(entry)
+        return True
+
+    def _fail_read(self, entry: _Entry) -> None:
         message = f"{entry.label} was not read within {READ_STALL_S:g} s: its disk does not answer"
         logger.error(message)
         self._set_failed(entry, PeerUnavailable(message, stage="adapter"))
-        return True
 
     def _first_to_read(self, wanted: list[bytes]) -> _Entry | None:
         """Those wanted before stay in host memory beside it."""
@@ -423,6 +434,8 @@ class AdapterManager:
         return None
 
     def _was_read(self, entry: _Entry, weights: Weights | None, error: Exception | None) -> None:
+        if entry is not self._reading:
+            return  # It was given up.
         self._reading = None
         if weights is not None:
             try:
