@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lora_reference import BASE, PeftModels, unload_all
+from engine_pair import EnginePair, ManualClock, make_engine
+from lora_reference import BASE, PeftModels, load, unload_all
 from merged_adapters import merged, read
 from peft.utils import ModulesToSaveWrapper
 from tiny_adapters import PREFIX, peft_model, write_adapter
@@ -93,6 +94,95 @@ def add_saved(
                 saved[kept] = module.original_module.weight[kept]
     model.save_pretrained(path)
     models.put(path, model)
+
+
+PARTS = {
+    "vocabulary": (*DENSE, "embed_tokens", "lm_head"),
+    "experts": ("q", "k", "v", "o", "experts"),
+}
+"""`lora_projections`, by kind of models."""
+
+
+def models_of(kind: str, folder: Path, seed: int) -> PeftModels:
+    """A model with four adapters of embedding and LM head, or of experts."""
+    if kind == "vocabulary":
+        models = make_models("llama", folder, seed)
+        models.add(seed, r=4, target_modules=["lm_head"])
+        models.add(seed + 1, r=12, target_modules=["embed_tokens"])
+        models.add(seed + 2, r=8, target_modules=["embed_tokens", "lm_head", "q_proj", "down_proj"])
+        models.add(seed + 3, r=8, target_modules=["lm_head", "v_proj"])
+        return models
+    models = make_models("qwen3_moe", folder, seed)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    models.add(seed, r=3, target_modules=["q_proj"], target_parameters=names)
+    models.add(seed + 1, r=12, target_modules=["v_proj"], target_parameters=names[1:])
+    models.add(seed + 2, r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    shared = shared_experts(folder / "shared", seed)
+    models.put(shared, merged(models.model_dir, read(shared, models.model_dir)))
+    return models
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_after_hits_preemption_eviction_and_reload(kind: str, tmp_path: Path) -> None:
+    """Two adapters fit on the device, some in host memory; pages for a part of what is asked."""
+    models = models_of(kind, tmp_path, random.randrange(2**31))
+    settings = {**SETTINGS, "lora_projections": PARTS[kind], "max_loras": 2, "overlap": "on"}
+    tight = {
+        "num_pages": 31,
+        "max_running_requests": 4,
+        "lora_host_bytes": 200_000 if kind == "experts" else 400_000,
+    }
+    with LLM(models.model_dir, **{**settings, **tight}) as llm:
+        for directory in models.directories.values():
+            llm.load_adapter(directory)
+        adapters = [*models.digests, BASE] * 2
+        prompts = [[random.randrange(3, VOCAB) for _ in range(45)] for _ in adapters]
+        stop = StopCriteria(max_tokens=30, ignore_eos=True)
+        matched = 0
+        for order in (range(len(prompts)), reversed(range(len(prompts)))):
+            chosen = list(order)
+            given = [adapters[i] for i in chosen]
+            asked = [prompts[i] for i in chosen]
+            samples = llm.generate(asked, stop=stop, top_logprobs=20, adapters=given)
+            for adapter, prompt, sample in zip(given, asked, samples, strict=True):
+                models.check(adapter, prompt, sample)
+                assert sample.timeline is not None
+                matched += sample.timeline.matched_tokens
+        counters = llm.engine.counters()
+        assert counters["preemptions"]
+        assert counters["adapter_evictions"]
+        if kind == "experts":  # The others have room in host memory.
+            assert counters["adapter_reads"] > len(models.digests), "some were read again"
+        assert matched
+        unload_all(llm.engine)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_an_engine_fills_anothers_pages(kind: str, tmp_path: Path) -> None:
+    models = models_of(kind, tmp_path, random.randrange(2**31))
+    clock, parts = ManualClock(), {"enable_lora": True, "lora_projections": PARTS[kind]}
+    owner, filler = (
+        make_engine(models.model_dir, role, clock, **parts) for role in ("decode", "prefill")
+    )
+    for digest in models.digests:
+        for engine in (owner, filler):
+            load(engine, models.directories[digest])
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        adapters = [BASE, *models.digests]
+        prompts = [[random.randrange(3, VOCAB) for _ in range(43)] for _ in adapters]
+        pairs = list(zip(prompts, adapters, strict=True))
+        asked = [pair.submit(prompt, NUM_NEW, adapter=adapter) for prompt, adapter in pairs]
+        for (prompt, adapter), tokens in zip(pairs, pair.finish(*asked), strict=True):
+            assert tokens == models.greedy(adapter, prompt, NUM_NEW)
+        for request in asked:
+            (fill,) = pair.answers[request].finished[0].timeline.fills
+            assert fill.accepted_tokens
+        pair.settle()
+        for engine in (owner, filler):
+            unload_all(engine)
+    finally:
+        pair.close()
 
 
 def test_only_the_head_differs(tmp_path: Path) -> None:
