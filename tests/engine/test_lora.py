@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_orders import check_random_orders
 from engine_pair import EnginePair, ManualClock, make_engine
 from late_device import LateDevice
 from lora_reference import BASE, LAST_LAYER_MLP, PeftModels, load, settings_of, unload_all
@@ -253,55 +254,7 @@ def test_random_loads_and_requests_give_the_right_text_and_leave_nothing(
     peft: PeftModels,
 ) -> None:
     """Threads and all: three places for eight adapters, loaded and unloaded while they are used."""
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    prompts = [random_prompt(rng.randint(1, 40)) for _ in range(3)]
-    right = {
-        (adapter, index): peft.greedy(adapter, prompt, NUM_NEW)
-        for adapter in (BASE, *peft.digests)
-        for index, prompt in enumerate(prompts)
-    }
-    clock = ManualClock()
-    engine = make_engine(
-        peft.model_dir, "decode", clock, enable_lora=True, overlap="on", max_loras=3, num_pages=40
-    )
-    LateDevice(engine, rng)
-    pair = EnginePair(engine, [], clock)
-    wanted: dict[str, list[int]] = {}
-    manager = engine.adapters.manager
-    assert manager is not None
-    num_orders = 0
-    try:
-        for _ in range(400):
-            if rng.random() < 0.1:
-                digest = rng.choice(peft.digests)
-                num_orders += 1
-                action: Any = "unload" if rng.random() < 0.3 else "load"
-                directory = str(peft.directories[digest])
-                order = AdapterOrder(
-                    query=num_orders, action=action, digest=digest, directory=directory
-                )
-                pair.send(adapter_orders=[order])
-            served = [digest for digest in peft.digests if manager.serves(digest)]
-            if rng.random() < 0.3 and len(wanted) - num_finished(pair) < 12:
-                # An unload may be in the same inbox: it comes first.
-                gone = {o.digest for o in pair._to_owner.adapter_orders if o.action == "unload"}
-                adapter = rng.choice([BASE, *(d for d in served if d not in gone)])
-                index = rng.randrange(len(prompts))
-                request = pair.submit(prompts[index], NUM_NEW, adapter=adapter)
-                wanted[request] = right[adapter, index]
-            pair.turn()
-        assert pair.finish(*wanted) == list(wanted.values())
-        pair.settle()
-        assert engine.counters()["adapter_evictions"]
-        unload_all(engine)
-    finally:
-        pair.close()
-
-
-def num_finished(pair: EnginePair) -> int:
-    return sum(bool(answer.finished) for answer in pair.answers.values())
+    check_random_orders(peft, lambda engine, rng: LateDevice(engine, rng), num_turns=400)
 
 
 def test_an_adapter_that_is_not_loaded_is_refused(peft: PeftModels) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_orders import check_random_orders
+from lora_reference import PeftModels
 from tiny_adapters import PREFIX, make_adapter, write_adapter
 from tiny_models import make_tiny
+from weft.engine.engine import Engine
 from weft.engine.llm import LLM
 from weft.engine.request import StopCriteria
 
@@ -131,3 +134,20 @@ def test_tokens_of_a_mixture(is_shared: bool, tmp_path: Path) -> None:
     ]
     experts = "shared_experts" if is_shared else "experts"
     check_like_cpu(model_dir, adapters, lora_projections=("q", "k", "v", "o", experts))
+
+
+def test_adapters_come_and_go_while_graphs_run(tmp_path: Path) -> None:
+    """What a graph reads of the pool's rows is another adapter's from one replay to the next."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    model_dir = make_tiny("llama", tmp_path / "model", seed, head_dim=64, vocab_size=VOCAB)
+    models = PeftModels(model_dir, tmp_path)
+    for index, rank in enumerate((8, 3, 16, 8, 24, 8)):
+        models.add(seed + index, r=rank)
+
+    def check(engine: Engine, _: random.Random) -> None:
+        assert engine.parts.runner.graphs is not None
+
+    steps = {key: SETTINGS[key] for key in ("max_running_requests", "max_step_tokens")}
+    sizes = {"page_size": 16, "prefill_chunk_tokens": 32, "lora_memory_bytes": 8 << 20, **steps}
+    check_random_orders(models, check, device="cuda", cuda_graphs=True, **sizes)
