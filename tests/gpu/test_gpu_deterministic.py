@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import LAYER, Geometry, eager_attention, exact_attention, make_case
 from drafters import KnownDrafter, speculate, texts_of
+from kernel_checks import assert_as_exact
 from tiny_models import make_tiny
 from weft.engine.errors import ConfigError
 from weft.engine.llm import LLM, Sample
 from weft.engine.request import SamplingParams, StopCriteria
+from weft.kernels.attention import paged_attention
 from weft.kernels.gpu import fixed_linear as fixed
+from weft.kernels.gpu.norm import add_rms_norm, rms_norm
 
 pytestmark = pytest.mark.needs("cuda")
 
@@ -117,6 +121,49 @@ def test_rows_of_products_are_the_same_bits(n: int, k: int, dtype: torch.dtype) 
         part = x[begin:end].clone()
         again = fixed.fixed_linear(part, weight, bias, residual[begin:end].clone(), dtype)
         assert torch.equal(again, out[begin:end])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (8, 8, 80)])
+def test_rows_of_attention_are_the_same_bits(heads: int, kv_heads: int, dim: int) -> None:
+    """Of a prompt in pieces of any length, and of single rows, which see parts of tiles."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    random.seed(seed)
+    length, settings = 700, (heads, kv_heads, dim, 16)
+    case = make_case(Geometry(*settings), [(length, length), (1, 1500)], torch.bfloat16, CUDA)
+
+    def attend(q: torch.Tensor, kv_lens: list[int], q_lens: list[int]) -> torch.Tensor:
+        return paged_attention(
+            q.contiguous(),
+            case.pool,
+            LAYER,
+            case.page_table[: len(kv_lens)],
+            torch.tensor([0, *q_lens], device=CUDA).cumsum(0).int(),
+            torch.tensor(kv_lens, dtype=torch.int32, device=CUDA),
+            case.scale,
+            max(q_lens),
+            max(kv_lens),
+            is_fixed=True,
+        )
+
+    whole = attend(case.q, [length, 1500], [length, 1])
+    assert_as_exact(whole, eager_attention(case), exact_attention(case))
+    begin = 0
+    while begin < length:
+        end = min(length, begin + random.choice((1, 1, 2, 5, 48, 64, 100)))
+        piece = attend(case.q[begin:end], [end], [end - begin])
+        assert torch.equal(piece, whole[begin:end]), (begin, end)
+        begin = end
+    assert torch.equal(attend(case.q[length - 1 :], [length, 1500], [1, 1]), whole[length - 1 :])
+
+
+def test_a_residual_is_added_to_the_same_bits_before_a_norm() -> None:
+    x, residual = (torch.randn(70, 4096, device=CUDA).bfloat16() for _ in range(2))
+    weight = torch.randn(4096, device=CUDA).bfloat16()
+    expected = rms_norm(x + residual, weight, 1e-5)
+    normed, stream = add_rms_norm(x, residual.clone(), weight, 1e-5)
+    assert torch.equal(normed, expected)
+    assert torch.equal(stream, x + residual)
 
 
 @pytest.mark.parametrize(

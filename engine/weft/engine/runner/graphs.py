@@ -8,6 +8,7 @@ which a faster attention takes.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -270,7 +271,7 @@ class StepGraphs:
                 run()
             torch.cuda.synchronize(self._pool.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory):
+            with without_collection(), torch.cuda.graph(graph, pool=self._memory):
                 result = run()
         return graph, result
 
@@ -301,6 +302,19 @@ class StepGraphs:
             # padding come after all others, which therefore do not see them.
             batch.max_kv_len = bucket.tokens
         return self._model.forward(batch, self._pool)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Nothing is collected inside: what frees the graphs of an engine that is no more ends the
+    capture of another one's."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 A program holds a tile of one request's rows under one head and walks what they see: the pages of
 the positions before the step, then the step's own K and V, up to the diagonal. Own K and V are read
 dense where the caller has them, so that a cold prompt reads no page, else from their pages too.
+Where requests of one row come here as well, a tile holds all heads of one KV head.
 """
 
 from __future__ import annotations
@@ -83,14 +84,16 @@ def extend_attention(
     own_matrices = [] if own is None else [part.flatten(1) for part in own]
     is_copied = dim in (64, 128) and bool(own_matrices) and all(map(can_copy, own_matrices))
     shape = launch_shape(q.dtype, dim, 0 if is_fixed else max_q_len, is_copied=is_copied)
+    # Requests of one row are there too, whose K and V should be read once for a group of heads.
+    pack = heads // kv_heads if is_fixed else 1
     # A bound: each request leaves at most one tile that is not full.
-    tiles = tokens // shape.rows + requests
+    tiles = tokens // (shape.rows // pack) + requests
     k_tiles, v_tiles = (
         (copied_tiles(part, shape.tile, dim) for part in own_matrices)
         if is_copied
         else (None, None)
     )
-    _extend_kernel[(heads, tiles)](
+    _extend_kernel[(heads // pack, tiles)](
         out,
         q,
         pool,
@@ -110,6 +113,7 @@ def extend_attention(
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
         GROUP=heads // kv_heads,
+        PACK=pack,
         ROWS=shape.rows,
         DIM=dim,
         BLOCK_DIM=triton.next_power_of_2(dim),
@@ -160,6 +164,7 @@ def _extend_kernel(
     KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
     GROUP: tl.constexpr,
+    PACK: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -171,21 +176,26 @@ def _extend_kernel(
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
-    head = tl.program_id(0)
+    # Of PACK heads, which share K and V.
+    Q_ROWS: tl.constexpr = ROWS // PACK
+    first_head = tl.program_id(0) * PACK
     index = tl.program_id(1)
-    request = _request_of_tile(index, cu_q_lens, requests, ROWS)
+    request = _request_of_tile(index, cu_q_lens, requests, Q_ROWS)
     first_row = tl.load(cu_q_lens + request)
     q_len = tl.load(cu_q_lens + request + 1) - first_row
     # Later tiles of a request see more of it: the longest work begins first, and that of the first
     # requests, which go on with a prompt.
-    begin = (tl.cdiv(q_len, ROWS) - 1 - (index - first_row // ROWS - request)) * ROWS
+    begin = (tl.cdiv(q_len, Q_ROWS) - 1 - (index - first_row // Q_ROWS - request)) * Q_ROWS
     if (q_len < LEAST_ROWS) | (begin < 0):
         return
 
-    kv_head = head // GROUP
-    row = begin + tl.arange(0, ROWS)
+    kv_head = first_head // GROUP
+    member = tl.arange(0, ROWS)
+    row = begin + member // PACK
     column = tl.arange(0, BLOCK_DIM)
-    mask = (row < q_len)[:, None] & (column < DIM)[None, :]
+    is_there = (row < q_len) & (member < Q_ROWS * PACK)
+    mask = is_there[:, None] & (column < DIM)[None, :]
+    head = first_head + member % PACK
     q_at = ((first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * DIM
     q_at += column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
@@ -198,7 +208,7 @@ def _extend_kernel(
     table = page_table + request.to(tl.int64) * table_stride
     # In pages: every row sees [0, common), no row sees anything from `end` on.
     if own_k is None:
-        end = cached + tl.minimum(begin + ROWS, q_len)
+        end = cached + tl.minimum(begin + Q_ROWS, q_len)
         common = (cached + begin + 1) // TILE * TILE if FIRST_POSITION == 0 else 0
     else:
         end = cached
@@ -236,7 +246,7 @@ def _extend_kernel(
                     largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
                     position, q_len, row, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
                 )  # fmt: skip
-        for start in range(begin, tl.minimum(begin + ROWS, q_len), TILE):
+        for start in range(begin, tl.minimum(begin + Q_ROWS, q_len), TILE):
             position = start + tl.arange(0, TILE)
             at = position.to(tl.int64)[:, None]
             largest, total, mixed = _attend(
@@ -340,13 +350,14 @@ def _mix(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds values by their scores to a running softmax."""
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    # Scaled after the subtraction: exactly 1 where a tile brings nothing larger, also where a row
+    # sees none of it. (As a difference of products it would not be: one of them is not rounded.)
+    shrink = tl.exp2((largest - new_largest) * scale)
     if IS_FUSED:
         # One instruction a score; what it loses is far below the rounding of the weights.
-        shrink = tl.exp2(largest * scale - new_largest * scale)
-        weights = tl.exp2(scores * scale - (new_largest * scale)[:, None])
+        weights = tl.exp2(tl.fma(scores, scale, -(new_largest * scale)[:, None]))
     else:
-        # Scaled after the subtraction, which loses nothing among the scores that matter.
-        shrink = tl.exp2((largest - new_largest) * scale)
+        # As above: loses nothing among the scores that matter.
         weights = tl.exp2((scores - new_largest[:, None]) * scale)
     total = total * shrink + tl.sum(weights, axis=1)
     mixed = mixed * shrink[:, None]
