@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
 from moe_cases import MoECase, make_adapters, moe_case
@@ -206,6 +207,43 @@ def check_blocks(blocks: Any, ids: torch.Tensor, experts: int, block: int) -> No
 
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(
+    ("rows", "experts", "top_k", "block"),
+    [(1, 1, 1, 16), (9, 60, 8, 16), (16, 128, 8, 16), (64, 7, 3, 16), (50, 31, 6, 32)],
+)
+def test_routing_with_sorting(
+    rows: int, experts: int, top_k: int, block: int, renormalise: bool, tmp_path: Path
+) -> None:
+    fresh_seed()
+    logits = 3 * torch.randn(rows, experts) + torch.linspace(4, 0, experts)
+    with kernel_module("moe_route", tmp_path) as module:
+        assert module.is_sorted_at_once(rows, experts)
+        ids, shares, blocks = module.route_and_sort(logits, top_k, block, renormalise=renormalise)
+    expected = route_reference(logits, top_k, renormalise=renormalise)
+    assert torch.equal(ids, expected.ids)
+    torch.testing.assert_close(shares, expected.weights)
+    check_blocks(blocks, ids, experts, block)
+
+
+@pytest.mark.parametrize("rows", [2, 9, 70])
+def test_a_layer_with_the_norm_behind_it(rows: int, tmp_path: Path) -> None:
+    fresh_seed()
+    case = moe_case(rows, 40, 24, 120, 3)
+    logits = torch.randn(rows, 120)
+    # Shares are rounded otherwise here than there.
+    case = replace(case, routing=route_reference(logits, 3, renormalise=True))
+    slack = 1e-5
+    gain, stream = torch.randn(40), case.residual.clone()
+    with kernel_module("moe", tmp_path) as module:
+        after = module.NormAfter(stream, gain, 1e-5)
+        normed = module.routed_moe(case.x, logits, 3, case.w13, case.w2, after, renormalise=True)
+    exact, eager = case.compute(torch.float64), case.compute(torch.float32)
+    assert_as_exact(stream, eager, exact, slack=slack)
+    exact_norm = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
+    assert_as_exact(normed, F.rms_norm(eager, (40,), gain, 1e-5), exact_norm, slack=slack)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
     ("rows", "experts", "top_k"), [(0, 4, 2), (1, 1, 1), (7, 60, 8), (3, 7, 7)]
 )
 def test_routing(rows: int, experts: int, top_k: int, renormalise: bool, tmp_path: Path) -> None:
@@ -222,6 +260,9 @@ def test_rows_that_are_not_finite_still_name_experts(tmp_path: Path) -> None:
     logits = torch.tensor([[float("nan"), 1.0, 2.0], [float("inf"), float("inf"), 0.0]])
     with kernel_module("moe_route", tmp_path) as module:
         ids, _ = module.route(logits, 2, True)
+        again, _, blocks = module.route_and_sort(logits, 2, 16, renormalise=True)
+    assert torch.equal(again, ids)
+    check_blocks(blocks, ids, 3, 16)
     for row in ids.tolist():
         assert len(set(row)) == 2
         assert all(0 <= expert < 3 for expert in row)

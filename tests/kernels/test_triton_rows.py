@@ -106,6 +106,20 @@ def test_small_linear(rows: int, n: int, k: int, gated: bool, tmp_path: Path) ->
         assert_as_exact(out, F.linear(x.float(), weight.float()), product)
 
 
+@pytest.mark.parametrize("rows", [3, 4])
+def test_few_rows_of_a_large_weight(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    x, weight = torch.randn(rows, 300).half(), torch.randn(70, 300).half()
+    residual = torch.randn(rows, 70).half()
+    exact = x.double() @ weight.double().T + residual.double()
+    with kernel_module("small_linear", tmp_path) as module:
+        monkeypatch.setattr(module, "_SMALL_WEIGHT", 0)
+        out = module.small_linear(x, weight, None, residual, x.dtype)
+    assert_as_exact(out, F.linear(x, weight) + residual, exact)
+
+
 @pytest.mark.parametrize("splits", [2, 3, 8])
 @pytest.mark.parametrize(
     ("rows", "n", "k"), [(1, 26, 700), (3, 40, 512), (9, 40, 512), (16, 5, 72)]

@@ -10,8 +10,7 @@ from weft.kernels.attention import check_attention
 from weft.kernels.decoder_layer import GatedMlpWeight
 from weft.kernels.gpu.attention import are_few_rows, paged_attention
 from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.moe import moe
-from weft.kernels.gpu.moe_route import route
+from weft.kernels.gpu.moe import NormAfter, routed_moe
 from weft.kernels.gpu.norm import add_rms_norm, rms_norm
 from weft.kernels.gpu.rope import rope_and_cache
 from weft.kernels.linear import gate_up_silu, linear
@@ -46,12 +45,15 @@ def decoder_layers(
         mixed = _attend(qkv, w, step, layer)
         out = linear(mixed, w.o, lora=addition_to(step.lora, "o", layer))
         normed, _ = add_rms_norm(out, hidden, w.post_norm, w.eps)
-        out = _mlp(normed, w.mlp, step.lora, layer)
+        after = None
         if index + 1 < len(layers):
             following = layers[index + 1]
-            normed, _ = add_rms_norm(out, hidden, following.input_norm, following.eps)
-        else:
+            after = NormAfter(hidden, following.input_norm, following.eps)
+        out = _mlp(normed, w.mlp, after, step.lora, layer)
+        if after is None:
             hidden.add_(out)
+        else:
+            normed = out
     return hidden
 
 
@@ -93,15 +95,27 @@ def _attend(
 
 
 def _mlp(
-    x: torch.Tensor, w: GatedMlpWeight | SparseMlpWeight, lora: LoraStep | None, layer: int
+    x: torch.Tensor,
+    w: GatedMlpWeight | SparseMlpWeight,
+    after: NormAfter | None,
+    lora: LoraStep | None,
+    layer: int,
 ) -> torch.Tensor:
+    """What is added to the stream; with a norm behind it that is done too, and the norm of it."""
     if isinstance(w, GatedMlpWeight):
         inner = gate_up_silu(x, w.gate_up, addition_to(lora, "gate_up", layer))
-        return linear(inner, w.down, lora=addition_to(lora, "down", layer))
+        out = linear(inner, w.down, lora=addition_to(lora, "down", layer))
+        return out if after is None else add_rms_norm(out, *after)[0]
     assert w.experts.stacked is not None
-    logits = linear(x, w.router, out_dtype=torch.float32)
-    routing = route(logits, w.top_k, w.renormalise)
-    return moe(x, *routing, *w.experts.stacked, None, experts_addition(lora, layer))
+    return routed_moe(
+        x,
+        linear(x, w.router, out_dtype=torch.float32),
+        w.top_k,
+        *w.experts.stacked,
+        after,
+        experts_addition(lora, layer),
+        renormalise=w.renormalise,
+    )
 
 
 def _check(

@@ -3,8 +3,8 @@
 cuBLAS and `small_linear` choose how a product is cut by the number of rows, and with it the order
 in which an element's terms are added. Here each element is one chain of tensor core instructions
 over K, from its begin to its end, for every number of rows: neither the tile that the element is
-in, nor its place there, nor the tile's depth changes the chain (batch-invariant products: H. He et
-al., Defeating Nondeterminism in LLM Inference, 2025).
+in, nor its place there, nor the tile's depth, nor which operand is turned changes it
+(batch-invariant products: H. He et al., Defeating Nondeterminism in LLM Inference, 2025).
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.small_linear import MAX_ROWS, small_linear
 
+_MANY_COLUMNS = 1 << 14
+"""They fill a device by wider tiles too."""
 _GROUP = 8
 """Tiles of rows that share the weight's tiles in the cache."""
 
@@ -51,7 +54,10 @@ def fixed_linear(
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     if rows == 0:
         return out
-    shape = launch_shape(rows)
+    if rows <= MAX_ROWS:
+        # Bound by reading the weight, which its kernel streams; the chain is the same.
+        return small_linear(x, weight, bias, residual, out_dtype, is_fixed=True)
+    shape = launch_shape(rows, columns)
     is_copied = can_copy(x) and can_copy(weight)
     tiles = (triton.cdiv(rows, shape.rows), triton.cdiv(columns, shape.columns))
     _fixed_linear_kernel[(tiles[0] * tiles[1],)](
@@ -76,8 +82,10 @@ def fixed_linear(
     return out
 
 
-def launch_shape(rows: int) -> LaunchShape:
+def launch_shape(rows: int, columns: int) -> LaunchShape:
     """For so many rows: few fill a device by narrow tiles."""
+    if rows <= 64 and columns >= _MANY_COLUMNS:
+        return LaunchShape(rows=64, columns=64, depth=128, warps=4, stages=3)
     if rows <= 64:
         return LaunchShape(rows=64, columns=32, depth=128, warps=4, stages=4)
     return LaunchShape(rows=128, columns=128, depth=64, warps=8, stages=4)

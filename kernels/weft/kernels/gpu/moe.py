@@ -8,19 +8,25 @@ and a row's experts are summed in their order, so that results repeat.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import (
+    LINE_BYTES,
     LaunchOptions,
     launch_options,
+    prefetch,
     release_next,
     wait_for_last,
 )
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
-from weft.kernels.gpu.moe_sort import sort_pairs
+from weft.kernels.gpu.moe_route import is_sorted_at_once, route, route_and_sort
+from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
 from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
+from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import ExpertAddition
 from weft.kernels.side_stream import Beside, is_forking
 
@@ -28,6 +34,54 @@ MIN_COPIED_ROWS = 128
 """Pairs of a block from which on the copy engine fetches weights: loads cost registers there."""
 MAX_DIRECT_ROWS = 8
 """Up to here hardly two rows share an expert: there is nothing to win by sorting."""
+
+
+class NormAfter(NamedTuple):
+    """The norm that follows an addition to the stream."""
+
+    stream: torch.Tensor
+    """[T, H], contiguous, which is added to, and becomes the sum."""
+    weight: torch.Tensor
+    """[H]."""
+    eps: float
+
+
+def routed_moe(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    top_k: int,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    after: NormAfter | None,
+    lora: ExpertAddition | None = None,
+    *,
+    renormalise: bool,
+) -> torch.Tensor:
+    """Routing and `moe` of a layer, with what follows it, in as few launches as there may be.
+
+    Args:
+        x: As in `moe`, like those that are not named here.
+        logits: [T, E] float32, of the router.
+        top_k: k.
+        w13: [E, 2 * I, H].
+        w2: [E, H, I].
+        after: What follows, or None.
+        lora: The tokens' adapters, or None.
+        renormalise: The shares of a row's experts add up to 1.
+
+    Returns:
+        [T, H]: the sum of each row's experts, or, where a norm follows, its result.
+    """
+    rows, (experts, hidden, width) = x.shape[0], w2.shape
+    if rows <= MAX_DIRECT_ROWS:
+        out = _direct(x, *route(logits, top_k, renormalise), w13, w2, None, lora)
+        return out if after is None else add_rms_norm(out, *after)[0]
+    tiles, blocks = tiles_for(rows, top_k, experts, hidden, width), None
+    if is_sorted_at_once(rows, experts):
+        ids, shares, blocks = route_and_sort(logits, top_k, tiles.rows, renormalise=renormalise)
+    else:
+        ids, shares = route(logits, top_k, renormalise)
+    return sorted_moe(x, ids, shares, w13, w2, None, tiles, lora, blocks=blocks, after=after)
 
 
 def moe(
@@ -93,6 +147,9 @@ def sorted_moe(
     residual: torch.Tensor | None,
     tiles: Tiles,
     lora: ExpertAddition | None = None,
+    *,
+    blocks: Blocks | None = None,
+    after: NormAfter | None = None,
 ) -> torch.Tensor:
     """`moe` over pairs sorted by expert, cut as `tiles` says.
 
@@ -105,6 +162,8 @@ def sorted_moe(
         residual: [T, H] or None.
         tiles: How pairs and columns are cut.
         lora: The tokens' adapters, or None.
+        blocks: The pairs in blocks of `tiles.rows`, if they are sorted already.
+        after: What follows, whose result this is then, or None; not with `residual`.
     """
     (rows, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     pairs = ids.numel()
@@ -114,24 +173,26 @@ def sorted_moe(
     if lora is not None:
         more = (experts, lora, forked)
         to_gate_up = Beside(device, lambda: gate_up_additions(x, ids, width, *more))
-    blocks = sort_pairs(ids, experts, tiles.rows)
+    blocks = blocks or sort_pairs(ids, experts, tiles.rows)
     inner = torch.empty((pairs, width), dtype=x.dtype, device=device)
     products = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
     shared = (shares, *blocks)
-    after = options if lora is None else forked
+    joined = options if lora is None else forked
     if to_gate_up is not None:
         added = to_gate_up.join()
-    _multiply(inner, x, w13, shared, added, tiles, top_k, after, is_gated=True)
+    _multiply(inner, x, w13, shared, added, tiles, top_k, joined, is_gated=True)
     if lora is not None:
         to_down = Beside(device, lambda: down_additions(inner, ids, shares, hidden, *more))
     _multiply(products, inner, w2, shared, None, tiles, 1, options, is_gated=False)
     if to_down is not None:
         added_down = to_down.join()
-    block = min(1024, triton.next_power_of_2(hidden))
+    whole = triton.next_power_of_2(hidden)
+    block = whole if after is not None else min(1024, whole)
+    stream, gain, eps = after or (None, None, 0.0)
     _combine_kernel[(rows, triton.cdiv(hidden, block))](
-        out, products, residual, added_down, hidden, TOP_K=top_k, BLOCK=block, num_warps=4,
-        **after,
+        out, products, residual, added_down, stream, gain, hidden, eps, TOP_K=top_k, BLOCK=block,
+        num_warps=max(1, min(16, block // 256)), **joined,
     )  # fmt: skip
     return out
 
@@ -153,7 +214,7 @@ def _multiply(
     tile = tiles.up if is_gated else tiles.down
     # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
     inner = min(tile.depth * 2 // x.dtype.itemsize, triton.next_power_of_2(depth))
-    weight_tiles = None
+    weight_tiles, line = None, LINE_BYTES // x.dtype.itemsize
     flat = weight.view(-1, depth)
     if tiles.rows >= MIN_COPIED_ROWS and can_copy(flat):
         weight_tiles = copied_tiles(flat, tile.columns, inner)
@@ -161,7 +222,8 @@ def _multiply(
     _sorted_kernel[(triton.cdiv(columns, tile.columns), pairs[2].shape[0])](
         out, x, weight, weight_tiles, *pairs, added, columns, experts, K=depth, TOP_K=top_k,
         IS_GATED=is_gated, ROWS=tiles.rows, COLUMNS=tile.columns, TILE=inner,
-        IS_EXACT=x.dtype == torch.float32,
+        IS_EXACT=x.dtype == torch.float32, LINE=line,
+        LINES=triton.next_power_of_2(triton.cdiv(tile.columns * depth, line)),
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
 
@@ -270,14 +332,26 @@ def _sorted_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     IS_EXACT: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
 ) -> None:
     """One block of pairs times one tile of columns; pair p reads row p // TOP_K of x.
 
     Gated: silu(gate) * up; else the product times the pair's share.
     """
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
     block = tl.program_id(1)
+    if IS_DEPENDENT and not IS_GATED and weight_tiles is None:
+        # The gated product, which comes before, releases this one when the blocks are complete:
+        # these weights are on their way while it ends. A stale block would cost time alone.
+        early = tl.load(block_expert + block, cache_modifier=".cg")
+        lines = tl.arange(0, LINES) * LINE
+        last_column = columns - tl.program_id(0) * COLUMNS
+        lines = tl.minimum(lines, tl.minimum(last_column, COLUMNS) * K - 1)
+        first_row = early.to(tl.int64) * columns + tl.program_id(0) * COLUMNS
+        if (early >= 0) & (early < experts):
+            prefetch(weight + first_row * K + lines)
+    wait_for_last(IS_DEPENDENT)
+    release_next(IS_DEPENDENT)
     expert = tl.load(block_expert + block).to(tl.int64)
     if expert >= experts:
         return
@@ -337,12 +411,18 @@ def _combine_kernel(
     products: tl.tensor,
     residual: tl.tensor,
     added: tl.tensor,
+    stream: tl.tensor,
+    gain: tl.tensor,
     hidden: int,
+    eps: float,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """out[row] = residual[row] + added[row] + the products of its pairs, in their order."""
+    """out[row] = residual[row] + added[row] + the products of its pairs, in their order.
+
+    With a stream that is added to it, as the norms' kernel does it, and out is the norm of that.
+    """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -356,4 +436,12 @@ def _combine_kernel(
         total += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
     if added is not None:
         total += tl.load(added + row * hidden + column, mask=mask, other=0.0)
+    if stream is not None:
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        total += tl.load(stream + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+        rounded = total.to(stream.dtype.element_ty)
+        tl.store(stream + row * hidden + column, rounded, mask=mask)
+        total = rounded.to(tl.float32)
+        total *= tl.rsqrt(tl.sum(total * total, axis=0) / hidden + eps)
+        total *= tl.load(gain + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=mask)

@@ -30,6 +30,11 @@ class Blocks(NamedTuple):
     """[B] int32: where its expert's pairs end."""
 
 
+def num_blocks(pairs: int, experts: int, block: int) -> int:
+    """A bound: each expert leaves at most one that is not full."""
+    return pairs // block + min(pairs, experts)
+
+
 def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
     """Sorts pairs by counting; the number of blocks is a bound, so that graphs can hold it.
 
@@ -39,7 +44,7 @@ def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
         block: Pairs of a block.
     """
     pairs = ids.numel()
-    bound = pairs // block + min(pairs, experts)
+    bound = num_blocks(pairs, experts, block)
     chunks, bins = triton.cdiv(pairs, _CHUNK), triton.next_power_of_2(experts + 1)
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     table = torch.empty((3, bound), dtype=torch.int32, device=ids.device)

@@ -13,7 +13,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.dependent_launch import (
+    LINE_BYTES,
+    launch_options,
+    prefetch,
+    release_next,
+    wait_for_last,
+)
 
 MAX_ROWS = 16
 """Beyond, the rows themselves are worth tiling: that is cuBLAS's."""
@@ -21,8 +27,13 @@ _LEAST_SPLIT_K = 1024
 """Below, parts are too short to be worth their sum."""
 _MAX_BLOCKS = 256
 """Of products that are split: fewer than 4,096 columns in blocks of 16."""
-MAX_SPREAD_ROWS = 4
+MAX_SPREAD_ROWS = 2
 """Up to here plain multiplication keeps up with the memory; tensor cores start slower."""
+_MAX_SPREAD_ROWS_OF_SMALL = 4
+_SMALL_WEIGHT = 1 << 22
+"""Elements up to which it does so at a few rows more: they take no longer than a launch."""
+_PREFETCHED = 64
+"""Lines of memory of each column that are asked for while the last kernel ends."""
 
 
 class LaunchShape(NamedTuple):
@@ -39,6 +50,10 @@ class LaunchShape(NamedTuple):
     """Parts of K."""
 
 
+_FIXED = LaunchShape(columns=64, tile=128, warps=4, stages=5, splits=1)
+"""Of many columns, and where K must not be cut."""
+
+
 def small_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -48,6 +63,7 @@ def small_linear(
     *,
     gated: bool = False,
     shape: LaunchShape | None = None,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """x @ weight^T + bias + residual, or silu(gate) * up of a gated MLP's two projections.
 
@@ -59,6 +75,8 @@ def small_linear(
         out_dtype: dtype of the result.
         gated: apply the activation.
         shape: how to launch; None: what suits.
+        is_fixed: each element is one chain of tensor core instructions over K for any number of
+            rows, and rounded before `residual` is added (`weft.kernels.gpu.fixed_linear`).
 
     Returns:
         [M, N], where gated [M, N / 2]; accumulated in float32, rounded once.
@@ -66,10 +84,14 @@ def small_linear(
     rows, k = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
-    shape = shape or launch_shape(rows, columns, k, is_gated=gated)
+    is_spread = not is_fixed and rows <= max_spread_rows(weight)
+    if is_fixed:
+        shape = _FIXED
+    shape = shape or launch_shape(rows, columns, k, is_gated=gated, is_spread=is_spread)
     blocks = triton.cdiv(columns, shape.columns)
-    block_rows = triton.next_power_of_2(rows) if rows <= MAX_SPREAD_ROWS else MAX_ROWS
+    block_rows = triton.next_power_of_2(rows) if is_spread else MAX_ROWS
     parts, arrived = out, out
+    line = LINE_BYTES // weight.element_size()
     if shape.splits > 1:
         size = (blocks, shape.splits, shape.columns, block_rows)
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
@@ -87,22 +109,34 @@ def small_linear(
         K=k,
         IS_GATED=gated,
         BLOCK_ROWS=block_rows,
-        IS_SPREAD=rows <= MAX_SPREAD_ROWS,
+        IS_SPREAD=is_spread,
+        ROUNDS_FIRST=is_fixed,
         BLOCK_COLUMNS=shape.columns,
         TILE=shape.tile,
         STAGES=shape.stages,
         SPLITS=shape.splits,
+        LINE=line,
+        LINES=min(_PREFETCHED, triton.next_power_of_2(triton.cdiv(k, line))),
         num_warps=shape.warps,
         **launch_options(x.device),
     )
     return out
 
 
-def launch_shape(rows: int, columns: int, k: int, *, is_gated: bool) -> LaunchShape:
+def max_spread_rows(weight: torch.Tensor) -> int:
+    """Rows up to which a product with it is plain multiplication."""
+    return _MAX_SPREAD_ROWS_OF_SMALL if weight.numel() <= _SMALL_WEIGHT else MAX_SPREAD_ROWS
+
+
+def launch_shape(
+    rows: int, columns: int, k: int, *, is_gated: bool, is_spread: bool
+) -> LaunchShape:
     """What suits a product: programs for all multiprocessors, much under way in each."""
-    if rows > MAX_SPREAD_ROWS:
-        # Measured on an H200 at 8 and 16 rows.
-        if is_gated or columns >= 4096 or k < _LEAST_SPLIT_K:
+    if not is_spread:
+        # Measured on an H200 at 4 and 16 rows.
+        if columns >= 4096 and not is_gated:
+            return _FIXED
+        if is_gated or k < _LEAST_SPLIT_K:
             return LaunchShape(columns=32, tile=128, warps=2, stages=4, splits=1)
         if columns < 512:
             return LaunchShape(columns=16, tile=128, warps=2, stages=4, splits=8)
@@ -140,10 +174,13 @@ def _small_linear_kernel(
     IS_GATED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     IS_SPREAD: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     # Of K, what this program walks; tiles beyond K are zero.
@@ -155,6 +192,9 @@ def _small_linear_kernel(
     begin = weight + tl.minimum(column, columns - 1).to(tl.int64) * K
     # The first tile of the weight is on its way while the last kernel ends.
     tile = _weight_tile(begin, first, K, TILE, SPLITS > 1)
+    if IS_DEPENDENT and not IS_SPREAD:
+        line = tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)
+        prefetch(begin[:, None] + line[None, :])
     wait_for_last(IS_DEPENDENT)
     product = _product(
         tile, x, begin, first, PART, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
@@ -194,6 +234,8 @@ def _small_linear_kernel(
         product = product / (1.0 + tl.exp(-product)) * up
     at = row[None, :].to(tl.int64) * columns + column[:, None]
     if residual is not None and not IS_GATED:
+        if ROUNDS_FIRST:
+            product = product.to(residual.dtype.element_ty).to(tl.float32)
         product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
 
