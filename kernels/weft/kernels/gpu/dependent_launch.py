@@ -2,8 +2,7 @@
 
 Every kernel launched so calls `release_next` once it runs and `wait_for_last` before it touches
 anything but weights: what the kernels before it wrote is complete only after the wait, since the
-last one may itself have begun early. One that releases the next after its own wait lets that read
-early what was complete by then.
+last one may itself have begun early.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ import functools
 import torch
 import triton
 import triton.language as tl
-
-LINE_BYTES = 128
-"""Of memory, what `prefetch` brings."""
 
 LaunchOptions = dict[str, bool]
 """Arguments of a launch: the kernel's own, and Triton's."""
@@ -51,17 +47,3 @@ def release_next(IS_DEPENDENT: tl.constexpr) -> None:
     """Lets the next kernel begin as soon as all programs of this one run."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(addresses: tl.tensor) -> None:
-    """Asks for the lines at `addresses` to be brought into the cache of the device, and does not
-    wait for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [tl.cast(addresses, tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fixed_linear import fixed_linear
 from weft.kernels.gpu.lora import Ranks
-from weft.kernels.gpu.small_linear import MAX_ROWS, max_spread_rows, small_linear
+from weft.kernels.gpu.small_linear import MAX_ROWS, MAX_SPREAD_ROWS, small_linear
 from weft.kernels.lora import LoraAddition
 
-_SMALL_WEIGHT, _SMALL_WIDE_WEIGHT = 1 << 23, 1 << 25
-"""Elements up to which cuBLAS is slower at 3 to 16 rows too, also of a plain product with 4,096
-columns or more (measured on an H200)."""
+_SMALL_WEIGHT = 1 << 23
+"""Elements up to which cuBLAS is slower at 3 to 16 rows too (measured on an H200)."""
 
 
 def linear(
@@ -48,7 +47,7 @@ def _product(
     residual: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    if _is_small(x, weight, _SMALL_WIDE_WEIGHT if weight.shape[0] >= 4096 else _SMALL_WEIGHT):
+    if _is_small(x, weight):
         return small_linear(x, weight, bias, residual, out_dtype or x.dtype)
     if out_dtype is not None and out_dtype != x.dtype:
         out = torch.mm(x, weight.t(), out_dtype=out_dtype)
@@ -80,7 +79,7 @@ def gate_up_silu(
         _check_fixed(lora)
         return silu_and_mul(fixed_linear(x, weight, bias, None, x.dtype))
     ranks = None if lora is None else Ranks(x, lora)
-    if _is_small(x, weight, _SMALL_WEIGHT):
+    if _is_small(x, weight):
         added = None
         if lora is not None and ranks is not None:
             is_whole = sum(part.out_features for part in lora.parts) == weight.shape[0]
@@ -114,7 +113,7 @@ def _check_fixed(lora: LoraAddition | None) -> None:
         raise ValueError("adapters add in an order that depends on the other rows")
 
 
-def _is_small(x: torch.Tensor, weight: torch.Tensor, max_elements: int) -> bool:
+def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
     rows = x.shape[0]
-    max_rows = MAX_ROWS if weight.numel() <= max_elements else max_spread_rows(weight)
+    max_rows = MAX_ROWS if weight.numel() <= _SMALL_WEIGHT else MAX_SPREAD_ROWS
     return 0 < rows <= max_rows and x.dtype.itemsize == 2 and weight.is_contiguous()

@@ -15,10 +15,8 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import (
-    LINE_BYTES,
     LaunchOptions,
     launch_options,
-    prefetch,
     release_next,
     wait_for_last,
 )
@@ -214,7 +212,7 @@ def _multiply(
     tile = tiles.up if is_gated else tiles.down
     # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
     inner = min(tile.depth * 2 // x.dtype.itemsize, triton.next_power_of_2(depth))
-    weight_tiles, line = None, LINE_BYTES // x.dtype.itemsize
+    weight_tiles = None
     flat = weight.view(-1, depth)
     if tiles.rows >= MIN_COPIED_ROWS and can_copy(flat):
         weight_tiles = copied_tiles(flat, tile.columns, inner)
@@ -222,8 +220,7 @@ def _multiply(
     _sorted_kernel[(triton.cdiv(columns, tile.columns), pairs[2].shape[0])](
         out, x, weight, weight_tiles, *pairs, added, columns, experts, K=depth, TOP_K=top_k,
         IS_GATED=is_gated, ROWS=tiles.rows, COLUMNS=tile.columns, TILE=inner,
-        IS_EXACT=x.dtype == torch.float32, LINE=line,
-        LINES=triton.next_power_of_2(triton.cdiv(tile.columns * depth, line)),
+        IS_EXACT=x.dtype == torch.float32,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
 
@@ -332,26 +329,14 @@ def _sorted_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     IS_EXACT: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
 ) -> None:
     """One block of pairs times one tile of columns; pair p reads row p // TOP_K of x.
 
     Gated: silu(gate) * up; else the product times the pair's share.
     """
-    block = tl.program_id(1)
-    if IS_DEPENDENT and not IS_GATED and weight_tiles is None:
-        # The gated product, which comes before, releases this one when the blocks are complete:
-        # these weights are on their way while it ends. A stale block would cost time alone.
-        early = tl.load(block_expert + block, cache_modifier=".cg")
-        lines = tl.arange(0, LINES) * LINE
-        last_column = columns - tl.program_id(0) * COLUMNS
-        lines = tl.minimum(lines, tl.minimum(last_column, COLUMNS) * K - 1)
-        first_row = early.to(tl.int64) * columns + tl.program_id(0) * COLUMNS
-        if (early >= 0) & (early < experts):
-            prefetch(weight + first_row * K + lines)
-    wait_for_last(IS_DEPENDENT)
     release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    block = tl.program_id(1)
     expert = tl.load(block_expert + block).to(tl.int64)
     if expert >= experts:
         return
