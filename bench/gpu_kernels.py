@@ -24,9 +24,11 @@ from weft.kernels.activation import silu_and_mul
 from weft.kernels.attention import paged_attention
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu.extend_attention import OwnKv
+from weft.kernels.gpu.moe import NormAfter, routed_moe
 from weft.kernels.linear import linear, pack_linear
 from weft.kernels.lora import LoraAddition, LoraSegments, LoraWeights, add_lora, sort_tokens
 from weft.kernels.norm import add_rms_norm, rms_norm
+from weft.kernels.page_digest import page_digests
 from weft.kernels.rope import rope_and_cache
 
 BF16 = torch.bfloat16
@@ -157,6 +159,40 @@ def bench_linears(bench: Bench, rows: int) -> None:
         bench.memory(f"linear {name} {rows} rows", 2.0 * (n * k + rows * (n + k)), us)
 
 
+def bench_digests(bench: Bench, page_bytes: int, count: int) -> None:
+    """Digests of pages in a pool, which are read once."""
+    pool = torch.randint(0, 99, (count, page_bytes // 4), dtype=torch.int32, device="cuda")
+    pages = torch.randperm(count, device="cuda")
+    us = time_us([lambda: page_digests(pool, pages)])
+    bench.memory(f"page_digest {count} x {page_bytes >> 10} KiB", float(pool.nbytes), us)
+
+
+def bench_experts(bench: Bench, rows: int) -> None:
+    """A layer's experts of Qwen3-30B-A3B behind its router, with the norm that follows."""
+    experts, top_k, hidden, width, layers = 128, 8, 2048, 768, 3
+    weights = [
+        (
+            torch.randn(experts, 2 * width, hidden, device="cuda", dtype=BF16) * 0.02,
+            torch.randn(experts, hidden, width, device="cuda", dtype=BF16) * 0.02,
+        )
+        for _ in range(layers)
+    ]
+    logits = [torch.randn(rows, experts, device="cuda") for _ in weights]
+    x = torch.randn(rows, hidden, device="cuda", dtype=BF16)
+    after = NormAfter(torch.zeros_like(x), torch.ones(hidden, device="cuda", dtype=BF16), 1e-6)
+    calls = [
+        lambda w=w, scores=scores: routed_moe(x, scores, top_k, *w, after, renormalise=True)
+        for w, scores in zip(weights, logits, strict=True)
+    ]
+    us = time_us(calls)
+    chosen = [len(scores.topk(top_k).indices.unique()) for scores in logits]
+    read = statistics.mean(chosen) * 3 * width * hidden * 2.0
+    if rows < 1024:
+        bench.memory(f"experts {rows} rows", read + 6.0 * x.nbytes, us)
+    else:
+        bench.matmul(f"experts {rows} rows", 2.0 * rows * top_k * 3 * width * hidden, us)
+
+
 def lora_additions(
     k: int, widths: Sequence[int], adapters: int, rank: int, rows: int
 ) -> list[LoraAddition]:
@@ -277,8 +313,12 @@ def main() -> None:
         bench = Bench()
         for tokens in (64, 4096):
             bench_rows(bench, tokens)
+        # Pages of 16 positions of Llama-3.1-8B.
+        bench_digests(bench, 2 << 20, 512)
         for rows in (1, 16, 64):
             bench_linears(bench, rows)
+        for rows in (1, 16, 64, 4096):
+            bench_experts(bench, rows)
         for adapters in (1, 8, 32):
             bench_lora(bench, 64, adapters, 16)
         bench_lora(bench, 64, 8, 64)

@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[SamplingParams, bool, int | None]] = {
         None,
     ),
     "top-p 0.95, 5 log-probabilities": (SamplingParams(temperature=0.8, top_p=0.95), False, 5),
+    "temperature, new masks": (SamplingParams(temperature=0.8), False, None),
 }
 """By name: parameters, flat logits, log-probabilities."""
 
@@ -78,6 +79,20 @@ def make_sampler(batch: int, vocab: int, kind: str, device: torch.device | None)
     return sampler
 
 
+def make_masks(batch: int, vocab: int) -> list[np.ndarray]:
+    """Of constraints: each row may draw a tenth of the vocabulary."""
+    allowed = np.random.default_rng(0).random((batch, -(-vocab // 32) * 32)) < 0.1
+    allowed[:, vocab:] = False
+    packed = np.packbits(allowed, axis=1, bitorder="little")
+    return list(packed.view(np.uint32))
+
+
+def set_masks(sampler: Sampler, masks: list[np.ndarray]) -> None:
+    """As of a step in which every row's mask is another one."""
+    for slot, mask in enumerate(masks):
+        sampler.set_mask(slot, mask)
+
+
 def wall_ms(call: Callable[[], object], turns: int) -> float:
     """Median wall time."""
     times = []
@@ -113,18 +128,21 @@ def bench(kind: str, batch: int, vocab: int) -> Row:
     ours = make_sampler(batch, vocab, kind, logits.device)
     theirs = make_sampler(batch, vocab, kind, None)
 
+    masks = make_masks(batch, vocab) if kind.endswith("masks") else []
+
     def by_host(position: int = 100) -> np.ndarray:
+        set_masks(theirs, masks)
         copy = logits.to("cpu", non_blocking=True)
         torch.cuda.current_stream().synchronize()
         return theirs.sample(copy, slots, np.full(batch, position)).token_ids
 
     def by_device(position: int = 100) -> np.ndarray:
+        set_masks(ours, masks)
         return ours.sample(logits, slots, np.full(batch, position)).token_ids
 
     for position in range(4):
         assert np.array_equal(by_device(position), by_host(position)), kind
-    positions = np.full(batch, 100)
-    device_ms = on_device_ms(lambda: ours.sample(logits, slots, positions), 12)
+    device_ms = on_device_ms(by_device, 12)
     return Row(kind, batch, device_ms, wall_ms(by_device, 12), wall_ms(by_host, 6))
 
 
