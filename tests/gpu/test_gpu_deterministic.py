@@ -129,8 +129,9 @@ def test_rows_of_attention_are_the_same_bits(heads: int, kv_heads: int, dim: int
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     random.seed(seed)
-    length, settings = 700, (heads, kv_heads, dim, 16)
-    case = make_case(Geometry(*settings), [(length, length), (1, 1500)], torch.bfloat16, CUDA)
+    length, other = 1300, 5000
+    geometry = Geometry(heads, kv_heads, dim, 16)
+    case = make_case(geometry, [(length, length), (1, other)], torch.bfloat16, CUDA)
 
     def attend(q: torch.Tensor, kv_lens: list[int], q_lens: list[int]) -> torch.Tensor:
         return paged_attention(
@@ -146,15 +147,16 @@ def test_rows_of_attention_are_the_same_bits(heads: int, kv_heads: int, dim: int
             is_fixed=True,
         )
 
-    whole = attend(case.q, [length, 1500], [length, 1])
+    whole = attend(case.q, [length, other], [length, 1])
     assert_as_exact(whole, eager_attention(case), exact_attention(case))
     begin = 0
     while begin < length:
-        end = min(length, begin + random.choice((1, 1, 2, 5, 48, 64, 100)))
+        # Beside a bound of many segments these are programs of their own.
+        end = min(length, begin + random.choice((1, 2, 5, 48, 64, 300)))
         piece = attend(case.q[begin:end], [end], [end - begin])
         assert torch.equal(piece, whole[begin:end]), (begin, end)
         begin = end
-    assert torch.equal(attend(case.q[length - 1 :], [length, 1500], [1, 1]), whole[length - 1 :])
+    assert torch.equal(attend(case.q[length - 1 :], [length, other], [1, 1]), whole[length - 1 :])
 
 
 def test_a_residual_is_added_to_the_same_bits_before_a_norm() -> None:

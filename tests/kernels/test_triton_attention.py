@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from types import ModuleType
 
@@ -49,12 +48,7 @@ def decode(
 
 
 def extend(
-    module: ModuleType,
-    case: Case,
-    *,
-    has_own: bool = False,
-    first: int = 0,
-    is_fixed: bool = False,
+    module: ModuleType, case: Case, *, has_own: bool = False, first: int = 0
 ) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
     module.extend_attention(
@@ -69,7 +63,6 @@ def extend(
         int(case.cu_q_lens.diff().max()),
         module.OwnKv(*case.own_kv()) if has_own else None,
         first,
-        is_fixed=is_fixed,
     )
     return out
 
@@ -148,32 +141,6 @@ def test_extend(geometry: Geometry, lengths: Lengths, dtype: torch.dtype, tmp_pa
         check_rows(out, case, is_decode=False)
 
 
-@pytest.mark.parametrize("geometry", [Geometry(6, 2, 24, 16), Geometry(4, 1, 16, 32)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_fixed_rows_are_the_same_bits_however_they_come(
-    geometry: Geometry, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """All rows of requests, in pieces of any length, beside others: of one row too."""
-    fresh_seed()
-    lengths = [(150, 150), (1, 0), (1, 70), (40, 100), (0, 5), (1, 1)]
-    case = make_case(geometry, lengths, dtype)
-    with kernel_module("extend_attention", tmp_path) as module:
-        whole = extend(module, case, is_fixed=True)
-        assert_as_exact(whole, eager_attention(case), exact_attention(case))
-        assert not whole[150].any()
-        begin = 0
-        while begin < 150:
-            end = min(150, begin + random.choice((1, 2, 7, 48, 64)))
-            piece = case._replace(
-                q=case.q[begin:end].contiguous(),
-                page_table=case.page_table[:1],
-                cu_q_lens=torch.tensor([0, end - begin], dtype=torch.int32),
-                kv_lens=torch.tensor([end], dtype=torch.int32),
-            )
-            assert torch.equal(extend(module, piece, is_fixed=True), whole[begin:end])
-            begin = end
-
-
 @pytest.mark.parametrize("first", [1, 70])
 def test_positions_before_the_first_are_not_attended_to(first: int, tmp_path: Path) -> None:
     fresh_seed()
@@ -197,7 +164,7 @@ def test_positions_before_the_first_are_not_attended_to(first: int, tmp_path: Pa
         ("extend_attention", ("position[None, :] <= last_seen", "position[None, :] < last_seen")),
         ("extend_attention", ("range(0, common, TILE)", "range(TILE, common, TILE)")),
         ("extend_attention", ("range(common, end, TILE)", "range(common, end - TILE, TILE)")),
-        ("extend_attention", ("// pack) + requests", "// pack)")),
+        ("extend_attention", ("tokens // shape.rows + requests", "tokens // shape.rows")),
     ],
 )  # fmt: skip
 def test_the_checks_see_a_mutation(

@@ -13,6 +13,7 @@ import torch
 from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS, decode_attention
 from weft.kernels.gpu.dense_attention import dense_attention, suits
 from weft.kernels.gpu.extend_attention import OwnKv, extend_attention
+from weft.kernels.gpu.fixed_attention import fixed_attention
 
 
 def paged_attention(
@@ -34,7 +35,8 @@ def paged_attention(
 
     Only bounds are needed of `max_q_len` and `max_kv_len`; they decide about the launches.
     With `own`, what requests of several rows bring is not read from the pool, and `first_position`
-    must be 0. With `is_fixed`, without `own`, all requests take one kernel.
+    must be 0. With `is_fixed`, without `own`, all requests take one kernel, unless there is a first
+    position: what drafts see decides no bits.
     """
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
@@ -43,8 +45,11 @@ def paged_attention(
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    is_for_few = own is None and first_position == 0 and not is_fixed
-    if is_for_few and are_few_rows(q.dtype, max_q_len):
+    if is_fixed and first_position == 0:
+        lengths = (page_table, cu_q_lens, kv_lens)
+        fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len)
+        return out
+    if own is None and first_position == 0 and are_few_rows(q.dtype, max_q_len):
         decode_attention(
             out,
             q,
@@ -60,7 +65,7 @@ def paged_attention(
             max_rows=2 if max_q_len == 2 else 4 if max_q_len <= 4 else MAX_FEW_ROWS,
         )
         return out
-    if max_q_len > 1 or is_fixed:
+    if max_q_len > 1:
         extend_attention(
             out,
             q,
@@ -73,10 +78,7 @@ def paged_attention(
             max_q_len,
             own,
             first_position,
-            is_fixed=is_fixed,
         )
-    if is_fixed:
-        return out
     # A bound of few rows is for requests of one row too, be they alone.
     if max_q_len == 1 or requests > 1 or max_q_len <= MAX_FEW_ROWS:
         decode_attention(

@@ -3,7 +3,6 @@
 A program holds a tile of one request's rows under one head and walks what they see: the pages of
 the positions before the step, then the step's own K and V, up to the diagonal. Own K and V are read
 dense where the caller has them, so that a cold prompt reads no page, else from their pages too.
-Where requests of one row come here as well, a tile holds all heads of one KV head.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ def extend_attention(
     max_q_len: int,
     own: OwnKv | None,
     first_position: int = 0,
-    *,
-    is_fixed: bool = False,
 ) -> None:
     """Writes the rows of `out` whose requests bring two rows or more, and no others.
 
@@ -68,32 +65,26 @@ def extend_attention(
         max_q_len: Bound of the requests' rows.
         own: The step's K and V; None: they are read from the pool.
         first_position: Positions before it are not attended to; 0 with `own`.
-        is_fixed: Requests of one row are there too, and a row's result does not depend on what its
-            request brings beside it. Not with `own`.
 
     Raises:
         ValueError: `first_position` beside `own`.
     """
     if first_position and own is not None:
         raise ValueError("a first position needs K and V in the pool")
-    if is_fixed and own is not None:
-        raise ValueError("own K and V are walked apart from the pool's, in an order of their own")
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
     kv_heads, page_size = pool.shape[1], pool.shape[4]
     own_matrices = [] if own is None else [part.flatten(1) for part in own]
     is_copied = dim in (64, 128) and bool(own_matrices) and all(map(can_copy, own_matrices))
-    shape = launch_shape(q.dtype, dim, 0 if is_fixed else max_q_len, is_copied=is_copied)
-    # Requests of one row are there too, whose K and V should be read once for a group of heads.
-    pack = heads // kv_heads if is_fixed else 1
+    shape = launch_shape(q.dtype, dim, max_q_len, is_copied=is_copied)
     # A bound: each request leaves at most one tile that is not full.
-    tiles = tokens // (shape.rows // pack) + requests
+    tiles = tokens // shape.rows + requests
     k_tiles, v_tiles = (
         (copied_tiles(part, shape.tile, dim) for part in own_matrices)
         if is_copied
         else (None, None)
     )
-    _extend_kernel[(heads // pack, tiles)](
+    _extend_kernel[(heads, tiles)](
         out,
         q,
         pool,
@@ -113,14 +104,12 @@ def extend_attention(
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
         GROUP=heads // kv_heads,
-        PACK=pack,
         ROWS=shape.rows,
         DIM=dim,
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
         TILE=shape.tile,
         FIRST_POSITION=first_position,
-        LEAST_ROWS=1 if is_fixed else 2,
         IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -164,38 +153,31 @@ def _extend_kernel(
     KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
     GROUP: tl.constexpr,
-    PACK: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
-    LEAST_ROWS: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
-    # Of PACK heads, which share K and V.
-    Q_ROWS: tl.constexpr = ROWS // PACK
-    first_head = tl.program_id(0) * PACK
+    head = tl.program_id(0)
     index = tl.program_id(1)
-    request = _request_of_tile(index, cu_q_lens, requests, Q_ROWS)
+    request = request_of_tile(index, cu_q_lens, requests, ROWS)
     first_row = tl.load(cu_q_lens + request)
     q_len = tl.load(cu_q_lens + request + 1) - first_row
     # Later tiles of a request see more of it: the longest work begins first, and that of the first
     # requests, which go on with a prompt.
-    begin = (tl.cdiv(q_len, Q_ROWS) - 1 - (index - first_row // Q_ROWS - request)) * Q_ROWS
-    if (q_len < LEAST_ROWS) | (begin < 0):
+    begin = (tl.cdiv(q_len, ROWS) - 1 - (index - first_row // ROWS - request)) * ROWS
+    if (q_len < 2) | (begin < 0):
         return
 
-    kv_head = first_head // GROUP
-    member = tl.arange(0, ROWS)
-    row = begin + member // PACK
+    kv_head = head // GROUP
+    row = begin + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)
-    is_there = (row < q_len) & (member < Q_ROWS * PACK)
-    mask = is_there[:, None] & (column < DIM)[None, :]
-    head = first_head + member % PACK
+    mask = (row < q_len)[:, None] & (column < DIM)[None, :]
     q_at = ((first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * DIM
     q_at += column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
@@ -208,24 +190,24 @@ def _extend_kernel(
     table = page_table + request.to(tl.int64) * table_stride
     # In pages: every row sees [0, common), no row sees anything from `end` on.
     if own_k is None:
-        end = cached + tl.minimum(begin + Q_ROWS, q_len)
+        end = cached + tl.minimum(begin + ROWS, q_len)
         common = (cached + begin + 1) // TILE * TILE if FIRST_POSITION == 0 else 0
     else:
         end = cached
         common = cached // TILE * TILE
     for start in range(0, common, TILE):
         position = start + tl.arange(0, TILE)
-        at = _page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, False)
+        at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, False)
         k_at = pool + at[:, None] * DIM + column[None, :]
-        largest, total, mixed = _attend(
+        largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
             position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
         )  # fmt: skip
     for start in range(common, end, TILE):
         position = start + tl.arange(0, TILE)
-        at = _page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
+        at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
         k_at = pool + at[:, None] * DIM + column[None, :]
-        largest, total, mixed = _attend(
+        largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
             position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
         )  # fmt: skip
@@ -242,26 +224,25 @@ def _extend_kernel(
             else:
                 position = start + tl.arange(0, TILE)
                 at = position.to(tl.int64)[:, None]
-                largest, total, mixed = _attend(
+                largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
                     position, q_len, row, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
                 )  # fmt: skip
-        for start in range(begin, tl.minimum(begin + Q_ROWS, q_len), TILE):
+        for start in range(begin, tl.minimum(begin + ROWS, q_len), TILE):
             position = start + tl.arange(0, TILE)
             at = position.to(tl.int64)[:, None]
-            largest, total, mixed = _attend(
+            largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
                 position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
             )  # fmt: skip
-    # A padding request brings a row that sees nothing.
-    mixed = mixed / (total if LEAST_ROWS > 1 else tl.where(total > 0.0, total, 1.0))[:, None]
+    mixed = mixed / total[:, None]
     if FIRST_POSITION > 0:
         mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
     tl.store(out + q_at, mixed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _request_of_tile(
+def request_of_tile(
     index: tl.tensor, cu_q_lens: tl.tensor, requests: int, ROWS: tl.constexpr
 ) -> tl.tensor:
     """Last request whose first tile, cu_q_lens[r] // ROWS + r, is not after `index`."""
@@ -276,7 +257,7 @@ def _request_of_tile(
 
 
 @triton.jit
-def _page_rows(
+def page_rows(
     table: tl.tensor,
     position: tl.tensor,
     end: tl.tensor,
@@ -297,7 +278,7 @@ def _page_rows(
 
 
 @triton.jit
-def _attend(
+def attend_tile(
     largest: tl.tensor,
     total: tl.tensor,
     mixed: tl.tensor,

@@ -1,0 +1,264 @@
+"""Attention on a GPU whose rows are the same bits whatever other rows there are.
+
+One kernel for requests of any number of rows. K and V come from pages, in tiles of positions from
+position 0 on; what a row does not see of a tile adds exact zeros. Contexts are cut into segments at
+absolute positions, whose sums are merged in their order, with one arithmetic: by the program that
+walks them all, or, where programs are few, by a launch behind programs of one segment each (KV
+splits of a fixed size: H. He et al., Defeating Nondeterminism in LLM Inference, 2025).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.decode_attention import num_multiprocessors
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.extend_attention import (
+    attend_tile,
+    launch_shape,
+    page_rows,
+    request_of_tile,
+)
+
+SEGMENT = 1024
+"""Positions; of all models and steps, for results depend on it. A multiple of every tile."""
+_PROGRAMS_PER_SM = 2
+"""With more, segments of their own bring nothing."""
+_MAX_PARTS = 4096
+"""Rows times segments that are kept for the merge: some 70 MB of 32 heads."""
+
+
+def fixed_attention(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    max_kv_len: int,
+) -> None:
+    """Writes the rows of `out` of all requests.
+
+    Args:
+        out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
+        q: [T, Hq, D], T at least 1.
+        pool: [num_pages, Hkv, layers, 2, page_size, D].
+        layer: Layer of the pool to read.
+        page_table: [R, max_pages] int32.
+        cu_q_lens: [R + 1] int32.
+        kv_lens: [R] int32, new rows included.
+        scale: Factor on the scores.
+        max_kv_len: Bound of `kv_lens`; decides about the launches, not about the bits.
+    """
+    requests = page_table.shape[0]
+    tokens, heads, dim = q.shape
+    kv_heads, page_size = pool.shape[1], pool.shape[4]
+    group = heads // kv_heads
+    shape = launch_shape(q.dtype, dim, 0, is_copied=False)
+    # A bound: each request leaves at most one tile that is not full.
+    tiles = tokens // (shape.rows // group) + requests
+    segments = triton.cdiv(max_kv_len, SEGMENT)
+    is_split = segments > 1 and tokens * segments <= _MAX_PARTS
+    is_split &= kv_heads * tiles <= _PROGRAMS_PER_SM * num_multiprocessors(q.device)
+    partial, sums = out, out
+    if is_split:
+        parts = (tokens, heads, segments)
+        partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
+    scale *= math.log2(math.e)
+    _fixed_kernel[(kv_heads, tiles, segments if is_split else 1)](
+        partial,
+        sums,
+        q,
+        pool,
+        page_table,
+        cu_q_lens,
+        kv_lens,
+        scale,
+        layer,
+        page_table.stride(0),
+        requests,
+        segments,
+        IS_SPLIT=is_split,
+        KV_HEADS=kv_heads,
+        LAYERS=pool.shape[2],
+        GROUP=group,
+        ROWS=shape.rows,
+        DIM=dim,
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        PAGE_SIZE=page_size,
+        TILE=shape.tile,
+        SEGMENT=SEGMENT,
+        IS_FUSED=q.dtype.itemsize == 2,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **launch_options(q.device),
+    )
+    if is_split:
+        _merge_kernel[(tokens, heads)](
+            out,
+            partial,
+            sums,
+            scale,
+            segments,
+            DIM=dim,
+            BLOCK_DIM=triton.next_power_of_2(dim),
+            num_warps=1,
+            **launch_options(q.device),
+        )
+
+
+@triton.jit(do_not_specialize=["layer", "requests", "segments"])
+def _fixed_kernel(
+    out: tl.tensor,
+    sums: tl.tensor,
+    q: tl.tensor,
+    pool: tl.tensor,
+    page_table: tl.tensor,
+    cu_q_lens: tl.tensor,
+    kv_lens: tl.tensor,
+    scale: float,
+    layer: int,
+    table_stride: int,
+    requests: int,
+    segments: int,
+    IS_DEPENDENT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+) -> None:
+    """A tile of one request's rows under the heads of one KV head, as [ROWS] of (row, head)."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    kv_head = tl.program_id(0)
+    index = tl.program_id(1)
+    Q_ROWS: tl.constexpr = ROWS // GROUP
+    request = request_of_tile(index, cu_q_lens, requests, Q_ROWS)
+    first_row = tl.load(cu_q_lens + request)
+    q_len = tl.load(cu_q_lens + request + 1) - first_row
+    # The tiles that see most begin first.
+    begin = (tl.cdiv(q_len, Q_ROWS) - 1 - (index - first_row // Q_ROWS - request)) * Q_ROWS
+    if (q_len < 1) | (begin < 0):
+        return
+
+    member = tl.arange(0, ROWS)
+    row = begin + member // GROUP
+    column = tl.arange(0, BLOCK_DIM)
+    is_there = (row < q_len) & (member < Q_ROWS * GROUP)
+    mask = is_there[:, None] & (column < DIM)[None, :]
+    heads = KV_HEADS * GROUP
+    place = (first_row + row).to(tl.int64) * heads + kv_head * GROUP + member % GROUP
+    query = tl.load(q + place[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+    all_largest = tl.full([ROWS], float("-inf"), tl.float32)
+    all_total = tl.zeros([ROWS], tl.float32)
+    all_mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+
+    cached = tl.load(kv_lens + request) - q_len
+    last_seen = cached + row
+    table = page_table + request.to(tl.int64) * table_stride
+    # Every row sees [0, common), no row sees anything from `end` on.
+    end = cached + tl.minimum(begin + Q_ROWS, q_len)
+    common = (cached + begin + 1) // TILE * TILE
+    first_segment = 0
+    end_segment = tl.cdiv(end, SEGMENT)
+    if IS_SPLIT:
+        first_segment = tl.program_id(2)
+        end_segment = tl.minimum(first_segment + 1, end_segment)
+    for segment in range(first_segment, end_segment):
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        segment_end = tl.minimum((segment + 1) * SEGMENT, end)
+        for start in range(segment * SEGMENT, tl.minimum(common, segment_end), TILE):
+            position = start + tl.arange(0, TILE)
+            at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, False)
+            k_at = pool + at[:, None] * DIM + column[None, :]
+            largest, total, mixed = attend_tile(
+                largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+                position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
+            )  # fmt: skip
+        for start in range(tl.maximum(common, segment * SEGMENT), segment_end, TILE):
+            position = start + tl.arange(0, TILE)
+            at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
+            k_at = pool + at[:, None] * DIM + column[None, :]
+            largest, total, mixed = attend_tile(
+                largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+            )  # fmt: skip
+        keep, share, all_largest = _weights(all_largest, largest, scale)
+        is_seen = share > 0.0
+        all_total = tl.fma(all_total, keep, tl.where(is_seen, total * share, 0.0))
+        part = tl.where(is_seen[:, None], mixed * share[:, None], 0.0)
+        all_mixed = tl.fma(all_mixed, tl.broadcast_to(keep[:, None], [ROWS, BLOCK_DIM]), part)
+    if IS_SPLIT:
+        part_at = place * segments + tl.program_id(2)
+        is_seen = all_largest > float("-inf")
+        at = out + part_at[:, None] * DIM + column[None, :]
+        tl.store(at, all_mixed, mask=mask & is_seen[:, None])
+        tl.store(sums + 2 * part_at, all_largest, mask=is_there)
+        tl.store(sums + 2 * part_at + 1, all_total, mask=is_there)
+    else:
+        # A padding request brings a row that sees nothing.
+        mixed = all_mixed / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
+        at = out + place[:, None] * DIM + column[None, :]
+        tl.store(at, mixed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def _merge_kernel(
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    scale: float,
+    segments: int,
+    IS_DEPENDENT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    """The segments of one row under one head, as _fixed_kernel merges them."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    column = tl.arange(0, BLOCK_DIM)
+    in_dim = column < DIM
+    all_largest = tl.full([1], float("-inf"), tl.float32)
+    all_total = tl.zeros([1], tl.float32)
+    all_mixed = tl.zeros([BLOCK_DIM], tl.float32)
+    for segment in range(0, segments):
+        part_at = place * segments + segment + tl.arange(0, 1)
+        largest = tl.load(sums + 2 * part_at)
+        total = tl.load(sums + 2 * part_at + 1)
+        keep, share, all_largest = _weights(all_largest, largest, scale)
+        is_seen = share > 0.0
+        mixed = tl.load(partial + part_at * DIM + column, mask=is_seen & in_dim, other=0.0)
+        all_total = tl.fma(all_total, keep, tl.where(is_seen, total * share, 0.0))
+        part = tl.where(is_seen, mixed * share, 0.0)
+        all_mixed = tl.fma(all_mixed, tl.broadcast_to(keep, [BLOCK_DIM]), part)
+    mixed = all_mixed / tl.where(all_total > 0.0, all_total, 1.0)
+    tl.store(out + place * DIM + column, mixed.to(out.dtype.element_ty), mask=in_dim)
+
+
+@triton.jit
+def _weights(
+    all_largest: tl.tensor, largest: tl.tensor, scale: float
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of the sums so far and of one more segment's (0 where nothing of it is seen, or it vanishes
+    beside the others), and the largest score of both."""
+    new_largest = tl.maximum(all_largest, largest)
+    is_seen = largest > float("-inf")
+    keep = tl.where(is_seen, tl.exp2((all_largest - new_largest) * scale), 1.0)
+    share = tl.where(is_seen, tl.exp2((largest - new_largest) * scale), 0.0)
+    return keep, share, new_largest
