@@ -151,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
@@ -158,7 +159,7 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, vocabulary {arguments.vocab}")
     print(f"{'kind':32} batch  device ms  step ms   host ms")
     rows = []
-    for kind in KINDS:
+    for kind in arguments.kinds:
         for batch in arguments.batches:
             row = bench(kind, batch, arguments.vocab)
             rows.append(row)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
-_BLOCK_HEADS = 8
+_BLOCK_HEADS = 16
 
 
 def rope_and_cache(
