@@ -41,11 +41,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 80, "num_hidden_layers": 5, "num_attention_heads": 3,
          "num_key_value_heads": 1, "vocab_size": 391, "rope_parameters": LLAMA3_ROPE},
     ),
-    "mistral": ("mistral", {}),
+    "mistral": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-mixed": (
+        "qwen2",
+        {"num_hidden_layers": 4, "sliding_window": 20, "use_sliding_window": True,
+         "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "full", "sliding")]},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3-bias": ("qwen3", {"attention_bias": True, "head_dim": 128}),
-    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe": ("qwen3_moe", {"sliding_window": 30, "use_sliding_window": True}),
     "qwen3-moe-mixed": (
         "qwen3_moe",
         {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [1],

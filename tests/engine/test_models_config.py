@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_models import tiny_config
 from weft.engine.errors import ModelError
-from weft.engine.models.config import ModelConfig, RopeConfig
+from weft.engine.models.config import ModelConfig, RopeConfig, SlidingWindow
 
 LLAMA3 = {
     "factor": 8.0,
@@ -105,13 +105,57 @@ def test_the_fingerprint_ignores_what_only_generation_uses() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"sliding_window": 4096, "use_sliding_window": False},
-        {"sliding_window": 2048, "use_sliding_window": True},
+        {"sliding_window": 16, "use_sliding_window": False},
+        {"sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 0},
+        {"sliding_window": 16, "use_sliding_window": True},
+        {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
         {"layer_types": ["full_attention"] * 3, "sliding_window": 16, "use_sliding_window": True},
     ],
 )
-def test_a_window_without_effect_is_accepted(overrides: dict[str, Any]) -> None:
-    parse("qwen2", **overrides)
+def test_a_window_without_effect_is_none(overrides: dict[str, Any]) -> None:
+    config = parse("qwen2", **overrides)
+    assert config.sliding_window is None
+    assert config.fingerprint() == parse("qwen2").fingerprint()
+
+
+ALL, MIXED = (0, 1, 2), ["full_attention", "sliding_attention", "full_attention"]
+SWITCHED = {"sliding_window": 24, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "layers"),
+    [
+        ("mistral", {"sliding_window": 24}, ALL),
+        ("mistral", {"sliding_window": 24, "layer_types": ["sliding_attention"] * 3}, ALL),
+        ("qwen2", {**SWITCHED, "max_window_layers": 0}, ALL),
+        ("qwen2", {**SWITCHED, "max_window_layers": 1}, (1, 2)),
+        ("qwen2", {**SWITCHED, "max_window_layers": 1, "layer_types": MIXED}, (1,)),
+        ("qwen3", {**SWITCHED, "layer_types": MIXED}, (1,)),
+        ("qwen3_moe", {**SWITCHED, "max_window_layers": 2}, ALL),
+    ],
+)
+def test_layers_have_the_windows_that_transformers_gives_them(
+    kind: str, overrides: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    from transformers import AutoConfig
+
+    raw = tiny_config(kind, **overrides)
+    config = ModelConfig.from_dict(raw)
+    assert config.sliding_window == SlidingWindow(length=24, layers=layers)
+    assert [config.window_of(i) for i in range(3)] == [24 if i in layers else None for i in ALL]
+    assert config.common_window == (24 if layers == ALL else None)
+    assert config.fingerprint() != ModelConfig.from_dict(tiny_config(kind)).fingerprint()
+    theirs = AutoConfig.for_model(**raw)
+    assert theirs.sliding_window == 24
+    if kind in ("qwen2", "qwen3"):
+        of_theirs = [i for i, x in enumerate(theirs.layer_types) if x == "sliding_attention"]
+        assert tuple(of_theirs) == layers
+
+
+def test_a_mistral_without_the_field_has_the_window_of_its_class() -> None:
+    raw = without(tiny_config("mistral", max_position_embeddings=8192), "sliding_window")
+    window = ModelConfig.from_dict(raw).sliding_window
+    assert window == SlidingWindow(length=4096, layers=ALL)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +177,14 @@ def test_a_window_without_effect_is_accepted(overrides: dict[str, Any]) -> None:
         ("tie_word_embeddings", {"tie_word_embeddings": "yes"}),
         ("quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
         ("sliding_window", {"sliding_window": 128, "use_sliding_window": True}),
+        ("sliding_window", {"architectures": ["MistralForCausalLM"], "sliding_window": -1}),
+        ("max_window_layers",
+         {"architectures": ["Qwen2ForCausalLM"], **SWITCHED, "max_window_layers": -1}),
+        ("layer_types", {"architectures": ["Qwen2ForCausalLM"], "layer_types": MIXED}),
+        ("layer_types",
+         {"architectures": ["Qwen2ForCausalLM"], **SWITCHED, "layer_types": ["chunked"] * 3}),
+        ("layer_types", {"architectures": ["MistralForCausalLM"], "layer_types": MIXED,
+                         "sliding_window": 24}),
         ("layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("rope_parameters", {"rope_parameters": 3}),
         ("rope_parameters", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),

@@ -105,7 +105,17 @@ def hide_first(case: Case, first_position: int) -> None:
         case.pool[pages, :, LAYER, :, hidden % page_size] = float("nan")
 
 
-def eager_attention(case: Case, first_position: int = 0) -> torch.Tensor:
+def hide_before_window(case: Case, window: int) -> None:
+    """NaN in the pool for positions that are before the window of a request's first row."""
+    page_size = case.pool.shape[4]
+    for request, kv_len in enumerate(case.kv_lens.tolist()):
+        q_len = int(case.cu_q_lens[request + 1] - case.cu_q_lens[request])
+        hidden = torch.arange(max(0, kv_len - q_len + 1 - window), device=case.pool.device)
+        pages = case.page_table[request, hidden // page_size].long()
+        case.pool[pages, :, LAYER, :, hidden % page_size] = float("nan")
+
+
+def eager_attention(case: Case, first_position: int = 0, window: int | None = None) -> torch.Tensor:
     """Torch's own result in the dtype of the case."""
     return paged_attention_reference(
         case.q,
@@ -118,10 +128,11 @@ def eager_attention(case: Case, first_position: int = 0) -> torch.Tensor:
         case.max_q_len,
         case.max_kv_len,
         first_position,
+        window=window,
     )
 
 
-def exact_attention(case: Case, first_position: int = 0) -> torch.Tensor:
+def exact_attention(case: Case, first_position: int = 0, window: int | None = None) -> torch.Tensor:
     """The definition in float64: [T, Hq * D]; a row that sees nothing is zero."""
     heads = case.q.shape[1]
     out = torch.empty_like(case.q, dtype=torch.float64)
@@ -135,6 +146,8 @@ def exact_attention(case: Case, first_position: int = 0) -> torch.Tensor:
         positions = torch.arange(k.shape[1], device=k.device)
         last_seen = torch.arange(k.shape[1] - (end - first), k.shape[1], device=k.device)
         is_hidden = (positions > last_seen.unsqueeze(1)) | (positions < first_position)
+        if window is not None:
+            is_hidden |= positions <= last_seen.unsqueeze(1) - window
         weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
         out[first:end] = torch.einsum("htn,hnd->thd", weights, v)
     return out.flatten(1)

@@ -22,13 +22,16 @@ def paged_attention(
     max_kv_len: int,
     first_position: int = 0,
     *,
+    window: int | None = None,
     is_fixed: bool = False,
 ) -> torch.Tensor:
     """Attention of each request's new rows over its pages, decode and prefill mixed freely.
 
     Row j of a request with q_len rows attends to positions first_position .. kv_len - q_len + j;
-    one that sees none of them gets zeros. K and V of this step must be in the pool already. K and V
-    before first_position or beyond kv_len are not read, nor is the table beyond.
+    with a window only to the last `window` of them, its own included (sliding window attention,
+    Mistral 7B, arXiv 2310.06825, section 2). One that sees none of them gets zeros. K and V of this
+    step must be in the pool already. K and V that no row sees are not read, nor is the table beyond
+    kv_len.
 
     Args:
         q: [T, Hq, D], contiguous.
@@ -41,6 +44,8 @@ def paged_attention(
         max_q_len: Largest number of rows of a request.
         max_kv_len: Largest kv_len.
         first_position: First that is attended to; EAGLE drafts have nothing at position 0.
+        window: Positions that a row attends to at most, or None for all; not on a GPU beside a
+            `first_position`.
         is_fixed: A row's result does not depend on the step's other rows on a GPU either.
 
     Returns:
@@ -52,6 +57,8 @@ def paged_attention(
     """
     if first_position < 0:
         raise ValueError(f"first_position is {first_position}")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}")
     native = cpu.native_cpu_for(q)
     is_native = native is not None and fits_native(native, q.shape[1], pool)
     if not (is_native or q.is_cuda):
@@ -66,6 +73,7 @@ def paged_attention(
             max_q_len,
             max_kv_len,
             first_position,
+            window=window,
         )
     if not 0 <= layer < pool.shape[2]:
         raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
@@ -86,6 +94,7 @@ def paged_attention(
             max_q_len,
             max_kv_len,
             first_position=first_position,
+            window=window,
             is_fixed=is_fixed,
         )
     described = cpu.describe_pool(pool)
@@ -107,6 +116,7 @@ def paged_attention(
         tokens,
         scale,
         first_position,
+        window or 0,
     )
     if status:
         cpu.check_status(status, "paged_attention")
@@ -143,6 +153,8 @@ def paged_attention_reference(
     max_q_len: int,
     max_kv_len: int,
     first_position: int = 0,
+    *,
+    window: int | None = None,
 ) -> torch.Tensor:
     """`paged_attention` in eager torch: gathers each request's pages, any device."""
     page_size = pool.shape[-2]
@@ -155,12 +167,19 @@ def paged_attention_reference(
         if kv_len <= first_position:
             out[first:end] = 0
             continue
-        pages = page_table[request, : -(-kv_len // page_size)].long()
+        first_row = kv_len - (end - first)
+        seen = first_position if window is None else max(first_position, first_row + 1 - window)
+        first_page = seen // page_size
+        pages = page_table[request, first_page : -(-kv_len // page_size)].long()
         # [pages, Hkv, 2, P, D] -> [2, Hkv, seen, D]
         kv = pool[pages, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
-        kv = kv[:, :, first_position:kv_len]
-        rows = torch.arange(kv_len - (end - first), kv_len, device=q.device)
-        mask = torch.arange(first_position, kv_len, device=q.device) <= rows.unsqueeze(1)
+        before = first_page * page_size
+        kv = kv[:, :, seen - before : kv_len - before]
+        rows = torch.arange(first_row, kv_len, device=q.device)
+        positions = torch.arange(seen, kv_len, device=q.device)
+        mask = positions <= rows.unsqueeze(1)
+        if window is not None:
+            mask &= positions > rows.unsqueeze(1) - window
         mixed = F.scaled_dot_product_attention(
             q[first:end].transpose(0, 1).unsqueeze(0),
             kv[0].unsqueeze(0),

@@ -58,6 +58,7 @@ class Attention(ctypes.Structure):
         ("heads", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("first_seen", ctypes.c_int64),
+        ("window", ctypes.c_int64),
     )
 
 
@@ -101,6 +102,7 @@ class Layer(ctypes.Structure):
         ("q_norm", ctypes.c_void_p),
         ("k_norm", ctypes.c_void_p),
         ("eps", ctypes.c_float),
+        ("window", ctypes.c_int64),
     )
 
 
@@ -224,7 +226,7 @@ class NativeCpu:
             *(pointer, long, pointer, pointer, pointer, pointer, long),
             *(pointer, pointer, real, long, long, pointer),
         )
-        attention = (pointer, long, *[pointer] * 5, *[long] * 5, real, long)
+        attention = (pointer, long, *[pointer] * 5, *[long] * 5, real, long, long)
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 5)
         self.packed_words = declare("weft_packed_words", long, pointer)

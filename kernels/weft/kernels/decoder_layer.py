@@ -106,6 +106,8 @@ class DecoderLayerWeight:
     mlp: GatedMlpWeight | SparseMlpWeight
     eps: float
     """Of all norms."""
+    window: int | None
+    """Positions that a row attends to at most; layers of one stack may differ in it."""
     native: cpu.Layer | None
     """The same for the native operation; None if some part is not in native form."""
 
@@ -206,12 +208,15 @@ def pack_decoder_layer(
     eps: float,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> DecoderLayerWeight:
     """Puts a layer's parameters together; see `DecoderLayerWeight`.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit together.
+        ValueError: Shapes or dtypes do not fit together, or the window is empty.
     """
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}")
     hidden, dtype = qkv.in_features, qkv.dtype
     for name, norm, size in (
         ("input_norm", input_norm, hidden),
@@ -239,6 +244,7 @@ def pack_decoder_layer(
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
             eps,
+            window or 0,
         )
     return DecoderLayerWeight(
         input_norm=input_norm,
@@ -249,6 +255,7 @@ def pack_decoder_layer(
         post_norm=post_norm,
         mlp=mlp,
         eps=eps,
+        window=window,
         native=native,
     )
 
@@ -485,6 +492,7 @@ def decoder_layer_reference(
         step.scale,
         step.max_q_len,
         step.max_kv_len,
+        window=w.window,
     )
     hidden = linear(mixed, w.o, hidden, lora=addition_to(step.lora, "o", layer))
     normed = rms_norm(hidden, w.post_norm, w.eps)

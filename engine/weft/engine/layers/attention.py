@@ -50,6 +50,8 @@ class Attention:
         self.num_kv_heads = config.num_kv_heads
         self.scale = config.head_dim**-0.5
         self.eps = config.rms_norm_eps
+        self.window = config.window_of(layer)
+        """Positions that a row attends to at most; None: all."""
 
     def write(self, x: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
         """Stores K and V of x [T, hidden]; returns the rotated q [T, heads, head_dim]."""
@@ -81,6 +83,7 @@ class Attention:
             self.scale,
             batch.max_q_len,
             batch.max_kv_len,
+            window=self.window,
             is_fixed=self.o_proj.weight.is_fixed,
         )
         return self.o_proj(mixed, residual, addition_to(batch.lora, "o", self.layer))

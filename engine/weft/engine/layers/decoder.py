@@ -45,6 +45,7 @@ class DecoderLayer:
             eps=input_layernorm.eps,
             q_norm=None if self_attn.q_norm is None else self_attn.q_norm.weight,
             k_norm=None if self_attn.k_norm is None else self_attn.k_norm.weight,
+            window=self_attn.window,
         )
         """For running many layers as one operation."""
 

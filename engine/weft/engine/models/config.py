@@ -9,13 +9,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from weft.engine.end_tokens import end_token_ids
 from weft.engine.errors import ModelError
 from weft.engine.models.fields import Fields
 
 _DEFAULT_ROPE_THETA = 10_000.0
+_DEFAULT_WINDOW = 4096
+_DEFAULT_FULL_LAYERS = 28
 _GENERATION_ONLY = ("eos_token_ids", "bos_token_id")
 
 
@@ -28,15 +30,22 @@ class _Family:
     qk_norm: bool = False
     head_dim: int | None = None
     """Where the file is silent; None: hidden_size / num_attention_heads."""
-    uses_sliding_window: bool = True
-    """What an absent `use_sliding_window` means."""
+    windows: Literal["none", "all", "listed"] = "none"
+    """Layers that a sliding window is for; listed: by `layer_types` or `max_window_layers`."""
+    has_window_switch: bool = False
+    """There is a window only where `use_sliding_window` says so."""
     has_experts: bool = False
 
 
 _FAMILIES = {
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, uses_sliding_window=False),
-    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim=128, uses_sliding_window=False),
-    "Qwen3MoeForCausalLM": _Family(qk_norm=True, uses_sliding_window=False, has_experts=True),
+    "MistralForCausalLM": _Family(windows="all"),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, windows="listed", has_window_switch=True),
+    "Qwen3ForCausalLM": _Family(
+        qk_norm=True, head_dim=128, windows="listed", has_window_switch=True
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        qk_norm=True, has_experts=True, windows="all", has_window_switch=True
+    ),
 }
 
 
@@ -80,6 +89,16 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """Layers whose rows attend to the last positions only."""
+
+    length: int
+    """Positions that a row attends to, its own included."""
+    layers: tuple[int, ...]
+    """From 0; at least one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape and arithmetic of a model, independent of how its weights are stored."""
 
@@ -109,6 +128,8 @@ class ModelConfig:
     """RMS norm of each head of q and k before the rotation."""
     moe: MoEConfig | None
     """None: every layer has one MLP."""
+    sliding_window: SlidingWindow | None
+    """None: every layer attends to the whole context, also where a window is no shorter."""
     eos_token_ids: tuple[int, ...]
     """See `end_token_ids`; empty if no file names one."""
     bos_token_id: int | None
@@ -148,7 +169,7 @@ class ModelConfig:
         architecture = _architecture(fields)
         family = _FAMILIES.get(architecture, _Family())
         attention_bias = fields.flag("attention_bias", False)
-        _refuse_unsupported(fields, family)
+        _refuse_unsupported(fields)
         hidden_size = fields.positive("hidden_size")
         num_heads = fields.positive("num_attention_heads")
         config = cls(
@@ -170,19 +191,33 @@ class ModelConfig:
             mlp_bias=fields.flag("mlp_bias", False),
             qk_norm=family.qk_norm,
             moe=_experts(fields) if family.has_experts else None,
+            sliding_window=_sliding_window(fields, family),
             eos_token_ids=end_token_ids(raw, generation or {}, where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         )
         _check_shape(config, fields)
         return config
 
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a row of a layer, from 0, attends to at most; None: all."""
+        window = self.sliding_window
+        return window.length if window is not None and layer in window.layers else None
+
+    @property
+    def common_window(self) -> int | None:
+        """The window that all layers have; None if one of them attends to the whole context."""
+        window = self.sliding_window
+        has_all = window is not None and len(window.layers) == self.num_layers
+        return window.length if window is not None and has_all else None
+
     def fingerprint(self) -> bytes:
         """Canonical bytes of everything that changes hidden states, part of the model's digest."""
         values = asdict(self)
         for name in _GENERATION_ONLY:
             del values[name]
-        if self.moe is None:
-            del values["moe"]
+        for name in ("moe", "sliding_window"):
+            if values[name] is None:
+                del values[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -219,27 +254,53 @@ def _default_head_dim(fields: Fields, family: _Family) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
-def _refuse_unsupported(fields: Fields, family: _Family) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.error("hidden_act", f"only silu is supported, not {activation!r}")
     if fields.get("quantization_config"):
         raise fields.error("quantization_config", "quantised checkpoints are not supported")
-    _refuse_sliding_window(fields, family)
 
 
-def _refuse_sliding_window(fields: Fields, family: _Family) -> None:
-    layer_types = fields.get("layer_types")
-    if isinstance(layer_types, list):
-        other = next((kind for kind in layer_types if kind != "full_attention"), None)
-        if other is not None:
-            raise fields.error("layer_types", f"only full_attention is supported, not {other!r}")
-    elif (
-        fields.flag("use_sliding_window", family.uses_sliding_window)
-        and "sliding_window" in fields
-        and fields.positive("sliding_window") < fields.positive("max_position_embeddings")
-    ):
-        raise fields.error("sliding_window", "sliding window attention is not supported")
+def _sliding_window(fields: Fields, family: _Family) -> SlidingWindow | None:
+    """As transformers reads it; None also where no context is longer than the window."""
+    length = _window_length(fields, family)
+    layers = _windowed_layers(fields, family, has_window=length is not None)
+    if length is None or not layers or length >= fields.positive("max_position_embeddings"):
+        return None
+    if family.windows == "none":
+        raise fields.error("sliding_window", "not supported for this architecture")
+    return SlidingWindow(length=length, layers=layers)
+
+
+def _window_length(fields: Fields, family: _Family) -> int | None:
+    # Mistral's class knows no such field.
+    is_always_on = family.windows == "all" and not family.has_window_switch
+    if not (is_always_on or fields.flag("use_sliding_window", not family.has_window_switch)):
+        return None
+    if "sliding_window" not in fields:
+        # Unlike a field that is absent, null means none.
+        is_null = "sliding_window" in list(fields)
+        return None if is_null or family.windows == "none" else _DEFAULT_WINDOW
+    return fields.positive("sliding_window")
+
+
+def _windowed_layers(fields: Fields, family: _Family, *, has_window: bool) -> tuple[int, ...]:
+    num_layers, kinds = fields.positive("num_hidden_layers"), fields.get("layer_types")
+    if kinds is None:
+        is_listed = family.windows == "listed"
+        first = fields.count("max_window_layers", _DEFAULT_FULL_LAYERS) if is_listed else 0
+        return tuple(range(first, num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.error("layer_types", f"expected a list of {num_layers} kinds of attention")
+    known = ("full_attention", *(["sliding_attention"] if has_window else []))
+    other = next((kind for kind in kinds if kind not in known), None)
+    if other is not None:
+        lacks = " without a sliding_window" if other == "sliding_attention" else ""
+        raise fields.error("layer_types", f"{other!r} is not supported{lacks}")
+    if family.windows == "all" and has_window and "full_attention" in kinds:
+        raise fields.error("layer_types", "all layers of this architecture have the window")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
 def rope_config(fields: Fields) -> RopeConfig:

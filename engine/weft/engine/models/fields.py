@@ -40,6 +40,13 @@ class Fields:
             raise self.error(name, f"expected a positive whole number, got {value!r}")
         return value
 
+    def count(self, name: str, default: int) -> int:
+        """A whole number of at least 0."""
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(name, f"expected a whole number from 0, got {value!r}")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number greater than zero."""
         value = self._required(name, default)

@@ -9,7 +9,6 @@
 #include "tile.h"
 
 #define MAX_DIM 256
-#define KV_BLOCK 64 /* positions between two updates of the running maximum; divides SEGMENT */
 #define DIM_PANELS (MAX_DIM / PANEL)
 #define LOWEST (-1e30f) /* a maximum over nothing: finite, so that differences stay numbers */
 
@@ -35,6 +34,7 @@ typedef struct {
 /* K and V of some positions. */
 typedef struct {
   int count;
+  int absent; /* so many of them, the first, count as zeros */
   int num_spans;
   const char *rows[KV_BLOCK]; /* K of each position; V lies `value_offset` behind it */
   Span spans[2 * KV_BLOCK]; /* all of it, as few pieces as possible */
@@ -51,9 +51,11 @@ static long next_block(long position) { return (position / KV_BLOCK + 1) * KV_BL
 static void find_block(const Pool *pool, const Task *t, long begin, long end, Block *block) {
   const long bytes = pool->dim * (pool->is_bf16 ? 2 : 4), to_value = value_offset(pool);
   block->count = begin < end ? at_most(end - begin, next_block(begin) - begin) : 0;
+  block->absent = begin < t->first_read ? at_most(t->first_read - begin, block->count) : 0;
   block->num_spans = 0;
+  begin += block->absent;
   long page = begin / pool->page_size, offset = begin % pool->page_size;
-  for (int i = 0; i < block->count; page++, offset = 0) {
+  for (int i = block->absent; i < block->count; page++, offset = 0) {
     const char *row = (const char *)pool->data + bytes / pool->dim *
                       pool_index(pool, t->layer, t->pages[page], t->kv_head, 0, offset);
     int n = at_most(pool->page_size - offset, block->count - i);
@@ -105,13 +107,15 @@ INLINE void transpose_words(const char *const *rows, long words, uint32_t *out) 
 }
 #endif
 
-/* K of positions first .. first + 15 of a block (`count` of the block exist) as panel columns. */
-static void pack_keys(const Pool *pool, const char *const *block, int first, int count,
-                      uint32_t *keys) {
-  static const char zeros[MAX_DIM * 4];
+static const char zeros[MAX_DIM * 4];
+
+INLINE int is_in(const Block *block, int i) { return i >= block->absent && i < block->count; }
+
+/* K of positions first .. first + 15 of a block as panel columns. */
+static void pack_keys(const Pool *pool, const Block *block, int first, uint32_t *keys) {
   long words = words_of_dim(pool);
   const char *rows[16];
-  for (int i = 0; i < 16; i++) rows[i] = first + i < count ? block[first + i] : zeros;
+  for (int i = 0; i < 16; i++) rows[i] = is_in(block, first + i) ? block->rows[first + i] : zeros;
   uint32_t *out = keys + (first / PANEL) * words * PANEL + first % PANEL;
   for (long w = 0; w < words; w += 16) {
     transpose_words(rows, at_most(words - w, 16), out + w * PANEL);
@@ -139,15 +143,15 @@ INLINE void interleave(const bf16 *row, const bf16 *second, long n, uint32_t *ou
 
 /* V of positions first .. first + 15 of a block as panel rows; a missing second half of a pair of
  * bfloat16 is 0. */
-INLINE void pack_values(const int is_bf16, const Pool *pool, const char *const *block, int first,
-                        int count, uint32_t *values) {
-  static const bf16 zeros[MAX_DIM];
+INLINE void pack_values(const int is_bf16, const Pool *pool, const Block *block, int first,
+                        uint32_t *values) {
   const long dim = pool->dim, to_value = value_offset(pool);
   const int per_step = is_bf16 ? 2 : 1;
   const long steps = KV_BLOCK / per_step;
-  for (int i = first; i < first + 16 && i < count; i += per_step) {
-    const char *row = block[i] + to_value;
-    const bf16 *second = i + 1 < count ? (const bf16 *)(block[i + 1] + to_value) : zeros;
+  for (int i = first; i < first + 16 && i < block->count; i += per_step) {
+    const char *row = is_in(block, i) ? block->rows[i] + to_value : zeros;
+    const char *other = is_in(block, i + 1) ? block->rows[i + 1] + to_value : zeros;
+    const bf16 *second = (const bf16 *)other;
     uint32_t *out = values + (i / per_step) * PANEL;
     for (long d = 0; d < dim; d += PANEL, out += steps * PANEL) {
       int n = at_most(dim - d, PANEL);
@@ -206,17 +210,25 @@ INLINE int visible_to(const Task *t, int row, long begin, int count) {
   return last < 0 ? 0 : at_most(last, count);
 }
 
+/* Positions of a block, its first, that lie before a row's window. */
+INLINE int before_window(const Task *t, int row, long begin, int count) {
+  if (t->window == 0) return 0;
+  long hidden = t->first_position + row / t->group + 1 - t->window - begin;
+  return hidden < 0 ? 0 : at_most(hidden, count);
+}
+
 /* Adds a block of positions from `begin` on to the segment; asks for the block that comes next. */
 INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool, const Task *t,
                          long begin, const Block *block, const Block *next, Scratch *scratch) {
   const long words = words_of_dim(pool), row_bytes = 4 * words, width = padded_dim(pool);
   const int count = block->count;
   for (int first = 0; first < count; first += 16) {
-    pack_keys(pool, block->rows, first, count, scratch->keys);
-    pack_values(is_bf16, pool, block->rows, first, count, scratch->values);
+    pack_keys(pool, block, first, scratch->keys);
+    pack_values(is_bf16, pool, block, first, scratch->values);
   }
-  int first_row = 0;
+  int first_row = 0, last_row = t->rows;
   while (first_row < t->rows && visible_to(t, first_row, begin, count) == 0) first_row++;
+  while (last_row > first_row && before_window(t, last_row - 1, begin, count) == count) last_row--;
   const long steps = is_bf16 ? KV_BLOCK / 2 : KV_BLOCK;
   const long used_steps = is_bf16 ? (count + 1) / 2 : count;
   const long weight_bytes = is_bf16 ? 2 : 4;
@@ -225,14 +237,17 @@ INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool
   Prefetch ahead = {0};
   if (next->num_spans > 0)
     ahead = (Prefetch){next->spans[0], next->spans + 1, next->num_spans - 1};
-  for (int row = first_row; row < t->rows; row += TILE_ROWS) {
-    int rows = at_most(t->rows - row, TILE_ROWS);
+  for (int row = first_row; row < last_row; row += TILE_ROWS) {
+    int rows = at_most(last_row - row, TILE_ROWS);
     const char *q = (const char *)scratch->q + row * row_bytes;
     for (int c = 0; c < count; c += PANEL)
       tile_set(is_bf16, rows, words, 0, q, row_bytes, scratch->keys + c * words,
                scratch->scores + row * KV_BLOCK + c, KV_BLOCK, &ahead);
-    for (int r = row; r < row + rows; r++)
+    for (int r = row; r < row + rows; r++) {
+      int hidden = before_window(t, r, begin, count);
+      for (int i = 0; i < hidden; i++) scratch->scores[r * KV_BLOCK + i] = -INFINITY;
       weigh_row(is_bf16, scale, width, r, visible_to(t, r, begin, count), count, scratch);
+    }
     for (long d = 0; d < pool->dim; d += PANEL)
       tile_add(is_bf16, rows, used_steps, weights + row * KV_BLOCK * weight_bytes,
                KV_BLOCK * weight_bytes, scratch->values + d * steps,

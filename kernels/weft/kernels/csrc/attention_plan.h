@@ -13,6 +13,7 @@
 
 #define MAX_ROWS 96 /* query rows times heads of a group in one task */
 #define SEGMENT 512 /* positions */
+#define KV_BLOCK 64 /* positions between two updates of the running maximum; divides SEGMENT */
 
 typedef struct {
   const void *q; /* [tokens, heads, dim] */
@@ -26,6 +27,7 @@ typedef struct {
   int64_t heads;
   float scale;
   int64_t first_seen; /* positions before it are never attended to */
+  int64_t window; /* positions that a row attends to at most, its own the last; 0: all */
 } Attention;
 
 /* How one request is cut into tasks. */
@@ -84,6 +86,8 @@ typedef struct {
   const int32_t *pages;
   long layer, kv_head, group;
   long first_position; /* of the first query row */
+  long window; /* of Attention */
+  long first_read; /* no row sees positions before it: they count as zeros */
   int rows; /* query rows * group */
 } Task;
 
@@ -112,11 +116,16 @@ static Job find_job(const Attention *a, const Pool *pool, const Plan *plan, long
   /* Later rows see more positions: start with them. */
   long block = share->split ? 0 : share->row_blocks - 1 - part, first = block * per_block;
   long count = q_rows - first < per_block ? q_rows - first : per_block;
-  Job job = {.first_token = a->cu_q_lens[low] + first, .begin = a->first_seen,
-             .end = kv_len - q_rows + first + count};
+  long position = kv_len - q_rows + first, first_read = a->first_seen, begin = a->first_seen;
+  if (a->window > 0 && position + 1 - a->window > first_read) {
+    first_read = position + 1 - a->window;
+    /* At the border of a block: a row's blocks are the same whichever rows come with it. */
+    if (first_read / KV_BLOCK * KV_BLOCK > begin) begin = first_read / KV_BLOCK * KV_BLOCK;
+  }
+  Job job = {.first_token = a->cu_q_lens[low] + first, .begin = begin, .end = position + count};
   job.task = (Task){.pages = a->page_table + low * a->table_stride, .layer = layer,
-                    .kv_head = kv_head, .group = group, .first_position = kv_len - q_rows + first,
-                    .rows = (int)(count * group)};
+                    .kv_head = kv_head, .group = group, .first_position = position,
+                    .window = a->window, .first_read = first_read, .rows = (int)(count * group)};
   if (share->split) {
     if (job.begin < part * SEGMENT) job.begin = part * SEGMENT;
     if (job.end > (part + 1) * SEGMENT) job.end = (part + 1) * SEGMENT;

@@ -12,6 +12,7 @@ typedef struct {
   const Weight *qkv, *o, *gate_up, *down;
   const void *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be null */
   float eps;
+  int64_t window; /* as in Attention */
 } Layer;
 
 typedef struct {
@@ -96,6 +97,7 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   Attention attention = batch->attention;
   attention.q = q;
   attention.out = mixed;
+  attention.window = layer->window;
 
   norm_share(is_bf16, normed, hidden, NULL, layer->input_norm, rows, width, layer->eps, me);
   wait_for_all(me);

@@ -90,6 +90,7 @@ def _attend(
         step.max_q_len,
         step.max_kv_len,
         own,
+        window=w.window,
         is_fixed=is_fixed,
     )
 
