@@ -85,9 +85,13 @@ class Requests:
         return KnownDrafter(texts, VOCAB, 0.8)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_requests_are_the_same_bits_in_any_company(kind: str, tmp_path: Path) -> None:
-    path = make_tiny(kind, tmp_path / "model", random.randrange(10**6), **SIZES)
+@pytest.mark.parametrize(
+    ("kind", "overrides"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 100})]
+)
+def test_requests_are_the_same_bits_in_any_company(
+    kind: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    path = make_tiny(kind, tmp_path / "model", random.randrange(10**6), **SIZES, **overrides)
     requests, alone = Requests(), [0, 1, 2, 3, 63]
     with make_llm(path) as llm:
         assert any("deterministic" in notice for notice in llm.engine.info.notices)

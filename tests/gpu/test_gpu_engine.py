@@ -26,6 +26,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 128, "num_attention_heads": 8}),
     "llama-bias-80": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 80}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "head_dim": 64}),
+    "qwen2-mixed": (
+        "qwen2",
+        {"head_dim": 64, "sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "mistral": ("mistral", {"head_dim": 128, "num_attention_heads": 8, "sliding_window": 24}),
     "qwen3": ("qwen3", {"head_dim": 96}),
     "one-layer": ("llama", {"num_hidden_layers": 1}),
     "qwen3-moe": ("qwen3_moe", {"num_experts": 12, "head_dim": 64}),

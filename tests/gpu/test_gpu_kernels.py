@@ -14,6 +14,7 @@ from attention_cases import (
     Geometry,
     eager_attention,
     exact_attention,
+    hide_before_window,
     hide_own_pages,
     make_case,
 )
@@ -117,7 +118,7 @@ def test_rope_and_cache(rows: int, geometry: Geometry, normed: bool, dtype: torc
     assert torch.equal(pool[slots // page_size, :, layer, 1, slots % page_size], v)
 
 
-def attend(case: Case) -> torch.Tensor:
+def attend(case: Case, window: int | None = None, *, is_fixed: bool = False) -> torch.Tensor:
     """The front, in memory that held NaN before."""
     poison = torch.full_like(case.q, float("nan"))
     del poison
@@ -131,10 +132,12 @@ def attend(case: Case) -> torch.Tensor:
         case.scale,
         case.max_q_len,
         case.max_kv_len,
+        window=window,
+        is_fixed=is_fixed,
     )
 
 
-def attend_with_own(case: Case) -> torch.Tensor:
+def attend_with_own(case: Case, window: int | None = None) -> torch.Tensor:
     """The GPU's form with the step's own K and V beside the pool."""
     return gpu_attention.paged_attention(
         case.q,
@@ -147,14 +150,18 @@ def attend_with_own(case: Case) -> torch.Tensor:
         case.max_q_len,
         case.max_kv_len,
         OwnKv(*case.own_kv()),
+        window=window,
     )
 
 
-def check(case: Case, factor: float = 2.0) -> None:
-    eager, exact = eager_attention(case), exact_attention(case)
-    assert_as_exact(attend(case), eager, exact, factor)
+def check(case: Case, factor: float = 2.0, window: int | None = None) -> None:
+    eager, exact = eager_attention(case, window=window), exact_attention(case, window=window)
+    assert_as_exact(attend(case, window), eager, exact, factor)
     if case.max_q_len > 1:
-        assert_as_exact(attend_with_own(hide_own_pages(case)), eager, exact, factor)
+        out = attend_with_own(hide_own_pages(case), window)
+        assert_as_exact(out, eager, exact, factor)
+    if window is not None and case.q.dtype != torch.float32:
+        assert_as_exact(attend(case, window, is_fixed=True), eager, exact, factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -214,6 +221,28 @@ def test_attention_of_long_cold_prompts(lengths: list[tuple[int, int]]) -> None:
     is_uniform = len({q_len for q_len, _ in lengths}) == 1
     assert suits(case.q, 8, len(lengths), case.max_q_len, case.max_kv_len) == is_uniform
     check(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 20, 128, 1000, 1 << 20])
+def test_attention_within_windows(window: int, dtype: torch.dtype) -> None:
+    """Below and above a page, a tile, a split, a chunk and the longest context."""
+    fresh_seed()
+    mix = [(1, 1), (1, 1300), (137, 137), (5, 64), (0, 12), (300, 2500), (1, 65), (2, 2)]
+    few = [(random.randint(1, 6), random.randint(6, 3000)) for _ in range(20)]
+    one = [(1, random.randint(1, 3000)) for _ in range(50)]
+    for geometry in (GEOMETRIES[0], GEOMETRIES[3]):
+        for lengths in (mix, few, one, [(1, 30_001), (1, 512)], [(3, 9000)], [(700, 700)]):
+            case = make_case(geometry, lengths, dtype, CUDA)
+            hide_before_window(case, window)
+            check(case, window=window)
+
+
+@pytest.mark.parametrize("window", [1000, 3599, 3600])
+def test_attention_of_long_cold_prompts_within_windows(window: int) -> None:
+    """Only the last may go to cuDNN, which knows no window."""
+    fresh_seed()
+    check(make_case(Geometry(32, 8, 128, 16), [(3600, 3600)], torch.bfloat16, CUDA), window=window)
 
 
 @pytest.mark.parametrize("lengths", [[], [(0, 0)], [(0, 5), (0, 9)], [(1, 1)], [(2, 2)]])
@@ -329,8 +358,8 @@ def test_greedy_rows() -> None:
             "decode_attention",
             ("begin + length, ", "begin + length - TILE, "),
         ),
-        ("extend_attention", ("range(0, common, TILE)", "range(TILE, common, TILE)")),
-        ("extend_attention", ("range(0, begin, TILE)", "range(TILE, begin, TILE)")),
+        ("extend_attention", ("range(full, common, TILE)", "range(TILE, common, TILE)")),
+        ("extend_attention", ("range(full, begin, TILE)", "range(TILE, begin, TILE)")),
     ],
 )
 def test_the_checks_see_a_dropped_tile(name: str, change: tuple[str, str], tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ def test_positions_before_the_first_are_not_attended_to(first: int, tmp_path: Pa
         ("decode_attention", ("total = total * shrink", "total = total")),
         ("decode_attention", ("used = tl.cdiv(tiles, ", "used = tiles // (")),
         ("extend_attention", ("position[None, :] <= last_seen", "position[None, :] < last_seen")),
-        ("extend_attention", ("range(0, common, TILE)", "range(TILE, common, TILE)")),
-        ("extend_attention", ("range(common, end, TILE)", "range(common, end - TILE, TILE)")),
+        ("extend_attention", ("range(full, common, TILE)", "range(TILE, common, TILE)")),
+        ("extend_attention", ("range(tail, end, TILE)", "range(tail, end - TILE, TILE)")),
         ("extend_attention", ("tokens // shape.rows + requests", "tokens // shape.rows")),
     ],
 )  # fmt: skip

@@ -124,7 +124,13 @@ def paged_attention(
 
 
 def gains_by_exact_lengths(
-    heads: int, dim: int, tokens: int, requests: int, max_q_len: int, max_kv_len: int
+    heads: int,
+    dim: int,
+    tokens: int,
+    requests: int,
+    max_q_len: int,
+    max_kv_len: int,
+    window: int | None = None,
 ) -> bool:
     """Whether a GPU's attention over such a step is faster if the lengths are known when it is
     launched, which they are not in a captured graph: cuDNN takes long cold prompts.
@@ -136,9 +142,12 @@ def gains_by_exact_lengths(
         requests: R.
         max_q_len: Largest number of rows of a request.
         max_kv_len: Largest kv_len.
+        window: Of every layer, or None.
     """
     from weft.kernels.gpu.dense_attention import is_long_and_cold
 
+    if window is not None and window < max_kv_len:
+        return False
     return is_long_and_cold(heads, dim, tokens, requests, max_q_len, max_kv_len)
 
 

@@ -29,25 +29,27 @@ def paged_attention(
     own: OwnKv | None = None,
     first_position: int = 0,
     *,
+    window: int | None = None,
     is_fixed: bool = False,
 ) -> torch.Tensor:
     """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments are checked.
 
     Only bounds are needed of `max_q_len` and `max_kv_len`; they decide about the launches.
-    With `own`, what requests of several rows bring is not read from the pool, and `first_position`
-    must be 0. With `is_fixed`, without `own`, all requests take one kernel, unless there is a first
-    position: what drafts see decides no bits.
+    With `own`, what requests of several rows bring is not read from the pool. `first_position` must
+    be 0 with `own` or a window. With `is_fixed`, without `own`, all requests take one kernel, unless
+    there is a first position: what drafts see decides no bits.
     """
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
-    if own is not None and suits(q, pool.shape[1], requests, max_q_len, max_kv_len):
+    sees_all = window is None or window >= max_kv_len
+    if sees_all and own is not None and suits(q, pool.shape[1], requests, max_q_len, max_kv_len):
         return dense_attention(q, own.k, own.v, requests, scale)
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
     if is_fixed and first_position == 0:
         lengths = (page_table, cu_q_lens, kv_lens)
-        fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len)
+        fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len, window)
         return out
     if own is None and first_position == 0 and are_few_rows(q.dtype, max_q_len):
         decode_attention(
@@ -63,6 +65,7 @@ def paged_attention(
             is_uniform=False,
             # Few sizes, which are compiled each for itself.
             max_rows=2 if max_q_len == 2 else 4 if max_q_len <= 4 else MAX_FEW_ROWS,
+            window=window,
         )
         return out
     if max_q_len > 1:
@@ -78,6 +81,7 @@ def paged_attention(
             max_q_len,
             own,
             first_position,
+            window=window,
         )
     # A bound of few rows is for requests of one row too, be they alone.
     if max_q_len == 1 or requests > 1 or max_q_len <= MAX_FEW_ROWS:
@@ -94,6 +98,7 @@ def paged_attention(
             # As many rows as requests, none with two: a request with no row leaves one behind.
             is_uniform=max_q_len == 1 and tokens == requests,
             first_position=first_position,
+            window=window,
         )
     return out
 

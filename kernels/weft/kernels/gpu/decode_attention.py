@@ -48,6 +48,7 @@ def decode_attention(
     is_uniform: bool,
     first_position: int = 0,
     max_rows: int = 1,
+    window: int | None = None,
 ) -> None:
     """Writes the rows of `out` whose requests bring one row, or at most `max_rows`, and no others.
 
@@ -64,14 +65,22 @@ def decode_attention(
         is_uniform: Every request brings one row; `cu_q_lens` is not read.
         first_position: Positions before it are not attended to; 0 if there may be several rows.
         max_rows: Of a request, up to MAX_FEW_ROWS.
+        window: Positions that a row attends to at most, or None; not beside a `first_position`.
+
+    Raises:
+        ValueError: `first_position` beside a window.
     """
+    if first_position and window is not None:
+        raise ValueError("a first position is not taken beside a window")
     requests = page_table.shape[0]
     tokens, heads, dim = q.shape
     kv_heads, page_size = pool.shape[1], pool.shape[4]
     group = heads // kv_heads
     is_float32 = q.dtype == torch.float32
     tile, warps = launch_shape(q.dtype, dim)
-    splits = num_splits(requests * kv_heads, triton.cdiv(max_kv_len, tile), q.device)
+    # A window may begin anywhere in a tile.
+    walked = max_kv_len if window is None else min(max_kv_len, window + max_rows + tile)
+    splits = num_splits(requests * kv_heads, triton.cdiv(walked, tile), q.device)
     programs = requests * kv_heads * splits
     if splits == 1:
         partial, sums = out, out
@@ -105,6 +114,7 @@ def decode_attention(
         PAGE_SIZE=page_size,
         TILE=tile,
         FIRST_POSITION=first_position,
+        WINDOW=window or 0,
         num_warps=warps,
         num_stages=num_stages(programs, splits, q),
         **launch_options(q.device),
@@ -126,6 +136,7 @@ def decode_attention(
             BLOCK_DIM=triton.next_power_of_2(dim),
             TILE=tile,
             FIRST_POSITION=first_position,
+            WINDOW=window or 0,
             num_warps=4,
             **launch_options(q.device),
         )
@@ -177,6 +188,12 @@ def _context(kv_len: tl.tensor, FIRST_POSITION: tl.constexpr) -> tl.tensor:
     return kv_len
 
 
+@triton.jit
+def _first_seen(kv_len: tl.tensor, q_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """By a request's first row."""
+    return tl.maximum(kv_len - q_len + 1 - WINDOW, 0)
+
+
 @triton.jit(do_not_specialize=["layer", "splits"])
 def _decode_kernel(
     partial: tl.tensor,
@@ -204,6 +221,7 @@ def _decode_kernel(
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -218,8 +236,13 @@ def _decode_kernel(
         if (q_len == 0) | (q_len > ROWS):
             return
     kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
-    length = tl.cdiv(tl.cdiv(kv_len, TILE), splits) * TILE
-    begin = split * length
+    if WINDOW > 0:
+        first_seen = _first_seen(kv_len, q_len, WINDOW)
+        walk = first_seen // TILE * TILE
+    else:
+        walk = 0
+    length = tl.cdiv(tl.cdiv(kv_len - walk, TILE), splits) * TILE
+    begin = walk + split * length
     end = tl.minimum(begin + length, kv_len)
     if IS_SPLIT & (begin >= end):
         return
@@ -245,6 +268,8 @@ def _decode_kernel(
         is_seen = position < end
         if FIRST_POSITION > 0:
             is_seen &= position >= FIRST_POSITION
+        if WINDOW > 0:
+            is_seen &= position >= first_seen
         page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
         # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
         matrix = ((page * KV_HEADS + kv_head) * LAYERS + layer) * 2
@@ -261,6 +286,8 @@ def _decode_kernel(
         if ROWS > 1:
             last_seen = kv_len - q_len + member // GROUP
             is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
+            if WINDOW > 0:
+                is_hidden |= position[None, :] <= last_seen[:, None] - WINDOW
             scores = tl.where(is_hidden, -1e30, scores)
         else:
             hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
@@ -305,6 +332,7 @@ def _merge_kernel(
     BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -312,6 +340,7 @@ def _merge_kernel(
     member = tl.program_id(0) % ROWS
     head = tl.program_id(1)
     row = request
+    q_len = 1
     if not IS_UNIFORM:
         row = tl.load(cu_q_lens + request)
         q_len = tl.load(cu_q_lens + request + 1) - row
@@ -319,7 +348,9 @@ def _merge_kernel(
             return
         row += member
     # The splits that had something to walk, as in _decode_kernel.
-    tiles = tl.cdiv(_context(tl.load(kv_lens + request), FIRST_POSITION), TILE)
+    kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
+    walk = _first_seen(kv_len, q_len, WINDOW) // TILE * TILE if WINDOW > 0 else 0
+    tiles = tl.cdiv(kv_len - walk, TILE)
     used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
 
     split = tl.arange(0, BLOCK_SPLITS)

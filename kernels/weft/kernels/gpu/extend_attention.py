@@ -3,6 +3,7 @@
 A program holds a tile of one request's rows under one head and walks what they see: the pages of
 the positions before the step, then the step's own K and V, up to the diagonal. Own K and V are read
 dense where the caller has them, so that a cold prompt reads no page, else from their pages too.
+With a window the walk begins with the first tile that the first row sees some of.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def extend_attention(
     max_q_len: int,
     own: OwnKv | None,
     first_position: int = 0,
+    window: int | None = None,
 ) -> None:
     """Writes the rows of `out` whose requests bring two rows or more, and no others.
 
@@ -65,12 +67,15 @@ def extend_attention(
         max_q_len: Bound of the requests' rows.
         own: The step's K and V; None: they are read from the pool.
         first_position: Positions before it are not attended to; 0 with `own`.
+        window: Positions that a row attends to at most, or None; not beside a `first_position`.
 
     Raises:
-        ValueError: `first_position` beside `own`.
+        ValueError: `first_position` beside `own` or a window.
     """
     if first_position and own is not None:
         raise ValueError("a first position needs K and V in the pool")
+    if first_position and window is not None:
+        raise ValueError("a first position is not taken beside a window")
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
     kv_heads, page_size = pool.shape[1], pool.shape[4]
@@ -110,6 +115,7 @@ def extend_attention(
         PAGE_SIZE=page_size,
         TILE=shape.tile,
         FIRST_POSITION=first_position,
+        WINDOW=window or 0,
         IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -159,6 +165,7 @@ def _extend_kernel(
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
@@ -188,14 +195,26 @@ def _extend_kernel(
     cached = tl.load(kv_lens + request) - q_len
     last_seen = cached + row
     table = page_table + request.to(tl.int64) * table_stride
-    # In pages: every row sees [0, common), no row sees anything from `end` on.
+    # In pages: every row sees [full, common), no row sees anything before `first` or from `end` on.
     if own_k is None:
         end = cached + tl.minimum(begin + ROWS, q_len)
         common = (cached + begin + 1) // TILE * TILE if FIRST_POSITION == 0 else 0
     else:
         end = cached
         common = cached // TILE * TILE
-    for start in range(0, common, TILE):
+    first, full, tail = 0, 0, common
+    if WINDOW > 0:
+        first, full = window_of_rows(cached + begin, ROWS, common, WINDOW, TILE)
+        tail = tl.maximum(common, first // TILE * TILE)
+        for start in range(first // TILE * TILE, full, TILE):
+            position = start + tl.arange(0, TILE)
+            at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
+            k_at = pool + at[:, None] * DIM + column[None, :]
+            largest, total, mixed = attend_tile(
+                largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
+            )  # fmt: skip
+    for start in range(full, common, TILE):
         position = start + tl.arange(0, TILE)
         at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, False)
         k_at = pool + at[:, None] * DIM + column[None, :]
@@ -203,19 +222,30 @@ def _extend_kernel(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
             position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
         )  # fmt: skip
-    for start in range(common, end, TILE):
+    for start in range(tail, end, TILE):
         position = start + tl.arange(0, TILE)
         at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
         k_at = pool + at[:, None] * DIM + column[None, :]
         largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
             position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
+            first, WINDOW,
         )  # fmt: skip
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
         v_at = own_v + first_row.to(tl.int64) * v_stride + kv_head * DIM + column[None, :]
+        first, full = 0, 0
+        if WINDOW > 0:
+            first, full = window_of_rows(begin, ROWS, begin, WINDOW, TILE)
+            for start in range(first // TILE * TILE, full, TILE):
+                position = start + tl.arange(0, TILE)
+                at = position.to(tl.int64)[:, None]
+                largest, total, mixed = attend_tile(
+                    largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
+                    position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
+                )  # fmt: skip
         # Before the diagonal, then across it.
-        for start in range(0, begin, TILE):
+        for start in range(full, begin, TILE):
             if k_tiles is not None:
                 keys = k_tiles.load([first_row + start, kv_head * DIM])
                 values = v_tiles.load([first_row + start, kv_head * DIM])
@@ -233,12 +263,24 @@ def _extend_kernel(
             at = position.to(tl.int64)[:, None]
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
             )  # fmt: skip
-    mixed = mixed / total[:, None]
+    # By a window rows beyond a request's may see nothing.
+    mixed = mixed / (tl.where(total > 0.0, total, 1.0) if WINDOW > 0 else total)[:, None]
     if FIRST_POSITION > 0:
         mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
     tl.store(out + q_at, mixed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def window_of_rows(
+    at: tl.tensor, rows: int, end: tl.tensor, WINDOW: tl.constexpr, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of rows at positions from `at` on: the first position that one sees, and from where on, in
+    tiles before `end`, each of them does."""
+    first = tl.maximum(at + 1 - WINDOW, 0)
+    full = tl.cdiv(tl.maximum(at + rows - WINDOW, 0), TILE) * TILE
+    return first, tl.minimum(full, end)
 
 
 @triton.jit
@@ -294,6 +336,8 @@ def attend_tile(
     IS_PARTIAL: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     IS_FUSED: tl.constexpr,
+    first: int = 0,
+    WINDOW: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a tile of positions to a running softmax; where partial, what each row sees of it."""
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
@@ -301,6 +345,8 @@ def attend_tile(
         is_there = position < end
         if FIRST_POSITION > 0:
             is_there &= position >= FIRST_POSITION
+        if WINDOW > 0:
+            is_there &= position >= first
         keys = tl.load(k_at, mask=in_dim & is_there[:, None], other=0.0)
         values = tl.load(v_at, mask=in_dim & is_there[:, None], other=0.0)
     elif DIM == BLOCK_DIM:
@@ -312,10 +358,12 @@ def attend_tile(
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if IS_PARTIAL:
         is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
+        if WINDOW > 0:
+            is_seen &= position[None, :] > last_seen[:, None] - WINDOW
         # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
         scores = tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
     return _mix(  # type: ignore[no-any-return]
-        largest, total, mixed, scores, values, scale, IS_FUSED
+        largest, total, mixed, scores, values, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
     )
 
 
@@ -328,18 +376,23 @@ def _mix(
     values: tl.tensor,
     scale: float,
     IS_FUSED: tl.constexpr,
+    MAY_SEE_NONE: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds values by their scores to a running softmax."""
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    reference = new_largest
+    if MAY_SEE_NONE:
+        # Of this tile and those before it: what is infinite has no difference.
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     # Scaled after the subtraction: exactly 1 where a tile brings nothing larger, also where a row
     # sees none of it. (As a difference of products it would not be: one of them is not rounded.)
-    shrink = tl.exp2((largest - new_largest) * scale)
+    shrink = tl.exp2((largest - reference) * scale)
     if IS_FUSED:
         # One instruction a score; what it loses is far below the rounding of the weights.
-        weights = tl.exp2(tl.fma(scores, scale, -(new_largest * scale)[:, None]))
+        weights = tl.exp2(tl.fma(scores, scale, -(reference * scale)[:, None]))
     else:
         # As above: loses nothing among the scores that matter.
-        weights = tl.exp2((scores - new_largest[:, None]) * scale)
+        weights = tl.exp2((scores - reference[:, None]) * scale)
     total = total * shrink + tl.sum(weights, axis=1)
     mixed = mixed * shrink[:, None]
     mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")

@@ -21,6 +21,7 @@ from weft.kernels.gpu.extend_attention import (
     launch_shape,
     page_rows,
     request_of_tile,
+    window_of_rows,
 )
 
 SEGMENT = 1024
@@ -41,6 +42,7 @@ def fixed_attention(
     kv_lens: torch.Tensor,
     scale: float,
     max_kv_len: int,
+    window: int | None = None,
 ) -> None:
     """Writes the rows of `out` of all requests.
 
@@ -54,6 +56,7 @@ def fixed_attention(
         kv_lens: [R] int32, new rows included.
         scale: Factor on the scores.
         max_kv_len: Bound of `kv_lens`; decides about the launches, not about the bits.
+        window: Positions that a row attends to at most, or None.
     """
     requests = page_table.shape[0]
     tokens, heads, dim = q.shape
@@ -94,6 +97,7 @@ def fixed_attention(
         PAGE_SIZE=page_size,
         TILE=shape.tile,
         SEGMENT=SEGMENT,
+        WINDOW=window or 0,
         IS_FUSED=q.dtype.itemsize == 2,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -138,6 +142,7 @@ def _fixed_kernel(
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
+    WINDOW: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ) -> None:
     """A tile of one request's rows under the heads of one KV head, as [ROWS] of (row, head)."""
@@ -169,10 +174,14 @@ def _fixed_kernel(
     cached = tl.load(kv_lens + request) - q_len
     last_seen = cached + row
     table = page_table + request.to(tl.int64) * table_stride
-    # Every row sees [0, common), no row sees anything from `end` on.
+    # Every row sees [full, common), no row sees anything before `first` or from `end` on.
     end = cached + tl.minimum(begin + Q_ROWS, q_len)
     common = (cached + begin + 1) // TILE * TILE
-    first_segment = 0
+    first, full, walk = 0, 0, 0
+    if WINDOW > 0:
+        first, full = window_of_rows(cached + begin, Q_ROWS, common, WINDOW, TILE)
+        walk = first // TILE * TILE
+    first_segment = first // SEGMENT
     end_segment = tl.cdiv(end, SEGMENT)
     if IS_SPLIT:
         first_segment = tl.program_id(2)
@@ -182,7 +191,20 @@ def _fixed_kernel(
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
         segment_end = tl.minimum((segment + 1) * SEGMENT, end)
-        for start in range(segment * SEGMENT, tl.minimum(common, segment_end), TILE):
+        if WINDOW > 0:
+            partly = tl.maximum(walk, segment * SEGMENT)
+            for start in range(partly, tl.minimum(full, segment_end), TILE):
+                position = start + tl.arange(0, TILE)
+                at = page_rows(
+                    table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True
+                )
+                k_at = pool + at[:, None] * DIM + column[None, :]
+                largest, total, mixed = attend_tile(
+                    largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM, position, end,
+                    last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
+                )  # fmt: skip
+        begin_full = tl.maximum(full, segment * SEGMENT)
+        for start in range(begin_full, tl.minimum(common, segment_end), TILE):
             position = start + tl.arange(0, TILE)
             at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, False)
             k_at = pool + at[:, None] * DIM + column[None, :]
@@ -190,13 +212,14 @@ def _fixed_kernel(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
             )  # fmt: skip
-        for start in range(tl.maximum(common, segment * SEGMENT), segment_end, TILE):
+        tail = tl.maximum(tl.maximum(common, walk), segment * SEGMENT)
+        for start in range(tail, segment_end, TILE):
             position = start + tl.arange(0, TILE)
             at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
             k_at = pool + at[:, None] * DIM + column[None, :]
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
-                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
             )  # fmt: skip
         keep, share, all_largest = _weights(all_largest, largest, scale)
         is_seen = share > 0.0
