@@ -119,6 +119,24 @@ def test_every_step_up_to_the_largest_has_a_bucket() -> None:
         assert max(waste, default=1) <= 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "window", "is_cold"),
+    [("mistral", 3072, True), ("mistral", 3071, False), ("qwen2", 3071, True)],
+)
+def test_a_long_cold_prompt_within_windows_has_no_graph_of_its_own(
+    kind: str, window: int, is_cold: bool, tmp_path: Path
+) -> None:
+    """The attention that it would be for knows none; in Qwen2 the first layer has none."""
+    sizes = {"head_dim": 128, "num_attention_heads": 64, "max_position_embeddings": 4096}
+    windows = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 1}
+    config = load_model(make_tiny(kind, tmp_path, 1, **sizes, **windows), "float32", "cpu").config
+    buckets = Buckets(config, step_buckets(config, 8, 4096))
+    arrays = make_arrays(np.zeros((1, 3072 // PAGE_SIZE), np.int32), [3072], [3072])
+    bucket = buckets.of(arrays)
+    assert bucket is not None
+    assert bucket.kind == ("cold" if is_cold else "ragged")
+
+
 @pytest.mark.parametrize("max_requests", [1, 8, 64, 256])
 def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> None:
     """All rows of a request with drafts want logits, whatever else a step brings."""

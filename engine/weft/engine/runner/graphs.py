@@ -173,7 +173,7 @@ class Buckets:
         if bucket is not None:
             return bucket
         lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
-        if _gains_by_exact_lengths(self._config, *lengths):
+        if _gains_by_exact_lengths(self._config, lengths):
             has_cold = num_requests == 1 and num_tokens <= len(self._cold)
             return self._cold[num_tokens - 1] if has_cold else None
         for bound, buckets in self._ragged:
@@ -331,12 +331,12 @@ def says_what_lacks_memory(what: str) -> Iterator[None]:
 
 def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
     """A prompt of so many tokens is worth the faster attention."""
-    return _gains_by_exact_lengths(config, tokens, 1, tokens, tokens)
+    return _gains_by_exact_lengths(config, (tokens, 1, tokens, tokens))
 
 
-def _gains_by_exact_lengths(config: ModelConfig, *lengths: int) -> bool:
+def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, int]) -> bool:
     shape = (config.num_heads, config.head_dim)
-    return gains_by_exact_lengths(*shape, *lengths, window=config.common_window)
+    return gains_by_exact_lengths(*shape, *lengths, config.common_window)
 
 
 def _next_of(buckets: Sequence[Bucket]) -> list[Bucket]:
