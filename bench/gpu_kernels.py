@@ -235,7 +235,13 @@ def bench_lora(bench: Bench, rows: int, adapters: int, rank: int) -> None:
 
 
 def attention_call(
-    requests: int, q_len: int, kv_len: int, heads: int, kv_heads: int, dim: int = 128
+    requests: int,
+    q_len: int,
+    kv_len: int,
+    heads: int,
+    kv_heads: int,
+    dim: int = 128,
+    window: int | None = None,
 ) -> list[Callable[[], object]]:
     """Calls over the layers of a pool of random pages."""
     pages = -(-kv_len // PAGE_SIZE)
@@ -249,13 +255,15 @@ def attention_call(
     kv_lens = torch.full((requests,), kv_len, device="cuda", dtype=torch.int32)
     return [
         lambda layer=layer: paged_attention(
-            q, pool, layer, table, starts, kv_lens, dim**-0.5, q_len, kv_len
+            q, pool, layer, table, starts, kv_lens, dim**-0.5, q_len, kv_len, window=window
         )
         for layer in range(layers)
     ]
 
 
-def cold_call(requests: int, length: int, heads: int, kv_heads: int) -> Callable[[], object]:
+def cold_call(
+    requests: int, length: int, heads: int, kv_heads: int, window: int | None = None
+) -> Callable[[], object]:
     """Prompts with nothing before them, whose own K and V are at hand, as the engine calls it."""
     dim, rows = 128, requests * length
     q, k, v = (
@@ -267,7 +275,7 @@ def cold_call(requests: int, length: int, heads: int, kv_heads: int) -> Callable
     starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * length
     kv_lens = torch.full((requests,), length, device="cuda", dtype=torch.int32)
     return lambda: gpu_attention.paged_attention(
-        q, pool, 0, table, starts, kv_lens, dim**-0.5, length, length, OwnKv(k, v)
+        q, pool, 0, table, starts, kv_lens, dim**-0.5, length, length, OwnKv(k, v), window=window
     )
 
 
@@ -304,6 +312,19 @@ def bench_attention(bench: Bench) -> None:
     bench.matmul("torch sdpa 1x8192, dense K and V", 2.0 * 8192 * 8193 * 32 * 128, us)
 
 
+def bench_windows(bench: Bench, window: int = 4096) -> None:
+    """Against what lies within windows alone."""
+    for requests, kv_len in ((64, 4096), (64, 16384), (1, 16384)):
+        us = time_us(attention_call(requests, 1, kv_len, 32, 8, window=window))
+        name = f"decode {requests}x{kv_len} 32/8, window {window}"
+        bench.memory(name, 4.0 * requests * window * 8 * 128, us, bench.read_tb_s)
+    us = time_us(attention_call(1, 2048, 16384, 32, 8, window=window)[:2])
+    bench.matmul(f"extend 1x2048 of 16384, window {window}", 4.0 * 2048 * window * 32 * 128, us)
+    us = time_us([cold_call(1, 16384, 32, 8, window)])
+    seen = 16384 * window - window * (window - 1) / 2
+    bench.matmul(f"extend 1x16384 cold, window {window}", 4.0 * seen * 32 * 128, us)
+
+
 def main() -> None:
     """Runs everything and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -325,6 +346,7 @@ def main() -> None:
         bench_lora(bench, 1, 1, 16)
         bench_lora(bench, 4096, 8, 16)
         bench_attention(bench)
+        bench_windows(bench)
     name = torch.cuda.get_device_name()
     print(
         f"{name}: copy {bench.copy_tb_s:.2f} TB/s, read {bench.read_tb_s:.2f} TB/s, "
