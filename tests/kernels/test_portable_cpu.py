@@ -101,7 +101,9 @@ def test_rope_and_attention(dim: int, page_size: int, dtype: torch.dtype) -> Non
     starts = torch.tensor([0, *q_lens]).cumsum(0).int()
     lengths = torch.tensor(kv_lens).int()
     call = (other_pool, 1, pages, starts, lengths, dim**-0.5, max(q_lens), max(kv_lens))
-    assert_near(paged_attention(other, *call), paged_attention_reference(other, *call))
+    for window in (None, 21):
+        out = paged_attention(other, *call, window=window)
+        assert_near(out, paged_attention_reference(other, *call, window=window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
