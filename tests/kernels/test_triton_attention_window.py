@@ -45,9 +45,7 @@ def decode(module: ModuleType, case: Case, window: int, max_rows: int = 1) -> to
     return out
 
 
-def extend(
-    module: ModuleType, case: Case, window: int, *, has_own: bool = False, is_fixed: bool = False
-) -> torch.Tensor:
+def extend(module: ModuleType, case: Case, window: int, *, has_own: bool = False) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
     module.extend_attention(
         out,
@@ -61,8 +59,19 @@ def extend(
         case.max_q_len,
         module.OwnKv(*case.own_kv()) if has_own else None,
         window=window,
-        is_fixed=is_fixed,
     )
+    return out
+
+
+def fixed(
+    module: ModuleType, case: Case, window: int, monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
+    """In small segments, each of a program of its own or not."""
+    out = torch.full_like(case.q, float("nan")).flatten(1)
+    monkeypatch.setattr(module, "SEGMENT", 128)
+    monkeypatch.setattr(module, "_PROGRAMS_PER_SM", random.choice((0, 1 << 10)))
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens)
+    module.fixed_attention(out, case.q, case.pool, LAYER, *lengths, case.scale, 500, window)
     return out
 
 
@@ -145,26 +154,26 @@ def test_extend(
         check_rows(out, case, 2, 1000, *expected)
 
 
-@pytest.mark.parametrize(("window", "dtype"), [(24, torch.float32), (67, torch.float16)])
+@pytest.mark.parametrize(("window", "dtype"), [(24, torch.float32), (90, torch.float16)])
 def test_fixed_rows_are_the_same_bits_however_they_come(
-    window: int, dtype: torch.dtype, tmp_path: Path
+    window: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh_seed()
-    lengths = [(150, 190), (1, 0), (1, 70), (40, 100), (0, 5), (1, 1)]
-    case, *expected = make_hidden(Geometry(6, 2, 24, 16), lengths, dtype, window)
-    with kernel_module("extend_attention", tmp_path) as module:
-        whole = extend(module, case, window, is_fixed=True)
+    lengths = [(60, 300), (1, 0), (1, 70), (0, 5), (1, 1)]
+    case, *expected = make_hidden(Geometry(3, 1, 24, 16), lengths, dtype, window)
+    with kernel_module("fixed_attention", tmp_path) as module:
+        whole = fixed(module, case, window, monkeypatch)
         assert_as_exact(whole, *expected)
         begin = 0
-        while begin < 150:
-            end = min(150, begin + random.choice((1, 7, 48, 64)))
+        while begin < 60:
+            end = min(60, begin + random.choice((1, 7, 30, 48)))
             piece = case._replace(
                 q=case.q[begin:end].contiguous(),
                 page_table=case.page_table[:1],
                 cu_q_lens=torch.tensor([0, end - begin], dtype=torch.int32),
-                kv_lens=torch.tensor([40 + end], dtype=torch.int32),
+                kv_lens=torch.tensor([240 + end], dtype=torch.int32),
             )
-            assert torch.equal(extend(module, piece, window, is_fixed=True), whole[begin:end])
+            assert torch.equal(fixed(module, piece, window, monkeypatch), whole[begin:end])
             begin = end
 
 
@@ -209,3 +218,23 @@ def test_the_checks_see_a_mutation(
             out = extend(module, case, 43, has_own=has_own)
     with pytest.raises(AssertionError):
         check_rows(out, case, 1 if is_decode else 2, 2 if is_decode else 1000, *expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("walk = first // TILE * TILE", "walk = TILE + first // TILE * TILE"),
+        ("tl.minimum(full, segment_end), TILE", "tl.minimum(full, segment_end) - TILE, TILE"),
+        ("first_segment = first // SEGMENT", "first_segment = 1 + first // SEGMENT"),
+        ("cached + begin, Q_ROWS, common, WINDOW", "cached + begin, 1, common, WINDOW"),
+    ],
+)
+def test_the_checks_of_fixed_rows_see_a_mutation(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, *expected = make_hidden(Geometry(2, 1, 16, 16), [(70, 290)], torch.float16, 100)
+    with kernel_module("fixed_attention", tmp_path, change) as module:
+        monkeypatch.setattr(random, "choice", lambda values: values[0])
+        out = fixed(module, case, 100, monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, *expected)

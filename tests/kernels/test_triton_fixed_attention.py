@@ -78,7 +78,7 @@ def test_rows_are_the_same_bits_however_they_come(
     [
         ("// group) + requests", "// group)"),
         ("tl.minimum(common, segment_end), TILE", "tl.minimum(common, segment_end) - TILE, TILE"),
-        ("tl.maximum(common, segment * SEGMENT), segment_end", "common, segment_end"),
+        ("tl.maximum(tail, segment * SEGMENT), segment_end", "tail, segment_end"),
         ("(segment + 1) * SEGMENT, end", "(segment + 1) * SEGMENT - TILE, end"),
     ],
 )

@@ -36,8 +36,8 @@ def paged_attention(
 
     Only bounds are needed of `max_q_len` and `max_kv_len`; they decide about the launches.
     With `own`, what requests of several rows bring is not read from the pool. `first_position` must
-    be 0 with `own` or a window. With `is_fixed`, without `own`, all requests take one kernel, unless
-    there is a first position: what drafts see decides no bits.
+    be 0 with `own` or a window. With `is_fixed`, without `own`, all requests take one kernel,
+    unless there is a first position: what drafts see decides no bits.
     """
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]

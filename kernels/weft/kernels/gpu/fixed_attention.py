@@ -177,10 +177,11 @@ def _fixed_kernel(
     # Every row sees [full, common), no row sees anything before `first` or from `end` on.
     end = cached + tl.minimum(begin + Q_ROWS, q_len)
     common = (cached + begin + 1) // TILE * TILE
-    first, full, walk = 0, 0, 0
+    first, full, walk, tail = 0, 0, 0, common
     if WINDOW > 0:
         first, full = window_of_rows(cached + begin, Q_ROWS, common, WINDOW, TILE)
         walk = first // TILE * TILE
+        tail = tl.maximum(common, walk)
     first_segment = first // SEGMENT
     end_segment = tl.cdiv(end, SEGMENT)
     if IS_SPLIT:
@@ -191,9 +192,11 @@ def _fixed_kernel(
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
         segment_end = tl.minimum((segment + 1) * SEGMENT, end)
+        start_fully = segment * SEGMENT
         if WINDOW > 0:
-            partly = tl.maximum(walk, segment * SEGMENT)
-            for start in range(partly, tl.minimum(full, segment_end), TILE):
+            start_fully = tl.maximum(full, segment * SEGMENT)
+            start_partly = tl.maximum(walk, segment * SEGMENT)
+            for start in range(start_partly, tl.minimum(full, segment_end), TILE):
                 position = start + tl.arange(0, TILE)
                 at = page_rows(
                     table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True
@@ -203,8 +206,7 @@ def _fixed_kernel(
                     largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM, position, end,
                     last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
                 )  # fmt: skip
-        begin_full = tl.maximum(full, segment * SEGMENT)
-        for start in range(begin_full, tl.minimum(common, segment_end), TILE):
+        for start in range(start_fully, tl.minimum(common, segment_end), TILE):
             position = start + tl.arange(0, TILE)
             at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, False)
             k_at = pool + at[:, None] * DIM + column[None, :]
@@ -212,8 +214,7 @@ def _fixed_kernel(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
             )  # fmt: skip
-        tail = tl.maximum(tl.maximum(common, walk), segment * SEGMENT)
-        for start in range(tail, segment_end, TILE):
+        for start in range(tl.maximum(tail, segment * SEGMENT), segment_end, TILE):
             position = start + tl.arange(0, TILE)
             at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
             k_at = pool + at[:, None] * DIM + column[None, :]
