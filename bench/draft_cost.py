@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_engine import bytes_per_step, copy_rate
+from gpu_roof import bytes_per_step, copy_rate
 from model_shapes import MODELS, write_config
 from rich.console import Console
 from rich.table import Table

@@ -1,0 +1,135 @@
+"""The least time that steps of a model can take on a device, by rates measured in the same run.
+
+Every step must read its weights and the KV that it attends to once, and multiply what it must; it
+takes at least the longer of the two. The embedding is left out, and so is all that is small beside
+these: norms, activations, drawing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from weft.engine.models.config import ModelConfig
+
+ELEMENT_BYTES = 2
+"""Of bfloat16."""
+MATMUL_SIZE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one device."""
+
+    bytes_per_s: float
+    """Read and written, of a large copy."""
+    flop_per_s: float
+    """Of a large product of bfloat16 matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step must do."""
+
+    num_bytes: float
+    flop: float
+
+    def seconds(self, rates: Rates) -> float:
+        """At least."""
+        return max(self.num_bytes / rates.bytes_per_s, self.flop / rates.flop_per_s)
+
+
+def measure_rates() -> Rates:
+    """Of the current device."""
+    return Rates(copy_rate(), matmul_rate())
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a large copy on the device."""
+    source = torch.randint(0, 99, (1 << 29,), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _median_s(lambda: torch.add(source, 1, out=target))
+
+
+def matmul_rate() -> float:
+    """Floating-point operations a second of a product of bfloat16 matrices."""
+    shape = (MATMUL_SIZE, MATMUL_SIZE)
+    a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * MATMUL_SIZE**3 / _median_s(lambda: torch.matmul(a, b, out=out))
+
+
+def _median_s(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def step_work(
+    config: ModelConfig, tokens: int, logits: int, attended: float, kv_tokens: float
+) -> Work:
+    """Of one forward.
+
+    Args:
+        config: Of the model.
+        tokens: New ones; each asks for experts uniformly, where there are any.
+        logits: Rows of them.
+        attended: Positions, summed over the new tokens.
+        kv_tokens: Positions whose K and V are read or written.
+    """
+    hidden, dim = config.hidden_size, config.head_dim
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * dim * hidden
+    used = read = 3.0 * hidden * config.intermediate_size
+    if config.moe is not None:
+        count, chosen = config.moe.num_experts, config.moe.num_experts_per_tok
+        expert = 3 * hidden * config.moe.intermediate_size
+        read = expert * count * (1 - (1 - chosen / count) ** tokens) + hidden * count
+        used = expert * chosen + hidden * count
+    head = config.vocab_size * hidden
+    layers = config.num_layers
+    kv = 2 * layers * config.num_kv_heads * dim * kv_tokens
+    flop = 2 * tokens * layers * (attention + used) + 2 * logits * head
+    flop += 4 * layers * config.num_heads * dim * attended
+    weights = layers * (attention + read) + (head if logits else 0)
+    return Work(ELEMENT_BYTES * (weights + kv), flop)
+
+
+def decode_work(config: ModelConfig, batch: int, context: float) -> Work:
+    """Of a step in which each of a batch's requests brings a token."""
+    return step_work(config, batch, batch, batch * context, batch * context)
+
+
+def bytes_per_step(config: ModelConfig, batch: int, context: float) -> float:
+    """Weights and KV that a decode step must read, in bfloat16."""
+    return decode_work(config, batch, context).num_bytes
+
+
+def prompt_work(config: ModelConfig, lengths: Sequence[int]) -> Work:
+    """Of prompts from their begin to their first tokens, in one step."""
+    attended = sum(length * (length + 1) / 2 for length in lengths)
+    return step_work(config, sum(lengths), len(lengths), attended, sum(lengths))
+
+
+def mixed_seconds(config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: Rates) -> float:
+    """Of requests that come at once: all prompts, then steps in which all that still run bring a
+    token each.
+
+    Args:
+        config: Of the model.
+        sizes: Tokens in and out of each request.
+        rates: Of the device.
+    """
+    total = prompt_work(config, [length for length, _ in sizes]).seconds(rates)
+    for step in range(1, max(out for _, out in sizes)):
+        contexts = [length + step for length, out in sizes if out > step]
+        work = step_work(config, len(contexts), len(contexts), sum(contexts), sum(contexts))
+        total += work.seconds(rates)
+    return total
