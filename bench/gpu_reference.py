@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,8 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.models.registry import model_class
 
 BF16_ULPS = 4
-DEVICE = "cuda"
-_ROWS_AT_ONCE = 8
-"""Requests that the reference computes together."""
+TOKENS_AT_ONCE = 8192
+"""Of prompts that the reference computes together."""
 
 
 class Answer(NamedTuple):
@@ -50,8 +50,8 @@ class Agreement:
 class KeptWeights(RandomWeights):
     """The made-up weights once more, by transformers' names."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.bfloat16, torch.device(DEVICE))
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.bfloat16, device)
         self.tensors: dict[str, torch.Tensor] = {}
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
@@ -77,26 +77,36 @@ class KeptWeights(RandomWeights):
 
 
 @torch.inference_mode()
-def check_tokens(model_dir: Path, config: ModelConfig, answers: Sequence[Answer]) -> Agreement:
+def check_tokens(
+    model_dir: Path, config: ModelConfig, answers: Sequence[Answer], device: str = "cuda"
+) -> Agreement:
     """Compares each token with transformers' float32 logits at its place.
 
     Args:
         model_dir: Has config.json.
         config: The same.
-        answers: Prompts of one length, and as many tokens of each.
+        answers: As many tokens of each.
+        device: Where the engine drew its weights, and the reference computes.
     """
-    kept = KeptWeights()
+    where = torch.device(device)
+    kept = KeptWeights(where)
     model_class(config.architecture)(config, Weights(kept))
-    model = reference_model(model_dir, kept.take())
+    model = reference_model(model_dir, kept.take(), where)
     found = Agreement()
-    for begin in range(0, len(answers), _ROWS_AT_ONCE):
-        _compare(model, answers[begin : begin + _ROWS_AT_ONCE], found)
+    by_length = sorted(answers, key=lambda answer: len(answer.prompt))
+    for length, group in groupby(by_length, key=lambda answer: len(answer.prompt)):
+        alike = list(group)
+        together = max(1, TOKENS_AT_ONCE // length)
+        for begin in range(0, len(alike), together):
+            _compare(model, alike[begin : begin + together], found, where)
     return found
 
 
-def _compare(model: torch.nn.Module, answers: Sequence[Answer], found: Agreement) -> None:
-    ids = torch.tensor([prompt + tokens[:-1] for prompt, tokens in answers], device=DEVICE)
-    tokens = torch.tensor([answer.tokens for answer in answers], device=DEVICE)
+def _compare(
+    model: torch.nn.Module, answers: Sequence[Answer], found: Agreement, device: torch.device
+) -> None:
+    ids = torch.tensor([prompt + tokens[:-1] for prompt, tokens in answers], device=device)
+    tokens = torch.tensor([answer.tokens for answer in answers], device=device)
     count = tokens.shape[1]
     peer_logits = model(ids, use_cache=False, logits_to_keep=count).logits
     with in_float32(model):
@@ -111,7 +121,9 @@ def _compare(model: torch.nn.Module, answers: Sequence[Answer], found: Agreement
     found.peer_largest_gap_ulps = max(found.peer_largest_gap_ulps, float(peer_gaps.max()))
 
 
-def reference_model(model_dir: Path, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+def reference_model(
+    model_dir: Path, tensors: dict[str, torch.Tensor], device: torch.device
+) -> torch.nn.Module:
     """Transformers' model with these weights, in bfloat16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -125,7 +137,7 @@ def reference_model(model_dir: Path, tensors: dict[str, torch.Tensor]) -> torch.
     assert set(missing) <= {"lm_head.weight"}, missing
     shell.tie_weights()
     rotary = type(shell.model.rotary_emb)
-    shell.model.rotary_emb = rotary(config).to(DEVICE)
+    shell.model.rotary_emb = rotary(config).to(device)
     model: torch.nn.Module = shell.eval()
     return model
 

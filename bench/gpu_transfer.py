@@ -7,19 +7,19 @@ digested), beside plain copies of the same size between the device and pinned me
 run: the link. The whole way: a prompt that the prefill worker has cached is shipped to a decode
 worker; bytes by the time from the handle to the acceptance of the last page. Time to the first
 token: a prefill and a decode worker (on two GPUs where there are two) beside one worker that does
-both, alone and beside running streams, with the gaps between the streams' tokens meanwhile.
+both, alone and beside running streams, with the gaps between the streams' tokens meanwhile; and the
+throughput of requests that come at once: the one worker mixes their prompts with decode steps.
 
 Where NIXL is installed it moves the pages, once between staging areas in host memory and once
 between areas in the GPUs' own. Where it is not, `--copy-threads` threads copy them between areas in
-host memory. Weights are made up, in the model's real shape. Damaged or missing pages fail the run;
-tokens are compared with one worker's and counted (in bfloat16, with random weights, near-ties
-differ).
+host memory. Weights are made up, in the model's real shape. Damaged or missing pages fail the run,
+and so do tokens: those of prompts whose answers are not one worker's, from either, must be the
+choice of transformers in float32 up to near-ties (`gpu_reference.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import random
 import statistics
@@ -33,8 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_mesh.driver import Mesh, Sent
+from gpu_reference import Agreement, Answer, check_tokens
+from gpu_setup import describe_gpu
 from model_shapes import MODELS
 from weft.engine.config import NEVER_SHIP_TOKENS
+from weft.engine.models.config import ModelConfig
 from weft.engine.transfer.nixl import nixl_available
 from weft.engine.transfer.page_mover import Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
@@ -48,6 +51,8 @@ STREAM_TOKENS = 512
 STREAM_LIFE = 4096
 """Most tokens of a stream; it is cancelled before."""
 NEW_TOKENS = 4
+LOAD_TOKENS = 128
+"""New ones of each request that comes with others at once."""
 MODELS_HERE: dict[str, dict[str, Any]] = {
     **MODELS,
     "tiny": {
@@ -101,7 +106,24 @@ class FirstToken:
     """Between tokens of the streams while prompts come: median,"""
     gap_p99_ms: float
     """and 99th percentile."""
-    tokens: list[list[int]]
+    answers: list[Answer]
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests of one length that come at once."""
+
+    system: str
+    prompt_tokens: int
+    requests: int
+    new_tokens: int
+    """Of each."""
+    tokens_per_s: float
+    """New ones of all, from the first submit to the last token."""
+    prompt_tokens_per_s: float
+    """In the same time."""
+    ttft_ms: float
+    """Median."""
 
 
 def seconds_of(call: Callable[[], None], device: torch.device, turns: int = 8) -> float:
@@ -253,8 +275,34 @@ def bench_first_token(
         worst_ms=max(times),
         gap_ms=float(p50),
         gap_p99_ms=float(p99),
-        tokens=[sent.tokens for sent in answers],
+        answers=[
+            Answer(prompt, sent.tokens) for prompt, sent in zip(prompts[2:], answers, strict=True)
+        ],
     )
+
+
+def bench_load(mesh: Mesh, system: str, vocab: int, prompt_tokens: int, requests: int) -> Load:
+    """All at once, the same for every system."""
+    draw = random.Random(f"{requests} prompts of {prompt_tokens}")
+    prompts = [[draw.randrange(vocab) for _ in range(prompt_tokens)] for _ in range(requests)]
+    sent = mesh.finish(*[mesh.submit(prompt, LOAD_TOKENS) for prompt in prompts])
+    seconds = max(each.times[-1] for each in sent) - min(each.sent_at for each in sent)
+    assert [len(each.tokens) for each in sent] == [LOAD_TOKENS] * requests
+    return Load(
+        system=system,
+        prompt_tokens=prompt_tokens,
+        requests=requests,
+        new_tokens=LOAD_TOKENS,
+        tokens_per_s=requests * LOAD_TOKENS / seconds,
+        prompt_tokens_per_s=requests * prompt_tokens / seconds,
+        ttft_ms=1e3 * statistics.median(each.first_token_s for each in sent),
+    )
+
+
+def load_size(arguments: argparse.Namespace, prompt_tokens: int) -> int:
+    """Requests that come at once: as many as asked for, or as the pools have room for."""
+    pages = -(-(prompt_tokens + LOAD_TOKENS) // PAGE_SIZE)
+    return max(1, min(int(arguments.load), int(arguments.pool_pages) * 4 // 5 // pages))
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -281,7 +329,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "page_size": PAGE_SIZE,
         "num_pages": arguments.pool_pages,
         "max_context_tokens": max(arguments.prompts) + STREAM_LIFE,
-        "max_running_requests": max(8, max(arguments.streams) + 4),
+        "max_running_requests": max(8, arguments.load, max(arguments.streams) + 4),
         "prefill_chunk_tokens": arguments.chunk_tokens,
         "max_step_tokens": arguments.chunk_tokens + 64,
         "force_staging": is_cpu,
@@ -298,6 +346,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         systems.append((f"apart, {memory}", apart, settings | way | {"device": devices[1]}))
     vocab = model["vocab_size"]
     rows: list[FirstToken] = []
+    loads: list[Load] = []
     shipped: list[Shipped] = []
     for system, decode, prefill in systems:
         with Mesh(decode, prefill, arguments.copy_threads) as mesh:
@@ -314,23 +363,26 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                         bench_first_token(mesh, system, vocab, length, streams, arguments.turns)
                     )
                     report_first_token(rows[-1])
+                requests = load_size(arguments, length)
+                loads.append(bench_load(mesh, system, vocab, length, requests))
+                report_load(loads[-1])
             assert mesh.counters()["digest_mismatches"] == 0
-    equal, total = count_equal(rows)
-    print(f"first {NEW_TOKENS} tokens equal to one worker's: {equal} of {total} prompts")
+    if not is_cpu:
+        torch.cuda.empty_cache()
+    equal, total, judged = judge(rows, folder, devices[0])
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": arguments.commit,
+        **describe_gpu(arguments.commit),
         "device": "cpu" if is_cpu else torch.cuda.get_device_name(),
-        "num_devices": num_devices,
-        "torch": torch.__version__,
         "model": arguments.model,
         "page_bytes": page_bytes,
         "chunk_tokens": arguments.chunk_tokens,
         "transport": transport if transport == "nixl" else f"{arguments.copy_threads} copy threads",
         "copies": [asdict(copy) for copy in copies],
         "shipped": [asdict(row) for row in shipped],
-        "first_token": [{k: v for k, v in asdict(row).items() if k != "tokens"} for row in rows],
+        "first_token": [{k: v for k, v in asdict(row).items() if k != "answers"} for row in rows],
+        "load": [asdict(row) for row in loads],
         "equal_prompts": [equal, total],
+        "others_against_float32": asdict(judged) if judged is not None else None,
     }
 
 
@@ -360,16 +412,40 @@ def report_first_token(row: FirstToken) -> None:
     )
 
 
-def count_equal(rows: Sequence[FirstToken]) -> tuple[int, int]:
-    """Prompts with the same tokens in both systems, of those without streams beside them."""
-    quiet = {(row.system, row.prompt_tokens): row.tokens for row in rows if row.streams == 0}
+def report_load(row: Load) -> None:
+    """One line."""
+    print(
+        f"{row.system:13} {row.requests:3} requests of {row.prompt_tokens:6} tokens at once: "
+        f"{row.tokens_per_s:8.1f} new tok/s, {row.prompt_tokens_per_s:9.1f} prompt tok/s, first "
+        f"token {row.ttft_ms:8.1f} ms",
+        flush=True,
+    )
+
+
+def judge(
+    rows: Sequence[FirstToken], folder: Path, device: str
+) -> tuple[int, int, Agreement | None]:
+    """Compares answers with those of one worker, without streams beside them.
+
+    Returns:
+        How many are equal, of how many; and how those that are not, and the one worker's, agree
+        with transformers in float32: None if there are none.
+    """
+    quiet = {(row.system, row.prompt_tokens): row.answers for row in rows if row.streams == 0}
     pairs = [
         (ours, theirs)
-        for (system, length), tokens in quiet.items()
+        for (system, length), answers in quiet.items()
         if system.startswith("apart")
-        for ours, theirs in zip(tokens, quiet["one worker", length], strict=True)
+        for ours, theirs in zip(answers, quiet["one worker", length], strict=True)
     ]
-    return sum(ours == theirs for ours, theirs in pairs), len(pairs)
+    others = [answer for pair in pairs if pair[0] != pair[1] for answer in pair]
+    equal = len(pairs) - len(others) // 2
+    print(f"first {NEW_TOKENS} tokens equal to one worker's: {equal} of {len(pairs)} prompts")
+    if not others:
+        return equal, len(pairs), None
+    judged = check_tokens(folder, ModelConfig.load(folder), others, device)
+    print(f"the others, and the one worker's, against float32: {judged}", flush=True)
+    return equal, len(pairs), judged
 
 
 def main() -> None:
@@ -380,6 +456,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", type=int, default=[2048, 8192])
     parser.add_argument("--streams", nargs="+", type=int, default=[0, 16])
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--load", type=int, default=16, help="requests that come at once")
     parser.add_argument("--pages", type=int, default=128, help="of the copies measured by itself")
     parser.add_argument("--copies-only", action="store_true", help="no engines")
     parser.add_argument("--pool-pages", type=int, default=6000)
@@ -393,6 +470,8 @@ def main() -> None:
         content = run(arguments, Path(folder))
     if arguments.out:
         arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    judged = content.get("others_against_float32")
+    assert judged is None or Agreement(**judged).is_close, f"wrong tokens: {judged}"
 
 
 if __name__ == "__main__":
