@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,10 +18,61 @@ _WHOLE_NUMBERS = ("I64", "I32", "BOOL")
 _NAMES_SHOWN = 8
 
 
+class _File:
+    """One file, mapped while tensors of it are being read.
+
+    Args:
+        path: Of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.names: set[str] = set()
+        """Of the tensors that nobody has read yet."""
+        self._opened: Any = None
+
+    def open(self) -> Any:
+        """Safetensors' own view of it, until `close`.
+
+        Raises:
+            ModelError: It cannot be read.
+        """
+        if self._opened is None:
+            try:
+                self._opened = safe_open(self.path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"cannot read {self.path}: {error}") from error
+        return self._opened
+
+    def close(self) -> None:
+        """Lets go of what was mapped; `open` maps it again."""
+        self._opened = None
+
+    def was_read(self, name: str) -> None:
+        """Closes the file once all of it was read: the next one needs the host's memory."""
+        self.names.discard(name)
+        if not self.names:
+            self.close()
+
+
+class _Tensor(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    file: _File
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) * _DTYPE_BYTES.get(self.dtype, 1)
+
+
 class Checkpoint:
     """The tensors of a model directory, read by mmap one by one; a `WeightSource`.
 
-    Use as a context manager; the files stay mapped until it ends.
+    Use as a context manager. A file is mapped from the first to the last of its tensors that are
+    read, so that of files with neighbouring layers one is in memory at a time.
     """
 
     def __init__(
@@ -31,8 +81,16 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None = None,
+        unused: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """Opens the files and reads their headers.
+        """Reads the files' headers.
+
+        Args:
+            model_dir: Has the files.
+            dtype: What the layers compute in.
+            device: Where the layers live.
+            progress: Called as tensors are read.
+            unused: Says which tensors are known to have no part in inference.
 
         Raises:
             ModelError: The files are missing or malformed.
@@ -41,17 +99,15 @@ class Checkpoint:
         self._device = device
         self._progress = progress
         self._where = model_dir
-        self._stack = ExitStack()
-        self._file_of: dict[str, Any] = {}
-        self._unread: set[str] = set()
+        self._unused = unused
+        self._files = [_File(path) for path in weight_files(model_dir)]
+        self._tensors: dict[str, _Tensor] = {}
+        self._parts_read: dict[str, int] = {}
         self._missing: list[str] = []
         self._done_bytes = 0
-        try:
-            self._open(weight_files(model_dir))
-        except BaseException:
-            self._stack.close()
-            raise
-        self._total_bytes = sum(self._bytes_of(name) for name in self._file_of)
+        for file in self._files:
+            self._read_header(file)
+        self._total_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +118,8 @@ class Checkpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.close()
+        for file in self._files:
+            file.close()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,27 +142,29 @@ class Checkpoint:
         """
         if self._is_missing(name):
             return
-        self._check(name, tuple(out.shape))
-        out.copy_(self._file_of[name].get_tensor(name))
-        self._unread.discard(name)
-        self._advance(self._bytes_of(name))
+        tensor = self._check(name, tuple(out.shape))
+        out.copy_(tensor.file.open().get_tensor(name))
+        tensor.file.was_read(name)
+        self._advance(tensor.num_bytes)
 
     def has(self, name: str) -> bool:
         """Whether the files have a tensor of this name."""
-        return name in self._file_of
+        return name in self._tensors
 
     def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
         """As `read_into`, of entry `index` of a tensor whose first axis has `count` entries."""
         if self._is_missing(name):
             return
-        self._check(name, (count, *out.shape))
-        out.copy_(self._file_of[name].get_slice(name)[index])
-        self._unread.discard(name)
-        self._advance(self._bytes_of(name) // count)
+        tensor = self._check(name, (count, *out.shape))
+        out.copy_(tensor.file.open().get_slice(name)[index])
+        self._parts_read[name] = num_read = self._parts_read.get(name, 0) + 1
+        if num_read == count:
+            tensor.file.was_read(name)
+        self._advance(tensor.num_bytes // count)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Of a tensor that the files have."""
-        return tuple(self._file_of[name].get_slice(name).get_shape())
+        return self._tensors[name].shape
 
     def whole_numbers(self, name: str, count: int) -> torch.Tensor:
         """A table of the checkpoint: [count] int64 on the host; true counts as 1.
@@ -113,34 +172,32 @@ class Checkpoint:
         Raises:
             ModelError: It is not there, or has another shape or dtype.
         """
-        if name not in self._file_of:
+        if name not in self._tensors:
             raise ModelError(f"{self._where} lacks tensors: {name}")
-        self._check(name, (count,), _WHOLE_NUMBERS)
-        table: torch.Tensor = self._file_of[name].get_tensor(name)
-        self._unread.discard(name)
-        return table.to(torch.int64)
+        tensor = self._check(name, (count,), _WHOLE_NUMBERS)
+        table: torch.Tensor = tensor.file.open().get_tensor(name)
+        table = table.to(torch.int64, copy=True)
+        tensor.file.was_read(name)
+        return table
 
     def _is_missing(self, name: str) -> bool:
         """There is nothing to read: `finish` will raise."""
-        if name in self._file_of:
+        if name in self._tensors:
             return bool(self._missing)
         self._missing.append(name)
         if len(self._missing) > _NAMES_SHOWN:
             raise self._lacks()
         return True
 
-    def finish(self, unused: Callable[[str], bool]) -> None:
+    def finish(self) -> None:
         """Checks that model and files name the same tensors.
-
-        Args:
-            unused: Says which left-over tensors are known to have no part in inference.
 
         Raises:
             ModelError: Tensors are missing or left over; the message names them.
         """
         if self._missing:
             raise self._lacks()
-        left = sorted(name for name in self._unread if not unused(name))
+        left = sorted(name for file in self._files for name in file.names)
         if left:
             raise ModelError(
                 f"{self._where} has tensors that the model does not use: {_listing(left)}"
@@ -150,37 +207,30 @@ class Checkpoint:
     def _lacks(self) -> ModelError:
         return ModelError(f"{self._where} lacks tensors: {_listing(self._missing)}")
 
-    def _open(self, files: tuple[Path, ...]) -> None:
-        for path in files:
-            try:
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"cannot read {path}: {error}") from error
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                if name in self._file_of:
-                    raise ModelError(f"{path}: tensor {name} stands in two files")
-                self._file_of[name] = file
-        self._unread = set(self._file_of)
+    def _read_header(self, file: _File) -> None:
+        opened = file.open()
+        for name in opened.keys():  # noqa: SIM118 - not a mapping
+            if name in self._tensors:
+                raise ModelError(f"{file.path}: tensor {name} stands in two files")
+            piece = opened.get_slice(name)
+            shape, dtype = tuple(piece.get_shape()), str(piece.get_dtype())
+            self._tensors[name] = _Tensor(file, shape, dtype)
+        file.names = {name for name in opened.keys() if not self._unused(name)}  # noqa: SIM118
+        file.close()
 
     def _check(
         self, name: str, expected: tuple[int, ...], dtypes: Collection[str] = _DTYPE_BYTES
-    ) -> None:
-        piece = self._file_of[name].get_slice(name)
-        shape = self.shape_of(name)
-        if shape != expected:
+    ) -> _Tensor:
+        tensor = self._tensors[name]
+        if tensor.shape != expected:
             raise ModelError(
-                f"{self._where}: {name} has shape {shape}, config.json asks for {expected}"
+                f"{self._where}: {name} has shape {tensor.shape}, config.json asks for {expected}"
             )
-        if piece.get_dtype() not in dtypes:
+        if tensor.dtype not in dtypes:
             raise ModelError(
-                f"{self._where}: {name} is {piece.get_dtype()}; "
-                f"only {', '.join(dtypes)} are supported"
+                f"{self._where}: {name} is {tensor.dtype}; only {', '.join(dtypes)} are supported"
             )
-
-    def _bytes_of(self, name: str) -> int:
-        piece = self._file_of[name].get_slice(name)
-        shape: list[int] = piece.get_shape()
-        return math.prod(shape) * _DTYPE_BYTES.get(str(piece.get_dtype()), 1)
+        return tensor
 
     def _advance(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
@@ -222,6 +272,11 @@ class RandomWeights:
     def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
         """As `read_into`."""
         self.read_into(name, out)
+
+
+def is_rotary_buffer(name: str) -> bool:
+    """A tensor of old checkpoints that is computed from the configuration."""
+    return name.endswith("rotary_emb.inv_freq")
 
 
 def _listing(names: list[str]) -> str:

@@ -15,7 +15,7 @@ from weft.engine.layers.linear import GateUp, Linear
 from weft.engine.layers.norm import RMSNorm
 from weft.engine.layers.rotary import cos_sin_table
 from weft.engine.layers.weights import Weights
-from weft.engine.models.checkpoint import Checkpoint
+from weft.engine.models.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.models.decoder_only import FUSED, DecoderOnlyLM
 from weft.engine.models.digest import head_digest
 from weft.engine.models.draft_config import HeadKind
@@ -66,10 +66,11 @@ def load_eagle(draft_dir: Path, target: DecoderOnlyLM) -> EagleHead:
     """Loads an EAGLE-1 or EAGLE-2 head in the published layout; see `load_draft_head`."""
     config = EagleConfig.load(draft_dir)
     config.check_target(target.config, draft_dir)
-    with Checkpoint(draft_dir, target.dtype, target.model.embed_tokens.device) as file:
+    device = target.model.embed_tokens.device
+    with Checkpoint(draft_dir, target.dtype, device, unused=is_rotary_buffer) as file:
         _check_fc(file, config, draft_dir)
         head = EagleHead(config, target, file)
-        file.finish(lambda name: name.endswith("rotary_emb.inv_freq"))
+        file.finish()
     head.digest = head_digest(config.fingerprint(), target.dtype, draft_dir)
     return head
 

@@ -16,7 +16,7 @@ from weft.engine.layers.linear import GateUp, Linear
 from weft.engine.layers.norm import RMSNorm
 from weft.engine.layers.rotary import cos_sin_table
 from weft.engine.layers.weights import ChangedWeights, Weights
-from weft.engine.models.checkpoint import Checkpoint
+from weft.engine.models.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.models.decoder_only import FUSED, DecoderOnlyLM
 from weft.engine.models.digest import head_digest
 from weft.engine.models.draft_config import HeadKind
@@ -273,8 +273,8 @@ def load_eagle3(draft_dir: Path, target: DecoderOnlyLM) -> Eagle3Head:
     config = Eagle3Config.load(draft_dir)
     config.check_target(target.config, draft_dir)
     device = target.model.embed_tokens.device
-    with Checkpoint(draft_dir, target.dtype, device) as file:
+    with Checkpoint(draft_dir, target.dtype, device, unused=is_rotary_buffer) as file:
         head = Eagle3Head(config, target, _Names(file, config, draft_dir))
-        file.finish(lambda name: name.endswith("rotary_emb.inv_freq"))
+        file.finish()
     head.digest = head_digest(config.fingerprint(), target.dtype, draft_dir)
     return head

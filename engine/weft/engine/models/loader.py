@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from weft.engine.errors import ModelError
 from weft.engine.layers.weights import Weights
-from weft.engine.models.checkpoint import Checkpoint, RandomWeights
+from weft.engine.models.checkpoint import Checkpoint, RandomWeights, is_rotary_buffer
 from weft.engine.models.config import ModelConfig
 from weft.engine.models.digest import model_digest
 from weft.engine.models.dtypes import resolve_dtype
 from weft.engine.models.files import Progress, weight_files
-from weft.engine.models.interface import CausalLM, CausalLMClass
+from weft.engine.models.interface import CausalLM
 from weft.engine.models.registry import model_class
 from weft.kernels.memory import WeightArena
-
-_ROTARY_BUFFER = re.compile(r"rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +42,7 @@ def load_model(
     """Loads a Hugging Face directory of config.json and safetensors files.
 
     Tensors are read by mmap, fused and packed one projection at a time: beyond the packed model
-    the memory needed is that of one fused projection.
+    the memory needed is that of one fused projection and of one file's pages.
 
     Args:
         model_dir: The directory.
@@ -70,8 +67,11 @@ def load_model(
         model = build(config, Weights(RandomWeights(torch_dtype, target), arena=arena))
         digest = model_digest(config, f"dummy-{computed}", ())
         return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
-    with Checkpoint(model_dir, torch_dtype, target, progress) as checkpoint:
-        model = _build(build, config, checkpoint, arena)
+    with Checkpoint(
+        model_dir, torch_dtype, target, progress, unused=lambda name: _is_unused(name, config)
+    ) as checkpoint:
+        model = build(config, Weights(checkpoint, arena=arena))
+        checkpoint.finish()
     try:
         digest = model_digest(config, computed, weight_files(model_dir))
     except OSError as error:
@@ -79,15 +79,7 @@ def load_model(
     return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
 
 
-def _build(
-    build: CausalLMClass, config: ModelConfig, checkpoint: Checkpoint, arena: WeightArena
-) -> CausalLM:
-    model = build(config, Weights(checkpoint, arena=arena))
-    checkpoint.finish(lambda name: _is_unused(name, config))
-    return model
-
-
 def _is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint's tensor has no part in inference."""
     tied_copy = config.tie_word_embeddings and name == "lm_head.weight"
-    return tied_copy or _ROTARY_BUFFER.search(name) is not None
+    return tied_copy or is_rotary_buffer(name)
