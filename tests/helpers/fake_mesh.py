@@ -26,7 +26,7 @@ class Recorder:
     def starting(self, name: str) -> None:
         append(self._record, {"event": "starting", "name": name})
 
-    def loading(self, name: str, done: int, total: int) -> None:
+    def loading(self, name: str, done: int, total: int, what: str) -> None:
         append(self._record, {"event": "loading", "name": name, "done": done, "total": total})
 
     def ready(self, name: str, seconds: float) -> None:

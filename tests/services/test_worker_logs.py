@@ -1,4 +1,4 @@
-"""What both processes of a worker log, and how."""
+"""What both processes of a worker log, and how; and how far a worker says that loading is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import ServiceProcess
 from tiny_models import make_tiny
+from weft.cli.up.process import read_progress
 
 LOADED = "the engine is loaded"
 
@@ -24,6 +25,9 @@ def test_the_engine_logs_as_its_worker_does(tmp_path: Path, level: str, fmt: str
     command += ["--log-level", level, "--log-format", fmt]
     with ServiceProcess("decode", command, tmp_path) as process:
         process.wait_ready(240)
+        loaded = read_progress(process.ready_path.with_suffix(".progress"))
+        assert loaded is not None
+        assert (loaded[0], loaded[2]) == (loaded[1], "loading the model")
         deadline = time.monotonic() + 60
         while level == "info" and LOADED not in process.log:
             assert time.monotonic() < deadline, process.log

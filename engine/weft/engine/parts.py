@@ -91,14 +91,15 @@ def load_parts(
     config: EngineConfig,
     *,
     wake: Callable[[], None] = lambda: None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> EngineParts:
     """Loads the model and makes the pool.
 
     Args:
         config: settings.
         wake: called from other threads when the engine should turn.
-        progress: called with (bytes read, bytes in all) while weights load.
+        progress: called with (done, in all, what in words): of bytes while weights load, then of
+            graphs while they are captured.
 
     Raises:
         ModelError, ConfigError: the directory or the settings cannot be used.
@@ -110,7 +111,7 @@ def load_parts(
         config.model_dir,
         config.dtype,
         config.device,
-        progress,
+        lambda done, total: progress(done, total, "loading the model"),
         dummy=config.dummy_weights,
         is_fixed=config.deterministic and device.type == "cuda",
     )
@@ -141,6 +142,7 @@ def load_parts(
         lora=lora,
         states=drafted,
         max_drafts=_max_drafts(config),
+        on_capture=progress,
     )
     # Before any thread beside this one may use the device: graphs are captured.
     drafter = _drafter(config, drafted, runner, wake)

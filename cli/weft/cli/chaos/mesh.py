@@ -270,7 +270,7 @@ class _Listener:
     def starting(self, name: str) -> None:
         """See `Reporter`."""
 
-    def loading(self, name: str, done: int, total: int) -> None:
+    def loading(self, name: str, done: int, total: int, what: str) -> None:
         """See `Reporter`."""
 
     def ready(self, name: str, seconds: float) -> None:

@@ -58,12 +58,10 @@ class ConsoleReporter:
         if self._progress is not None and name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=None, state="starting")
 
-    def loading(self, name: str, done: int, total: int) -> None:
+    def loading(self, name: str, done: int, total: int, what: str) -> None:
         """See `Reporter`."""
         if self._progress is not None:
-            self._progress.update(
-                self._tasks[name], completed=done, total=total, state="loading the model"
-            )
+            self._progress.update(self._tasks[name], completed=done, total=total, state=what)
 
     def ready(self, name: str, seconds: float) -> None:
         """See `Reporter`."""

@@ -132,11 +132,11 @@ class ServiceProcess:
         """Server and engine have ended."""
         return self._reaper.done()
 
-    async def wait_ready(self, on_progress: Callable[[int, int], None]) -> ReadyFile:
+    async def wait_ready(self, on_progress: Callable[[int, int, str], None]) -> ReadyFile:
         """The ready file, as soon as it is there.
 
         Args:
-            on_progress: Called with (done, total) of what a worker loads.
+            on_progress: Called with (done, total, what) of what a worker loads.
 
         Raises:
             ExitedEarly: The process ended first.
@@ -144,7 +144,7 @@ class ServiceProcess:
         while not self._server.gone.is_set():
             if (ready := self._read_ready_file()) is not None:
                 return ready
-            if (loaded := self._read_progress()) is not None:
+            if (loaded := read_progress(self._progress_file)) is not None:
                 on_progress(*loaded)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._server.gone.wait(), _POLL_S)
@@ -179,14 +179,6 @@ class ServiceProcess:
                 self._follower = asyncio.create_task(self._follow_engine(self._engine))
         return self.ready
 
-    def _read_progress(self) -> tuple[int, int] | None:
-        """A worker keeps a line `done total` beside its ready file while it loads."""
-        try:
-            done, total = map(int, self._progress_file.read_text().split())
-        except (FileNotFoundError, ValueError):  # not there yet, or being written
-            return None
-        return done, total
-
     async def _follow_engine(self, engine: ProcessWatch) -> None:
         await engine.gone.wait()
         try:
@@ -214,3 +206,12 @@ class ServiceProcess:
     def _remove_files(self) -> None:
         self.spec.ready_file.unlink(missing_ok=True)
         self._progress_file.unlink(missing_ok=True)
+
+
+def read_progress(file: Path) -> tuple[int, int, str] | None:
+    """The line `done total what` that a worker keeps beside its ready file while it loads."""
+    try:
+        done, total, what = file.read_text().split(maxsplit=2)
+        return int(done), int(total), what.strip()
+    except (FileNotFoundError, ValueError):  # not there yet, or being written
+        return None

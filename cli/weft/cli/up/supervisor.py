@@ -30,8 +30,8 @@ class Reporter(Protocol):
     def starting(self, name: str) -> None:
         """A process was started."""
 
-    def loading(self, name: str, done: int, total: int) -> None:
-        """It has loaded so much of its model, in bytes."""
+    def loading(self, name: str, done: int, total: int, what: str) -> None:
+        """It has done so much of something before it serves, such as loading its model."""
 
     def ready(self, name: str, seconds: float) -> None:
         """It serves, this long after its start."""

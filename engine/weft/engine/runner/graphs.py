@@ -202,6 +202,7 @@ class StepGraphs:
         pool: its KV pool, which must stay where it is.
         inputs: of the steps.
         buckets: what to capture.
+        on_capture: called after each with (captured, in all, time and memory in words).
 
     Raises:
         ConfigError: there is not enough memory for them.
@@ -213,6 +214,7 @@ class StepGraphs:
         pool: torch.Tensor,
         inputs: DeviceInputs,
         buckets: Sequence[Bucket],
+        on_capture: Callable[[int, int, str], None] = lambda done, total, what: None,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -222,6 +224,8 @@ class StepGraphs:
         self.buckets = Buckets(model.config, buckets)
         self.bytes_of_each: list[int] = []
         """Device memory that each capture took, largest step first."""
+        self.capture_s = 0.0
+        """What capturing took."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
         # Largest first: the smaller ones then fit into the memory of the largest.
         with says_what_lacks_memory("steps"):
@@ -229,14 +233,18 @@ class StepGraphs:
                 self._graphs[bucket] = self._capture(bucket)
                 free_before, free = free, torch.cuda.mem_get_info(pool.device)[0]
                 self.bytes_of_each.append(max(0, free_before - free))
-        self.capture_s = time.perf_counter() - began
-        self.num_bytes = sum(self.bytes_of_each)
-        logger.info(
-            "captured %d CUDA graphs in %.1f s, %.0f MiB",
-            len(buckets),
-            self.capture_s,
-            self.num_bytes / 2**20,
-        )
+                self.capture_s = time.perf_counter() - began
+                on_capture(len(self._graphs), len(buckets), f"capturing graphs: {self._cost}")
+        logger.info("captured %d CUDA graphs: %s", len(buckets), self._cost)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all."""
+        return sum(self.bytes_of_each)
+
+    @property
+    def _cost(self) -> str:
+        return f"{self.capture_s:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
 
     def bucket_of(self, arrays: StepArrays) -> Bucket | None:
         """What runs a step; None if it is to run without a graph."""

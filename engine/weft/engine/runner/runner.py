@@ -76,6 +76,7 @@ class ModelRunner:
         lora: adapters on the device; None: there are none.
         states: of requests, which a draft model needs; None: there is none.
         max_drafts: of a request in a step.
+        on_capture: see `StepGraphs`.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class ModelRunner:
         lora: LoraPool | None = None,
         states: KeptStates | None = None,
         max_drafts: int = 0,
+        on_capture: Callable[[int, int, str], None] = lambda done, total, what: None,
     ) -> None:
         self._states = states
         self._verifying: Verifying | None = None
@@ -135,7 +137,7 @@ class ModelRunner:
                     has_lora=has_lora,
                     max_drafts=max_drafts,
                 )
-                self.graphs = StepGraphs(model, self.pool, self._inputs, buckets)
+                self.graphs = StepGraphs(model, self.pool, self._inputs, buckets, on_capture)
 
     @property
     def page_table(self) -> PageTable:

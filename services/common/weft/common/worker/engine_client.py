@@ -38,7 +38,7 @@ class EngineClient:
     Args:
         config: what the engine is told.
         on_outbox: called on the loop for every outbox.
-        on_progress: called with (bytes read, bytes in all) while weights load.
+        on_progress: called with (done, in all, what in words) while the engine loads.
         black_box: folder for what the process leaves of itself; None: nothing.
         log_level: least level that it logs.
         log_format: how.
@@ -48,7 +48,7 @@ class EngineClient:
         self,
         config: EngineConfig,
         on_outbox: Callable[[Outbox], None],
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
         black_box: Path | None = None,
         *,
         log_level: LogLevel = "info",

@@ -156,12 +156,12 @@ def load(link: ServerLink) -> Engine:
         faults.BOARD.enable()
     last = 0.0
 
-    def progress(done: int, total: int) -> None:
+    def progress(done: int, total: int, what: str) -> None:
         nonlocal last
         now = time.monotonic()
         if done == total or now - last > 0.1:
             last = now
-            link.write(FromEngine(progress=(done, total)))
+            link.write(FromEngine(progress=(done, total, what)))
 
     engine = Engine(config, load_parts(config, wake=link.wake, progress=progress))
     # What was loaded lives as long as the process: the collector need not walk it again.

@@ -21,8 +21,8 @@ class FromEngine:
     outbox: Outbox | None = None
     info: EngineInfo | None = None
     """Sent once, when the engine is ready."""
-    progress: tuple[int, int] | None = None
-    """(bytes read, bytes in all) while weights load."""
+    progress: tuple[int, int, str] | None = None
+    """(done, in all, what in words) while the engine loads."""
     failure: Failure | None = None
     """The engine could not start."""
 

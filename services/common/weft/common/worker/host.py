@@ -291,12 +291,13 @@ async def _end_by_quarantine(
         await asyncio.sleep(LIVENESS_INTERVAL_S)
 
 
-def _progress_writer(settings: WorkerSettings) -> Callable[[int, int], None]:
-    """Where a supervisor reads how far loading is: a line `done total` beside the ready file."""
+def _progress_writer(settings: WorkerSettings) -> Callable[[int, int, str], None]:
+    """Where a supervisor reads how far loading is: a line `done total what` beside the ready
+    file."""
     ready_file = settings.ready_file
 
-    def write(done: int, total: int) -> None:
+    def write(done: int, total: int, what: str) -> None:
         if ready_file is not None:
-            ready_file.with_suffix(".progress").write_text(f"{done} {total}\n")
+            ready_file.with_suffix(".progress").write_text(f"{done} {total} {what}\n")
 
     return write

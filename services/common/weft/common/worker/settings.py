@@ -90,6 +90,11 @@ class WorkerSettings(PageSettings):
         description="plan and start a step while the device still runs the one before; auto = on "
         "a GPU, for a CPU gains nothing by it",
     )
+    cuda_graphs: bool = Field(
+        True,
+        description="capture steps on a GPU as CUDA graphs at start; off: less memory and a faster "
+        "start, much slower steps",
+    )
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="compute threads; default all cores"
     )
