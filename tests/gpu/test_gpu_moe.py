@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kernel_checks import assert_as_exact, fresh_seed
 from weft.kernels.gpu import moe as gpu_moe
 from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.moe_sort import sort_pairs
+from weft.kernels.moe import Routing, moe, pack_experts
 
 pytestmark = pytest.mark.needs("cuda")
 
@@ -106,3 +108,47 @@ def test_pairs_are_sorted_into_blocks_of_their_experts(rows: int) -> None:
     first = torch.searchsorted(expert[used], expert[used])
     expected = (ends - counts)[expert[used].long()] + (number - first) * block
     assert torch.equal(begin[used].long(), expected)
+
+
+BIG = (2048, 768, 128, 8)
+"""Hidden size, an expert's, experts, and experts a row of Qwen3-30B-A3B: `moe_tiles.json` has tiles
+chosen for it."""
+
+
+@pytest.fixture(scope="module")
+def big_weights() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of all experts in bfloat16."""
+    hidden, inner, experts, _ = BIG
+    options: dict[str, Any] = {"device": CUDA, "dtype": torch.bfloat16}
+    w13 = torch.randn(experts, 2 * inner, hidden, **options) / hidden**0.5
+    yield w13, torch.randn(experts, hidden, inner, **options) / inner**0.5
+    del w13
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 64, 4096])
+def test_sums_of_experts_with_tiles_chosen_for_a_model(
+    rows: int, big_weights: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    fresh_seed()
+    hidden, _, experts, top_k = BIG
+    crowd = torch.linspace(1, -1, experts, device=CUDA)
+    ids, shares = route(torch.randn(rows, experts, device=CUDA) + crowd, top_k, True)
+    x, residual = torch.randn(2, rows, hidden, device=CUDA).bfloat16()
+    case = Case(x, ids, shares, *big_weights, residual)
+    assert_as_exact(run(case), compute(case, torch.bfloat16), compute(case, torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_and_none(dtype: torch.dtype) -> None:
+    """Of as many rows as are not sorted, and one more, by the operation that models call."""
+    fresh_seed()
+    whole = make_case(9, 264, 136, 6, 3, dtype)
+    experts = list(zip(whole.w13, whole.w2, strict=True))
+    packed = pack_experts(experts, len(experts), None)
+    for rows in range(10):
+        parts = (whole.x, whole.ids, whole.shares)
+        x, ids, shares = (part[:rows].contiguous() for part in parts)
+        case = whole._replace(x=x, ids=ids, shares=shares, residual=whole.residual[:rows].clone())
+        out = moe(x, Routing(ids, shares), packed, case.residual)
+        assert_as_exact(out, compute(case, dtype), compute(case, torch.float64))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
 from engine_storm import Storm, Text
+from float32_reference import ties_of
 from local_plane import join_planes
 from tiny_models import make_tiny
 from weft.engine.engine import Engine
@@ -150,6 +151,30 @@ def test_tokens_equal_a_single_workers(pair: EnginePair, model_dir: Path) -> Non
     assert pair.finish(*again) == expected
     assert pair.owner.counters()["digest_mismatches"] == damaged
     check_idle(pair)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+def test_bfloat16_tokens_behind_shipped_pages_are_near_float32s(
+    kind: str, cuda_graphs: bool, tmp_path: Path
+) -> None:
+    path = make_tiny(kind, tmp_path / kind, random.randrange(2**31), vocab_size=VOCAB, head_dim=64)
+    clock = ManualClock()
+    settings: dict[str, Any] = {"dtype": "bfloat16", "transport": "data"}
+    owner = gpu_engine(path, "decode", clock, "cuda:0", **settings, cuda_graphs=cuda_graphs)
+    filler = gpu_engine(path, "prefill", clock, "cuda:0", worker_id="p0", **settings)
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        prompts = [new_prompt(n) for n in (1, 2, 3, 5, 8, 12)]
+        ids = [pair.submit(prompt, max_tokens=40) for prompt in prompts]
+        answers = pair.finish(*ids)
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            fills = pair.answers[request_id].finished[0].timeline.fills
+            accepted = sum(fill.accepted_tokens for fill in fills)
+            assert accepted == (len(prompt) - 1) // PAGE * PAGE
+    finally:
+        pair.close()
+    ties_of(path, prompts, answers).check(is_moe="moe" in kind)
 
 
 def test_a_corrupt_staging_page_is_detected(pair: EnginePair, model_dir: Path) -> None:

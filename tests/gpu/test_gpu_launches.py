@@ -1,0 +1,87 @@
+"""Launches of a decode step, counted in the graph that was captured for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from graph_nodes import kept_graphs, node_counts
+from tiny_models import tiny_config
+from weft.engine.config import EngineConfig
+from weft.engine.parts import load_parts
+from weft.engine.runner.graphs import Bucket
+
+pytestmark = pytest.mark.needs("cuda")
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen3_moe": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+}
+"""Layers of Llama-3.1-8B and Qwen3-30B-A3B: libraries choose kernels by size."""
+BATCHES = (1, 16, 64)
+LAUNCHES: dict[tuple[str, int], int] = {
+    ("llama", 1): 0,
+    ("llama", 16): 0,
+    ("llama", 64): 0,
+    ("qwen3_moe", 1): 0,
+    ("qwen3_moe", 16): 0,
+    ("qwen3_moe", 64): 0,
+}
+"""Of a layer. One more costs a microsecond or two in each layer of each step."""
+MOST_OTHERS = 6
+"""Launches of a step outside its layers: the page table's rows, the embedding, norms."""
+
+
+def nodes_by_batch(
+    kind: str, layers: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, int]:
+    """Kernels, copies and fills of a decode step."""
+    folder.mkdir()
+    shape = tiny_config(kind, num_hidden_layers=layers, vocab_size=1000, **SHAPES[kind])
+    (folder / "config.json").write_text(json.dumps(shape))
+    config = EngineConfig(
+        model_dir=folder,
+        device="cuda",
+        dtype="bfloat16",
+        dummy_weights=True,
+        num_pages=64,
+        max_running_requests=max(BATCHES),
+        max_step_tokens=max(BATCHES),
+    )
+    with kept_graphs(monkeypatch):
+        graphs = load_parts(config).runner.graphs
+    assert graphs is not None
+    counts = {}
+    for batch in BATCHES:
+        graph, _ = graphs._graphs[Bucket(batch, batch, "decode")]
+        found = node_counts(graph)
+        print(f"{kind}, {layers} layers, batch {batch}: {dict(found)}")
+        counts[batch] = sum(found[kind] for kind in ("kernel", "copy", "fill"))
+    return counts
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_launches_of_a_layer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = nodes_by_batch(kind, 3, tmp_path / "few", monkeypatch)
+    more = nodes_by_batch(kind, 6, tmp_path / "more", monkeypatch)
+    by_layer = {batch: (more[batch] - few[batch]) / 3 for batch in BATCHES}
+    assert by_layer == {batch: LAUNCHES[kind, batch] for batch in BATCHES}
+    for batch in BATCHES:
+        assert few[batch] - 3 * by_layer[batch] <= MOST_OTHERS
