@@ -23,6 +23,8 @@ from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
 
 PAGE, MAX_PAGES, NUM_SLOTS, VOCAB = 4, 12, 6, 517
+COPIES = {"decode": 1, "eager": 1, "ragged": 2}
+"""From the host for a step; adapters are one more."""
 
 
 class Bench:
@@ -36,6 +38,16 @@ class Bench:
         self.last_tokens = no_tokens[0]
         most = NUM_SLOTS * MAX_PAGES * PAGE
         self.inputs = DeviceInputs(self.table, PAGE, NUM_SLOTS, self.known, lora, most)
+        self.num_copies = 0
+        """From the host, since the begin."""
+        pinned = self.inputs._copies.pinned
+        sent = pinned.sent
+
+        def count_sent() -> None:
+            self.num_copies += 1
+            sent()
+
+        pinned.sent = count_sent  # type: ignore[method-assign]
         self.free_pages = random.sample(range(1, 5000), 2000)
         self.requests = {slot: self.request(slot) for slot in range(NUM_SLOTS)}
 
@@ -139,6 +151,7 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
         num_decodes = count if kind == "decode" else random.randint(0, count)
         plan, tokens, positions = bench.plan(slots, num_decodes)
         arrays = StepArrays.of_plan(plan, bench.table, PAGE)
+        copies_before = bench.num_copies
         last = [int(end) for end in np.cumsum([item.num_tokens for item in plan])]
         wanted = [item.start + item.num_tokens for item in plan if item.samples]
         assert arrays.drawing_positions.tolist() == wanted
@@ -156,6 +169,8 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
             batch = bench.inputs.batch(arrays)
         check(bench, plan, batch, tokens, positions)
         check_adapters(plan, batch)
+        has_adapters = arrays.adapter_slots is not None
+        assert bench.num_copies - copies_before == COPIES[kind] + has_adapters
         assert has_lora or batch.lora is None
         replaced = random.choice(list(bench.requests))
         bench.requests[replaced] = bench.request(replaced)

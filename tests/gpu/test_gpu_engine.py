@@ -228,9 +228,9 @@ def test_a_decode_step_never_waits_for_the_device(kind: str, dtype: str, tmp_pat
 def test_capturing_shows_how_far_it_is(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "model", head_dim=64)
     calls: list[tuple[int, int, str]] = []
-    config = EngineConfig(
-        model_dir=path, device="cuda", num_pages=40, max_running_requests=4, max_step_tokens=64
-    )
+    sizes = {"num_pages": 40, "max_running_requests": 4}
+    sizes |= {"max_step_tokens": 64, "prefill_chunk_tokens": 32}
+    config = EngineConfig(model_dir=path, device="cuda", **sizes)
     parts = load_parts(config, progress=lambda *call: calls.append(call))
     graphs = parts.runner.graphs
     assert graphs is not None

@@ -64,6 +64,7 @@ def nodes_by_batch(
         num_pages=64,
         max_running_requests=max(BATCHES),
         max_step_tokens=max(BATCHES),
+        prefill_chunk_tokens=max(BATCHES),
     )
     with kept_graphs(monkeypatch):
         graphs = load_parts(config).runner.graphs

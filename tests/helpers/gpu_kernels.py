@@ -1,4 +1,7 @@
-"""Private copies of GPU kernel modules, with a change in them if a test wants one."""
+"""Private copies of GPU kernel modules, with a change in them if a test wants one.
+
+What their operations allocate is poisoned: a result that a kernel leaves out shows.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import torch
 from weft import kernels
 
 SOURCES = Path(kernels.__path__[0]) / "gpu"
+
+
+class PoisonedTorch:
+    """`torch`, as a module of kernels uses it, whose new memory holds NaN, or 0 of whole numbers
+    (which may be places to read from)."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        """See `torch.empty`."""
+        return _poison(torch.empty(*size, **options))
+
+    @staticmethod
+    def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
+        """See `torch.empty_like`."""
+        return _poison(torch.empty_like(other, **options))
+
+
+def _poison(made: torch.Tensor) -> torch.Tensor:
+    return made.fill_(float("nan") if made.is_floating_point() else 0)
 
 
 @contextmanager
@@ -37,5 +64,6 @@ def kernel_module(
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    module.__dict__["torch"] = PoisonedTorch()
     yield module
     del sys.modules[spec.name]

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from device_sampling_cases import DrawCase, draw_on_host, make_case, tables_of
-from gpu_kernels import kernel_module
+from gpu_kernels import PoisonedTorch, kernel_module
 from naive_sampling import NaiveParams
 from weft.kernels import noise
 from weft.kernels.device_sampling import SlotTables, draw_rows, pack_slot, top_logits
+from weft.kernels.gpu import sampling as gpu_sampling
 from weft.kernels.sampling_reference import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
@@ -24,6 +25,13 @@ from weft.kernels.sampling_reference import (
 )
 
 pytestmark = pytest.mark.needs("triton-interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel leaves out of a result shows."""
+    monkeypatch.setattr(gpu_sampling, "torch", PoisonedTorch())
+
 
 VECTORS = json.loads((Path(__file__).parent / "noise_vectors.json").read_text())
 
