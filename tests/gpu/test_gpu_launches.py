@@ -36,17 +36,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Layers of Llama-3.1-8B and Qwen3-30B-A3B: libraries choose kernels by size."""
 BATCHES = (1, 16, 64)
-LAUNCHES: dict[tuple[str, int], int] = {
-    ("llama", 1): 0,
-    ("llama", 16): 0,
-    ("llama", 64): 0,
-    ("qwen3_moe", 1): 0,
-    ("qwen3_moe", 16): 0,
-    ("qwen3_moe", 64): 0,
+LAUNCHES: dict[tuple[str, int], tuple[int, int]] = {
+    # qkv, rotation, attention in one or two, o, norm, gate and up, down, norm.
+    ("llama", 1): (8, 9),
+    # The four products are cuBLAS's, which may sum parts in a second launch; SiLU is one more.
+    ("llama", 16): (9, 14),
+    ("llama", 64): (9, 14),
+    # As above to the norm; router, choice, two of the experts, norm.
+    ("qwen3_moe", 1): (10, 11),
+    # Choice and sorting in one, the experts in three of which the last is also the norm.
+    ("qwen3_moe", 16): (10, 14),
+    ("qwen3_moe", 64): (10, 16),
 }
-"""Of a layer. One more costs a microsecond or two in each layer of each step."""
-MOST_OTHERS = 6
-"""Launches of a step outside its layers: the page table's rows, the embedding, norms."""
+"""Of a layer, at least and at most. One more costs a microsecond or two in each layer of each
+step."""
+MOST_OTHERS = 10
+"""Outside of layers: the page table's rows, the embedding, norms."""
 
 
 def nodes_by_batch(
@@ -83,6 +88,9 @@ def test_launches_of_a_layer(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     few = nodes_by_batch(kind, 3, tmp_path / "few", monkeypatch)
     more = nodes_by_batch(kind, 6, tmp_path / "more", monkeypatch)
     by_layer = {batch: (more[batch] - few[batch]) / 3 for batch in BATCHES}
-    assert by_layer == {batch: LAUNCHES[kind, batch] for batch in BATCHES}
+    print(f"{kind}: launches of a layer by batch {by_layer}")
     for batch in BATCHES:
+        least, most = LAUNCHES[kind, batch]
+        assert least <= by_layer[batch] <= most
+        assert by_layer[batch] == int(by_layer[batch])
         assert few[batch] - 3 * by_layer[batch] <= MOST_OTHERS
