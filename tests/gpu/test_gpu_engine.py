@@ -26,7 +26,6 @@ pytestmark = pytest.mark.needs("cuda")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 128, "num_attention_heads": 8}),
     "llama-bias-80": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 80}),
-    "mistral": ("mistral", {"head_dim": 128, "num_attention_heads": 8}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "head_dim": 64}),
     "qwen2-mixed": (
         "qwen2",

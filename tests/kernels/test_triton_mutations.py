@@ -80,9 +80,11 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
                     "first = tl.max(tl.where(value == best, token, 0), axis=0)")),
         ("greedy", ("tl.where(num_bad > 0, -1, token)", "token")),
         ("moe_route", None),
-        ("moe_route", ("range(TOP_K)", "range(TOP_K - 1)")),
+        ("moe_route", ("range(TOP_K):\n        best = tl.argmax(left, axis=0)",
+                       "range(TOP_K - 1):\n        best = tl.argmax(left, axis=0)")),
         ("moe_route", ("exists = expert < experts", "exists = expert < experts - 8")),
-        ("moe_route", ("if RENORMALISE:", "if not RENORMALISE:")),
+        ("moe_route", ("if RENORMALISE:\n        share = share / tl.sum(share, axis=0)",
+                       "if not RENORMALISE:\n        share = share / tl.sum(share, axis=0)")),
     ],
 )  # fmt: skip
 def test_the_checks_see_a_mutation(
