@@ -11,7 +11,7 @@ from weft.engine.memory.eviction import EvictionName
 from weft.engine.scheduler.policies import PolicyName
 
 Role = Literal["decode", "prefill"]
-DrafterName = Literal["none", "ngram", "eagle", "eagle3"]
+DrafterName = Literal["none", "ngram", "eagle", "eagle3", "model"]
 HEAD_DRAFTERS = ("eagle", "eagle3")
 """That draft with the head in `draft_dir`, which must be of that kind; eagle is EAGLE-1 and 2."""
 
@@ -122,10 +122,12 @@ class EngineConfig:
     """Host memory of adapters that were read; those beyond it are read from disk again."""
     draft_dir: Path | None = None
     """Of an EAGLE head for the model. Its KV lies in the model's pages: a worker that is to fill
-    or be filled by another one must have the same."""
+    or be filled by another one must have the same. With drafter = model of a whole model, whose KV
+    is nobody else's business."""
     drafter: DrafterName = "none"
     """Who guesses tokens for the model to verify, several in one step: eagle3 or eagle, a
-    head of that kind in draft_dir, or ngram, which looks in the request's own text."""
+    head of that kind in draft_dir; model, a smaller model of the same vocabulary there; or ngram,
+    which looks in the request's own text."""
     max_draft_tokens: int = 5
     """Guesses of a request in one step at most; how many pay is measured."""
     poison_free_pages: bool = False
@@ -235,7 +237,7 @@ class EngineConfig:
             (
                 "drafter",
                 self.drafter,
-                self.drafter not in HEAD_DRAFTERS or self.draft_dir is not None,
+                self.drafter in ("none", "ngram") or self.draft_dir is not None,
                 "another one, or draft_dir given",
             ),
             ("max_draft_tokens", self.max_draft_tokens, 1 <= self.max_draft_tokens <= 16, "1..16"),
@@ -249,6 +251,11 @@ class EngineConfig:
         for name, value, is_good, wanted in problems:
             if not is_good:
                 raise ConfigError(f"{name} = {value}: must be {wanted}")
+
+    @property
+    def head_dir(self) -> Path | None:
+        """Of an EAGLE head; None: there is none."""
+        return None if self.drafter == "model" else self.draft_dir
 
     @property
     def is_overlapped(self) -> bool:

@@ -151,7 +151,7 @@ class Engine:
         self._constraints = parts.constraints
         self._drawing = Drawing(sampler, parts.constraints)
         self.drafting = Drafting(config, parts.drafter, draws_on_device=sampler.is_on_device)
-        self.scheduler.has_draft = config.draft_dir is not None
+        self.scheduler.has_draft = config.head_dir is not None
         self.scheduler.running_plans.draft(self.drafting.gate, self.drafting.is_on_device)
         self.pipeline = Pipeline(
             parts.runner,

@@ -37,6 +37,7 @@ from weft.engine.sampling.device_check import device_sampler_fault
 from weft.engine.scheduler.state import Request
 from weft.engine.speculative.adapted import AdaptedDrafter
 from weft.engine.speculative.chains import ChainGraphs, StaticChains, chain_shapes
+from weft.engine.speculative.draft_model import DraftModel, load_draft_model
 from weft.engine.speculative.drafted import DraftedModel, load_drafted
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
@@ -115,9 +116,10 @@ def load_parts(
         dummy=config.dummy_weights,
         is_fixed=config.deterministic and device.type == "cuda",
     )
-    drafted = _load_draft(config, loaded)
+    drafted = _load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
+    draft = load_draft_model(config, loaded)
     layout = loaded.model.kv_layout(config.page_size)
     promise = _promise_determinism(config, loaded, layout, device) if config.deterministic else []
     limit = min(
@@ -128,7 +130,9 @@ def load_parts(
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = _staging_memory(config, layout.page_bytes, device) if is_staged else None
     lora = _lora_pool(config, loaded, device)
-    num_pages, plan = _size_pool(config, loaded, layout, limit, device, lora)
+    num_pages, num_draft_pages, plan = _size_pools(
+        config, loaded, layout, limit, device, lora, draft
+    )
     max_tokens = min(limit, (num_pages - 1) * config.page_size)
     runner = ModelRunner(
         loaded.model,
@@ -145,7 +149,11 @@ def load_parts(
         on_capture=progress,
     )
     # Before any thread beside this one may use the device: graphs are captured.
-    drafter = _drafter(config, drafted, runner, wake)
+    drafter: Drafter | None = None
+    if draft is not None:
+        drafter = draft.drafter(num_draft_pages, max_tokens, device)
+    elif drafted is not None and config.drafter in HEAD_DRAFTERS:
+        drafter = _head_drafter(config, drafted, runner, wake)
     sampling_device, faults = _sampling_device(loaded.config.vocab_size, device)
     window: PoolWindow = DirectWindow(runner.pool_bytes)
     if lanes is not None and staging is not None:
@@ -221,17 +229,17 @@ def make_store(
     return StoreLink(config.page_size, parts.memory, num_held_pages, parts.plane, send, clock)
 
 
-def _load_draft(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
+def _load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
     """The model with its draft head; None without one."""
-    if config.draft_dir is None:
+    if config.head_dir is None:
         return None
     max_requests, max_drafts = config.max_running_requests, config.max_draft_tokens
     max_rows = config.max_step_tokens + config.decodes_beside
     max_rows = max(max_rows, max_requests * (1 + max_drafts))
-    drafted = load_drafted(loaded, config.draft_dir, max_requests, max_rows)
+    drafted = load_drafted(loaded, config.head_dir, max_requests, max_rows)
     if config.drafter in HEAD_DRAFTERS and config.drafter != drafted.head.kind:
         raise ConfigError(
-            f"drafter = {config.drafter}: the head in {config.draft_dir} is for the drafter "
+            f"drafter = {config.drafter}: the head in {config.head_dir} is for the drafter "
             f"{drafted.head.kind}",
             param="drafter",
         )
@@ -247,19 +255,14 @@ def _describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
     return [f"drafts: {who}{'; ' if head else ''}{head}"]
 
 
-def _drafter(
-    config: EngineConfig,
-    drafted: DraftedModel | None,
-    runner: ModelRunner,
-    wake: Callable[[], None],
-) -> Drafter | None:
+def _head_drafter(
+    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, wake: Callable[[], None]
+) -> Drafter:
     """The head as drafter. Captured where steps are, it drafts for all requests alike.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
     """
-    if drafted is None or config.drafter not in HEAD_DRAFTERS:
-        return None
     graphs = _chain_graphs(config, drafted, runner)
 
     def of(model: DraftedModel) -> EagleDrafter:
@@ -301,15 +304,17 @@ def _lora_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device) 
     return LoraPool(limits, projections, model, config.model_dir, rank, dtype, device)
 
 
-def _size_pool(
+def _size_pools(
     config: EngineConfig,
     loaded: LoadedModel,
     layout: PlaneLayout,
     max_context_tokens: int,
     device: torch.device,
     lora: LoraPool | None,
-) -> tuple[int, list[str]]:
-    """Pages of the pool, the null page included, and how they were found if they were measured."""
+    draft: DraftModel | None,
+) -> tuple[int, int, list[str]]:
+    """Pages of the pool and of a draft model's, null pages included, and how they were found, in
+    words."""
     size = config.kv_memory_bytes
     if device.type == "cuda" and not config.num_pages and size is None:
         needs = measure_needs(
@@ -324,8 +329,14 @@ def _size_pool(
             lora=lora,
             max_drafts=_max_drafts(config),
         )
+        if draft is not None:
+            needs = draft.added_to(needs, max_context_tokens, layout.page_bytes, device)
         num_pages = pages_of(needs, layout.page_bytes)
-        return num_pages, [describe_pool(needs, num_pages, layout)]
+        plan = [describe_pool(needs, num_pages, layout)]
+        if draft is None:
+            return num_pages, 0, plan
+        num_draft_pages = needs.drafts // draft.layout.page_bytes
+        return num_pages, num_draft_pages, [*plan, draft.describe(num_draft_pages)]
     size = DEFAULT_KV_BYTES if size is None else size
     num_pages = config.num_pages or size // layout.page_bytes
     if num_pages < MIN_PAGES:
@@ -333,9 +344,13 @@ def _size_pool(
             f"kv_memory_bytes = {size:,} holds {num_pages} pages of "
             f"{layout.page_bytes:,} bytes; give at least {MIN_PAGES * layout.page_bytes:,}"
         )
+    num_draft_pages = 0 if draft is None else draft.num_pages(num_pages, max_context_tokens)
+    pool_bytes = num_pages * layout.page_bytes
+    if draft is not None:
+        pool_bytes += num_draft_pages * draft.layout.page_bytes
     if device.type == "cuda":
-        check_pool_fits(num_pages * layout.page_bytes, device)
-    return num_pages, []
+        check_pool_fits(pool_bytes, device)
+    return num_pages, num_draft_pages, [] if draft is None else [draft.describe(num_draft_pages)]
 
 
 def _staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) -> StagingMemory:

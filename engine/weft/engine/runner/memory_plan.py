@@ -41,6 +41,8 @@ class MemoryNeeds:
     """Captured steps."""
     sampling: int
     """Penalties, biases and masks if all requests have them."""
+    drafts: int = 0
+    """KV of a separate draft model."""
 
     @property
     def margin(self) -> int:
@@ -50,14 +52,15 @@ class MemoryNeeds:
     @property
     def for_pool(self) -> int:
         """What is left; negative if nothing is."""
-        return self.free - self.step - self.graphs - self.sampling - self.margin
+        return self.free - self.step - self.graphs - self.sampling - self.drafts - self.margin
 
     def describe(self) -> str:
         """The arithmetic, in words."""
+        drafts = f"KV of the draft model {_gib(self.drafts)}, " if self.drafts else ""
         return (
             f"of {_gib(self.total)} {_gib(self.free)} are free beside weights of "
             f"{_gib(self.weights)}; largest step {_gib(self.step)}, graphs {_gib(self.graphs)}, "
-            f"sampling {_gib(self.sampling)}, margin {_gib(self.margin)}"
+            f"sampling {_gib(self.sampling)}, {drafts}margin {_gib(self.margin)}"
         )
 
 

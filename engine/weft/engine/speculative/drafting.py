@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.engine.config import HEAD_DRAFTERS, EngineConfig
+from weft.engine.config import EngineConfig
 from weft.engine.messages import AdapterOrder
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.running import DraftGate
@@ -13,6 +13,7 @@ from weft.engine.speculative.adapted import AdaptedDrafter
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.speculative.gate import MeasuredGate
+from weft.engine.speculative.model_drafter import ModelDrafter
 from weft.engine.speculative.ngram import NgramDrafter
 
 
@@ -31,7 +32,7 @@ class Drafting:
         self.drafter: Drafter | None = None
         if config.drafter == "ngram":
             self.drafter = NgramDrafter()
-        elif config.drafter in HEAD_DRAFTERS:
+        elif config.drafter != "none":
             self.drafter = draft_model
         self.gate: DraftGate | None = None
         if self.drafter is not None:
@@ -62,8 +63,10 @@ class Drafting:
             self.drafter.order(order)
 
     def sizes(self) -> dict[str, int]:
-        """Of what grows with adapters."""
-        return self.drafter.sizes() if isinstance(self.drafter, AdaptedDrafter) else {}
+        """Of what grows with adapters and requests."""
+        if isinstance(self.drafter, AdaptedDrafter | ModelDrafter):
+            return self.drafter.sizes()
+        return {}
 
     def close(self) -> None:
         """Ends what threads there are."""

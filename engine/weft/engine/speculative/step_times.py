@@ -159,8 +159,8 @@ class StepTimes:
             factor = step.duration_s / self.seconds(step.num_requests, step.depth, step.share)
             self._pace *= 1 + PACE_SHARE * (_within(factor, MOST_CHANGE) - 1)
         time, drafting = step.duration_s / self._pace, step.drafting_s / self._pace
-        # Where there was no room for any, the draft only took in tokens.
-        if drafting and step.depth:
+        # Where there are none, for want of room or time, the draft only took in tokens.
+        if drafting and step.num_drafts:
             self._drafting.note(step.num_requests, drafting / step.depth)
         self._rows.note(step.num_requests + step.num_drafts, max(time - drafting, 0.1 * time))
         if kind != self._followed:

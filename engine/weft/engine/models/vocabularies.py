@@ -1,0 +1,61 @@
+"""Whether two models name tokens alike, as their `tokenizer.json` files say. Pure Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.engine.errors import ModelError
+from weft.engine.models.config import ModelConfig, read_json_file
+from weft.engine.models.fields import Fields
+
+_FILE = "tokenizer.json"
+
+
+def check_same_vocabulary(
+    draft_dir: Path, draft: ModelConfig, target_dir: Path, target: ModelConfig
+) -> None:
+    """Refuses a draft model whose token ids mean something else than the target's.
+
+    Without a `tokenizer.json` beside each of them only the sizes are compared.
+
+    Args:
+        draft_dir: Of the draft model.
+        draft: Its configuration.
+        target_dir: Of the model that it is to draft for.
+        target: That one's.
+
+    Raises:
+        ModelError: They differ; the message says in what. Or a file is malformed.
+    """
+    if draft.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"draft_dir = {draft_dir}: vocab_size of the draft model is {draft.vocab_size}, of the "
+            f"model that it is to draft for {target.vocab_size}; give a model of the same family",
+            param="draft_dir",
+        )
+    files = [folder / _FILE for folder in (draft_dir, target_dir)]
+    if not all(file.is_file() for file in files):
+        return
+    mine, its = (_token_ids(file) for file in files)
+    token = next((t for t in sorted(mine.keys() | its.keys()) if mine.get(t) != its.get(t)), None)
+    if token is not None:
+        raise ModelError(
+            f"draft_dir = {draft_dir}: token {token!r} is {mine.get(token)} for the draft model, "
+            f"{its.get(token)} for the model that it is to draft for (null: it has no such token); "
+            "give a model with the same tokenizer",
+            param="draft_dir",
+        )
+
+
+def _token_ids(file: Path) -> dict[str, int]:
+    """By token, of BPE, WordPiece and WordLevel models, and of Unigram, which has a list."""
+    fields = Fields(read_json_file(file), str(file))
+    vocabulary, added = fields.section("model").get("vocab"), fields.get("added_tokens") or []
+    try:
+        if isinstance(vocabulary, list):
+            ids = {str(entry[0]): index for index, entry in enumerate(vocabulary)}
+        else:
+            ids = {str(token): int(number) for token, number in vocabulary.items()}
+        return ids | {str(token["content"]): int(token["id"]) for token in added}
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise fields.error("model.vocab", f"not a vocabulary: {error!r}") from error

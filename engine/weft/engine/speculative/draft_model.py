@@ -1,0 +1,137 @@
+"""A separate, smaller model that drafts: how it is loaded, and the memory that it takes.
+
+It runs beside its target on decode workers only, with a small KV pool of its own. Nothing of that
+is cached, shipped or part of an identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from weft.engine.config import EngineConfig
+from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.models.loader import LoadedModel, load_model
+from weft.engine.models.vocabularies import check_same_vocabulary
+from weft.engine.runner.memory_plan import MIN_PAGES, MemoryNeeds, measure_needs
+from weft.engine.runner.runner import ModelRunner
+from weft.engine.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
+
+POOL_SHARE = 0.25
+"""Of the tokens that the target's pool holds; where it is full, drafts seldom pay."""
+
+
+def load_draft_model(config: EngineConfig, target: LoadedModel) -> DraftModel | None:
+    """Loads the model in `draft_dir`; None where none is to draft.
+
+    Raises:
+        ModelError: It cannot be loaded, or its vocabulary is not the target's.
+    """
+    if config.drafter != "model" or config.draft_dir is None:
+        return None
+    loaded = load_model(config.draft_dir, target.dtype, config.device, dummy=config.dummy_weights)
+    check_same_vocabulary(config.draft_dir, loaded.config, config.model_dir, target.config)
+    return DraftModel(config, loaded)
+
+
+class DraftModel:
+    """A loaded draft model, and the memory that it takes beside its target.
+
+    Args:
+        config: Of the engine.
+        loaded: The draft model.
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+        self._config = config
+        self._loaded = loaded
+        self.layout = loaded.model.kv_layout(config.page_size)
+        """Of a page of its pool."""
+        self._max_rows = config.prefill_chunk_tokens + STEADY_TOKENS * config.max_running_requests
+        """Of its largest step."""
+
+    def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
+        """Pages of its pool, the null page included.
+
+        Args:
+            num_target_pages: Of the target's pool, likewise.
+            max_context_tokens: Of the longest request; there is room for one.
+        """
+        usable, page_size = num_target_pages - 1, self._config.page_size
+        longest = -(-min(self._longest(max_context_tokens), usable * page_size) // page_size)
+        most = self._config.max_running_requests * longest
+        return 1 + min(max(round(POOL_SHARE * usable), longest), most)
+
+    def added_to(
+        self, needs: MemoryNeeds, max_context_tokens: int, page_bytes: int, device: torch.device
+    ) -> MemoryNeeds:
+        """What a target and this model need together; its largest steps are run once.
+
+        Args:
+            needs: Of the target, with this model's weights on the device.
+            max_context_tokens: Of the longest request.
+            page_bytes: Of the target's pages.
+            device: A CUDA device.
+
+        Raises:
+            ConfigError: See `measure_needs`.
+        """
+        own = measure_needs(
+            self._loaded.model,
+            self.layout,
+            self._loaded.config.vocab_size,
+            self._config.max_running_requests,
+            self._max_rows,
+            self._longest(max_context_tokens),
+            device,
+            cuda_graphs=self._config.cuda_graphs,
+        )
+        # Their steps come one after the other.
+        both = replace(
+            needs, step=max(needs.step, own.step), graphs=needs.graphs + own.graphs, free=own.free
+        )
+        shared_bytes = page_bytes + int(POOL_SHARE * self.layout.page_bytes)
+        num_target_pages = max(MIN_PAGES, both.for_pool // shared_bytes)
+        num_pages = self.num_pages(num_target_pages, max_context_tokens)
+        return replace(both, drafts=num_pages * self.layout.page_bytes)
+
+    def drafter(
+        self, num_pages: int, max_context_tokens: int, device: torch.device
+    ) -> ModelDrafter:
+        """Makes the pool, and on a GPU the graphs.
+
+        Args:
+            num_pages: From `num_pages`.
+            max_context_tokens: Of the longest request.
+            device: Of the model.
+
+        Raises:
+            ConfigError: There is not enough memory.
+        """
+        longest = self._longest(max_context_tokens)
+        runner = ModelRunner(
+            self._loaded.model,
+            self.layout,
+            num_pages,
+            self._config.max_running_requests,
+            longest,
+            device,
+            max_step_tokens=self._max_rows,
+            cuda_graphs=self._config.cuda_graphs,
+        )
+        memory = KvMemory(num_pages, None)
+        chunk_tokens = self._config.prefill_chunk_tokens
+        return ModelDrafter(runner, memory, self.layout.page_size, longest, chunk_tokens)
+
+    def describe(self, num_pages: int) -> str:
+        """Its pool in words."""
+        size, tokens = num_pages * self.layout.page_bytes, (num_pages - 1) * self.layout.page_size
+        limit = self._loaded.config.max_position_embeddings
+        return (
+            f"draft model {self._config.draft_dir}: KV of {size / 2**20:.1f} MiB beside the pool, "
+            f"for {tokens:,} tokens of requests of at most {limit:,} each; others get no drafts"
+        )
+
+    def _longest(self, max_context_tokens: int) -> int:
+        """Of the requests that are drafted for."""
+        return min(max_context_tokens, self._loaded.config.max_position_embeddings)
