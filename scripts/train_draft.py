@@ -4,7 +4,7 @@
     python scripts/train_draft.py generate --held-out --out HELD_OUT
     python scripts/train_draft.py train --texts TEXTS --held-out HELD_OUT --run RUN --out HEAD
     python scripts/train_draft.py cut HEAD --texts TEXTS --vocabulary 4096 --out SMALLER
-    python scripts/train_draft.py measure HEAD --held-out HELD_OUT --json FILE
+    python scripts/train_draft.py measure HEAD [--adapter DRAFT] --held-out HELD_OUT --json FILE
     python scripts/train_draft.py merge ADAPTER --out MERGED
     python scripts/train_draft.py adapt HEAD --model MERGED --texts TEXTS --held-out HELD_OUT \\
         --run RUN --out ADAPTER/draft
@@ -32,7 +32,7 @@ import torch
 from draft_training.curves import draw
 from draft_training.head import DraftHead, HeadShape
 from draft_training.layout import load_head, save_head, with_vocabulary
-from draft_training.lora import add_lora, save_lora
+from draft_training.lora import add_lora, merge_lora, save_lora
 from draft_training.measure import DEPTHS, measure_head, measure_lookup, measure_trees
 from draft_training.target import Target
 from draft_training.texts import Text, count_answers, load_texts, save_texts
@@ -216,6 +216,8 @@ def report(arguments: argparse.Namespace, model: Path) -> None:
     texts = read_texts(arguments.held_out, arguments.max_length)
     target = open_target(arguments, model)
     head = load_head(arguments.head, target)
+    if arguments.adapter:
+        merge_lora(head, arguments.adapter)
     found = measure_trees(head, target, texts, arguments.width)
     found["ngram"] = measure_lookup(texts)
     table = Table(title="tokens a step by depth of the draft", box=None)
@@ -233,6 +235,7 @@ def report(arguments: argparse.Namespace, model: Path) -> None:
             "dtype": arguments.dtype,
             "model": arguments.model,
             "head": str(arguments.head),
+            "draft_adapter": str(arguments.adapter) if arguments.adapter else None,
             "draft_vocab_size": head.shape.draft_vocab_size,
             "texts": len(texts),
             "depths": list(DEPTHS),
@@ -315,6 +318,7 @@ def parse() -> argparse.Namespace:
     part = command("measure", report)
     part.add_argument("head", type=Path)
     part.add_argument("--held-out", type=Path, required=True, help="folder of their answers")
+    part.add_argument("--adapter", type=Path, help="folder of a draft adapter for the head")
     part.add_argument("--width", type=int, default=4, help="children of a node in trees")
     part.add_argument("--json", type=Path)
     return parser.parse_args()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from weft.engine.speculative.draft_adapter import MODULES
+from weft.engine.speculative.draft_adapter import MODULES, read_draft_adapter
 
 from .head import DraftHead
 
@@ -50,6 +50,15 @@ def add_lora(head: DraftHead, rank: int, alpha: float, seed: int) -> dict[str, L
         setattr(module, last, layer)
         added[name] = layer
     return added
+
+
+def merge_lora(head: DraftHead, folder: Path) -> None:
+    """Adds what `save_lora` wrote to the weights of its head."""
+    weights = {name: head.midlayer.get_submodule(name).weight for name in MODULES}
+    changes = read_draft_adapter(folder, {name: w.shape for name, w in weights.items()})
+    with torch.no_grad():
+        for name, change in changes.items():
+            weights[name] += change.to(weights[name].device)
 
 
 def save_lora(added: dict[str, LoraLinear], alpha: float, folder: Path) -> None:

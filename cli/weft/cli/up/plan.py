@@ -195,7 +195,7 @@ def _worker(
                 "host-cache-bytes": settings.host_cache_bytes,
                 **_disk(settings),
                 **_adapters(settings),
-                "draft-dir": settings.draft_dir and settings.draft_dir.resolve(),
+                "draft-dir": _draft_dir(settings, role),
                 "crash-dir": state.crashes,
                 **_common(settings, state),
                 **_tls(settings, role),
@@ -211,6 +211,13 @@ def _worker(
     return command + shlex.split(
         settings.decode_args if role == "decode" else settings.prefill_args
     )
+
+
+def _draft_dir(settings: UpSettings, role: str) -> Path | None:
+    """A head's KV lies in the pages of all workers; a model that drafts is for decode workers."""
+    if settings.draft_dir is None or (settings.drafter == "model" and role != "decode"):
+        return None
+    return settings.draft_dir.resolve()
 
 
 def _adapters(settings: UpSettings) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from weft.common.settings import LogLevel, Settings, is_loopback
-from weft.engine.config import HEAD_DRAFTERS, DrafterName
+from weft.engine.config import DrafterName
 
 
 class UpSettings(Settings):
@@ -95,13 +95,14 @@ class UpSettings(Settings):
     )
     draft_dir: Path | None = Field(
         None,
-        description="folder of an EAGLE head for the model, which all workers load; none = no",
+        description="folder of an EAGLE head for the model, which all workers load, or with "
+        "--drafter model of a smaller model, which decode workers load; none = no",
     )
     drafter: DrafterName | None = Field(
         None,
         description="who drafts tokens on decode workers for the model to verify, where it is "
-        "measured to pay: none, ngram, or eagle3 or eagle with a head of that kind in draft_dir; "
-        "default what draft_dir holds, else none",
+        "measured to pay: none, ngram, eagle3 or eagle with a head of that kind in draft_dir, or "
+        "model with a whole model there; default the head that draft_dir holds, else none",
     )
     enable_faults: bool = Field(False, description="let `weft fault` inject faults, for tests")
     tls_dir: Path | None = Field(
@@ -179,8 +180,8 @@ class UpSettings(Settings):
     @model_validator(mode="after")
     def _check_draft(self) -> Self:
         if self.draft_dir is not None and len(self.model) > 1:
-            raise ValueError("--draft-dir is a head for one model, and there are several")
-        if self.drafter in HEAD_DRAFTERS and self.draft_dir is None:
+            raise ValueError("--draft-dir is for one model, and there are several")
+        if self.drafter not in (None, "none", "ngram") and self.draft_dir is None:
             raise ValueError(f"--drafter {self.drafter} needs --draft-dir")
         return self
 

@@ -47,7 +47,10 @@ def check_layer(fields: Fields) -> None:
         ModelError: The message names the field.
     """
     if fields.positive("num_hidden_layers", 1) != 1:
-        raise fields.error("num_hidden_layers", "only heads of one layer are supported")
+        raise fields.error(
+            "num_hidden_layers",
+            "only heads of one layer are supported; a whole model drafts with --drafter model",
+        )
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.error("hidden_act", f"only silu is supported, not {activation!r}")

@@ -23,8 +23,8 @@ class DecodeSettings(WorkerSettings):
     drafter: DrafterName = Field(
         "none",
         description="who drafts tokens that the model verifies, several in one step, where that "
-        "is measured to pay: eagle3 or eagle (the head in draft_dir, of that kind), or ngram, "
-        "which looks in the request's text",
+        "is measured to pay: eagle3 or eagle (the head in draft_dir, of that kind), model (a "
+        "smaller model of the same vocabulary there), or ngram, which looks in the request's text",
     )
     max_draft_tokens: int = Field(
         5, ge=1, le=16, description="drafts of a request in one step at most"

@@ -210,8 +210,9 @@ class WorkerSettings(PageSettings):
     )
     draft_dir: Path | None = Field(
         None,
-        description="folder of an EAGLE-3 head for the model, whose KV lies in the model's pages: "
-        "all workers that exchange pages must have the same; none = there is no draft model",
+        description="folder of an EAGLE head for the model, whose KV lies in the model's pages: "
+        "all workers that exchange pages must have the same; of a decode worker with drafter = "
+        "model that of a whole model, which nobody else needs; none = there is neither",
     )
     poison_free_pages: bool = Field(
         False, description="fill free KV pages with NaN, so that a wrong read shows (slow)"
