@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from weft.engine.errors import ConfigError
@@ -37,6 +39,13 @@ def test_the_pool_takes_what_nothing_else_needs() -> None:
     text = describe_pool(plan, pages_of(plan, layout.page_bytes), layout)
     for part in ("KV pool 73.50 GiB", "weights of 15.00 GiB", "largest step 3.00 GiB"):
         assert part in text
+
+
+def test_the_kv_of_a_draft_model_is_taken_from_it() -> None:
+    plan = replace(needs(80 * GIB), drafts=9 * GIB)
+    assert pages_of(plan, 1 << 20) == pages_of(needs(71 * GIB), 1 << 20)
+    assert "KV of the draft model 9.00 GiB" in plan.describe()
+    assert "draft" not in needs(80 * GIB).describe()
 
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
