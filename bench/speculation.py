@@ -79,6 +79,8 @@ def main() -> int:
             settings |= {"max_draft_tokens": arguments.max_draft_tokens}
             if drafter == "eagle3":
                 settings["draft_dir"] = arguments.draft
+            elif drafter == "model":
+                settings["draft_dir"] = arguments.draft_model
             engines[drafter] = stack.enter_context(LLM(model_dir, **settings))
         total = len(engines) * len(prompts) * len(arguments.streams) * (arguments.turns + 1)
         timing = progress.add_task("timing", total=total)
@@ -201,6 +203,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="demo", help="demo or a Hugging Face directory")
     parser.add_argument("--draft", type=Path, default=DRAFT, help="folder of the EAGLE-3 head")
+    parser.add_argument("--draft-model", type=Path, help="folder of a model that drafts: `model`")
     parser.add_argument("--drafters", default=",".join(DRAFTERS), help="which, by commas")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="kind and messages of each")
     parser.add_argument("--number", type=int, default=8, help="prompts of each kind")
@@ -214,8 +217,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where to write; default: bench/results")
     arguments = parser.parse_args()
     arguments.drafters = [name for name in arguments.drafters.split(",") if name]
-    if unknown := set(arguments.drafters) - set(DRAFTERS):
-        parser.error(f"--drafters: {', '.join(sorted(unknown))}: none of {', '.join(DRAFTERS)}")
+    known = (*DRAFTERS, "model") if arguments.draft_model else DRAFTERS
+    if unknown := set(arguments.drafters) - set(known):
+        parser.error(f"--drafters: {', '.join(sorted(unknown))}: none of {', '.join(known)}")
     arguments.streams = [int(number) for number in arguments.streams.split(",")]
     return arguments
 

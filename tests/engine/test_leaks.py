@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafters import RandomGate
 from engine_pair import WAYS, EnginePair, ManualClock, make_engine, num_quarantined
 from engine_storm import Storm, Text
 from threads import one_thread
@@ -92,7 +93,13 @@ def check_empty(engine: Engine) -> None:
         assert tier.free_pages + tier.cached_pages == tier.total_pages, tier
 
 
-@pytest.fixture(params=[*WAYS, pytest.param({"tiers": True}, id="tiers")])
+@pytest.fixture(
+    params=[
+        *WAYS,
+        pytest.param({"tiers": True}, id="tiers"),
+        pytest.param({"drafts": True}, id="draft-model", marks=pytest.mark.full),
+    ]
+)
 def storm(
     model_dir: Path, texts: list[Text], request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Storm]:
@@ -108,7 +115,13 @@ def storm(
         shared |= {"disk_cache_bytes": 300 << 10, "load_back_threshold": 0}
         for point in (faults.TIER_HOST, faults.TIER_DISK_READ):
             point.arm(FaultSpec(point=point.name, kind="corrupt", count=0, probability=0.02))
-    owner = make_engine(model_dir, "decode", clock, num_pages=num_pages, has_store=True, **shared)
+    own: dict[str, Any] = {"num_pages": num_pages, "has_store": True}
+    is_drafting = shared.pop("drafts", False)
+    if is_drafting:
+        own |= {"drafter": "model", "draft_dir": model_dir}
+    owner = make_engine(model_dir, "decode", clock, **own, **shared)
+    if is_drafting:
+        owner.drafting.gate = owner.scheduler.running_plans.gate = RandomGate((0, 1, 3, 5))
     fillers = [
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
         for name in ("p0", "p1")
@@ -151,6 +164,7 @@ def test_random_ends_and_faults_leave_nothing(storm: Storm) -> None:
     assert counters["fills_failed"]
     assert counters["digest_mismatches"]
     assert counters["store_put_pages"]
+    assert storm.owner.drafting.drafter is None or counters["accepted_tokens"] > NUM_REQUESTS
     reasons = {reason for sent in storm.sent for told in sent.reasons.values() for reason in told}
     assert reasons == {"length", "cancelled"}
 
