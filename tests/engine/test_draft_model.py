@@ -21,7 +21,9 @@ from weft.engine.llm import LLM
 from weft.engine.messages import Cancel, Inbox, Submit
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.runner.step import StepArrays
+from weft.engine.scheduler.acceptance import Acceptance
 from weft.engine.scheduler.plan import VerifyItem
+from weft.engine.speculative.gate import DECAY, MeasuredGate
 from weft.engine.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -199,6 +201,25 @@ def test_a_long_prompt_is_taken_in_by_chunks(target_dir: Path) -> None:
         assert sample.timeline.num_accepted_tokens >= at_least
     # Of seven chunks one came with the first drafts.
     assert sum(rows) >= len(short) + len(long)
+
+
+def test_what_is_still_being_read_does_not_count_against_drafts(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate learns from the drafts that were made: all of them are right."""
+    long = [random.randrange(3, VOCAB) for _ in range(7 * CHUNK)]
+    with llm(target_dir, drafter="model", draft_dir=target_dir) as drafting:
+        gate = drafting.engine.drafting.gate
+        assert isinstance(gate, MeasuredGate)
+        monkeypatch.setattr(gate, "max_drafts", lambda requests: 1)
+        (sample,) = drafting.generate([long], GREEDY, STOP)
+        assert sample.timeline is not None
+        assert 0 < sample.timeline.num_drafted_tokens < NUM_NEW - 5
+        learnt = Acceptance(1, DECAY)
+        for _ in range(sample.timeline.num_drafted_tokens):
+            learnt.observe(1, 1, 1)
+        assert gate._acceptance.expected_tokens()[1] == pytest.approx(learnt.expected_tokens()[1])
+        assert gate._acceptance.share == 1.0
 
 
 def test_without_room_there_are_no_drafts(target_dir: Path, draft_dir: Path) -> None:

@@ -204,6 +204,8 @@ class Request:
     """Steps under way that verify drafts of it: how far they come, only the device knows."""
     acceptance: Acceptance | None = None
     """What is known of drafts for it."""
+    is_draft_behind: bool = False
+    """A draft model has not read all of its tokens yet: that it made no drafts says nothing."""
     state_end: int = 0
     """With a draft model: the slot holds the model's state of the token before this position."""
     num_published_pages: int = 0

@@ -131,6 +131,8 @@ class MeasuredGate:
         for item, run in zip(plan.verifies, runs, strict=True):
             num_accepted = max(0, len(run.tokens) - 1)
             num_drafts += run.num_drafts
+            if item.request.is_draft_behind:
+                continue
             for acceptance in (self._own(item.request), self._acceptance):
                 acceptance.observe(num_accepted, item.max_drafts, run.num_drafts)
         self._has_prompts = bool(plan.chunks)

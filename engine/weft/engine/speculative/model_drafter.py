@@ -88,16 +88,15 @@ class ModelDrafter:
         for index in order:
             (request, start, max_drafts), begin = items[index], begins[index]
             num_drafts = min(max_drafts, self._max_tokens - start)
+            text = self._with_room(request.slot, start + num_drafts) if num_drafts > 0 else None
             end = min(start + 1, begin + left)
-            if num_drafts < 1 or end <= begin:
-                continue
-            text = self._with_room(request.slot, start + num_drafts)
-            if text is None:
+            request.is_draft_behind = text is not None and end <= start
+            if text is None or end == begin:
                 continue
             left -= end - begin
             # Whatever comes of the step, what lies before it stays.
             text.num_tokens, text.tail = begin, []
-            num_drafts = num_drafts if end == start + 1 else 0
+            num_drafts = 0 if request.is_draft_behind else num_drafts
             tokens = request.tokens[begin:end]
             pieces.append(_Piece(index, text, request.slot, begin, tokens, num_drafts))
         return sorted(pieces, key=lambda piece: -piece.num_drafts)
