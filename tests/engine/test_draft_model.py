@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import torch
 from drafters import KnownDrafter, RandomGate, texts_of
 from engine_pair import ManualClock, make_engine
 from tiny_adapters import make_adapter
+from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny, tiny_config
 from transformers import AutoModelForCausalLM
 from weft.engine.config import EngineConfig
@@ -315,6 +317,8 @@ def test_models_that_cannot_draft_are_refused(
     refused(tmp_path, target_dir, ModelError, str(tmp_path))
     other = make_tiny("llama", tmp_path / "size", seed, vocab_size=VOCAB + 3)
     refused(other, target_dir, ModelError, f"vocab_size .* {VOCAB + 3}, .* {VOCAB}")
+    head = make_tiny_draft(tmp_path / "head", target_dir)
+    refused(head, target_dir, ModelError, f"{head}, .*LlamaForCausalLMEagle3.* is not supported")
     words, same = (
         make_tiny("llama", tmp_path / name, seed, vocab_size=VOCAB, tokenizer=True)
         for name in ("words", "same")
@@ -327,3 +331,9 @@ def test_models_that_cannot_draft_are_refused(
     refused(same, words, ModelError, r"token '<\|begin\|>' is 1 .* None")
     file.write_text(text.replace('"vocab"', '"words"'))
     refused(same, words, ModelError, r"model.vocab")
+    # A list, as Unigram models have it: a token's id is its place.
+    pieces = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.5]]}, "added_tokens": None}
+    other = {"model": {"vocab": {"<unk>": 0, "a": 2}}}
+    for folder, content in ((same, pieces), (words, other)):
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    refused(same, words, ModelError, r"token 'a' is 1 .* 2")

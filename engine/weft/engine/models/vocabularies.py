@@ -29,9 +29,9 @@ def check_same_vocabulary(
     """
     if draft.vocab_size != target.vocab_size:
         raise ModelError(
-            f"draft_dir = {draft_dir}: vocab_size of the draft model is {draft.vocab_size}, of the "
-            f"model that it is to draft for {target.vocab_size}; give a model of the same family",
-            param="draft_dir",
+            f"vocab_size of the draft model is {draft.vocab_size}, of the model that it is to "
+            f"draft for {target.vocab_size}; give a model of the same family",
+            param="vocab_size",
         )
     files = [folder / _FILE for folder in (draft_dir, target_dir)]
     if not all(file.is_file() for file in files):
@@ -40,10 +40,9 @@ def check_same_vocabulary(
     token = next((t for t in sorted(mine.keys() | its.keys()) if mine.get(t) != its.get(t)), None)
     if token is not None:
         raise ModelError(
-            f"draft_dir = {draft_dir}: token {token!r} is {mine.get(token)} for the draft model, "
-            f"{its.get(token)} for the model that it is to draft for (null: it has no such token); "
+            f"token {token!r} is {mine.get(token)} for the draft model, "
+            f"{its.get(token)} for the model that it is to draft for (None: it has no such token); "
             "give a model with the same tokenizer",
-            param="draft_dir",
         )
 
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import torch
 from weft.engine.config import EngineConfig
+from weft.engine.errors import ModelError
 from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.models.config import ModelConfig
 from weft.engine.models.loader import LoadedModel, load_model
 from weft.engine.models.vocabularies import check_same_vocabulary
 from weft.engine.runner.memory_plan import MIN_PAGES, MemoryNeeds, measure_needs
@@ -25,12 +27,19 @@ def load_draft_model(config: EngineConfig, target: LoadedModel) -> DraftModel | 
     """Loads the model in `draft_dir`; None where none is to draft.
 
     Raises:
-        ModelError: It cannot be loaded, or its vocabulary is not the target's.
+        ModelError: It cannot be loaded, or its vocabulary is not the target's; then no weights are
+            read.
     """
     if config.drafter != "model" or config.draft_dir is None:
         return None
-    loaded = load_model(config.draft_dir, target.dtype, config.device, dummy=config.dummy_weights)
-    check_same_vocabulary(config.draft_dir, loaded.config, config.model_dir, target.config)
+    folder, is_dummy = config.draft_dir, config.dummy_weights
+    try:
+        own = ModelConfig.load(folder)
+        check_same_vocabulary(folder, own, config.model_dir, target.config)
+        loaded = load_model(folder, target.dtype, config.device, dummy=is_dummy)
+    except ModelError as error:
+        message = f"draft_dir = {folder}, which drafter = model loads: {error.message}"
+        raise ModelError(message, param="draft_dir") from error
     return DraftModel(config, loaded)
 
 
