@@ -69,7 +69,8 @@ def test_it_is_read_as_peft_reads_it(base_dir: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_small_and_names_no_place_of_its_maker(name: str) -> None:
-    files = {path.name: path for path in (ADAPTERS / name).iterdir()}
+    # A draft adapter in a folder of its own: see test_demo_draft.
+    files = {path.name: path for path in (ADAPTERS / name).iterdir() if path.is_file()}
     assert files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
     assert files["adapter_model.safetensors"].stat().st_size < 4 << 20
     config = json.loads(files["adapter_config.json"].read_text())
