@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,47 @@ def digest_of(files: AdapterFiles, *, is_lenient: bool = False) -> bytes:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
+
+
+class Hashing:
+    """`digest_of` in a thread of its own, while others read the same file.
+
+    A context manager: whoever leaves it may close the file.
+
+    Args:
+        files: Open until it is left.
+        is_lenient: See `adapter_digest`.
+    """
+
+    def __init__(self, files: AdapterFiles, *, is_lenient: bool) -> None:
+        self._files, self._is_lenient = files, is_lenient
+        self._digest = b""
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="weft-lora-hash", daemon=True)
+
+    def __enter__(self) -> Hashing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def result(self) -> bytes:
+        """The digest; waits for it.
+
+        Raises:
+            AdapterError: See `adapter_digest`.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._digest
+
+    def _run(self) -> None:
+        try:
+            self._digest = digest_of(self._files, is_lenient=self._is_lenient)
+        except Exception as error:
+            self._error = error
 
 
 def _canonical(files: AdapterFiles) -> bytes:
