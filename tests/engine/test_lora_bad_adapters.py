@@ -161,6 +161,24 @@ def test_numbers_that_are_not_finite(adapter_dir: Path, name: str, number: float
     assert "NaN or infinite numbers, as stored" in message
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_numbers_are_taken_and_what_is_beyond_is_not(
+    adapter_dir: Path, dtype: torch.dtype
+) -> None:
+    most = torch.finfo(dtype).max
+    for numbers in ([most, -most], [-torch.nan, 1.0], [1.0, -torch.inf], [torch.inf, 1.0]):
+
+        def put(tensors: Tensors, numbers: list[float] = numbers) -> None:
+            tensors[NAME] = tensors[NAME].to(dtype)
+            tensors[NAME][-1, -2:] = torch.tensor(numbers)
+
+        change_tensors(adapter_dir, put)
+        if numbers[0] == most:
+            assert read(adapter_dir, dtype=dtype).rank == 8
+        else:
+            assert "NaN or infinite numbers, as stored" in refusal(adapter_dir, dtype=dtype)
+
+
 def test_numbers_that_overflow_when_scaled(adapter_dir: Path) -> None:
     def enlarge(tensors: Tensors) -> None:
         tensors[OTHER][0, 0] = 6e4
