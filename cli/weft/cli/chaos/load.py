@@ -49,6 +49,11 @@ class LoadResult:
     violations: list[Violation] = field(default_factory=list)
     num_resumed: int = 0
     """Answers that more than one owner made."""
+    num_drafted: int = 0
+    """Answers of which tokens were drafted and verified, by their timelines."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of these, those that were what the model drew."""
     slowest_s: float = 0.0
 
 
@@ -102,8 +107,11 @@ class Load:
             result.outcomes[reply.error.reason.lower() if reply.is_typed else "cut off"] += 1
         else:
             result.outcomes["cancelled" if reply.is_cancelled else "ok"] += 1
-        if reply.timeline is not None and reply.timeline.lost_attempts:
-            result.num_resumed += 1
+        if reply.timeline is not None:
+            result.num_resumed += bool(reply.timeline.lost_attempts)
+            result.num_drafted += bool(reply.timeline.drafted_tokens)
+            result.drafted_tokens += reply.timeline.drafted_tokens
+            result.accepted_tokens += reply.timeline.accepted_tokens
 
     def _violations(self, gateway: str, ask: Ask, pace: Pace, reply: Reply) -> list[Violation]:
         found: list[Violation] = []

@@ -42,6 +42,13 @@ def show(console: Console, plan: ChaosPlan, result: ChaosResult) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    console.print(
+        f"drafts of {result.load.num_drafted} answers were verified: "
+        f"{result.load.accepted_tokens} of {result.load.drafted_tokens} accepted; "
+        f"{result.speculated_steps} speculated steps since the workers' last start",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def as_json(plan: ChaosPlan, result: ChaosResult, command: str) -> dict[str, Any]:
@@ -70,6 +77,12 @@ def as_json(plan: ChaosPlan, result: ChaosResult, command: str) -> dict[str, Any
             "outcomes": dict(result.load.outcomes),
             "resumed": result.load.num_resumed,
             "slowest_s": round(result.load.slowest_s, 3),
+        },
+        "speculation": {
+            "requests": result.load.num_drafted,
+            "drafted_tokens": result.load.drafted_tokens,
+            "accepted_tokens": result.load.accepted_tokens,
+            "speculated_steps_since_last_start": result.speculated_steps,
         },
         "deaths": result.deaths,
         "elapsed_s": round(result.elapsed_s, 1),

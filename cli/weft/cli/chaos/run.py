@@ -60,6 +60,8 @@ class ChaosResult:
     injections: list[Injection] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
     deaths: dict[str, int] = field(default_factory=dict)
+    speculated_steps: int = 0
+    """In which drafts were verified, of decode workers since they were started last."""
     elapsed_s: float = 0.0
 
     @property
@@ -130,6 +132,7 @@ async def run_on(
             await injector.settle()
             await mesh.wait_healthy()
             result.violations += await _look_again(plan, mesh, known)
+            result.speculated_steps = await _speculated_steps(mesh)
         except MeshNotReady as error:
             result.violations.append(Violation(invariant=1, what=f"the mesh: {error}"))
         finally:
@@ -137,6 +140,11 @@ async def run_on(
     result.violations += load.result.violations
     result.deaths = dict(mesh.num_deaths)
     return result
+
+
+async def _speculated_steps(mesh: ChaosMesh) -> int:
+    dumps = [await mesh.dump(name) for name in mesh.named("decode")]
+    return sum(dump["engine"]["counters"]["speculated_steps"] for dump in dumps)
 
 
 async def answers_in_peace(
