@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from drafters import RandomGate
 from engine_pair import WAYS, EnginePair, ManualClock, make_engine, num_quarantined
-from engine_storm import Storm, Text
+from engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from threads import one_thread
 from tiny_models import make_tiny
 from weft.engine import faults
-from weft.engine.engine import Engine
 from weft.engine.faults import FaultSpec
 from weft.engine.request import SamplingParams
 
@@ -51,23 +50,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(model_dir: Path) -> list[Text]:
-    """Prompts that share prefixes, and what a quiet engine of its own makes of them."""
-    stems = [[random.randrange(3, VOCAB) for _ in range(12 * PAGE)] for _ in range(3)]
+    """What a quiet engine of its own makes of prompts that share prefixes."""
     clock = ManualClock()
-    pair = EnginePair(make_engine(model_dir, "decode", clock), [], clock)
-    made = []
-    for number in range(24):
-        stem = random.choice(stems)[: random.randint(0, 12 * PAGE)]
-        prompt = stem + [random.randrange(3, VOCAB) for _ in range(random.randint(1, 3 * PAGE))]
-        temperature = 0.0 if number % 2 else 1.0
-        sampling = SamplingParams(temperature=temperature, seed=number, n=MAX_SAMPLES)
-        request_id = pair.submit(prompt, NUM_NEW, sampling=sampling)
-        pair.finish(request_id, samples=MAX_SAMPLES)
-        answer = pair.answers[request_id].tokens
-        samples = tuple(tuple(answer[i]) for i in range(MAX_SAMPLES))
-        made.append(Text(tuple(prompt), sampling, samples))
-    pair.close()
-    return made
+    samplings = [
+        SamplingParams(temperature=float(number % 2 == 0), seed=number, n=MAX_SAMPLES)
+        for number in range(24)
+    ]
+    return make_texts(make_engine(model_dir, "decode", clock), clock, samplings, NUM_NEW)
 
 
 def page_bytes(model_dir: Path) -> int:
@@ -76,21 +65,6 @@ def page_bytes(model_dir: Path) -> int:
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return 2 * 4 * heads * dim * PAGE * int(config["num_hidden_layers"])
-
-
-def check_empty(engine: Engine) -> None:
-    """Nothing is held any more, in any place."""
-    assert engine.is_idle
-    engine.memory.check_integrity()
-    counts = engine.memory.counts()
-    assert counts.free + counts.cached == counts.total, counts
-    assert (num_quarantined(engine), engine.memory.num_promised_pages) == (0, 0)
-    staging = engine.staging_counts()
-    assert staging is None or staging.free == staging.total, staging
-    left = {name: size for name, size in engine.sizes().items() if size}
-    assert not left, left
-    for tier in engine.tiers.report() if engine.tiers is not None else ():
-        assert tier.free_pages + tier.cached_pages == tier.total_pages, tier
 
 
 @pytest.fixture(
@@ -136,21 +110,7 @@ def storm(
 
 
 def test_random_ends_and_faults_leave_nothing(storm: Storm) -> None:
-    while len(storm.sent) < NUM_REQUESTS:
-        for _ in range(storm.rng.randint(0, 2)):
-            if storm.num_open < MAX_OPEN:
-                storm.submit_any()
-        storm.turn()
-    storm.is_calm = True
-    storm.paused.clear()
-    storm.clock.offset_s += 30  # whatever still waits for a lost message is noticed
-    storm.run(lambda: not storm.num_open, timeout_s=60)
-    for _ in range(5):
-        storm.clock.offset_s += 2  # lost answers are asked for again
-        storm.run_some(300)
-    storm.settle()
-    for sent in storm.sent:
-        sent.check()
+    ride_out(storm, NUM_REQUESTS, MAX_OPEN)
     engines = (storm.owner, *storm.fillers.values())
     for engine in engines:
         check_empty(engine)

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine_pair import EnginePair, ManualClock, make_engine
-from engine_storm import Storm, Text
+from engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from late_device import LateDevice
 from threads import one_thread
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
-from weft.engine.engine import Engine
 from weft.engine.llm import LLM
 from weft.engine.request import SamplingParams, StopCriteria
 
@@ -47,23 +46,17 @@ def random_prompt(length: int) -> list[int]:
 def texts_of(model_dir: Path, number: int) -> list[Text]:
     """Prompts that share prefixes, and what an engine that does one step at a time makes of them;
     the greedy ones are what transformers makes of them."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    stems = [random_prompt(12 * PAGE) for _ in range(3)]
     clock = ManualClock()
-    pair = EnginePair(make_engine(model_dir, "decode", clock, overlap="off"), [], clock)
-    made = []
-    for index in range(number):
-        stem = random.choice(stems)[: random.randint(0, 12 * PAGE)]
-        prompt = stem + random_prompt(random.randint(1, 3 * PAGE))
-        temperature = 0.0 if index % 2 else 1.0
-        sampling = SamplingParams(temperature=temperature, seed=index, n=MAX_SAMPLES)
-        request_id = pair.submit(prompt, NUM_NEW, sampling=sampling)
-        pair.finish(request_id, samples=MAX_SAMPLES)
-        answer = pair.answers[request_id].tokens
-        made.append(Text(tuple(prompt), sampling, tuple(tuple(answer[i]) for i in range(4))))
-        if temperature == 0.0:
-            assert list(made[-1].samples[0]) == greedy(model, prompt)
-    pair.close()
+    engine = make_engine(model_dir, "decode", clock, overlap="off")
+    samplings = [
+        SamplingParams(temperature=float(index % 2 == 0), seed=index, n=MAX_SAMPLES)
+        for index in range(number)
+    ]
+    made = make_texts(engine, clock, samplings, NUM_NEW)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    for text in made:
+        if text.sampling.temperature == 0.0:
+            assert list(text.samples[0]) == greedy(model, list(text.prompt))
     return made
 
 
@@ -78,16 +71,6 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 @pytest.fixture(scope="module")
 def texts(model_dir: Path) -> list[Text]:
     return texts_of(model_dir, 20)
-
-
-def check_empty(engine: Engine) -> None:
-    assert engine.is_idle
-    engine.memory.check_integrity()
-    counts = engine.memory.counts()
-    assert counts.free + counts.cached == counts.total, counts
-    assert (counts.quarantined, engine.memory.num_promised_pages) == (0, 0)
-    left = {name: size for name, size in engine.sizes().items() if size}
-    assert not left, left
 
 
 @pytest.mark.parametrize("is_staged", [False, True], ids=["direct", "staged"])
@@ -115,24 +98,10 @@ def test_freed_pages_are_not_touched_however_late_the_device_is(
     devices = [LateDevice(engine, rng) for engine in (owner, *fillers)]
     storm = Storm(owner, fillers, clock, texts, rng)
     try:
-        while len(storm.sent) < NUM_REQUESTS:
-            for _ in range(rng.randint(0, 2)):
-                if storm.num_open < MAX_OPEN:
-                    storm.submit_any()
-            storm.turn()
-        storm.is_calm = True
-        storm.paused.clear()
-        clock.offset_s += 30  # whatever still waits for a lost message is noticed
-        storm.run(lambda: not storm.num_open, timeout_s=60)
-        for _ in range(5):
-            clock.offset_s += 2  # lost answers are asked for again
-            storm.run_some(300)
-        storm.settle()
+        ride_out(storm, NUM_REQUESTS, MAX_OPEN)
         for device in devices:
             device.work()
             assert device.most_queued > 2
-        for sent in storm.sent:
-            sent.check()
         for engine in (owner, *fillers):
             check_empty(engine)
         assert storm.num_preempted

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine_pair import EnginePair, ManualClock
+from engine_pair import EnginePair, ManualClock, num_quarantined
 from weft.engine.engine import Engine
 from weft.engine.llm import to_error
 from weft.engine.messages import (
@@ -263,3 +263,73 @@ class Storm(EnginePair):
             put=put.put, is_answered=is_answered, stored_pages=len(put.pages) * is_answered
         )
         self._later(lambda: self.send(store_put_results=[result]))
+
+
+def make_texts(
+    engine: Engine, clock: ManualClock, samplings: Sequence[SamplingParams], num_new: int
+) -> list[Text]:
+    """Prompts that share prefixes, and what a quiet engine makes of each; it is closed then.
+
+    Args:
+        engine: To ask one by one.
+        clock: Its clock.
+        samplings: Of each text, with as many samples as a storm may ask for.
+        num_new: Tokens of each sample.
+    """
+    page, vocab_size = engine.config.page_size, engine.info.vocab_size
+
+    def tokens(count: int) -> list[int]:
+        return [random.randrange(3, vocab_size) for _ in range(count)]
+
+    stems = [tokens(12 * page) for _ in range(3)]
+    pair, made = EnginePair(engine, [], clock), []
+    for sampling in samplings:
+        stem = random.choice(stems)[: random.randint(0, 12 * page)]
+        prompt = stem + tokens(random.randint(1, 3 * page))
+        request_id = pair.submit(prompt, num_new, sampling=sampling)
+        pair.finish(request_id, samples=sampling.n)
+        answer = pair.answers[request_id].tokens
+        samples = tuple(tuple(answer[i]) for i in range(sampling.n))
+        made.append(Text(tuple(prompt), sampling, samples))
+    pair.close()
+    return made
+
+
+def ride_out(storm: Storm, num_requests: int, max_open: int) -> None:
+    """Runs a storm and its end; all that was told is right, and nothing is open any more.
+
+    Args:
+        storm: That has not begun.
+        num_requests: To send.
+        max_open: At one time.
+    """
+    while len(storm.sent) < num_requests:
+        for _ in range(storm.rng.randint(0, 2)):
+            if storm.num_open < max_open:
+                storm.submit_any()
+        storm.turn()
+    storm.is_calm = True
+    storm.paused.clear()
+    storm.clock.offset_s += 30  # whatever still waits for a lost message is noticed
+    storm.run(lambda: not storm.num_open, timeout_s=60)
+    for _ in range(5):
+        storm.clock.offset_s += 2  # lost answers are asked for again
+        storm.run_some(300)
+    storm.settle()
+    for sent in storm.sent:
+        sent.check()
+
+
+def check_empty(engine: Engine) -> None:
+    """Nothing is held any more, in any place."""
+    assert engine.is_idle
+    engine.memory.check_integrity()
+    counts = engine.memory.counts()
+    assert counts.free + counts.cached == counts.total, counts
+    assert (num_quarantined(engine), engine.memory.num_promised_pages) == (0, 0)
+    staging = engine.staging_counts()
+    assert staging is None or staging.free == staging.total, staging
+    left = {name: size for name, size in engine.sizes().items() if size}
+    assert not left, left
+    for tier in engine.tiers.report() if engine.tiers is not None else ():
+        assert tier.free_pages + tier.cached_pages == tier.total_pages, tier
