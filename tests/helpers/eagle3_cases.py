@@ -65,22 +65,45 @@ def check_chains(
         draft_dir: Of an EAGLE-1 head, or of one of EAGLE-3 that taps where such do by default.
         allowed: How many may differ.
     """
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
-    weights = (reference.get_input_embeddings().weight, reference.get_output_embeddings().weight)
-    layers = ModelConfig.load(target_dir).num_layers
-    if head_kind(draft_dir) == "eagle":
-        make, taps = NaiveEagle, (layers,)
-    else:
-        make, taps = NaiveHead, (2, layers // 2, layers - 3)
-    naive = make(draft_dir, *(weight.detach() for weight in weights))
+    reference = HeadReference(target_dir, draft_dir)
     chains = [(tokens, chain) for tokens, chain in watched.chains if chain]
     assert len(chains) > NUM_CHECKED
     num_different = 0
     for tokens, chain in random.sample(chains, NUM_CHECKED):
-        with torch.inference_mode():
-            streams = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-            aux = torch.cat([streams[i][0] for i in taps], dim=-1)
-            num_different += chain != naive.chain(naive.fuse(aux)[:-1], tokens, len(chain))
+        num_different += chain != reference.chain(tokens, len(chain))
     assert num_different <= allowed
+
+
+class HeadReference:
+    """What a head makes of transformers' hidden states, read plainly.
+
+    Args:
+        target_dir: Of the model.
+        draft_dir: As of `check_chains`.
+    """
+
+    def __init__(self, target_dir: Path, draft_dir: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
+        weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        layers = ModelConfig.load(target_dir).num_layers
+        if head_kind(draft_dir) == "eagle":
+            make, self._taps = NaiveEagle, (layers,)
+        else:
+            make, self._taps = NaiveHead, (2, layers // 2, layers - 3)
+        self._model = model
+        self._naive = make(draft_dir, *(weight.detach() for weight in weights))
+
+    def chain(self, tokens: list[int], depth: int) -> list[int]:
+        """The drafts behind a text."""
+        return self._naive.chain(self._states(tokens)[:-1], tokens, depth)
+
+    def entries(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [n - 1, kv_heads, dim] float64 of a text's positions from 1 on, made at once."""
+        return self._naive.entries(self._states(tokens)[:-1], tokens[1:])
+
+    def _states(self, tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            streams = self._model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        return self._naive.fuse(torch.cat([streams[i][0] for i in self._taps], dim=-1))
