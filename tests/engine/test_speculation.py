@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from constrained import Desk, Outcome, schema
-from drafters import KnownDrafter, speculate, texts_of
+from drafters import EndingDrafter, KnownDrafter, NotedRuns, speculate, texts_of
+from engine_pair import EnginePair, ManualClock, make_engine
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 from weft.engine.llm import LLM, Sample
@@ -92,16 +93,21 @@ def test_drafts_change_no_token(model_dir: Path, kind: str, chance: float) -> No
     texts = texts_of(prompts, expected, params.seed)
     with llm(model_dir, drafter="ngram", overlap=overlap, poison_free_pages=True) as drafting:
         speculate(drafting.engine, KnownDrafter(texts, VOCAB, chance), DEPTHS)
+        noted = NotedRuns(drafting.engine)
         same(drafting.generate_all(prompts, params, stop, top), expected)
         for prompt, wanted in zip(prompts, expected, strict=True):  # Alone, on a warm cache.
             same(drafting.generate_all([prompt], params, stop, top), [wanted])
         counters = drafting.engine.counters()
         check_pages(drafting)
     assert counters["speculated_steps"] > 0
+    runs = [run for run in noted.runs if run[0] > 0]
+    assert len(runs) == counters["verified_runs"] > 0
     if chance == 1.0:
+        assert all(drawn == drafts + 1 for drafts, drawn, is_over in runs if not is_over)
         # What a request's end makes superfluous is not accepted.
         assert counters["accepted_tokens"] > 0.9 * counters["drafted_tokens"] > 0
     if chance == 0.0:
+        assert all(drawn == 1 for _, drawn, _ in runs)
         assert counters["accepted_tokens"] == 0 < counters["drafted_tokens"]
 
 
@@ -143,10 +149,14 @@ def test_ends_inside_an_accepted_run(model_dir: Path, end: str, place: int) -> N
                 break
             (prompt,) = random_prompts(1)
         text = sample.token_ids
-        longer = [*prompt, *text[:num_tokens], *random_prompts(1)[0]]
+        behind = random_prompts(1)[0]
+        longer = [*prompt, *text[:num_tokens], *behind]
+        if end == "context":  # There is room for one more token.
+            longer = [*prompt, *text[: num_tokens - 2], behind[0]]
+            free = replace(free, max_tokens=1)
         (wanted,) = plain.generate([longer], greedy, free)
     settings: dict[str, object] = {"drafter": "ngram"}
-    stop = free
+    stop = replace(free, max_tokens=NUM_NEW)
     if end == "max_tokens":
         stop = replace(free, max_tokens=num_tokens)
     elif end == "stop token":
@@ -170,14 +180,16 @@ def test_ends_inside_an_accepted_run(model_dir: Path, end: str, place: int) -> N
         known = PageKeys(engine._intake.namespace(""), PAGE)
         assert set(published) <= set(known.upto(tokens, (len(tokens) - 1) // PAGE))
         check_pages(drafting)
-        if end == "context":
-            return
         engine._intake._eos = frozenset()
         engine.pipeline._drafter = KnownDrafter(
             {(tuple(longer), 0): longer + wanted.token_ids}, VOCAB, 0.5
         )
+        before = engine.counters()["prefix_hit_tokens"]
         (again,) = drafting.generate([longer], greedy, free)
         assert again.token_ids == wanted.token_ids
+        num_shared = len(tokens) - (2 if end == "context" else 1)
+        hits = engine.counters()["prefix_hit_tokens"] - before
+        assert hits >= num_shared // PAGE * PAGE
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -212,34 +224,116 @@ def test_text_that_repeats_itself_is_drafted_from_itself(model_dir: Path) -> Non
         assert not drafter._texts  # Nothing of who has gone is kept.
 
 
-@pytest.mark.parametrize("chance", [1.0, 0.5])
-def test_constraints_hold_inside_accepted_runs(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, chance: float
-) -> None:
+@pytest.fixture(scope="module")
+def words_dir(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    """A model with a tokenizer."""
     path = tmp_path_factory.mktemp("words")
-    make_tiny("llama", path, seed, vocab_size=VOCAB, num_hidden_layers=1, tokenizer=True)
-    constraint = schema({"type": "array", "items": {"enum": ["ab", "c"]}, "maxItems": 4})
-    prompts = random_prompts(4)
+    return make_tiny("llama", path, seed, vocab_size=VOCAB, num_hidden_layers=1, tokenizer=True)
 
-    def run(model: LLM) -> list[Outcome]:
-        desk = Desk(model.engine, path)
-        submits = [
-            desk.submit(constraint, prompt, temperature=1.0, seed=index)
-            for index, prompt in enumerate(prompts)
-        ]
-        return [outcome for outcome in desk.run(*submits) if isinstance(outcome, Outcome)]
 
-    with llm(path) as plain:
-        expected = run(plain)
-    assert len(expected) == len(prompts)
-    texts = {
+def constrained(
+    model: LLM, path: Path, prompts: Sequence[list[int]], items: tuple[int, int]
+) -> list[Outcome]:
+    """Lists of so many items at least and at most."""
+    desk, (least, most) = Desk(model.engine, path), items
+    words = {"type": "array", "items": {"enum": ["ab", "c"]}, "minItems": least, "maxItems": most}
+    submits = [
+        desk.submit(schema(words), prompt, temperature=1.0, seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
+    return [outcome for outcome in desk.run(*submits) if isinstance(outcome, Outcome)]
+
+
+def outcome_texts(
+    prompts: Sequence[list[int]], outcomes: Sequence[Outcome]
+) -> dict[tuple[tuple[int, ...], int], list[int]]:
+    assert len(outcomes) == len(prompts)
+    return {
         (tuple(prompt), index): prompt + outcome.ids
-        for index, (prompt, outcome) in enumerate(zip(prompts, expected, strict=True))
+        for index, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True))
     }
-    with llm(path, drafter="ngram") as drafting:
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.5])
+def test_constraints_hold_inside_accepted_runs(words_dir: Path, chance: float) -> None:
+    prompts = random_prompts(4)
+    with llm(words_dir) as plain:
+        expected = constrained(plain, words_dir, prompts, (0, 4))
+    texts = outcome_texts(prompts, expected)
+    with llm(words_dir, drafter="ngram") as drafting:
         speculate(drafting.engine, KnownDrafter(texts, VOCAB, chance), DEPTHS)
-        found = run(drafting)
+        found = constrained(drafting, words_dir, prompts, (0, 4))
         assert [outcome.ids for outcome in found] == [outcome.ids for outcome in expected]
         assert [outcome.reason for outcome in found] == ["stop"] * len(prompts)
         assert drafting.engine.counters()["accepted_tokens"] > 0
         check_pages(drafting)
+
+
+def test_a_grammar_ends_at_each_place_of_an_accepted_run(words_dir: Path) -> None:
+    """Then others go on with the texts, from what is cached of them."""
+    prompts = random_prompts(3)
+    with llm(words_dir) as plain:
+        expected = constrained(plain, words_dir, prompts, (6, 8))
+        texts = outcome_texts(prompts, expected)
+        longer = [[*text, *random_prompts(1)[0]] for text in texts.values()]
+        free = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        wanted = plain.generate_all(longer, PARAMS["greedy"], free)
+    after = {
+        (tuple(prompt), 0): [*prompt, *group[0].token_ids]
+        for prompt, group in zip(longer, wanted, strict=True)
+    }
+    with llm(words_dir, drafter="ngram", overlap=random.choice(["off", "on"])) as drafting:
+        engine = drafting.engine
+        noted = NotedRuns(engine)
+        published: set[bytes] = set()
+        engine.memory.on_published.append(lambda page, key, parent: published.add(key))
+        known: set[bytes] = set()
+        for text in texts.values():
+            keys = PageKeys(engine._intake.namespace(""), PAGE)
+            known |= set(keys.upto(text, (len(text) - 1) // PAGE))
+        for place in range(8):
+            engine.memory.flush_cache()
+            noted.runs.clear()
+            published.clear()
+            speculate(engine, EndingDrafter(texts, VOCAB, place), (7,))
+            found = constrained(drafting, words_dir, prompts, (6, 8))
+            assert [outcome.ids for outcome in found] == [outcome.ids for outcome in expected]
+            assert [outcome.reason for outcome in found] == ["stop"] * len(prompts)
+            last_runs = [(drafts, drawn) for drafts, drawn, is_over in noted.runs if is_over]
+            assert last_runs == [(7, place + 1)] * len(prompts)
+            assert published <= known
+            check_pages(drafting)
+            before = engine.counters()["prefix_hit_tokens"]
+            speculate(engine, KnownDrafter(after, VOCAB, 0.5), DEPTHS)
+            same(drafting.generate_all(longer, PARAMS["greedy"], free), wanted)
+            assert engine.counters()["prefix_hit_tokens"] - before >= PAGE * len(known)
+
+
+def test_who_wants_no_drafts_gets_none_beside_others(model_dir: Path) -> None:
+    """In one batch; all texts are what they are without drafts."""
+    prompts = random_prompts(6)
+    stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, PARAMS["sampled"], stop)
+    known = KnownDrafter(texts_of(prompts, expected, PARAMS["sampled"].seed), VOCAB, 1.0)
+    clock = ManualClock()
+    engine = make_engine(
+        model_dir, "decode", clock, drafter="ngram", overlap=random.choice(["off", "on"])
+    )
+    speculate(engine, known, (3,))
+    pair = EnginePair(engine, [], clock)
+    try:
+        wishes = [index % 2 == 0 for index in range(len(prompts))]
+        ids = [
+            pair.submit(prompt, NUM_NEW, [], replace(PARAMS["sampled"], speculates=wish))
+            for prompt, wish in zip(prompts, wishes, strict=True)
+        ]
+        found = pair.finish(*ids)
+        assert found == [group[0].token_ids for group in expected]
+        for request_id, wish in zip(ids, wishes, strict=True):
+            timeline = pair.answers[request_id].finished[0].timeline
+            assert (timeline.num_drafted_tokens > 0) == wish
+            assert (timeline.num_accepted_tokens > 0) == wish
+        pair.settle()
+    finally:
+        pair.close()

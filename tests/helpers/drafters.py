@@ -6,11 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 
 import torch
+from weft.engine.drawing import Drawn
 from weft.engine.engine import Engine
 from weft.engine.llm import Sample
 from weft.engine.sampling.sampler import derive_seed
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
-from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.state import Request, State
 from weft.engine.speculative.chains import LATE, ChainArrays
 from weft.engine.speculative.eagle import EagleDrafter
 
@@ -54,6 +55,55 @@ class KnownDrafter:
 
     def _other(self, token: int) -> int:
         return (token + random.randint(1, self._vocab_size - 1)) % self._vocab_size
+
+
+class EndingDrafter(KnownDrafter):
+    """Always right, in steps so long that each text ends at one place of its last run.
+
+    Args:
+        texts: As of `KnownDrafter`.
+        vocab_size: Of the model.
+        place: Of a text's last token among those of its last run, from 0; others follow it.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[tuple[tuple[int, ...], int], Sequence[int]],
+        vocab_size: int,
+        place: int,
+    ) -> None:
+        super().__init__(texts, vocab_size, 1.0)
+        self._place = place
+
+    def _draft(self, item: VerifyItem) -> list[int]:
+        request, most = item.request, item.max_drafts
+        text = self._texts[tuple(request.tokens[: request.num_prompt_tokens]), request.seed]
+        follows = list(text[item.start + 1 :])
+        num_before = len(follows) - self._place - 1
+        if num_before > 0:
+            return follows[: min(most, num_before - 1)]
+        return [*follows, *(random.randrange(self._vocab_size) for _ in range(most))][:most]
+
+
+class NotedRuns:
+    """Notes what each request with drafts drew in each step.
+
+    Args:
+        engine: That drafts.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.runs: list[tuple[int, int, bool]] = []
+        """Drafts, tokens drawn, and whether the request ended with them."""
+        self._done, engine.pipeline._owner = engine.step_done, self
+        self.step_failed = engine.step_failed
+
+    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+        """See `StepOwner.step_done`."""
+        self._done(plan, drawn, duration_s)
+        for run in drawn.runs if drawn is not None else ():
+            is_over = run.request.state is State.FINISHED
+            self.runs.append((run.num_drafts, len(run.tokens), is_over))
 
 
 class KnownGraphs:
