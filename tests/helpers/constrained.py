@@ -26,6 +26,9 @@ class Outcome:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str = ""
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Of the drafts."""
 
 
 def schema(value: object) -> Constraint:
@@ -107,6 +110,8 @@ class Desk:
                     sample = groups[finished.request_id][finished.sample]
                     sample.reason = finished.reason
                     sample.num_preemptions = finished.timeline.num_preemptions
+                    sample.num_drafted = finished.timeline.num_drafted_tokens
+                    sample.num_accepted = finished.timeline.num_accepted_tokens
                     num_open -= 1
                 for failed in batch.failed:
                     errors[failed.request_id] = to_error(failed.failure)
