@@ -50,6 +50,10 @@ class Ask:
     is_streamed: bool = False
     priority: int = 0
     """Less is more urgent."""
+    stop: str = ""
+    """A stop string; empty: none."""
+    speculates: bool = True
+    """Tokens may be drafted."""
 
 
 def new_salt() -> str:
@@ -148,6 +152,10 @@ def rest_request(ask: Ask) -> tuple[str, dict[str, Any]]:
         "priority": ask.priority,
         "weft_timeline": True,
     }
+    if ask.stop:
+        body["stop"] = [ask.stop]
+    if not ask.speculates:
+        body["speculate"] = False
     if ask.is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if isinstance(ask.prompt, list):
@@ -161,8 +169,14 @@ def grpc_request(ask: Ask) -> gateway_pb2.ChatRequest | gateway_pb2.CompleteRequ
     """The typed request."""
     shared: dict[str, Any] = {
         "model": MODEL,
-        "sampling": common_pb2.SamplingParams(temperature=ask.temperature, seed=ask.seed),
-        "stop": common_pb2.StopCriteria(max_tokens=ask.max_tokens, ignore_eos=ask.ignore_eos),
+        "sampling": common_pb2.SamplingParams(
+            temperature=ask.temperature, seed=ask.seed, speculate=ask.speculates
+        ),
+        "stop": common_pb2.StopCriteria(
+            max_tokens=ask.max_tokens,
+            ignore_eos=ask.ignore_eos,
+            stop=[ask.stop] if ask.stop else [],
+        ),
         "cache_salt": ask.salt,
         "stream": ask.is_streamed,
         "priority": ask.priority,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 from local_mesh import LocalMesh
@@ -18,6 +19,8 @@ pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
 
 FACES = ("rest", "grpc")
 DRAFTED_TOKENS = 48
+LONG_TOKENS = 1200
+"""Of an answer that is stopped long before."""
 WAYS = ("nixl", "data", "local", "hit", "preempted")
 KIND_OF_WAY = {
     **{"nixl": "nixl", "hit": "nixl", "data": "data"},
@@ -220,3 +223,59 @@ async def test_drafts_are_verified_and_change_nothing(
             assert answer.timeline.steps <= DRAFTED_TOKENS + 1 - answer.timeline.accepted_tokens
     print(f"{accepted} of {drafted} drafts were right")
     assert accepted > 0.1 * drafted > 0  # wrong ones: none
+
+
+@on("nixl")
+async def test_who_wants_no_drafts_gets_none_beside_others(
+    mesh: LocalMesh, reference: TextReference
+) -> None:
+    drafted = Ask(BY_NAME["raw-300"], DRAFTED_TOKENS, new_salt(), ignore_eos=True)
+    plain = replace(drafted, salt=new_salt(), speculates=False)
+    async with Caller(mesh) as caller:
+        for face in FACES:
+            answers = await asyncio.gather(*(caller.ask(face, ask) for ask in (drafted, plain)))
+            for ask, answer in zip((drafted, plain), answers, strict=True):
+                check_text(reference, ask, answer)
+            assert answers[1].timeline.drafted_tokens == answers[1].timeline.accepted_tokens == 0
+            assert answers[1].timeline.steps >= DRAFTED_TOKENS
+
+
+@on("nixl")
+async def test_a_stop_string_ends_drafted_text(mesh: LocalMesh, reference: TextReference) -> None:
+    """The gateway cuts it where the stop string is complete, and the worker goes on for no more
+    than it takes to be told."""
+    drafted = 0
+    async with Caller(mesh) as caller:
+        for name in ("english", "system"):
+            ids = reference.of(BY_NAME[name], DRAFTED_TOKENS, ignore_eos=True).token_ids
+            stop, num_tokens = stop_string(reference, ids)
+            ask = Ask(BY_NAME[name], LONG_TOKENS, new_salt(), ignore_eos=True, stop=stop)
+            before = generated_tokens(mesh)
+            answer = await caller.rest(ask)
+            text = reference.text(ids)
+            assert answer.text == text[: text.index(stop)], name
+            assert answer.finish_reason == common_pb2.FINISH_REASON_STOP
+            assert answer.completion_tokens == num_tokens
+            await asyncio.to_thread(mesh.wait_idle)
+            num_generated = generated_tokens(mesh) - before
+            print(f"{name}: {stop!r} ends token {num_tokens}, {num_generated} were generated")
+            assert num_tokens <= num_generated < LONG_TOKENS / 4
+            drafted += answer.timeline.drafted_tokens
+            assert answer.timeline.accepted_tokens < num_generated
+    assert drafted > 0
+
+
+def stop_string(reference: TextReference, ids: Sequence[int]) -> tuple[str, int]:
+    """Some letters that come late in a text, and by which of its tokens they have come."""
+    text = reference.text(ids)
+    places = [at for at in range(len(text) // 2, len(text) - 3) if text[at : at + 3].isascii()]
+    stop = next(
+        text[at : at + 3]
+        for at in random.sample(places, len(places))
+        if text.index(text[at : at + 3]) == at
+    )
+    return stop, next(n for n in range(1, len(ids) + 1) if stop in reference.text(ids[:n]))
+
+
+def generated_tokens(mesh: LocalMesh) -> int:
+    return int(mesh.dump("decode-0")["engine"]["counters"]["generated_tokens"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +19,8 @@ from weft.v1 import common_pb2, decode_pb2, gateway_pb2, openai_pb2
 
 TEXT = "Hello 你好, naïve 🎉👩‍👩‍👧 world! the end"
 USER = [{"role": "user", "content": "hi"}]
+RUN = 8
+"""Tokens that may come at once."""
 
 
 @pytest.fixture
@@ -191,6 +194,28 @@ async def test_stop_strings_are_never_shown(mesh: Harness, stream: bool) -> None
     assert mesh.workers[0].cancels[0].sample == 0
     kept = await mesh.json("ChatCompletions", {**body, "include_stop_str_in_output": True})
     assert kept["choices"][0]["message"]["content"] == expected + "🎉👩"
+
+
+@pytest.mark.parametrize("place", range(RUN))
+async def test_a_stop_string_ends_a_run_of_tokens_where_it_is(tmp_path: Path, place: int) -> None:
+    """As many come in one step where drafts were right; those behind the stop string never were."""
+    tokenizer = byte_level_bpe()
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    ids = [tokenizer.token_to_id(letter) for letter in letters]
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        return Script(tokens=[ids], chunk=RUN, top_logprobs=0)
+
+    at = 2 * RUN + place
+    async with gateway(tmp_path, script) as mesh:
+        body = {"messages": USER, "stop": [letters[at]], "logprobs": True}
+        answer = await mesh.json("ChatCompletions", body)
+        await mesh.wait(lambda: mesh.workers[0].cancels)
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == letters[:at]
+    assert choice["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == at + 1
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == list(letters[: at + 1])
 
 
 async def test_length_and_ignored_eos(mesh: Harness) -> None:
