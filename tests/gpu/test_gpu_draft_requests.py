@@ -13,6 +13,7 @@ import pytest
 import torch
 from constrained import Desk, Outcome
 from draft_machine import FixedGate
+from draft_storm import check_storm, draft_storm, known_of, samplings_of
 from drafters import KnownGraphs, RandomGate
 from tiny_adapters import make_adapter
 from tiny_drafts import make_tiny_draft
@@ -206,3 +207,27 @@ def test_each_place_of_a_last_token(bench: Bench, chance: float) -> None:
     num_accepted = sum(outcome.num_accepted for outcome in found)
     assert graphs.num_late > 10
     assert (num_accepted > 0) == (chance > 0.0)
+
+
+def test_a_storm_of_cancels_and_pre_emptions_leaves_nothing(tmp_path: Path) -> None:
+    """Requests leave while steps that verify their drafts run, and others take their pages."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    random.seed(seed)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, **SHAPE)
+    settings: dict[str, Any] = {"drafter": "eagle3"}
+    settings["draft_dir"] = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    settings |= {name: SETTINGS[name] for name in ("device", "page_size", "max_step_tokens")}
+    storm = draft_storm(
+        target_dir, samplings_of((0.0, 1.0)), 30, overlap="on", max_draft_tokens=3, **settings
+    )
+    try:
+        engine = storm.owner
+        assert engine.drafting.is_on_device
+        graphs = KnownGraphs(engine, known_of(storm.texts), VOCAB, 0.7)
+        engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 1, 2, 3))
+        check_storm(storm, 250)
+        assert graphs.num_late > 250
+        assert engine.counters()["surplus_tokens"] > 0
+    finally:
+        storm.close()
