@@ -78,6 +78,5 @@ def test_drafts_behind_steps_under_way(model_dir: Path, draft_dir: Path, count: 
         graphs = KnownGraphs(storm.owner, known_of(storm.texts), VOCAB, 0.7)
         check_storm(storm, count)
         assert graphs.num_late > count
-        assert storm.owner.counters()["surplus_tokens"] > 0
     finally:
         storm.close()

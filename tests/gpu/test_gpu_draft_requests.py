@@ -228,6 +228,5 @@ def test_a_storm_of_cancels_and_pre_emptions_leaves_nothing(tmp_path: Path) -> N
         engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 1, 2, 3))
         check_storm(storm, 250)
         assert graphs.num_late > 250
-        assert engine.counters()["surplus_tokens"] > 0
     finally:
         storm.close()

@@ -55,7 +55,7 @@ def draft_storm(
     texts = make_texts(quiet, clock, samplings, num_new)
     shared |= {"max_running_requests": 8, "draft_dir": draft_dir}
     owner = make_engine(
-        model_dir, "decode", clock, num_pages=44, has_store=True, drafter=drafter, **shared
+        model_dir, "decode", clock, num_pages=36, has_store=True, drafter=drafter, **shared
     )
     fillers = [
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
