@@ -31,4 +31,5 @@ async def test_twenty_faults_leave_every_invariant_whole(chaos: Chaos) -> None:
     result = await run_on(chaos.mesh, wanted, chaos.known, print)
     assert result.num_happened >= 20
     assert result.load.outcomes["ok"] > 0
+    assert result.load.drafted_tokens >= result.load.accepted_tokens > 0
     assert not result.violations, as_json(wanted, result, "pytest")

@@ -59,6 +59,9 @@ def test_ngram_drafts(model_dir: Path, count: int) -> None:
 def test_drafts_of_a_head(model_dir: Path, draft_dir: Path, overlap: str, count: int) -> None:
     """Whatever happened to a request, its drafts are those of the head for its text."""
     settings: dict[str, Any] = {"overlap": overlap, "drafter": "eagle3", "draft_dir": draft_dir}
+    tier = random.choice(({}, {"host_cache_bytes": 200 << 10, "load_back_threshold": 0}))
+    print(f"tier {tier}")
+    settings |= tier
     storm = draft_storm(model_dir, samplings_of((0.0, 1.0)), NUM_NEW, **settings)
     try:
         watched = WatchedHead(storm.owner, KnownDrafter(known_of(storm.texts), VOCAB, 0.6))
