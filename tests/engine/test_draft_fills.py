@@ -10,17 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from draft_machine import FixedGate
 from drafters import KnownDrafter
-from eagle3_cases import HeadReference, WatchedHead, check_chains
+from eagle3_cases import HeadReference, PublishedEntries, WatchedHead, check_chains
 from engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from safetensors.torch import load_file
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
-from weft.engine.engine import Engine
 from weft.engine.llm import LLM
-from weft.engine.memory.keys import PageKeys
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.scheduler.state import Timeline
 
@@ -88,32 +85,6 @@ def pair_of(model_dir: Path, heads: tuple[Path | None, ...], **settings: Any) ->
     )
 
 
-class Published:
-    """Where an engine's published pages are."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._pages: dict[bytes, int] = {}
-        engine.memory.on_published.append(self._note)
-
-    def check(self, tokens: list[int], reference: HeadReference) -> int:
-        """Compares the head's layer of a text's pages; returns how many there are."""
-        keys = PageKeys(self._engine._intake.namespace(""), PAGE)
-        keys_of_text = keys.upto(tokens, len(tokens) // PAGE)
-        pages = [self._pages[key] for key in keys_of_text if key in self._pages]
-        end = len(pages) * PAGE
-        # [n, kv_heads, 2, dim]; nobody reads the entry of position 0.
-        found = self._engine._runner.pool[pages, :, LAYERS]
-        found = found.permute(0, 3, 1, 2, 4).flatten(0, 1)[1:].double()
-        exact = torch.stack(reference.entries(tokens[:end]), dim=2)
-        assert found.shape == exact.shape
-        assert float((found - exact).abs().max() / exact.abs().max()) < 1e-4
-        return len(pages)
-
-    def _note(self, page: int, key: bytes, parent: bytes) -> None:
-        self._pages[key] = page
-
-
 @pytest.mark.parametrize(
     "chunk_pages", [1, *(pytest.param(pages, marks=pytest.mark.full) for pages in (2, 3, 5))]
 )
@@ -130,7 +101,7 @@ def test_entries_and_drafts_wherever_a_fill_ends(
     pair = pair_of(model_dir, (draft_dir, draft_dir), **settings)
     try:
         owner, filler = pair.owner, pair.fillers["p0"]
-        published, sent = Published(owner), Published(filler)
+        published, sent = PublishedEntries(owner), PublishedEntries(filler)
         watched = WatchedHead(owner, KnownDrafter(texts, VOCAB, 0.6))
         for place, (prompt, begin) in enumerate(zip(prompts, cached, strict=True)):
             # Of neither, of the filler, of both: what is cached goes on otherwise.

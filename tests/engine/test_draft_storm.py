@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from draft_storm import check_storm, draft_storm, known_of, samplings_of
 from drafters import KnownDrafter, KnownGraphs, RandomGate
-from eagle3_cases import WatchedHead, check_chains
+from eagle3_cases import HeadReference, PublishedEntries, WatchedHead, check_chains
+from engine_storm import Storm
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from weft.engine.engine import Engine
@@ -42,6 +43,15 @@ def flip_depths(engine: Engine) -> None:
     engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 1, 2, 3, 5))
 
 
+def check_entries(storm: Storm, published: PublishedEntries, reference: HeadReference) -> None:
+    """What is left in the owner's cache is what the head makes of the texts, run at once."""
+    num_pages = 0
+    for text in storm.texts:
+        for sample in text.samples:
+            num_pages += published.check([*text.prompt, *sample], reference)
+    assert num_pages > 0
+
+
 @COUNTS
 def test_ngram_drafts(model_dir: Path, count: int) -> None:
     overlap = random.choice(["off", "on"])
@@ -64,8 +74,10 @@ def test_drafts_of_a_head(model_dir: Path, draft_dir: Path, overlap: str, count:
     settings |= tier
     storm = draft_storm(model_dir, samplings_of((0.0, 1.0)), NUM_NEW, **settings)
     try:
+        published = PublishedEntries(storm.owner)
         watched = WatchedHead(storm.owner, KnownDrafter(known_of(storm.texts), VOCAB, 0.6))
         check_storm(storm, count)
+        check_entries(storm, published, HeadReference(model_dir, draft_dir))
     finally:
         storm.close()
     check_chains(watched, model_dir, draft_dir)
@@ -78,8 +90,10 @@ def test_drafts_behind_steps_under_way(model_dir: Path, draft_dir: Path, count: 
     settings: dict[str, Any] = {"overlap": "on", "drafter": "eagle3", "draft_dir": draft_dir}
     storm = draft_storm(model_dir, samplings_of((0.0,)), NUM_NEW, **settings)
     try:
+        published = PublishedEntries(storm.owner)
         graphs = KnownGraphs(storm.owner, known_of(storm.texts), VOCAB, 0.7)
         check_storm(storm, count)
         assert graphs.num_late > count
+        check_entries(storm, published, HeadReference(model_dir, draft_dir))
     finally:
         storm.close()

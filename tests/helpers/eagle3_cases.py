@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import torch
 from drafters import KnownDrafter, RandomGate
 from tiny_drafts import NaiveEagle, NaiveHead
 from weft.engine.engine import Engine
+from weft.engine.memory.keys import PageKeys
 from weft.engine.models.config import ModelConfig
 from weft.engine.models.eagle_config import head_kind
 from weft.engine.scheduler.plan import VerifyItem
@@ -107,3 +109,46 @@ class HeadReference:
         with torch.inference_mode():
             streams = self._model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         return self._naive.fuse(torch.cat([streams[i][0] for i in self._taps], dim=-1))
+
+
+class PublishedEntries:
+    """A head's entries in the pages that an engine has published.
+
+    Args:
+        engine: On a CPU, with a head and an empty cache.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pages: dict[bytes, int] = {}
+        engine.memory.on_published.append(self._note)
+        engine.memory.on_evicted.append(lambda key: self._pages.pop(key, None))
+
+    def check(self, tokens: list[int], reference: HeadReference) -> int:
+        """Compares those of a text's first pages.
+
+        Args:
+            tokens: The text, of the base model and no tenant.
+            reference: Of the head.
+
+        Returns:
+            How many pages there are.
+        """
+        layout = self._engine.parts.layout
+        keys = PageKeys(self._engine._intake.namespace(""), layout.page_size)
+        known = (self._pages.get(key) for key in keys.upto(tokens, len(tokens) // layout.page_size))
+        pages = list(takewhile(lambda page: page is not None, known))
+        if not pages:
+            return 0
+        end = len(pages) * layout.page_size
+        # [n, kv_heads, 2, dim]; nobody reads the entry of position 0.
+        found = self._engine._runner.pool[pages, :, layout.layers - 1]
+        found = found.permute(0, 3, 1, 2, 4).flatten(0, 1)[1:].double()
+        exact = torch.stack(reference.entries(tokens[:end]), dim=2)
+        assert found.shape == exact.shape
+        error = float((found - exact).abs().max() / exact.abs().max())
+        assert error < 1e-4, (error, len(tokens), pages)
+        return len(pages)
+
+    def _note(self, page: int, key: bytes, parent: bytes) -> None:
+        self._pages[key] = page
