@@ -115,19 +115,22 @@ def test_steps_behind_steps_whose_outcome_the_host_does_not_know(
     with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as drafting:
         engine = drafting.engine
         graphs = KnownGraphs(engine, texts_of(prompts, expected, 0), VOCAB, chance)
+        num_accepted = 0
         for _ in range(2):  # The second time on a warm cache.
             groups = drafting.generate_all(prompts, greedy, stop)
             for group, wanted in zip(groups, expected, strict=True):
                 assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+                num_accepted += sum(s.timeline.num_accepted_tokens for s in group if s.timeline)
         counters = engine.counters()
         assert graphs.num_late > 20
         assert counters["verified_runs"] > 20
-        if chance == 0.0:
-            assert counters["accepted_tokens"] == 0
+        if chance == 0.0:  # Behind the end of a text, any draft may be right.
+            assert num_accepted == 0
         else:
-            assert counters["accepted_tokens"] > 0.3 * chance * counters["drafted_tokens"]
-        sizes = engine.memory.counts()
-        assert sizes.used == 0
+            assert num_accepted > 0.3 * chance * counters["drafted_tokens"]
+        while engine.pipeline.num_steps:  # The last step may be under way.
+            engine.turn()
+        assert engine.memory.counts().used == 0
 
 
 @pytest.mark.parametrize(("max_drafts", "max_requests"), [(1, 1), (5, 64), (16, 100), (6, 257)])
