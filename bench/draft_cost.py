@@ -41,10 +41,13 @@ from weft.engine.models.dtypes import resolve_dtype
 from weft.engine.request import StopCriteria
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request
+from weft.engine.speculative import gate
 from weft.engine.speculative.chains import ChainArrays
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
 
+HEADS = {"smollm2-135m": DRAFT}
+"""That are there; others are made up."""
 PROMPT_TOKENS = 512
 DRAFT_VOCAB = 32_000
 NUM_SKIPPED = 3
@@ -107,7 +110,10 @@ def main() -> None:
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model_dir = write_config(folder, arguments.shape)
-            draft_dir = write_head(folder / "head", model_dir)
+            own = HEADS.get(arguments.shape)
+            draft_dir = own or write_head(folder / "head", model_dir)
+        # Chains and steps are captured for the numbers that a gate compares.
+        gate.DEPTHS = tuple(sorted({0, *arguments.drafts}))
         config = ModelConfig.load(model_dir)
         dtype = resolve_dtype("auto" if arguments.shape is None else "bfloat16", arguments.device)
         settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}

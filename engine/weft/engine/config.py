@@ -240,7 +240,7 @@ class EngineConfig:
                 self.drafter in ("none", "ngram") or self.draft_dir is not None,
                 "another one, or draft_dir given",
             ),
-            ("max_draft_tokens", self.max_draft_tokens, 1 <= self.max_draft_tokens <= 16, "1..16"),
+            ("max_draft_tokens", self.max_draft_tokens, 1 <= self.max_draft_tokens <= 32, "1..32"),
             (
                 "staging_bytes",
                 self.staging_bytes,
