@@ -24,6 +24,7 @@ import argparse
 import json
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,17 @@ from draft_training.curves import draw
 from draft_training.head import DraftHead, HeadShape
 from draft_training.layout import load_head, save_head, with_vocabulary
 from draft_training.lora import add_lora, merge_lora, save_lora
-from draft_training.measure import DEPTHS, measure_head, measure_lookup, measure_trees
+from draft_training.measure import (
+    DEPTHS,
+    measure_grown,
+    measure_head,
+    measure_lookup,
+    measure_trees,
+)
 from draft_training.target import Target
 from draft_training.texts import Text, count_answers, load_texts, save_texts
 from draft_training.training import Trainer, TrainingSettings
+from draft_training.trees import NUM_NODES
 from draft_training.vocabulary import choose, coverage
 from draft_training.writing import Writer, answer_held_out, write_held_out, write_round
 from rich.console import Console
@@ -211,6 +219,19 @@ def cut(arguments: argparse.Namespace, model: Path) -> None:
     save_head(head, target, arguments.out)
 
 
+def print_tokens(
+    what: str, columns: Sequence[int], found: Mapping[str, Mapping[str, Sequence[float]]]
+) -> None:
+    """Tokens a step of drafts, by kind of text."""
+    table = Table(title=f"tokens a step by {what}", box=None)
+    for column in ("draft", "kind", *map(str, columns)):
+        table.add_column(column)
+    for draft, kinds in found.items():
+        for kind, values in kinds.items():
+            table.add_row(draft, kind, *(f"{value:.2f}" for value in values))
+    console.print(table)
+
+
 def report(arguments: argparse.Namespace, model: Path) -> None:
     """Measures a written head."""
     texts = read_texts(arguments.held_out, arguments.max_length)
@@ -220,13 +241,10 @@ def report(arguments: argparse.Namespace, model: Path) -> None:
         merge_lora(head, arguments.adapter)
     found = measure_trees(head, target, texts, arguments.width)
     found["ngram"] = measure_lookup(texts)
-    table = Table(title="tokens a step by depth of the draft", box=None)
-    for column in ("draft", "kind", *map(str, DEPTHS)):
-        table.add_column(column)
-    for draft, kinds in found.items():
-        for kind, values in kinds.items():
-            table.add_row(draft, kind, *(f"{value:.2f}" for value in values))
-    console.print(table)
+    print_tokens("depth of the draft", DEPTHS, found)
+    grown = measure_grown(head, target, texts, arguments.width) if arguments.grow else {}
+    if grown:
+        print_tokens("nodes of the tree", NUM_NODES, grown)
     if arguments.json:
         content = {
             "date": datetime.now(UTC).date().isoformat(),
@@ -240,6 +258,8 @@ def report(arguments: argparse.Namespace, model: Path) -> None:
             "texts": len(texts),
             "depths": list(DEPTHS),
             **found,
+            "nodes": list(NUM_NODES),
+            "grown": grown,
         }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -320,6 +340,7 @@ def parse() -> argparse.Namespace:
     part.add_argument("--held-out", type=Path, required=True, help="folder of their answers")
     part.add_argument("--adapter", type=Path, help="folder of a draft adapter for the head")
     part.add_argument("--width", type=int, default=4, help="children of a node in trees")
+    part.add_argument("--grow", action="store_true", help="trees behind each position; minutes")
     part.add_argument("--json", type=Path)
     return parser.parse_args()
 

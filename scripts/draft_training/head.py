@@ -172,16 +172,34 @@ class DraftHead(nn.Module):
             [rows, tokens - 1, hidden]: x of each step, which `logits` takes. In step s the first s
             columns mean nothing.
         """
-        # Under autocast the sum of states stays in float32.
-        state = self.fc(aux[:, :-1]).to(self.norm.weight.dtype)
-        embedded = functional.embedding(ids[:, 1:], self.embedding).to(state.dtype)
-        embedded = self.midlayer.input_layernorm(embedded)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        for _ in range(num_steps):
+        state = self.first_step(aux, ids, rope, keys, values)
+        yield state
+        embedded = self._embedded(ids, state.dtype)
+        for _ in range(num_steps - 1):
+            state = functional.pad(state, (0, 0, 1, 0))[:, :-1]
             state = self._step(state, embedded, rope, keys, values)
             yield state
-            state = functional.pad(state, (0, 0, 1, 0))[:, :-1]
+
+    def first_step(
+        self,
+        aux: torch.Tensor,
+        ids: torch.Tensor,
+        rope: Rope,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Step 0 of `unroll`; adds its K and V, [rows, kv_heads, tokens - 1, dim]."""
+        # Under autocast the sum of states stays in float32.
+        state = self.fc(aux[:, :-1]).to(self.norm.weight.dtype)
+        return self._step(state, self._embedded(ids, state.dtype), rope, keys, values)
+
+    def _embedded(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Of the tokens from position 1 on, normalised."""
+        embedded = functional.embedding(ids[:, 1:], self.embedding).to(dtype)
+        out: torch.Tensor = self.midlayer.input_layernorm(embedded)
+        return out
 
     def _step(
         self,

@@ -9,8 +9,9 @@ the target's own next one.
 Of trees the same forward tells two things. A chain with the w - 1 next likely tokens beside each of
 its own ("siblings") goes one token further where its first wrong token has the right one beside it;
 it costs the draft nothing more, and the target w rows for each token of depth. And no tree whose
-nodes have at most w children (EAGLE-2's among them, arXiv:2406.16858) goes further than the tree
-that has all of them ("full"), which cannot be verified, but bounds what trees can bring.
+nodes have at most w children goes further than the tree that has all of them ("full"), which cannot
+be verified, but bounds what trees can bring. What an engine would verify is the best part of such a
+tree (EAGLE-2's, `trees.py`), which is grown for each position.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from rich.progress import track
 
 from .head import DraftHead
 from .target import Target
 from .texts import KINDS, Text, pad
 from .training import autocast
+from .trees import MAX_DEPTH, NUM_NODES, accepted_of, tree_ranks
 
 DEPTHS = range(1, 8)
 _NGRAMS = (4, 3, 2)
@@ -154,16 +157,44 @@ def measure_trees(
     }
 
 
+def measure_grown(
+    head: DraftHead, target: Target, texts: Sequence[Text], width: int
+) -> dict[str, dict[str, list[float]]]:
+    """Of trees that are grown `width` wide: by depth and kind, one number for each of `NUM_NODES`.
+
+    Only those of the same depth as a chain take as many steps of the head.
+    """
+    ranks = [
+        tree_ranks(head, target, text, width)
+        for text in track(texts, "growing trees", transient=True)
+    ]
+    table: dict[str, dict[str, list[float]]] = {}
+    for depth in range(2, MAX_DEPTH + 1):
+        columns = []
+        for num_nodes in NUM_NODES:
+            accepted = [
+                [0] * text.num_prompt + accepted_of(rank, depth, num_nodes)
+                for text, rank in zip(texts, ranks, strict=True)
+            ]
+            columns.append(_by_kind(texts, accepted, depths=(depth,)))
+        table[f"eagle, {width} wide, {depth} deep"] = {
+            kind: [column[kind][0] for column in columns] for kind in (*KINDS, "all")
+        }
+    return table
+
+
 def measure_lookup(texts: Sequence[Text]) -> dict[str, list[float]]:
     """Tokens a step of prompt lookup, as `measure_head` tells them."""
     return _by_kind(texts, [lookup_lengths(text.tokens.tolist()) for text in texts])
 
 
-def _by_kind(texts: Sequence[Text], accepted: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+def _by_kind(
+    texts: Sequence[Text], accepted: Sequence[Sequence[int]], depths: Sequence[int] = DEPTHS
+) -> dict[str, list[float]]:
     table = {}
     for kind in (*KINDS, "all"):
         totals = []
-        for depth in DEPTHS:
+        for depth in depths:
             total = Walk()
             for text, lengths in zip(texts, accepted, strict=True):
                 if kind in (text.kind, "all"):

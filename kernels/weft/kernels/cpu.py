@@ -174,6 +174,16 @@ class DraftEntries(ctypes.Structure):
     )
 
 
+class DraftWrite(ctypes.Structure):
+    """`DraftWrite` of csrc/draft.h."""
+
+    _fields_ = (
+        ("head", ctypes.c_void_p),
+        ("entries", ctypes.c_void_p),
+        ("layer", ctypes.c_int64),
+    )
+
+
 class DraftChain(ctypes.Structure):
     """`DraftChain` of csrc/draft.h."""
 
@@ -245,10 +255,10 @@ class NativeCpu:
         self.layer_scratch_width = declare("weft_layer_scratch_width", long, pointer, pointer, long)
         self.check_batch = declare("weft_check_batch", integer, pointer, pointer)
         self.decoder_layers = declare(
-            "weft_decoder_layers", integer, pointer, long, long, *[pointer] * 4
+            "weft_decoder_layers", integer, pointer, long, long, *[pointer] * 5
         )
         self.draft_entries_width = declare("weft_draft_entries_width", long, pointer)
-        self.draft_entries = declare("weft_draft_entries", integer, *[pointer] * 3, long)
+        self.draft_entries = declare("weft_draft_entries", integer, pointer, pointer)
         self.draft_chain_width = declare("weft_draft_chain_width", long, pointer, long)
         self.draft_chain = declare("weft_draft_chain", integer, *[pointer] * 3, long)
         self.native_bf16 = bool(declare("weft_native_bf16", integer)())

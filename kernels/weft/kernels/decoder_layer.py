@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from weft.kernels import cpu
@@ -117,23 +117,37 @@ class DecoderLayerWeight:
         return (self.qkv.dtype, *parts, self.mlp.shapes())
 
 
+class Follower(Protocol):
+    """Goes on from what taps took; the native operation does it with the layers' own threads."""
+
+    def native(self) -> cpu.DraftWrite | None:
+        """For the native operation, valid as long as this lives; None: it cannot do it."""
+
+    def done(self) -> None:
+        """The operation did it."""
+
+
 class Taps:
     """Takes the residual stream as it enters some layers, side by side.
 
     Args:
         layers: Indices in the pool; a layer may be there twice.
         out: [T, len(layers) * H], contiguous, of a step of T rows: written.
+        follower: Told once it is done; where it is not, it is left to the caller. Or None.
 
     Raises:
         ValueError: Too many layers, or `out` cannot be divided among them.
     """
 
-    def __init__(self, layers: Sequence[int], out: torch.Tensor) -> None:
+    def __init__(
+        self, layers: Sequence[int], out: torch.Tensor, follower: Follower | None = None
+    ) -> None:
         count, width = len(layers), out.shape[1]
         if not 0 < count <= cpu.MAX_TAPS or width % count or not out.is_contiguous():
             raise ValueError(f"{count} inputs of layers do not fit {tuple(out.shape)}")
         self._layers = tuple(layers)
         self._out = out
+        self._follower = follower
 
     def take(self, layer: int, hidden: torch.Tensor) -> None:
         """Copies what enters `layer`, [T, H], if it is wanted."""
@@ -141,6 +155,11 @@ class Taps:
         for index, wanted in enumerate(self._layers):
             if wanted == layer:
                 self._out[:, index * width : (index + 1) * width].copy_(hidden)
+
+    def follower_of(self, first: int, count: int) -> Follower | None:
+        """Who can go on behind these layers, if anybody."""
+        ends = (min(self._layers), max(self._layers))
+        return self._follower if first <= ends[0] and ends[1] < first + count else None
 
     def native(self, hidden: torch.Tensor) -> cpu.Taps:
         """The same for the native operation on `hidden`; valid as long as this lives."""
@@ -442,6 +461,8 @@ def decoder_layers(
             f"layers {first} to {first + count - 1} does not fit the step ({batch.rows} rows, "
             f"{pool.layers} layers)"
         )
+    follower = None if taps is None else taps.follower_of(first, count)
+    after = None if follower is None else follower.native()
     status = native.decoder_layers(
         stack.native,
         first,
@@ -450,9 +471,12 @@ def decoder_layers(
         ctypes.byref(pool),
         hidden.data_ptr(),
         None if taps is None else ctypes.byref(taps.native(hidden)),
+        None if after is None else ctypes.byref(after),
     )
     if status:
         cpu.check_status(status, "decoder_layers")
+    if follower is not None and after is not None:
+        follower.done()
     return hidden
 
 

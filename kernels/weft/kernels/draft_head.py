@@ -185,31 +185,74 @@ def draft_entries(
         ValueError: An argument does not fit.
         IndexError: A token, position, slot or length points outside.
     """
-    native = _native_for(aux, w, pool)
-    if native is None:
-        return draft_entries_reference(aux, w, rows, kept, pool, layer)
-    num_rows, requests = aux.shape[0], rows.request_slots.shape[0]
-    _check(aux, (num_rows, w.fc.in_features), w.fc.dtype, "aux")
-    _check(kept, (kept.shape[0], w.hidden_size), w.fc.dtype, "kept")
-    for name in ("token_ids", "positions", "slots"):
-        _check(getattr(rows, name), (num_rows,), torch.int64, name)
-    _check(rows.request_slots, (requests,), torch.int64, "request_slots")
-    _check(rows.cu_q_lens, (requests + 1,), torch.int32, "cu_q_lens")
-    _check_pool(w, layer, pool)
-    g = torch.empty((num_rows, w.hidden_size), dtype=aux.dtype)
-    scratch = torch.empty(num_rows * native.draft_entries_width(_at(w)), dtype=aux.dtype)
-    tensors = (aux, g, kept, rows.token_ids, rows.positions, rows.slots, rows.cu_q_lens)
-    entries = cpu.DraftEntries(
-        *(tensor.data_ptr() for tensor in tensors),
-        rows.request_slots.data_ptr(),
-        *(num_rows, requests, kept.shape[0]),
-        scratch.data_ptr(),
-    )
-    described = cpu.describe_pool(pool)
-    status = native.draft_entries(_at(w), ctypes.byref(entries), ctypes.byref(described), layer)
-    if status:
-        cpu.check_status(status, "draft_entries")
-    return g
+    return DraftEntries(aux, w, rows, kept, pool, layer).finish()
+
+
+class DraftEntries:
+    """`draft_entries`, described; a `Follower` of the taps that write `aux`.
+
+    Args and errors are those of `draft_entries`, but that indices are checked when it is done.
+    """
+
+    def __init__(
+        self,
+        aux: torch.Tensor,
+        w: DraftHeadWeight,
+        rows: DraftRows,
+        kept: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+    ) -> None:
+        self._arguments = (aux, w, rows, kept, pool, layer)
+        self._described: tuple[cpu.DraftWrite, cpu.DraftEntries, torch.Tensor] | None = None
+        self._g: torch.Tensor | None = None
+        self._is_done = False
+        self._native = _native_for(aux, w, pool)
+        if self._native is not None:
+            self._describe(self._native)
+
+    def native(self) -> cpu.DraftWrite | None:
+        """See `Follower.native`."""
+        return None if self._described is None else self._described[0]
+
+    def done(self) -> None:
+        """See `Follower.done`."""
+        self._is_done = True
+
+    def finish(self) -> torch.Tensor:
+        """Does it unless it is done; g."""
+        if self._native is None or self._described is None:
+            return draft_entries_reference(*self._arguments)
+        assert self._g is not None
+        if not self._is_done:
+            write, pool = self._described[0], cpu.describe_pool(self._arguments[4])
+            status = self._native.draft_entries(ctypes.byref(write), ctypes.byref(pool))
+            if status:
+                cpu.check_status(status, "draft_entries")
+            self.done()
+        return self._g
+
+    def _describe(self, native: cpu.NativeCpu) -> None:
+        aux, w, rows, kept, pool, layer = self._arguments
+        num_rows, requests = aux.shape[0], rows.request_slots.shape[0]
+        _check(aux, (num_rows, w.fc.in_features), w.fc.dtype, "aux")
+        _check(kept, (kept.shape[0], w.hidden_size), w.fc.dtype, "kept")
+        for name in ("token_ids", "positions", "slots"):
+            _check(getattr(rows, name), (num_rows,), torch.int64, name)
+        _check(rows.request_slots, (requests,), torch.int64, "request_slots")
+        _check(rows.cu_q_lens, (requests + 1,), torch.int32, "cu_q_lens")
+        _check_pool(w, layer, pool)
+        g = torch.empty((num_rows, w.hidden_size), dtype=aux.dtype)
+        scratch = torch.empty(num_rows * native.draft_entries_width(_at(w)), dtype=aux.dtype)
+        tensors = (aux, g, kept, rows.token_ids, rows.positions, rows.slots, rows.cu_q_lens)
+        entries = cpu.DraftEntries(
+            *(tensor.data_ptr() for tensor in tensors),
+            rows.request_slots.data_ptr(),
+            *(num_rows, requests, kept.shape[0]),
+            scratch.data_ptr(),
+        )
+        write = cpu.DraftWrite(_at(w), ctypes.addressof(entries), layer)
+        self._g, self._described = g, (write, entries, scratch)
 
 
 def draft_entries_reference(

@@ -25,10 +25,10 @@ from weft.engine.runner.batch import ForwardBatch
 from weft.kernels.decoder_layer import Taps
 from weft.kernels.draft_head import (
     DraftChains,
+    DraftEntries,
     DraftHeadWeight,
     DraftRows,
     draft_chain,
-    draft_entries,
     pack_draft_head,
     replace_layer,
 )
@@ -58,14 +58,14 @@ class Eagle3Head:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftHead.extend`."""
         rows, width = batch.token_ids.shape[0], len(self.aux_layers) * target.config.hidden_size
-        taps = Taps(self.aux_layers, aux := kept.new_empty((rows, width)))
-        hidden = target.forward(batch, pool, taps)
-        return hidden, self.entries(aux, batch, kept, pool)
+        entries = self.entries(aux := kept.new_empty((rows, width)), batch, kept, pool)
+        hidden = target.forward(batch, pool, Taps(self.aux_layers, aux, entries))
+        return hidden, entries.finish()
 
     def entries(
         self, aux: torch.Tensor, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
-    ) -> torch.Tensor:
-        """Writes the head's K and V of a target's step.
+    ) -> DraftEntries:
+        """To write the head's K and V of a target's step.
 
         Args:
             aux: [T, 3 * target_hidden]: what entered `aux_layers`, side by side.
@@ -74,7 +74,7 @@ class Eagle3Head:
             pool: The target's, with the head's layer.
 
         Returns:
-            [T, hidden]: the target's states as the head takes them in.
+            Gives [T, hidden]: the target's states as the head takes them in.
         """
         assert batch.request_slots is not None, "a step of a drafted model names its slots"
         rows = DraftRows(
@@ -85,7 +85,7 @@ class Eagle3Head:
             request_slots=batch.request_slots,
             is_uniform=batch.max_q_len == 1 and len(batch.positions) == len(batch.request_slots),
         )
-        return draft_entries(aux, self.weight, rows, kept, pool, self.layer)
+        return DraftEntries(aux, self.weight, rows, kept, pool, self.layer)
 
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor

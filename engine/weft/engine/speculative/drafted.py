@@ -72,7 +72,7 @@ class DraftedModel:
         self.kept = embedding.new_zeros((max_requests + 1, width))
         """[max_requests + 1, hidden]: of each slot's last row; nobody's after the last slot."""
         self._last = embedding.new_zeros((max_step_tokens, width))
-        """Of the rows of the last step; in one place, as captured graphs need it."""
+        """Of the rows of the last step; on a GPU in one place, as captured graphs need it."""
 
     def adapted(self, folder: Path) -> DraftedModel:
         """The same with the head as a draft adapter makes it; states and pages are shared.
@@ -101,8 +101,11 @@ class DraftedModel:
     def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
         """As `CausalLM.forward`; `batch.request_slots` must be there."""
         hidden, states = self.head.extend(self._target, batch, self.kept, pool)
-        rows = min(states.shape[0], self._last.shape[0])
-        self._last[:rows].copy_(states[:rows])
+        if states.is_cuda:
+            rows = min(states.shape[0], self._last.shape[0])
+            self._last[:rows].copy_(states[:rows])
+        else:
+            self._last = states
         return hidden
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:

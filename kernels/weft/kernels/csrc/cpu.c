@@ -159,20 +159,27 @@ int weft_check_batch(const Batch *batch, const Pool *pool) {
   return status == FINE ? check_attention(&batch->attention, pool, batch->rows) : status;
 }
 
-/* A Status; `taps` may be null. */
+/* A Status; `taps` and `after` may be null. What `after` writes goes on from the taps: these layers
+ * must be all that it needs. */
 int weft_decoder_layers(const Layer *const *layers, int64_t first, int64_t count,
-                        const Batch *batch, const Pool *pool, void *hidden, const Taps *taps) {
-  Plan plan;
-  Status status = plan_attention(&batch->attention, pool, &plan);
+                        const Batch *batch, const Pool *pool, void *hidden, const Taps *taps,
+                        const DraftWrite *after) {
+  Plan plan = {0};
+  Status status = after == NULL ? FINE : check_entries(after->head, after->entries, pool);
+  if (status == FINE) status = plan_attention(&batch->attention, pool, &plan);
   if (status == FINE && count > 0 && batch->rows > 0) {
     Barrier barrier = {0};
     Division divisions[2];
-    divisions[0].threads = divisions[1].threads = team_limit();
+    DraftDivision division;
+    divisions[0].threads = divisions[1].threads = division.threads = team_limit();
     divide_layer(layers[0], first, batch, &divisions[0]);
+    if (after != NULL) divide_entries(after->head, after->entries, &division);
 #pragma omp parallel num_threads(divisions[0].threads)
     {
       Member me = join_team(&barrier);
       layers_share(layers, first, count, batch, pool, hidden, taps, &plan, divisions, &me);
+      if (after != NULL)
+        entries_share(after->head, after->entries, pool, after->layer, &division, &me);
     }
   }
   free_plan(&plan);
@@ -183,8 +190,9 @@ int64_t weft_draft_entries_width(const DraftHead *head) { return entries_width(h
 int64_t weft_draft_chain_width(const DraftHead *head, int64_t dim) { return chain_width(head, dim); }
 
 /* A Status; nothing was written where it is not FINE. */
-int weft_draft_entries(const DraftHead *head, const DraftEntries *entries, const Pool *pool,
-                       int64_t layer) {
+int weft_draft_entries(const DraftWrite *write, const Pool *pool) {
+  const DraftHead *head = write->head;
+  const DraftEntries *entries = write->entries;
   Status status = check_entries(head, entries, pool);
   if (status != FINE || entries->rows == 0) return status;
   DraftDivision division = {.threads = team_limit()};
@@ -193,7 +201,7 @@ int weft_draft_entries(const DraftHead *head, const DraftEntries *entries, const
 #pragma omp parallel num_threads(division.threads)
   {
     Member me = join_team(&barrier);
-    entries_share(head, entries, pool, layer, &division, &me);
+    entries_share(head, entries, pool, write->layer, &division, &me);
   }
   return FINE;
 }

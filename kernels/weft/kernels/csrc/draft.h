@@ -29,6 +29,14 @@ typedef struct {
   void *scratch; /* rows * entries_width elements */
 } DraftEntries;
 
+/* Entries that are written behind the target's layers, by their team; as laid out by
+ * weft/kernels/cpu.py. */
+typedef struct {
+  const DraftHead *head;
+  const DraftEntries *entries;
+  int64_t layer; /* The head's, in the pool. */
+} DraftWrite;
+
 /* Chains of `depth` tokens; a step runs the first counts[step] requests. */
 typedef struct {
   void *state; /* [requests, hidden], written */
