@@ -72,6 +72,8 @@ class DeviceCopies:
         Returns:
             A flat tensor for each array.
         """
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array.flatten()) for array in arrays]
         begins, end = [], 0
         for array in arrays:
             begins.append(end)

@@ -147,8 +147,8 @@ class Drawing:
         for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
             by_row += [item.request] * (1 + count)
         by_row += requests[num_decodes + len(plan.verifies) :]
-        if self._sampler.is_on_device:
-            # Requests whose tokens depend on their last ones are not drafted for there.
+        # Where tokens are drawn on the device no other requests are drafted for.
+        if not any(item.request.draws_in_turn for item in plan.verifies):
             errors = self._take_masks(by_row)
             samples = self._begin(drawable, self._slots(by_row))
             return Draw(plan, by_row, samples, errors)

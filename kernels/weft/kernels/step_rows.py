@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -100,16 +101,18 @@ def accept_drafts(
         from weft.kernels.gpu import step_rows as gpu
 
         return gpu.accept_drafts(drawn, step, verified, known)
-    rows, following = verified.rows, verified.rows[:, 1:]
-    found, drafts = drawn[rows.clamp(min=0)], step.token_ids[following.clamp(min=0)]
+    # Numpy: operations on so few numbers are calls only, and torch's take several times as long.
+    rows, tokens = verified.rows.numpy(), drawn.numpy()
+    following = rows[:, 1:]
+    found, drafts = tokens[np.maximum(rows, 0)], step.token_ids.numpy()[np.maximum(following, 0)]
     is_accepted = (found[:, :-1] == drafts) & (found[:, 1:] >= 0) & (following >= 0)
-    num_accepted = is_accepted.to(torch.int64).cumprod(1).sum(1, keepdim=True)
-    last_rows = rows.gather(1, num_accepted).squeeze(1)
-    slots = verified.slots[rows[:, 0]]
+    num_accepted = np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1)
+    last_rows = rows[np.arange(len(rows)), num_accepted]
+    slots = verified.slots.numpy()[rows[:, 0]]
     # What follows a token that there is not is dropped, but it must be of the vocabulary.
-    known.tokens[0].index_copy_(0, slots, drawn[last_rows].clamp(min=0))
-    known.starts.index_copy_(0, slots, step.positions[last_rows] + 1)
-    return last_rows, slots
+    known.tokens.numpy()[0, slots] = np.maximum(tokens[last_rows], 0)
+    known.starts.numpy()[slots] = step.positions.numpy()[last_rows] + 1
+    return torch.from_numpy(last_rows), torch.from_numpy(slots)
 
 
 def chain_places(

@@ -234,6 +234,12 @@ class Request:
         self.end_token_ids = self.eos_token_ids.union(self.stop.stop_token_ids)
 
     @property
+    def draws_in_turn(self) -> bool:
+        """What is drawn depends on the tokens just before it: one after another."""
+        params = self.params
+        return params.has_penalties or params.constraint is not None or self.stop.min_tokens > 0
+
+    @property
     def starts_late(self) -> bool:
         """Where the step that began last starts depends on one that is under way."""
         return self.num_verifying > 1

@@ -47,10 +47,7 @@ class Drafting:
         """Tokens of a new request may be drafted."""
         if self.drafter is None or not request.params.speculates:
             return False
-        params = request.params
-        depends_on_last = params.has_penalties or params.constraint is not None
-        depends_on_last |= request.stop.min_tokens > 0
-        return not (self._draws_on_device and depends_on_last)
+        return not (self._draws_on_device and request.draws_in_turn)
 
     def forget(self, slot: int) -> None:
         """The slot's request is gone."""
