@@ -40,6 +40,7 @@ try:
     from draft_training.target import Target
     from draft_training.texts import Text, load_texts, plan_epoch, save_texts
     from draft_training.training import Trainer, TrainingSettings
+    from draft_training.trees import accepted_of, tree_ranks
     from draft_training.vocabulary import choose, coverage
     from draft_training.writing import Script
 finally:
@@ -162,6 +163,7 @@ def test_accepted_lengths_are_those_of_drafting(
     assert found[1:] == expected
     assert max(expected) >= 1
     check_trees(head, target, naive, text)
+    check_grown(head, target, naive, text)
     table = measure_head(head, target, [text])
     assert table["code"] == table["all"]
     assert table["chat"] == [0.0] * len(DEPTHS)
@@ -186,6 +188,37 @@ def check_trees(head: DraftHead, target: Target, naive: NaiveHead, text: Text) -
         assert accepted.chain[0][anchor] == chain
         assert accepted.siblings[0][anchor] == chain + beside
         assert accepted.full[0][anchor] == full
+
+
+def check_grown(head: DraftHead, target: Target, naive: NaiveHead, text: Text) -> None:
+    """Trees of width 3, grown path by path."""
+    tokens, width, deepest = text.tokens.tolist(), 3, 4
+    ranks = tree_ranks(head, target, text, width)
+    known = naive.fuse(target.states(torch.tensor([tokens])).aux[0])
+    for anchor in range(text.num_prompt, len(tokens) - 1, 3):
+        scores: dict[tuple[int, ...], float] = {}
+        level: list[tuple[int, ...]] = [()]
+        for _ in range(deepest):
+            found = {}
+            for path in level:
+                logits = naive.taught(known[:anchor], [*tokens[: anchor + 1], *path])[len(path)]
+                logprobs = logits.log_softmax(-1)
+                for index in logprobs.argsort(descending=True)[:width].tolist():
+                    score = scores.get(path, 0.0) + logprobs[index].item()
+                    found[(*path, naive.ids[index].item())] = score
+            scores |= found
+            level = sorted(found, key=found.__getitem__, reverse=True)[:width]
+        for depth in range(1, deepest + 1):
+            nodes = [path for path in scores if len(path) <= depth]
+            nodes.sort(key=lambda path: -scores[path])
+            for num_nodes in (1, 3, 5, 8, 13, 100):
+                kept, length = set(nodes[:num_nodes]), 0
+                while tuple(tokens[anchor + 1 : anchor + 2 + length]) in kept:
+                    length += 1
+                    if anchor + 1 + length == len(tokens):
+                        break
+                accepted = accepted_of(ranks, depth, num_nodes)
+                assert accepted[anchor - text.num_prompt] == length, (anchor, depth, num_nodes)
 
 
 def test_lookup_drafts_what_followed_before(rng: random.Random) -> None:
