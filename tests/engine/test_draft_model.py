@@ -242,13 +242,21 @@ def test_without_room_there_are_no_drafts(target_dir: Path, draft_dir: Path) -> 
         check_memory(drafting)
 
 
+def shortened(model_dir: Path, path: Path, max_tokens: int) -> Path:
+    """The same model with a context of so many tokens."""
+    config = json.loads((shutil.copytree(model_dir, path) / "config.json").read_text())
+    config["max_position_embeddings"] = max_tokens
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def submit_of(name: str, prompt: list[int], stop: StopCriteria) -> Submit:
+    return Submit(session=0, request_id=name, attempt=0, prompt=prompt, sampling=GREEDY, stop=stop)
+
+
 def test_a_request_beyond_the_draft_models_context(target_dir: Path, tmp_path: Path) -> None:
     limit = 4 * PAGE
-    short = shutil.copytree(target_dir, tmp_path / "short")
-    config = (short / "config.json").read_text()
-    before, after = (f'"max_position_embeddings": {n}' for n in (2048, limit))
-    assert before in config
-    (short / "config.json").write_text(config.replace(before, after))
+    short = shortened(target_dir, tmp_path / "short", limit)
     prompts = [random_prompts(1)[0][:5], [random.randrange(3, VOCAB) for _ in range(limit)]]
     stop = StopCriteria(max_tokens=2 * limit, ignore_eos=True)
     with llm(target_dir) as plain:
@@ -263,20 +271,31 @@ def test_a_request_beyond_the_draft_models_context(target_dir: Path, tmp_path: P
     assert counts[1] == 0
 
 
+def test_pages_end_with_the_draft_models_context(target_dir: Path, tmp_path: Path) -> None:
+    """Long before the request does, so that others have them."""
+    limit = 4 * PAGE
+    short = shortened(target_dir, tmp_path / "short", limit)
+    engine = make_engine(target_dir, "decode", ManualClock(), drafter="model", draft_dir=short)
+    engine.scheduler.running_plans.gate = RandomGate((3,))
+    stop = StopCriteria(max_tokens=4 * limit, ignore_eos=True)
+    (prompt,) = random_prompts(1, PAGE)
+    engine.turn(Inbox(submits=[submit_of("0", prompt, stop)]))
+    held = []
+    while engine.scheduler.has_work:
+        held.append(engine.drafting.sizes()["draft_pages"])
+        engine.turn()
+    assert max(held) > 0
+    assert not any(held[len(held) // 2 :])
+    engine.close()
+
+
 def test_cancelled_requests_give_their_pages_back(target_dir: Path) -> None:
     engine = make_engine(target_dir, "decode", ManualClock(), drafter="model", draft_dir=target_dir)
     engine.scheduler.running_plans.gate = RandomGate((3,))
     drafter = engine.drafting.drafter
     assert isinstance(drafter, ModelDrafter)
     submits = [
-        Submit(
-            session=0,
-            request_id=str(index),
-            attempt=0,
-            prompt=prompt,
-            sampling=GREEDY,
-            stop=StopCriteria(max_tokens=400, ignore_eos=True),
-        )
+        submit_of(str(index), prompt, StopCriteria(max_tokens=400, ignore_eos=True))
         for index, prompt in enumerate(random_prompts(5, 2 * PAGE))
     ]
     engine.turn(Inbox(submits=submits))

@@ -64,6 +64,9 @@ LANDING_SHARES = {
 """Of a staging area, by role and whether there is a KV store: the part that fills are received in.
 Both parts have at least one page."""
 
+MAX_FIXED_GROUP = 64
+"""Query heads of a KV head in a tile of rows of deterministic attention on a GPU."""
+
 
 @dataclass(slots=True, kw_only=True)
 class EngineParts:
@@ -119,7 +122,7 @@ def load_parts(
     drafted = _load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
-    draft = load_draft_model(config, loaded)
+    draft = load_draft_model(config, loaded, progress)
     layout = loaded.model.kv_layout(config.page_size)
     promise = _promise_determinism(config, loaded, layout, device) if config.deterministic else []
     limit = min(
@@ -151,7 +154,7 @@ def load_parts(
     # Before any thread beside this one may use the device: graphs are captured.
     drafter: Drafter | None = None
     if draft is not None:
-        drafter = draft.drafter(num_draft_pages, max_tokens, device)
+        drafter = draft.drafter(num_draft_pages, max_tokens, device, progress)
     elif drafted is not None and config.drafter in HEAD_DRAFTERS:
         drafter = _head_drafter(config, drafted, runner, wake)
     sampling_device, faults = _sampling_device(loaded.config.vocab_size, device)
@@ -446,6 +449,8 @@ def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         reason = f"tested from compute capability 9.0 on, {device} has {capability}"
     elif config.enable_lora:
         reason = "adapters add in an order that depends on the step; set enable_lora = false"
+    elif loaded.config.num_heads // loaded.config.num_kv_heads > MAX_FIXED_GROUP:
+        reason = f"attention takes at most {MAX_FIXED_GROUP} query heads of one KV head"
     elif loaded.config.moe is not None:
         reason = "experts' results still depend on the step here; a dense model's do not"
     elif not isinstance(loaded.model, DecoderOnlyLM | DraftedModel):

@@ -62,7 +62,7 @@ def load_model(
     dtype = resolve_dtype(dtype, device)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)
-    arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-fixed" if is_fixed else dtype
+    arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-{_FIXED}" if is_fixed else dtype
     if dummy:
         model = build(config, Weights(RandomWeights(torch_dtype, target), arena=arena))
         digest = model_digest(config, f"dummy-{computed}", ())
@@ -77,6 +77,10 @@ def load_model(
     except OSError as error:
         raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
+
+
+_FIXED = "fixed-2"
+"""Raised with every change of the bits that operations of deterministic mode make on a GPU."""
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:

@@ -206,6 +206,8 @@ class Request:
     """What is known of drafts for it."""
     is_draft_behind: bool = False
     """A draft model has not read all of its tokens yet: that it made no drafts says nothing."""
+    lacks_draft_room: bool = False
+    """A draft model has no pages for it, or no positions: drafts of others are not judged by it."""
     state_end: int = 0
     """With a draft model: the slot holds the model's state of the token before this position."""
     num_published_pages: int = 0

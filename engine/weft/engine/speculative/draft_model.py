@@ -6,6 +6,7 @@ is cached, shipped or part of an identity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -22,8 +23,13 @@ from weft.engine.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 POOL_SHARE = 0.25
 """Of the tokens that the target's pool holds; where it is full, drafts seldom pay."""
 
+Progress = Callable[[int, int, str], None]
+"""Called with (done, in all, what in words), as that of `load_parts`."""
 
-def load_draft_model(config: EngineConfig, target: LoadedModel) -> DraftModel | None:
+
+def load_draft_model(
+    config: EngineConfig, target: LoadedModel, progress: Progress
+) -> DraftModel | None:
     """Loads the model in `draft_dir`; None where none is to draft.
 
     Raises:
@@ -36,7 +42,13 @@ def load_draft_model(config: EngineConfig, target: LoadedModel) -> DraftModel | 
     try:
         own = ModelConfig.load(folder)
         check_same_vocabulary(folder, own, config.model_dir, target.config)
-        loaded = load_model(folder, target.dtype, config.device, dummy=is_dummy)
+        loaded = load_model(
+            folder,
+            target.dtype,
+            config.device,
+            lambda done, total: progress(done, total, "loading the draft model"),
+            dummy=is_dummy,
+        )
     except ModelError as error:
         message = f"draft_dir = {folder}, which drafter = model loads: {error.message}"
         raise ModelError(message, param="draft_dir") from error
@@ -105,7 +117,7 @@ class DraftModel:
         return replace(both, drafts=num_pages * self.layout.page_bytes)
 
     def drafter(
-        self, num_pages: int, max_context_tokens: int, device: torch.device
+        self, num_pages: int, max_context_tokens: int, device: torch.device, progress: Progress
     ) -> ModelDrafter:
         """Makes the pool, and on a GPU the graphs.
 
@@ -113,6 +125,7 @@ class DraftModel:
             num_pages: From `num_pages`.
             max_context_tokens: Of the longest request.
             device: Of the model.
+            progress: Of the graphs.
 
         Raises:
             ConfigError: There is not enough memory.
@@ -127,6 +140,7 @@ class DraftModel:
             device,
             max_step_tokens=self._max_rows,
             cuda_graphs=self._config.cuda_graphs,
+            on_capture=progress,
         )
         memory = KvMemory(num_pages, None)
         chunk_tokens = self._config.prefill_chunk_tokens

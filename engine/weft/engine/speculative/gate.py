@@ -133,8 +133,9 @@ class MeasuredGate:
             num_drafts += run.num_drafts
             if item.request.is_draft_behind:
                 continue
-            for acceptance in (self._own(item.request), self._acceptance):
-                acceptance.observe(num_accepted, item.max_drafts, run.num_drafts)
+            self._own(item.request).observe(num_accepted, item.max_drafts, run.num_drafts)
+            if not item.request.lacks_draft_room:
+                self._acceptance.observe(num_accepted, item.max_drafts, run.num_drafts)
         self._has_prompts = bool(plan.chunks)
         if self._has_prompts or duration_s <= 0:
             return

@@ -88,9 +88,12 @@ class ModelDrafter:
         for index in order:
             (request, start, max_drafts), begin = items[index], begins[index]
             num_drafts = min(max_drafts, self._max_tokens - start)
+            if start >= self._max_tokens:
+                self.forget(request.slot)  # It never gets drafts again.
             text = self._with_room(request.slot, start + num_drafts) if num_drafts > 0 else None
             end = min(start + 1, begin + left)
             request.is_draft_behind = text is not None and end <= start
+            request.lacks_draft_room = text is None
             if text is None or end == begin:
                 continue
             left -= end - begin

@@ -393,7 +393,7 @@ def _mix(
     else:
         # As above: loses nothing among the scores that matter.
         weights = tl.exp2((scores - reference[:, None]) * scale)
-    total = total * shrink + tl.sum(weights, axis=1)
+    total = tl.fma(total, shrink, tl.sum(weights, axis=1))
     mixed = mixed * shrink[:, None]
     mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return new_largest, total, mixed
