@@ -346,6 +346,25 @@ def test_logprobs_are_of_the_unchanged_logits(native: bool) -> None:
         assert [v for _, v in logprob.top] == pytest.approx(values.tolist(), abs=1e-9)
 
 
+@pytest.mark.parametrize("native", PATHS)
+def test_several_rows_of_a_sample_are_changed_back_each(native: bool) -> None:
+    """As behind drafts: rows of one slot, drawn in one call."""
+    vocab, positions = 64, np.arange(4, 7)
+    logits = torch.randn(3, vocab)
+    row = make_row(9, logit_bias={3: 4.0, 5: -2.0}, top_logprobs=5)
+    sampler = Sampler(vocab, 1, use_native=native)
+    sampler.add(0, row, (1, 2), ())
+    given = logits.clone()
+    together = sampler.sample(given, np.zeros(3, np.int64), positions)
+    assert torch.equal(given, logits)
+    for index in range(3):
+        alone = Sampler(vocab, 1, use_native=native)
+        alone.add(0, row, (1, 2), ())
+        one = alone.sample(logits[index : index + 1].clone(), np.array([0]), positions[index:][:1])
+        assert one.token_ids[0] == together.token_ids[index]
+        assert one.logprobs[0] == together.logprobs[index]
+
+
 # ---- faults ------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,17 @@ def test_a_draft_adapter_is_copied_and_has_no_part_in_the_digest(tmp_path: Path,
     add(registry, "mine")
     assert not copied.exists()
     assert adapter_digest(registry.directory(plain)) == plain
+
+
+def test_copies_of_one_adapter_at_once(tmp_path: Path, seed: int) -> None:
+    registry = Registry(tmp_path)
+    draft = write_adapter(write_adapter(tmp_path / "mine", seed) / DRAFT_FOLDER, seed + 1)
+    with ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(lambda _: add(registry, "mine"), range(60)))
+    assert len(set(digests)) == 1
+    copied = registry.directory(digests[0]) / DRAFT_FOLDER
+    assert (copied / WEIGHTS).read_bytes() == (draft / WEIGHTS).read_bytes()
+    assert copies(tmp_path) == [digests[0].hex()]
 
 
 @pytest.mark.parametrize("what", ["folder", "file", "missing", "large"])

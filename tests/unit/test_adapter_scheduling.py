@@ -324,12 +324,15 @@ class _SilentDisk:
 
     def __init__(self) -> None:
         self.answers = threading.Event()
+        self.is_over = threading.Event()
         self.replies: dict[int, WeftError | None] = {}
         self.failed: list[bytes] = []
 
     def read(self, directory: str, *, is_lenient: bool) -> Weights:
         if directory.startswith("silent"):
             self.answers.wait()
+        elif directory == "dead":
+            self.is_over.wait()
         return fake(directory)
 
     def write(self, place: Place, weights: Weights) -> None:
@@ -376,7 +379,9 @@ def test_a_disk_that_does_not_answer_delays_nobody_else(patch: pytest.MonkeyPatc
         # No more threads than there may be, and nobody waits for one.
         numbers = range(10, 10 + 2 * manager_module.MOST_STALLED)
         for number in numbers:
-            order(number, f"silent {number}")
+            # The last one that has a thread stays when all others go on.
+            is_last = number == numbers[manager_module.MOST_STALLED - 1]
+            order(number, "dead" if is_last else f"silent {number}")
         wait_for(*numbers)
         assert {type(disk.replies[number]) for number in numbers} == {PeerUnavailable}
         assert manager.sizes()["adapter_stalls"] == manager_module.MOST_STALLED
@@ -388,9 +393,10 @@ def test_a_disk_that_does_not_answer_delays_nobody_else(patch: pytest.MonkeyPatc
             manager.turn()
             time.sleep(0.005)
         deadline = time.monotonic() + 30
-        while manager.sizes()["adapter_stalls"]:
+        while manager.sizes()["adapter_stalls"] > 1:
             assert time.monotonic() < deadline
             time.sleep(0.005)
     finally:
         disk.answers.set()
+        disk.is_over.set()
         manager.close()

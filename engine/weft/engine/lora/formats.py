@@ -61,10 +61,12 @@ def read_adapter(
         plan = plan_adapter(files, config, max_rank=max_rank, parts=parts, is_lenient=is_lenient)
         reader = _Reader(files, config, dtype)
         reader.check_size(plan.num_elements, max_bytes)
-        with Hashing(files, is_lenient=is_lenient) as hashing:
-            adapter = reader.adapter(plan)
-            digest = hashing.result()
-        files.check_unchanged()
+        try:
+            with Hashing(files, is_lenient=is_lenient) as hashing:
+                adapter = reader.adapter(plan)
+                digest = hashing.result()
+        finally:
+            files.check_unchanged()  # Else whatever was found may come of the change.
     return replace(adapter, digest=digest)
 
 

@@ -387,7 +387,7 @@ class AdapterManager:
             entry, self._was_new = again, False
         else:
             return
-        if self._reader.current is not None:
+        if self._reader.current is not None and not self._replace_reader():
             # The last thread that there may be is at a read that was given up.
             self._fail_read(entry)
             self._is_changed = True
@@ -405,13 +405,19 @@ class AdapterManager:
         entry = self._reading
         if entry is None or self._reader.stuck_s(self._clock()) < READ_STALL_S:
             return False
-        self._stalled = [reader for reader in self._stalled if reader.current is not None]
         self._reading = None
-        if len(self._stalled) < MOST_STALLED:
-            self._reader.take_back()
-            self._stalled.append(self._reader)
-            self._reader = Mover(self._reader.name, self._wake)
+        self._replace_reader()
         self._fail_read(entry)
+        return True
+
+    def _replace_reader(self) -> bool:
+        """Leaves a stalled reader alone and makes another one, if there may be one more."""
+        self._stalled = [reader for reader in self._stalled if reader.current is not None]
+        if len(self._stalled) == MOST_STALLED:
+            return False
+        self._reader.take_back()
+        self._stalled.append(self._reader)
+        self._reader = Mover(self._reader.name, self._wake)
         return True
 
     def _fail_read(self, entry: _Entry) -> None:

@@ -82,7 +82,7 @@ class LogitEdits:
         self.bias = np.fromiter(params.logit_bias.values(), np.float32)
         self.stop_ids = np.unique(np.asarray(stop_ids, np.int64))
         self.counts = TokenCounts(prompt_ids, output_ids) if params.has_penalties else None
-        self._undo: list[tuple[Int64Array, Float32Array]] = []
+        self._undo: list[tuple[Float32Array, Int64Array, Float32Array]] = []
 
     def apply(self, row: Float32Array, *, is_masking: bool) -> None:
         """Changes `row` [vocab_size] in place: bias, then penalties, then the mask.
@@ -101,14 +101,14 @@ class LogitEdits:
             self._remember(row, self.stop_ids)
             row[self.stop_ids] = MASKED_LOGIT
 
-    def take_back(self, row: Float32Array) -> None:
-        """Restores what `apply` changed."""
+    def take_back(self) -> None:
+        """Restores all rows that `apply` has changed since."""
         while self._undo:
-            ids, values = self._undo.pop()
+            row, ids, values = self._undo.pop()
             row[ids] = values
 
     def _remember(self, row: Float32Array, ids: Int64Array) -> None:
-        self._undo.append((ids, row[ids]))
+        self._undo.append((row, ids, row[ids]))
 
     def _penalised(self, logits: Float32Array, counts: TokenCounts) -> Float32Array:
         """Repetition divides or multiplies; frequency and presence subtract."""

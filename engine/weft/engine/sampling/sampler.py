@@ -302,8 +302,8 @@ class Sampler:
                 edits.apply(rows[r], is_masking=self._is_masking(int(slots[r])))
             tokens = sample_rows(logits, slots, positions, self._columns)
         finally:
-            for r, edits in edited:
-                edits.take_back(rows[r])
+            for _, edits in edited:
+                edits.take_back()
         for r, edits in edited:
             if edits.counts is not None and tokens[r] >= 0:
                 edits.counts.add_output(int(tokens[r]))

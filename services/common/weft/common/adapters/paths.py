@@ -7,6 +7,7 @@ from the root's descriptor without following links, so that what was checked is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -26,6 +27,8 @@ _TEMPORARY = "new-"
 _STALE_S = 3600.0
 """A copy that was not completed for so long never will be."""
 _MAX_PATH_CHARS = 1024
+_DRAFT_ATTEMPTS = 8
+"""At putting a draft where others put theirs; after that one of theirs stays."""
 _CHUNK_BYTES = 8 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe must not wait for a writer.
@@ -200,11 +203,22 @@ def _publish(temporary: Path, final: Path) -> None:
     except OSError:
         if not final.is_dir():
             raise
-        draft = temporary / DRAFT_FOLDER
+        _publish_draft(temporary, final)
+
+
+def _publish_draft(temporary: Path, final: Path) -> None:
+    for attempt in range(_DRAFT_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
-            (final / DRAFT_FOLDER).rename(temporary / "former")
-        if draft.is_dir():
-            draft.rename(final / DRAFT_FOLDER)
+            (final / DRAFT_FOLDER).rename(temporary / f"former-{attempt}")
+        try:
+            (temporary / DRAFT_FOLDER).rename(final / DRAFT_FOLDER)
+            return
+        except FileNotFoundError:
+            return  # It brings none.
+        except OSError as error:
+            # Another copy of the same adapter came in between.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
 
 def _refused(message: str) -> InvalidRequest:
