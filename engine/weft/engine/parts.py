@@ -24,7 +24,7 @@ from weft.engine.memory.radix_cache import RadixCache
 from weft.engine.messages import EngineInfo, StoreLookup, StorePut
 from weft.engine.models.decoder_only import DecoderOnlyLM
 from weft.engine.models.loader import LoadedModel, load_model
-from weft.engine.runner.graphs import says_what_lacks_memory
+from weft.engine.runner.graphs import Progress, says_what_lacks_memory
 from weft.engine.runner.memory_plan import (
     MIN_PAGES,
     check_pool_fits,
@@ -95,7 +95,7 @@ def load_parts(
     config: EngineConfig,
     *,
     wake: Callable[[], None] = lambda: None,
-    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    progress: Progress = lambda done, total, what: None,
 ) -> EngineParts:
     """Loads the model and makes the pool.
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy.typing as npt
 import torch
 from weft.engine.errors import AdapterError
 from weft.engine.lora.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
@@ -25,9 +23,9 @@ from weft.engine.lora.plan import (
     plan_adapter,
     projection_shape,
 )
+from weft.engine.lora.words import words_of
 from weft.engine.models.config import ModelConfig
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -233,16 +231,10 @@ def _is_finite(values: torch.Tensor) -> bool:
     """
     if not values.numel():
         return True
-    infinity = int(_words(torch.tensor([torch.inf], dtype=values.dtype))[0])
+    infinity = int(words_of(torch.tensor([torch.inf], dtype=values.dtype))[0])
     # Without the sign; 2^(bits - 1) - 1 is what it leaves.
-    magnitudes = _words(values.contiguous()) & ((1 << (8 * values.element_size() - 1)) - 1)
+    magnitudes = words_of(values.contiguous()) & ((1 << (8 * values.element_size() - 1)) - 1)
     return int(magnitudes.max()) < infinity
-
-
-def _words(values: torch.Tensor) -> npt.NDArray[Any]:
-    """The bits of its numbers, which share its memory; numpy has no bfloat16."""
-    words: npt.NDArray[Any] = values.view(_INTEGERS[values.element_size()]).numpy()
-    return words
 
 
 def _as_tensor(data: bytearray, entry: TensorEntry) -> torch.Tensor:

@@ -11,10 +11,8 @@ import torch
 from weft.engine.errors import AdapterError
 from weft.engine.lora.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.lora.projections import B_SUFFIX, EMBED_TOKENS, LM_HEAD, Projection
+from weft.engine.lora.words import words_of
 from weft.kernels.lora import ROW_RANK
-
-_WORDS = {2: torch.int16, 4: torch.int32}
-"""By bytes of a number; numpy has no bfloat16."""
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -217,8 +215,8 @@ def _half(
         own = rows[used : used + given * count].view(given, count * ROW_RANK, features)
         # By numpy, which is quicker with a transposed B, and without torch's threads, for which
         # steps on a CPU would have to wait.
-        words = own.view(_WORDS[own.element_size()]).numpy()
-        words[:, :rank] = values.view(_WORDS[own.element_size()]).numpy()
+        words = words_of(own)
+        words[:, :rank] = words_of(values)
         words[:, rank:] = 0
         numbers = used + np.arange(given * count).reshape(given, count)
         index[layer, :, :count] = numbers  # One for all is broadcast.

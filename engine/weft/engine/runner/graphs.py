@@ -45,6 +45,8 @@ MAX_FEW_ROWS = 8
 FEW_REQUESTS = 8
 """Of a ragged step whose graph does not look for more: prompts without a large batch beside."""
 
+Progress = Callable[[int, int, str], None]
+"""Called with (done, in all, what in words) while a worker loads and captures."""
 
 _ONE_TOKEN = StepArrays(
     token_ids=np.zeros(1, np.int64),
@@ -214,7 +216,7 @@ class StepGraphs:
         pool: torch.Tensor,
         inputs: DeviceInputs,
         buckets: Sequence[Bucket],
-        on_capture: Callable[[int, int, str], None] = lambda done, total, what: None,
+        on_capture: Progress = lambda done, total, what: None,
     ) -> None:
         self._model = model
         self._pool = pool

@@ -17,7 +17,7 @@ from weft.engine.models.interface import CausalLM
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.device_pool import DevicePool, PinnedRows
-from weft.engine.runner.graphs import Bucket, StepGraphs, step_buckets
+from weft.engine.runner.graphs import Bucket, Progress, StepGraphs, step_buckets
 from weft.engine.runner.step import Int32Array, Int64Array, PageTable, StepArrays
 from weft.engine.scheduler.pages import PageCopy
 from weft.engine.scheduler.plan import Plan
@@ -93,7 +93,7 @@ class ModelRunner:
         lora: LoraPool | None = None,
         states: KeptStates | None = None,
         max_drafts: int = 0,
-        on_capture: Callable[[int, int, str], None] = lambda done, total, what: None,
+        on_capture: Progress = lambda done, total, what: None,
     ) -> None:
         self._states = states
         self._verifying: Verifying | None = None

@@ -6,7 +6,6 @@ is cached, shipped or part of an identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,15 +15,13 @@ from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.models.config import ModelConfig
 from weft.engine.models.loader import LoadedModel, load_model
 from weft.engine.models.vocabularies import check_same_vocabulary
+from weft.engine.runner.graphs import Progress
 from weft.engine.runner.memory_plan import MIN_PAGES, MemoryNeeds, measure_needs
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 
 POOL_SHARE = 0.25
 """Of the tokens that the target's pool holds; where it is full, drafts seldom pay."""
-
-Progress = Callable[[int, int, str], None]
-"""Called with (done, in all, what in words), as that of `load_parts`."""
 
 
 def load_draft_model(

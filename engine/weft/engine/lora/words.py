@@ -1,0 +1,21 @@
+"""Numbers as their bits, for numpy, which has no bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""By bytes of a number."""
+
+
+def words_of(values: torch.Tensor) -> npt.NDArray[Any]:
+    """The bits of a CPU tensor's numbers, whose memory they share.
+
+    Args:
+        values: Of any shape and strides; float32, float16 or bfloat16.
+    """
+    words: npt.NDArray[Any] = values.view(_INTEGERS[values.element_size()]).numpy()
+    return words
