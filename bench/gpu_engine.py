@@ -457,6 +457,22 @@ def report(result: Result) -> None:
     )
 
 
+def write_json(
+    folder: Path, setup: dict[str, Any], rates: Rates, results: Sequence[Result]
+) -> None:
+    """Writes gpu_engine.json."""
+    content = {
+        **setup,
+        "copy_tb_s": rates.bytes_per_s / 1e12,
+        "matmul_tflop_s": rates.flop_per_s / 1e12,
+        "prompt_tokens": PROMPT_TOKENS,
+        "max_context_tokens": MAX_CONTEXT_TOKENS,
+        "results": [asdict(result) for result in results],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gpu_engine.json").write_text(json.dumps(content, indent=1))
+
+
 def main() -> None:
     """Runs the models and writes one table and one JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -480,17 +496,9 @@ def main() -> None:
     for model, mode in itertools.product(arguments.models, modes):
         results.append(bench_model(model, arguments.batches, rates, arguments.eager, mode))
         report(results[-1])
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        content = {
-            **setup,
-            "copy_tb_s": rates.bytes_per_s / 1e12,
-            "matmul_tflop_s": rates.flop_per_s / 1e12,
-            "prompt_tokens": PROMPT_TOKENS,
-            "max_context_tokens": MAX_CONTEXT_TOKENS,
-            "results": [asdict(result) for result in results],
-        }
-        (arguments.out / "gpu_engine.json").write_text(json.dumps(content, indent=1))
+        if arguments.out:
+            # After each: a time limit must not cost the models before.
+            write_json(arguments.out, setup, rates, results)
     for result in results:
         assert result.agreement.is_close, f"{result.model}: wrong tokens"
         assert result.fixed_step is not None

@@ -14,8 +14,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def fresh_seed() -> None:
-    """Seeds torch with a number that is printed when the test fails."""
-    seed = random.randrange(1 << 31)
+    """Seeds torch and `random` with a number that is printed when the test fails."""
+    seed = random.SystemRandom().randrange(1 << 31)
+    random.seed(seed)
     torch.manual_seed(seed)
     print(f"seed {seed}")
 
