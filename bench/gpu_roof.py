@@ -80,7 +80,8 @@ def step_work(
 
     Args:
         config: Of the model.
-        tokens: New ones; each asks for experts uniformly, where there are any.
+        tokens: New ones; each asks for experts uniformly, where there are any. Made-up weights ask
+            less evenly, so that steps of many tokens may take less than this says.
         logits: Rows of them.
         attended: Positions, summed over the new tokens.
         kv_tokens: Positions whose K and V are read or written.
