@@ -451,8 +451,6 @@ def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         reason = "adapters add in an order that depends on the step; set enable_lora = false"
     elif loaded.config.num_heads // loaded.config.num_kv_heads > MAX_FIXED_GROUP:
         reason = f"attention takes at most {MAX_FIXED_GROUP} query heads of one KV head"
-    elif loaded.config.moe is not None:
-        reason = "experts' results still depend on the step here; a dense model's do not"
     elif not isinstance(loaded.model, DecoderOnlyLM | DraftedModel):
         reason = f"nothing is known of the operations of {type(loaded.model).__name__}"
     else:

@@ -46,6 +46,8 @@ class ExpertWeights:
     """On a GPU [E, 2 * I, H] and [E, H, I]."""
     native: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None
     """Addresses of `w13` and `w2` for the native operation; None if they are not in its form."""
+    is_fixed: bool = False
+    """A row's result does not depend on the step's other rows on a GPU either."""
 
     @property
     def num_experts(self) -> int:
@@ -96,7 +98,8 @@ def pack_experts(
     native = None
     if w13 and all(w.native is not None for w in (*w13, *w2)):
         native = (_addresses(w13), _addresses(w2))
-    return ExpertWeights(*shape, dtype, tuple(w13), tuple(w2), stacked, native)
+    is_fixed = arena is not None and arena.is_fixed
+    return ExpertWeights(*shape, dtype, tuple(w13), tuple(w2), stacked, native, is_fixed)
 
 
 def _addresses(weights: list[LinearWeight]) -> ctypes.Array[ctypes.c_void_p]:
@@ -137,7 +140,8 @@ def moe(
     """residual + sum over a row's experts of share * down(silu(gate(x)) * up(x)).
 
     No row is dropped, however many choose the same expert. A row's result does not depend on the
-    other rows on a CPU, and experts are summed in ascending order.
+    other rows on a CPU, nor on a GPU if the weights say so, and experts are summed in ascending
+    order.
 
     Args:
         x: [T, H], contiguous, dtype of the weights; T may be 0.
@@ -161,7 +165,8 @@ def moe(
     if w.stacked is not None:
         from weft.kernels.gpu import moe as gpu
 
-        return gpu.moe(x, routing.ids, routing.weights, *w.stacked, residual, lora)
+        ids, shares = routing
+        return gpu.moe(x, ids, shares, *w.stacked, residual, lora, is_fixed=w.is_fixed)
     if w.native is not None:
         return _moe_native(x, routing, w, w.native, residual, lora)
     return moe_reference(x, routing, w, residual, lora)

@@ -116,6 +116,7 @@ def _mlp(
         after,
         experts_addition(lora, layer),
         renormalise=w.renormalise,
+        is_fixed=w.experts.is_fixed,
     )
 
 

@@ -54,6 +54,7 @@ def routed_moe(
     lora: ExpertAddition | None = None,
     *,
     renormalise: bool,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """Routing and `moe` of a layer, with what follows it, in as few launches as there may be.
 
@@ -66,16 +67,17 @@ def routed_moe(
         after: What follows, or None.
         lora: The tokens' adapters, or None.
         renormalise: The shares of a row's experts add up to 1.
+        is_fixed: As in `moe`.
 
     Returns:
         [T, H]: the sum of each row's experts, or, where a norm follows, its result.
     """
     rows, (experts, hidden, width) = x.shape[0], w2.shape
-    if rows <= MAX_DIRECT_ROWS:
+    if rows <= MAX_DIRECT_ROWS and not is_fixed:
         out = _direct(x, *route(logits, top_k, renormalise), w13, w2, None, lora)
         return out if after is None else add_rms_norm(out, *after)[0]
     tiles, blocks = tiles_for(rows, top_k, experts, hidden, width), None
-    if is_sorted_at_once(rows, experts):
+    if is_sorted_at_once(rows, experts) and not is_fixed:
         ids, shares, blocks = route_and_sort(logits, top_k, tiles.rows, renormalise=renormalise)
     else:
         ids, shares = route(logits, top_k, renormalise)
@@ -90,6 +92,8 @@ def moe(
     w2: torch.Tensor,
     residual: torch.Tensor | None,
     lora: ExpertAddition | None = None,
+    *,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """`weft.kernels.moe.moe` for CUDA tensors.
 
@@ -101,10 +105,14 @@ def moe(
         w2: [E, H, I].
         residual: [T, H] or None.
         lora: The tokens' adapters, or None.
+        is_fixed: A row's result does not depend on the other rows: each element is one chain of
+            tensor core instructions over K, which is the same for all tiles, and a residual is
+            added to the rounded sum, as by a norm that follows.
     """
-    if x.shape[0] <= MAX_DIRECT_ROWS:
+    if x.shape[0] <= MAX_DIRECT_ROWS and not is_fixed:
         return _direct(x, ids, shares, w13, w2, residual, lora)
-    return sorted_moe(x, ids, shares, w13, w2, residual, tiles_for(*ids.shape, *w2.shape), lora)
+    tiles = tiles_for(*ids.shape, *w2.shape)
+    return sorted_moe(x, ids, shares, w13, w2, residual, tiles, lora, is_fixed=is_fixed)
 
 
 def _direct(
@@ -148,6 +156,7 @@ def sorted_moe(
     *,
     blocks: Blocks | None = None,
     after: NormAfter | None = None,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """`moe` over pairs sorted by expert, cut as `tiles` says.
 
@@ -162,6 +171,7 @@ def sorted_moe(
         lora: The tokens' adapters, or None.
         blocks: The pairs in blocks of `tiles.rows`, if they are sorted already.
         after: What follows, whose result this is then, or None; not with `residual`.
+        is_fixed: As in `moe`.
     """
     (rows, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     pairs = ids.numel()
@@ -190,7 +200,7 @@ def sorted_moe(
     stream, gain, eps = after or (None, None, 0.0)
     _combine_kernel[(rows, triton.cdiv(hidden, block))](
         out, products, residual, added_down, stream, gain, hidden, eps, TOP_K=top_k, BLOCK=block,
-        num_warps=max(1, min(16, block // 256)), **joined,
+        IS_FIXED=is_fixed, num_warps=max(1, min(16, block // 256)), **joined,
     )  # fmt: skip
     return out
 
@@ -403,6 +413,7 @@ def _combine_kernel(
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_FIXED: tl.constexpr,
 ) -> None:
     """out[row] = residual[row] + added[row] + the products of its pairs, in their order.
 
@@ -418,6 +429,8 @@ def _combine_kernel(
         at = (row * TOP_K + number) * hidden + column
         total += tl.load(products + at, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
+        if IS_FIXED:
+            total = total.to(out.dtype.element_ty).to(tl.float32)
         total += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
     if added is not None:
         total += tl.load(added + row * hidden + column, mask=mask, other=0.0)
