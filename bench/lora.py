@@ -11,7 +11,8 @@ Models of such names have their real shapes and made-up weights. Throughput: req
 take adapters in turn; the rows of a round follow each other in random order, and a row's share is
 that of its round's base row. Time to first token: an adapter on the device, in host memory, or on
 disk only. Beside it: the time between tokens of a running batch while others bring an adapter from
-disk each, and while they bring none.
+disk each, while they bring none, and while they bring one and all steps wait for it, as in an
+engine whose loading blocks.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ KNOWN = 4 * FEW
 """Adapters in all, there."""
 COMPARED = 8
 """Requests of a batch that are run alone as well."""
+WAITED_S, MOST_WAITED_S = 0.0002, 30.0
+"""Between two looks whether an adapter is there, and in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +181,22 @@ def first_tokens(
     return values
 
 
+def wait_for(llm: LLM, adapter: bytes) -> None:
+    """No step is begun before it is on the device."""
+    deadline = time.perf_counter() + MOST_WAITED_S
+    while places(llm)[adapter] != "device":
+        assert time.perf_counter() < deadline, "an adapter did not come"
+        llm.engine.adapters.turn()
+        time.sleep(WAITED_S)
+
+
 def gaps(
-    llm: LLM, adapters: Sequence[bytes], arguments: argparse.Namespace, draw: random.Random
+    llm: LLM,
+    adapters: Sequence[bytes],
+    arguments: argparse.Namespace,
+    draw: random.Random,
+    *,
+    blocks: bool = False,
 ) -> list[float]:
     """Seconds between tokens of a running batch while a request comes every 16 steps.
 
@@ -188,6 +205,7 @@ def gaps(
         adapters: Of those requests, by turns; none: the base model.
         arguments: Of the command line.
         draw: Of prompts.
+        blocks: Steps wait for each of the adapters.
     """
     vocab_size, values, others = llm.engine.info.vocab_size, [], 0
     running = prompts_of(draw, arguments.batch // 4, vocab_size)
@@ -196,6 +214,8 @@ def gaps(
     last = time.perf_counter()
     while llm.engine.has_work or inbox is not None:
         outbox = llm.engine.turn(inbox)
+        if blocks and inbox is not None and inbox.submits[0].adapter:
+            wait_for(llm, inbox.submits[0].adapter)
         inbox = None
         ids = [tokens.request_id for batch in outbox.sessions for tokens in batch.tokens]
         if any(name == "running-0" for name in ids):
@@ -300,8 +320,10 @@ def measure(arguments: argparse.Namespace, folder: Path, draw: random.Random) ->
             firsts["none"] = [first_token_s(llm, b"", draw) for _ in range(20)][5:]
             for name in ("device", "host", "disk"):
                 firsts[name] = first_tokens(llm, some, name, 15, draw)
-            for name, used in 2 * (("none", []), ("from disk", some)):
-                between.setdefault(name, []).extend(gaps(llm, used, arguments, draw))
+            rows = (("none", [], False), ("from disk", some, False), ("waited for", some, True))
+            for name, used, blocks in 2 * rows:
+                found = gaps(llm, used, arguments, draw, blocks=blocks)
+                between.setdefault(name, []).extend(found)
     return Figures(speeds, (equal, compared), sizes, firsts, between)
 
 
