@@ -158,6 +158,7 @@ def test_rows_of_experts_are_the_same_bits(
             part, logits, top_k, w13, w2, after, renormalise=True, is_fixed=True
         )
         assert torch.equal(out, stream)
+        assert torch.equal(normed, rms_norm(stream, after.weight, after.eps))
         return out, normed
 
     whole = run(0, rows)

@@ -73,11 +73,13 @@ def routed_moe(
         [T, H]: the sum of each row's experts, or, where a norm follows, its result.
     """
     rows, (experts, hidden, width) = x.shape[0], w2.shape
-    if rows <= MAX_DIRECT_ROWS and not is_fixed:
-        out = _direct(x, *route(logits, top_k, renormalise), w13, w2, None, lora)
+    if rows <= MAX_DIRECT_ROWS or is_fixed:
+        # Norms add squares in one order only if they are all one kernel's.
+        routed = route(logits, top_k, renormalise)
+        out = moe(x, *routed, w13, w2, None, lora, is_fixed=is_fixed)
         return out if after is None else add_rms_norm(out, *after)[0]
     tiles, blocks = tiles_for(rows, top_k, experts, hidden, width), None
-    if is_sorted_at_once(rows, experts) and not is_fixed:
+    if is_sorted_at_once(rows, experts):
         ids, shares, blocks = route_and_sort(logits, top_k, tiles.rows, renormalise=renormalise)
     else:
         ids, shares = route(logits, top_k, renormalise)
