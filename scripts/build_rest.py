@@ -37,9 +37,8 @@ def main() -> int:
     if go is None:
         print("Go was not found: REST is off. Install Go and repeat to have it.")
         return 1 if arguments.require else 0
-    command = [go, "build", "-trimpath", "-ldflags", "-s -w", "-o", str(BINARY), "./cmd/weft-rest"]
-    environment = {**go_environment(), "CGO_ENABLED": "0"}
-    status = subprocess.run(command, cwd=REST, env=environment, check=False).returncode
+    command = [go, "build", "-ldflags", "-s -w", "-o", str(BINARY), "./cmd/weft-rest"]
+    status = subprocess.run(command, cwd=REST, env=go_environment(), check=False).returncode
     if status == 0:
         BINARY.touch()  # Go leaves an unchanged binary alone; make compares times
         return 0

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from go_toolchain import REST, find_go, go_environment
+from go_toolchain import REST, build_tool, find_go
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
@@ -22,6 +22,7 @@ GO_OUT = REST / "gen"
 GO_MODULE = "weft.dev/weft/services/rest/gen"
 # Only what the REST edge calls becomes Go.
 GO_PROTOS = ("weft/v1/openai.proto",)
+GO_TOOLS = ("protoc-gen-go", "protoc-gen-go-grpc", "protoc-gen-grpc-gateway")
 PYTHON_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 GO_SUFFIXES = (".pb.go", ".pb.gw.go")
 
@@ -63,29 +64,16 @@ def generate_python(out: Path) -> None:
 def generate_go(go: str, out: Path) -> None:
     """Writes the Go messages, client and REST handlers of GO_PROTOS under `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    plugins = [
-        f"--plugin={name}={go_tool(go, name)}"
-        for name in ("protoc-gen-go", "protoc-gen-go-grpc", "protoc-gen-grpc-gateway")
-    ]
     outputs: list[str] = []
     for kind in ("go", "go-grpc", "grpc-gateway"):
         outputs += [f"--{kind}_out={out}", f"--{kind}_opt=module={GO_MODULE}"]
-    run_protoc([*plugins, *outputs, *GO_PROTOS])
-
-
-def go_tool(go: str, name: str) -> str:
-    """Builds one of go.mod's tools (cached by Go) and gives its path."""
-    done = subprocess.run(
-        [go, "tool", "-n", name],
-        cwd=REST,
-        env=go_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise GenerationError(f"cannot build {name} with Go:\n{done.stderr}")
-    return done.stdout.strip()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            tools = {name: build_tool(go, REST, name, Path(folder)) for name in GO_TOOLS}
+        except RuntimeError as error:
+            raise GenerationError(str(error)) from error
+        plugins = [f"--plugin={name}={path}" for name, path in tools.items()]
+        run_protoc([*plugins, *outputs, *GO_PROTOS])
 
 
 def differences(committed: Path, fresh: Path, suffixes: tuple[str, ...]) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +20,19 @@ OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 WORKLOADS = ("Deployment", "StatefulSet")
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from go_toolchain import find_go, go_environment  # noqa: E402
+from go_toolchain import build_tool, find_go  # noqa: E402
 
 Object = dict[str, Any]
+
+
+@functools.cache
+def kustomize() -> Path:
+    """The program; it is there until the tests are over."""
+    go = find_go()
+    assert go is not None
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return build_tool(go, K8S / "tools" / "kustomize", "kustomize", Path(folder.name))
 
 
 @functools.cache
@@ -31,15 +43,8 @@ def render(overlay: str) -> tuple[Object, ...]:
 
 def render_folder(folder: Path) -> tuple[Object, ...]:
     """All objects of a folder with a kustomization."""
-    go = find_go()
-    assert go is not None
     done = subprocess.run(
-        [go, "tool", "kustomize", "build", str(folder)],
-        cwd=K8S / "tools" / "kustomize",
-        env=go_environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
+        [kustomize(), "build", str(folder)], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return tuple(yaml.safe_load_all(done.stdout))

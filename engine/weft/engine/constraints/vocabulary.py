@@ -26,7 +26,7 @@ def load_vocabulary(
     """
     tokenizer = Tokenizer.from_file(str(model_dir / TOKENIZER_FILE))
     detected = xgrammar.TokenizerInfo.from_huggingface(
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer),  # type: ignore[no-untyped-call]
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer),
         vocab_size=vocab_size,
         stop_token_ids=list(eos_token_ids),
     )
