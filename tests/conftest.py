@@ -6,7 +6,6 @@ for its sake; otherwise tests that need it are skipped, and the summary says so.
 `@pytest.mark.full`.
 """
 
-import functools
 import importlib.util
 import os
 import shutil
@@ -113,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`pytest -n 2` runs two turns at a time, and the tests of a turn one after the other."""
+    """`pytest -n 3` runs three turns at a time, and the tests of a turn one after the other."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Turns(LoadScopeScheduling):
@@ -123,15 +122,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Turns(config, log)
 
 
-@functools.cache
 def _turn(file: str) -> str:
-    """A file's own, but one for all that start meshes or use NIXL.
+    """A file's own, but one for all that start meshes.
 
-    They look at what is left on the machine, and they mostly wait, which leaves the cores to the
-    others.
+    They share meshes, look at what is left on the machine, and need the cores for themselves at
+    times.
     """
-    starts_meshes = file.startswith(("tests/mesh/", "tests/chaos/"))
-    return "meshes" if starts_meshes or "nixl" in (ROOT / file).read_text() else file
+    return "meshes" if file.startswith(("tests/mesh/", "tests/chaos/")) else file
 
 
 @pytest.hookimpl(wrapper=True)

@@ -192,6 +192,16 @@ class LocalMesh:
         )
 
 
+def shared_memory() -> set[str]:
+    """Names of the shared memory on this machine.
+
+    Without what comes and goes at once: tests that run beside this one make some.
+    """
+    before = set(os.listdir("/dev/shm"))
+    time.sleep(0.1)
+    return before & set(os.listdir("/dev/shm"))
+
+
 def wait_until(
     condition: Callable[[], object], timeout_s: float, explain: Callable[[], str] | None = None
 ) -> float:

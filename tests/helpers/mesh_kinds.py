@@ -10,6 +10,8 @@ NUM_TOKENS = 20
 """Length of most answers."""
 PREEMPTED_TOKENS = 40
 """Length of answers that are to be pre-empted."""
+DRAFTED_TOKENS = 48
+"""Length of answers in which drafts are looked at."""
 _FLOAT32 = ("--dtype", "float32", "--kv-memory-bytes", str(512 << 20))
 _SHIP_ALWAYS = ("--local-prefill-max-tokens", "0")
 _PATIENT = "--fill-progress-timeout-s 30"

@@ -109,3 +109,5 @@ assert len(BY_NAME) == len(PROMPTS) == 30
 
 COVER = tuple(BY_NAME[name] for name in ("chat-hindi", "chinese", "chat-code", "emoji"))
 """Stand for all of them where every prompt would take too long."""
+DRAFTED = tuple(BY_NAME[name] for name in ("english", "raw-300", "system"))
+"""Stand for all of them where drafts are looked at."""

@@ -1,7 +1,7 @@
 """What transformers makes of the mesh tests' prompts: greedy tokens, and the logits behind them.
 
-Computed in float32, one prompt at a time, by the model's own `generate`, in a process of its own:
-`python text_reference.py MODEL_DIR < JOBS`. Kept on disk, since that takes a while.
+Computed in float32, prompts of like lengths together, by the model's own `generate`, in a process
+of its own: `python text_reference.py MODEL_DIR < JOBS`. Kept on disk, since that takes a while.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,8 @@ from mesh_prompts import MeshPrompt
 
 NUM_TOP = 64
 """Logits kept of each position."""
+MOST_PADDED = 64
+"""Tokens by which the longest prompt of a batch may exceed twice the shortest one."""
 Job = tuple[list[int], int, bool, str]
 """Prompt, largest number of new tokens, whether to go on past the end, file for the result."""
 
@@ -136,37 +138,68 @@ def is_near_tie(one: float, other: float, ulps: int = 4) -> bool:
     return abs(one - other) <= ulps * 2.0 ** (exponent - 8)
 
 
+def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+    """Jobs of one kind whose prompts are of like lengths, so that little is padded.
+
+    A step of many prompts costs little more than that of one: it reads the same weights.
+    """
+    batch: list[Job] = []
+    for job in sorted(jobs, key=lambda job: (job[1], job[2], len(job[0]))):
+        if batch and (
+            job[1:3] != batch[0][1:3] or len(job[0]) > 2 * len(batch[0][0]) + MOST_PADDED
+        ):
+            yield batch
+            batch = []
+        batch.append(job)
+    if batch:
+        yield batch
+
+
+def _continued(model: Any, batch: list[Job], eos_token_id: int) -> Iterator[tuple[Reference, str]]:
+    """What the model makes of a batch, each with the file for it."""
+    import torch
+
+    _, num_tokens, ignore_eos, _ = batch[0]
+    model.generation_config.eos_token_id = None if ignore_eos else eos_token_id
+    width = max(len(job[0]) for job in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, (prompt_ids, *_) in enumerate(batch):
+        ids[row, width - len(prompt_ids) :] = torch.tensor(prompt_ids)
+        mask[row, width - len(prompt_ids) :] = 1
+    made = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=eos_token_id,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits = torch.stack(made.logits, 1).double()  # [len(batch), num_new_tokens, vocabulary]
+    for row, (prompt_ids, _, _, path) in enumerate(batch):
+        tokens = made.sequences[row, width:].tolist()
+        if not ignore_eos and eos_token_id in tokens:
+            tokens = tokens[: tokens.index(eos_token_id) + 1]
+        own = logits[row, : len(tokens)]
+        values, indices = (each.tolist() for each in own.topk(NUM_TOP, dim=-1))
+        top = [list(zip(*pair, strict=True)) for pair in zip(indices, values, strict=True)]
+        yield Reference(prompt_ids, tokens, top, own.logsumexp(-1).tolist()), path
+
+
 def _main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
     model.eval()
-    jobs: list[Job] = json.load(sys.stdin)
     eos_token_id = model.generation_config.eos_token_id
     with torch.inference_mode():
-        for prompt_ids, num_tokens, ignore_eos, path in jobs:
-            model.generation_config.eos_token_id = None if ignore_eos else eos_token_id
-            ids = torch.tensor([prompt_ids])
-            made = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_tokens,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            logits = torch.cat(made.logits).double()  # [num_new_tokens, vocabulary]
-            values, indices = (each.tolist() for each in logits.topk(NUM_TOP, dim=-1))
-            reference = Reference(
-                prompt_ids,
-                made.sequences[0, len(prompt_ids) :].tolist(),
-                [list(zip(*row, strict=True)) for row in zip(indices, values, strict=True)],
-                logits.logsumexp(-1).tolist(),
-            )
-            temporary = Path(f"{path}.{os.getpid()}")
-            temporary.write_text(json.dumps(asdict(reference)))
-            temporary.rename(path)
+        for batch in _batches(json.load(sys.stdin)):
+            for reference, path in _continued(model, batch, eos_token_id):
+                temporary = Path(f"{path}.{os.getpid()}")
+                temporary.write_text(json.dumps(asdict(reference)))
+                temporary.rename(path)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from local_mesh import LocalMesh
-from mesh_kinds import KINDS, NUM_TOKENS, PREEMPTED_TOKENS
-from mesh_prompts import COVER, PROMPTS
+from mesh_kinds import DRAFTED_TOKENS, KINDS, NUM_TOKENS, PREEMPTED_TOKENS
+from mesh_prompts import COVER, DRAFTED, PROMPTS
 from text_reference import TextReference
 from weft.engine.models.demo import DEMO_NAME, resolve_model
 
@@ -80,6 +80,7 @@ def reference(pytestconfig: pytest.Config) -> TextReference:
         [
             *((prompt, NUM_TOKENS, False) for prompt in PROMPTS),
             *((prompt, PREEMPTED_TOKENS, True) for prompt in COVER),
+            *((prompt, DRAFTED_TOKENS, True) for prompt in DRAFTED),
         ]
     )
     return made

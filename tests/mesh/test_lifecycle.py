@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import time
@@ -14,7 +13,7 @@ import grpc
 import httpx
 import psutil
 import pytest
-from local_mesh import LocalMesh, wait_until
+from local_mesh import LocalMesh, shared_memory, wait_until
 from tiny_models import make_tiny
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -59,10 +58,6 @@ def command_of(process: psutil.Process) -> str | None:
 def is_taken(port: int) -> bool:
     with socket.socket() as tried:
         return tried.connect_ex(("127.0.0.1", port)) == 0
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
 
 
 Start = Callable[..., tuple[LocalMesh, set[str]]]

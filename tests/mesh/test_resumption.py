@@ -40,6 +40,8 @@ WAVES = (
 """What a rolling restart takes together: of each kind another one goes on. Edges are last: until
 then they stay, and nobody but they can notice that a gateway is gone."""
 NUM_CLIENTS = 4
+PAUSE_S = 0.2
+"""Of a client between two requests, at most: services that start need the cores as well."""
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +232,7 @@ class Client:
             prompt = random.choice(prompts)
             assert await self.text(prompt, num_tokens) == expected[prompt]
             self.num_answers += 1
+            await asyncio.sleep(random.uniform(0, PAUSE_S))
 
     async def text(self, prompt: tuple[int, ...], num_tokens: int) -> str:
         body = {
@@ -335,6 +338,7 @@ async def keep_asking(mesh: TinyMesh, index: int, is_over: asyncio.Event) -> int
                 await asyncio.sleep(0.1)
             else:
                 num_answers += 1
+                await asyncio.sleep(random.uniform(0, PAUSE_S))
     return num_answers
 
 

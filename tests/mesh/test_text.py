@@ -10,15 +10,14 @@ from dataclasses import replace
 import pytest
 from local_mesh import LocalMesh
 from mesh_calls import Answer, Ask, Caller, check_way, new_salt
-from mesh_kinds import NUM_TOKENS, PREEMPTED_TOKENS, on
-from mesh_prompts import BY_NAME, COVER, PROMPTS, MeshPrompt
+from mesh_kinds import DRAFTED_TOKENS, NUM_TOKENS, PREEMPTED_TOKENS, on
+from mesh_prompts import BY_NAME, COVER, DRAFTED, PROMPTS, MeshPrompt
 from text_reference import Reference, TextReference, is_near_tie
 from weft.v1 import common_pb2
 
 pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
 
 FACES = ("rest", "grpc")
-DRAFTED_TOKENS = 48
 LONG_TOKENS = 1200
 """Of an answer that is stopped long before."""
 WAYS = ("nixl", "data", "local", "hit", "preempted")
@@ -210,9 +209,7 @@ async def test_drafts_are_verified_and_change_nothing(
     mesh: LocalMesh, reference: TextReference
 ) -> None:
     """Text of many tokens, from pages that a prefill worker filled, draft's entries and all."""
-    names = ("english", "raw-300", "system")
-    asks = [Ask(BY_NAME[name], DRAFTED_TOKENS, new_salt(), ignore_eos=True) for name in names]
-    reference.prepare((ask.prompt, DRAFTED_TOKENS, True) for ask in asks)
+    asks = [Ask(prompt, DRAFTED_TOKENS, new_salt(), ignore_eos=True) for prompt in DRAFTED]
     drafted = accepted = 0
     async with Caller(mesh) as caller:
         for ask in asks:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from local_mesh import shared_memory
 from tiny_models import make_tiny
 from weft.cli.up.ports import free_ports
 from weft.cli.up.state import locked_state_folder
@@ -83,10 +84,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
 
 
 @pytest.mark.needs("go")
