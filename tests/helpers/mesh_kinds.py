@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         *_SHIP_ALWAYS,
         # Tests look into the quarantine of owners, however long a killed filler is not vouched for.
         *("--prefill", "2", "--decode", "2"),
+        *("--max-restart-delay-s", "0.5"),
         *("--decode-args", f"{_PATIENT} --max-quarantine-fraction 1"),
         # A lost decode worker fails its requests: tests/mesh/test_resumption.py has it otherwise.
         *("--gateway-args", "--decode-policy round_robin --max-attempts 1"),

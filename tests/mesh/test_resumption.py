@@ -60,6 +60,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
         *("--prefill", "2", "--decode", "2", "--kvstore", "1"),
         *("--local-prefill-max-tokens", "0"),
         *("--gateway-args", "--decode-policy round_robin", "--drain-grace-s", "20"),
+        *("--max-restart-delay-s", "0.5"),
         # Tokens come several at once: a tiny model repeats itself.
         *("--drafter", "ngram"),
         gateways=2,

@@ -92,6 +92,7 @@ async def _serve(
         settings.drain_grace_s,
         is_alive=health_checker(identity),
         stall_timeout_s=settings.stall_timeout_s,
+        max_restart_delay_s=settings.max_restart_delay_s,
     )
 
 

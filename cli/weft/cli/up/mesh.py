@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from weft.cli.up.liveness import IsAlive
 from weft.cli.up.process import ServiceSpec
-from weft.cli.up.supervisor import ExitReporter, Reporter, Supervisor
+from weft.cli.up.supervisor import Backoff, ExitReporter, Reporter, Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -25,6 +26,7 @@ async def run_mesh(
     *,
     is_alive: IsAlive | None = None,
     stall_timeout_s: float | None = None,
+    max_restart_delay_s: float = 30.0,
 ) -> None:
     """Runs the services until SIGINT, SIGTERM or SIGHUP; a second signal cuts draining short.
 
@@ -39,6 +41,7 @@ async def run_mesh(
         drain_grace_s: Time that running requests get at the end.
         is_alive: See `Supervisor`.
         stall_timeout_s: See `Supervisor`.
+        max_restart_delay_s: Before a service that died soon after its start is started again.
 
     Raises:
         ExitedEarly: A service ended before it was ready for the first time.
@@ -46,7 +49,12 @@ async def run_mesh(
     """
     stop, at_once = asyncio.Event(), asyncio.Event()
     supervisor = Supervisor(
-        services, reporter, report_exit, is_alive=is_alive, stall_timeout_s=stall_timeout_s
+        services,
+        reporter,
+        report_exit,
+        partial(Backoff, most_s=max_restart_delay_s),
+        is_alive=is_alive,
+        stall_timeout_s=stall_timeout_s,
     )
 
     async def serve() -> None:

@@ -124,6 +124,12 @@ class UpSettings(Settings):
         description="a worker whose engine stands still, or that does not answer, for longer is "
         "killed and started again, in seconds; none = never",
     )
+    max_restart_delay_s: float = Field(
+        30.0,
+        ge=0.5,
+        description="longest delay before a service that dies again and again is started once "
+        "more, in seconds",
+    )
     ready_timeout_s: float = Field(
         900.0, gt=0, description="longest time until the mesh must be ready, in seconds"
     )
