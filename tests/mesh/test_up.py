@@ -65,6 +65,14 @@ class LocalMesh:
         url = f"http://127.0.0.1:{self.rest_port}/v1/chat/completions"
         return httpx.post(url, json={**body, "max_tokens": 3}, timeout=60, trust_env=False)
 
+    def say(self, text: str) -> None:
+        """Gets an answer by `weft chat`."""
+        command = [*WEFT, "chat", "--address", f"127.0.0.1:{self.grpc_port}", "--max-tokens", "3"]
+        done = subprocess.run(
+            command, input=f"{text}\n", capture_output=True, text=True, timeout=120
+        )
+        assert "3 tokens" in done.stdout, done.stdout + done.stderr
+
     def status(self) -> dict[str, dict[str, Any]]:
         command = [*WEFT, "status", "--json", "--address", f"127.0.0.1:{self.grpc_port}"]
         done = subprocess.run(command, capture_output=True, check=True, timeout=60)
@@ -127,14 +135,16 @@ def test_a_mesh_lives_heals_and_leaves_nothing(mesh: LocalMesh) -> None:
 @pytest.mark.timeout(900)
 def test_an_engine_that_stands_still_is_killed_and_replaced(tmp_path: Path) -> None:
     """Its process lives, so nothing else would ever end it."""
-    flags = ["--no-rest", "--prefill", "0", "--stall-timeout-s", "3"]
     # A dump takes some seconds, and the kill does not wait for it.
+    flags = ["--no-rest", "--prefill", "0", "--stall-timeout-s", "8"]
     mesh = LocalMesh(tmp_path, *flags, "--decode-args", "--stall-dump-after-s 1")
     try:
         mesh.until("Ctrl-C ends it.")
+        # An engine that has measured no prompt is given 20 s more.
+        mesh.say("long " * 100)
         first = mesh.ready_file("decode-0")
         os.kill(first["engine_pid"], signal.SIGSTOP)
-        mesh.until("decode-0 has stood still for 3 s and is killed")
+        mesh.until("decode-0 has stood still for 8 s and is killed")
         mesh.until("decode-0 is ready", 2)
         assert not psutil.pid_exists(first["engine_pid"])
         second = mesh.ready_file("decode-0")
@@ -143,9 +153,7 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(tmp_path: Path) -> N
         # What is known of the stall outlives the worker.
         assert list((mesh.state / "crashes").glob("[0-9]*-decode-0-stall"))
         wait_until(lambda: all(worker["healthy"] for worker in mesh.status().values()))
-        command = [*WEFT, "chat", "--address", f"127.0.0.1:{mesh.grpc_port}", "--max-tokens", "3"]
-        done = subprocess.run(command, input="hi\n", capture_output=True, text=True, timeout=120)
-        assert "3 tokens" in done.stdout, done.stdout + done.stderr
+        mesh.say("hi")
         mesh.process.send_signal(signal.SIGINT)
         assert mesh.process.wait(60) == 0, mesh.text
     finally:
