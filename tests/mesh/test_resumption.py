@@ -27,7 +27,8 @@ from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, worker_pb2, worke
 pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-NUM_STREAMS = 32
+NUM_STREAMS = 24
+"""Each mixture of kinds once."""
 NUM_TOKENS = 300
 NUM_TRIES = 5
 DECODE = ("decode-0", "decode-1")
