@@ -36,6 +36,7 @@ from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
 
 NUM_PROMPT, NUM_NEW, NUM_LONG, PAGE = 100, 10, 400, 16
+NUM_TRIES = 3
 RANKS = {"first": 8, "second": 20, "third": 3}
 STORM = Scale(
     names=32,
@@ -377,11 +378,15 @@ def test_a_replacement_while_streams_run(
 def test_a_stream_that_loses_its_worker_keeps_its_adapter(
     mesh: TinyMesh, peft: Peft, streams: Streams
 ) -> None:
-    streams.start("first", 4)
-    kill(mesh, "decode-0")
-    seen = streams.check(peft, "first")
-    assert any(one.num_lost for one in seen)
-    mesh.wait_healthy()
+    for _ in range(NUM_TRIES):
+        streams.start("first", 4)
+        kill(mesh, "decode-0")
+        seen = streams.check(peft, "first")
+        mesh.wait_healthy()
+        if any(one.num_lost for one in seen):
+            break
+    else:
+        raise AssertionError(f"{NUM_TRIES} times the kill came too late to show anything")
     wait_held(mesh, WORKERS, list(set(serving(mesh).values())))
 
 
