@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
 
+MAX_TREE_ROWS = 32
+"""Of a request whose rows form a tree, those of earlier steps included; a window must be larger."""
+
 
 def paged_attention(
     q: torch.Tensor,
@@ -24,6 +27,8 @@ def paged_attention(
     *,
     window: int | None = None,
     is_fixed: bool = False,
+    ancestors: torch.Tensor | None = None,
+    earlier_rows: int = 0,
 ) -> torch.Tensor:
     """Attention of each request's new rows over its pages, decode and prefill mixed freely.
 
@@ -32,6 +37,11 @@ def paged_attention(
     Mistral 7B, arXiv 2310.06825, section 2). One that sees none of them gets zeros. K and V of this
     step must be in the pool already. K and V that no row sees are not read, nor is the table beyond
     kv_len.
+
+    With `ancestors` a request's rows may be nodes of a tree (tree attention, SpecInfer, Miao et
+    al., arXiv 2305.09781, section 4.2), one behind the other in the pool, parents first: row j sees
+    the positions before all of them, and of them those that its word names. It is at the position
+    that follows by its depth, which is what a window counts from.
 
     Args:
         q: [T, Hq, D], contiguous.
@@ -46,7 +56,15 @@ def paged_attention(
         first_position: First that is attended to; EAGLE drafts have nothing at position 0.
         window: Positions that a row attends to at most, or None for all; not on a GPU beside a
             `first_position`.
-        is_fixed: A row's result does not depend on the step's other rows on a GPU either.
+        is_fixed: A row's result does not depend on the step's other rows on a GPU either; not with
+            `ancestors`.
+        ancestors: [T] int64, contiguous, or None: every row sees all of its request before it. Row
+            j of a request sees its row i, i <= j, if bit i of its word is set, which that of its
+            own must be; bit 63 stands for all rows from there on. So -1 is causal, and only
+            requests of at most MAX_TREE_ROWS rows may have other words.
+        earlier_rows: So many rows of each tree came with earlier steps: bit i is about position
+            kv_len - q_len - earlier_rows + i. Only with `ancestors`; q_len + earlier_rows is at
+            most MAX_TREE_ROWS then, whatever the words.
 
     Returns:
         [T, Hq * D], dtype of `q`; softmax in float32.
@@ -59,8 +77,10 @@ def paged_attention(
         raise ValueError(f"first_position is {first_position}")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}")
+    if ancestors is not None or earlier_rows:
+        check_ancestors(ancestors, q.shape[0], window, max_q_len, earlier_rows)
     native = cpu.native_cpu_for(q)
-    is_native = native is not None and fits_native(native, q.shape[1], pool)
+    is_native = native is not None and fits_native(native, q.shape[1], pool) and ancestors is None
     if not (is_native or q.is_cuda):
         return paged_attention_reference(
             q,
@@ -74,6 +94,8 @@ def paged_attention(
             max_kv_len,
             first_position,
             window=window,
+            ancestors=ancestors,
+            earlier_rows=earlier_rows,
         )
     if not 0 <= layer < pool.shape[2]:
         raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
@@ -164,6 +186,8 @@ def paged_attention_reference(
     first_position: int = 0,
     *,
     window: int | None = None,
+    ancestors: torch.Tensor | None = None,
+    earlier_rows: int = 0,
 ) -> torch.Tensor:
     """`paged_attention` in eager torch: gathers each request's pages, any device."""
     page_size = pool.shape[-2]
@@ -177,18 +201,27 @@ def paged_attention_reference(
             out[first:end] = 0
             continue
         first_row = kv_len - (end - first)
-        seen = first_position if window is None else max(first_position, first_row + 1 - window)
+        rows = torch.arange(first_row, kv_len, device=q.device)
+        at = rows
+        if ancestors is not None:
+            words, root = ancestors[first:end], first_row - earlier_rows
+            at = root + _depths(words, rows - root)
+        seen = first_position
+        if window is not None:
+            seen = max(first_position, int(at.min()) + 1 - window)
         first_page = seen // page_size
         pages = page_table[request, first_page : -(-kv_len // page_size)].long()
         # [pages, Hkv, 2, P, D] -> [2, Hkv, seen, D]
         kv = pool[pages, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
         before = first_page * page_size
         kv = kv[:, :, seen - before : kv_len - before]
-        rows = torch.arange(first_row, kv_len, device=q.device)
         positions = torch.arange(seen, kv_len, device=q.device)
         mask = positions <= rows.unsqueeze(1)
         if window is not None:
-            mask &= positions > rows.unsqueeze(1) - window
+            mask &= positions > at.unsqueeze(1) - window
+        if ancestors is not None:
+            bits = words.unsqueeze(1) >> (positions - root).clamp(0, 63)
+            mask &= (positions < root) | (bits & 1 == 1)
         mixed = F.scaled_dot_product_attention(
             q[first:end].transpose(0, 1).unsqueeze(0),
             kv[0].unsqueeze(0),
@@ -199,6 +232,47 @@ def paged_attention_reference(
         )[0].transpose(0, 1)
         out[first:end] = mixed.masked_fill((rows < first_position)[:, None, None], 0)
     return out.flatten(1)
+
+
+def _depths(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """How many of its tree's rows each one sees before itself: words and rows [N], result [N]."""
+    bits = torch.arange(64, device=words.device)
+    is_seen = (words.unsqueeze(1) >> bits & 1 == 1) & (bits <= rows.unsqueeze(1))
+    # The last bit stands for all behind it, too.
+    return is_seen.sum(dim=1) - 1 + (rows - 63).clamp(min=0) * (words < 0)
+
+
+def check_ancestors(
+    ancestors: torch.Tensor | None,
+    tokens: int,
+    window: int | None,
+    max_q_len: int,
+    earlier_rows: int = 0,
+) -> None:
+    """Raises ValueError unless a step can have such words; see `paged_attention`."""
+    if earlier_rows and (
+        ancestors is None or earlier_rows < 0 or max_q_len + earlier_rows > MAX_TREE_ROWS
+    ):
+        raise ValueError(
+            f"{earlier_rows} rows before {max_q_len} of a tree of at most {MAX_TREE_ROWS}, "
+            f"ancestors={'none' if ancestors is None else 'given'}"
+        )
+    if ancestors is None:
+        return
+    if (
+        ancestors.shape != (tokens,)
+        or ancestors.dtype != torch.int64
+        or not ancestors.is_contiguous()
+    ):
+        raise ValueError(
+            f"ancestors {tuple(ancestors.shape)} {ancestors.dtype} must be contiguous "
+            f"[{tokens}] int64"
+        )
+    if window is not None and window <= MAX_TREE_ROWS:
+        raise ValueError(
+            f"a window of {window} positions is too small for trees of {MAX_TREE_ROWS} rows: draft "
+            "chains"
+        )
 
 
 def check_attention(

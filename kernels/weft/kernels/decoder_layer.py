@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from weft.kernels import cpu
-from weft.kernels.attention import check_attention, fits_native, paged_attention
+from weft.kernels.attention import check_ancestors, check_attention, fits_native, paged_attention
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.lora import (
     ExpertAddition,
@@ -213,6 +213,8 @@ class DecoderStep:
     max_kv_len: int
     lora: LoraStep | None
     """The step's adapters; None if no token uses one."""
+    ancestors: torch.Tensor | None
+    """[T] int64 where rows form trees, else None."""
     native: NativeStep | None
     """The same for the native operation."""
 
@@ -309,6 +311,7 @@ def prepare_step(
     max_q_len: int,
     max_kv_len: int,
     lora: LoraStep | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> DecoderStep:
     """Checks and describes a step once for all its layers.
 
@@ -326,6 +329,7 @@ def prepare_step(
         max_q_len: Largest number of rows of a request.
         max_kv_len: Largest kv_len.
         lora: The adapters of these T tokens, or None.
+        ancestors: [T] int64 where rows form trees, else None.
 
     Raises:
         ValueError: An argument does not fit.
@@ -334,7 +338,15 @@ def prepare_step(
     rows, dim = positions.shape[0], pool.shape[-1]
     native = cpu.native_cpu()
     prepared = None
-    if layer.native is not None and native is not None and fits_native(native, num_heads, pool):
+    if ancestors is not None:
+        check_ancestors(ancestors, rows, layer.window, max_q_len)
+    is_tree = ancestors is not None
+    if (
+        not is_tree
+        and layer.native is not None
+        and native is not None
+        and fits_native(native, num_heads, pool)
+    ):
         dtype, kv_heads = layer.qkv.dtype, pool.shape[1]
         shape = (rows, (num_heads + 2 * kv_heads) * dim)
         widths = (layer.qkv.out_features, layer.o.in_features)
@@ -391,6 +403,7 @@ def prepare_step(
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         lora=lora,
+        ancestors=ancestors,
         native=prepared,
     )
 
@@ -517,6 +530,7 @@ def decoder_layer_reference(
         step.max_q_len,
         step.max_kv_len,
         window=w.window,
+        ancestors=step.ancestors,
     )
     hidden = linear(mixed, w.o, hidden, lora=addition_to(step.lora, "o", layer))
     normed = rms_norm(hidden, w.post_norm, w.eps)

@@ -30,6 +30,8 @@ class StepRows(NamedTuple):
     """[R + 1] int32."""
     kv_lens: torch.Tensor
     """[R] int32."""
+    ancestors: torch.Tensor | None = None
+    """[T] int64: which rows of its request each one sees; None: all before it."""
 
 
 class Verified(NamedTuple):

@@ -85,5 +85,6 @@ class Attention:
             batch.max_kv_len,
             window=self.window,
             is_fixed=self.o_proj.weight.is_fixed,
+            ancestors=batch.ancestors,
         )
         return self.o_proj(mixed, residual, addition_to(batch.lora, "o", self.layer))

@@ -72,6 +72,7 @@ class DecoderLayer:
             max_q_len=batch.max_q_len,
             max_kv_len=batch.max_kv_len,
             lora=batch.lora,
+            ancestors=batch.ancestors,
         )
 
     def write_only(self, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor) -> None:
@@ -120,7 +121,8 @@ class DecoderStack:
         """Runs a step: [L, hidden], the normalised hidden states of `batch.logits_rows`."""
         hidden = self._embed(batch)
         last, num_rows = self.layers[-1], batch.logits_rows.shape[0]
-        if 2 * num_rows > hidden.shape[0]:
+        # Rows of a tree are not requests of their own.
+        if 2 * num_rows > hidden.shape[0] or batch.ancestors is not None:
             hidden = self._run(hidden, batch, pool, taps, is_whole=True)
             return self.norm(hidden.index_select(0, batch.logits_rows))
         # Of the last layer only the wanted rows are needed, apart from their K and V.

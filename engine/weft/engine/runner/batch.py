@@ -37,3 +37,7 @@ class ForwardBatch:
     request_slots: torch.Tensor | None = None
     """[R] int64: each request's slot, padding's is the one after the last; None where no model asks
     for it."""
+    ancestors: torch.Tensor | None = None
+    """[T] int64: which rows of its own request each one sees, where rows form trees
+    (`weft.kernels.attention.paged_attention`); such a row is at the position that follows by its
+    depth, and its slot is where it would be in a chain. None: all before it."""

@@ -301,6 +301,7 @@ class ModelRunner:
             places=torch.from_numpy(arrays.slots),
             cu_q_lens=torch.from_numpy(arrays.cu_q_lens),
             kv_lens=torch.from_numpy(arrays.kv_lens),
+            ancestors=None if arrays.ancestors is None else torch.from_numpy(arrays.ancestors),
         )
         resolve_rows(
             step,
@@ -322,6 +323,7 @@ class ModelRunner:
             max_kv_len=arrays.max_kv_len,
             lora=self._lora_step(arrays),
             request_slots=torch.from_numpy(arrays.rows),
+            ancestors=step.ancestors,
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:

@@ -108,6 +108,8 @@ class StepArrays:
     """[N]: each one's request if that starts late, -1 else."""
     adapter_slots: Int32Array | None = None
     """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
+    ancestors: Int64Array | None = None
+    """[T]: `ForwardBatch.ancestors`; None: no request brings a tree."""
 
     @property
     def is_decode(self) -> bool:

@@ -25,7 +25,7 @@ def resolve_rows(
     """`weft.kernels.step_rows.resolve_rows` for CUDA tensors."""
     count = sources.shape[0]
     _resolve_kernel[(triton.cdiv(count, _BLOCK),)](
-        *step,
+        *step[:5],
         sources,
         owners,
         *known,
