@@ -6,12 +6,14 @@ What no row may see is NaN, and leaves are so loud that a row that hears another
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
+import tree_cases
 from attention_cases import LAYER, Geometry, hide_first
 from gpu_kernels import PoisonedTorch
-from kernel_checks import DTYPES, assert_as_exact, fresh_seed
+from kernel_checks import DTYPES, assert_as_exact, fresh_seed, mutated_native_cpu
 from tree_cases import TreeCase, Work, eager_trees, exact_trees, hide_unseen, make_tree_case
 from weft.kernels import attention, cpu
 from weft.kernels.attention import paged_attention
@@ -102,6 +104,18 @@ def test_a_tree_goes_on_from_earlier_rows(dtype: torch.dtype) -> None:
     check(tree, None, 1)
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chains_are_as_without_words(dtype: torch.dtype) -> None:
+    """To the bit, whichever way a chain is written."""
+    fresh_seed()
+    work = [Work(5, 200), Work(1, 300), Work(90, 90), Work(31, 600)]
+    tree = make_tree_case(Geometry(6, 2, 64, 16), work, dtype)
+    case = tree.case
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 90, 600)
+    assert torch.equal(attend(tree), paged_attention(case.q, case.pool, LAYER, *lengths))
+
+
 def test_what_cannot_be_a_tree_is_refused() -> None:
     tree = make_tree_case(Geometry(4, 2, 16, 8), [Work(4, 40, is_tree=True)], torch.float32)
     with pytest.raises(ValueError, match="window of 32"):
@@ -111,3 +125,31 @@ def test_what_cannot_be_a_tree_is_refused() -> None:
             attend(tree._replace(ancestors=words))
     with pytest.raises(ValueError, match="29 rows before 4"):
         attend(tree._replace(earlier=29))
+
+
+@pytest.mark.parametrize(
+    ("header", "original", "replacement"),
+    [
+        ("attention.h", "if (!sees_row(word, begin + i - t->root))", "if (0)"),
+        ("attention_plan.h", "word >> (row < 63 ? row : 63) & 1", "row != 5"),
+        ("attention.h", "position_of(t, row / t->group) + 1 - t->window",
+         "t->first_position + row / t->group + 1 - t->window"),
+        ("attention_plan.h", "if (of_row < position) position = of_row;", ""),
+        ("attention_plan.h", "- q_rows - a->earlier_rows", "- q_rows"),
+    ],
+)  # fmt: skip
+def test_the_check_sees_a_mutation(
+    header: str, original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    native = mutated_native_cpu(tmp_path, header, original, replacement)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: native)
+    work = [Work(24, 400, is_tree=True, earlier=6), Work(20, 90, is_tree=True, earlier=6)]
+    # A chain and a star have the most and the fewest ancestors.
+    shapes = [list(range(-1, 29)), [-1] + [0] * 25]
+    monkeypatch.setattr(tree_cases, "random_parents", lambda count: shapes.pop(0))
+    tree = make_tree_case(Geometry(6, 2, 64, 16), work, torch.float32)
+    hide_unseen(tree, 43)
+    with pytest.raises(AssertionError):
+        check(tree, 43)

@@ -132,7 +132,7 @@ def test_an_empty_window_is_refused(window: int) -> None:
     ("header", "original", "replacement"),
     [
         ("attention.h", "+ 1 - t->window - begin", "+ 2 - t->window - begin"),
-        ("attention_plan.h", ".first_read = first_read,", ".first_read = 0,"),
+        ("attention_plan.h", "job.task.first_read = first_read;", ""),
         ("attention.h", "scratch->scores[r * KV_BLOCK + i] = -INFINITY", "(void)i"),
     ],
 )

@@ -80,7 +80,7 @@ def paged_attention(
     if ancestors is not None or earlier_rows:
         check_ancestors(ancestors, q.shape[0], window, max_q_len, earlier_rows)
     native = cpu.native_cpu_for(q)
-    is_native = native is not None and fits_native(native, q.shape[1], pool) and ancestors is None
+    is_native = native is not None and fits_native(native, q.shape[1], pool)
     if not (is_native or q.is_cuda):
         return paged_attention_reference(
             q,
@@ -139,6 +139,8 @@ def paged_attention(
         scale,
         first_position,
         window or 0,
+        None if ancestors is None else ancestors.data_ptr(),
+        earlier_rows,
     )
     if status:
         cpu.check_status(status, "paged_attention")

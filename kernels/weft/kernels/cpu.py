@@ -59,6 +59,8 @@ class Attention(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("first_seen", ctypes.c_int64),
         ("window", ctypes.c_int64),
+        ("ancestors", ctypes.c_void_p),
+        ("earlier_rows", ctypes.c_int64),
     )
 
 
@@ -236,7 +238,7 @@ class NativeCpu:
             *(pointer, long, pointer, pointer, pointer, pointer, long),
             *(pointer, pointer, real, long, long, pointer),
         )
-        attention = (pointer, long, *[pointer] * 5, *[long] * 5, real, long, long)
+        attention = (pointer, long, *[pointer] * 5, *[long] * 5, real, long, long, pointer, long)
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 5)
         self.packed_words = declare("weft_packed_words", long, pointer)

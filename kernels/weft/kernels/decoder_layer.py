@@ -339,14 +339,8 @@ def prepare_step(
     native = cpu.native_cpu()
     prepared = None
     if ancestors is not None:
-        check_ancestors(ancestors, rows, layer.window, max_q_len)
-    is_tree = ancestors is not None
-    if (
-        not is_tree
-        and layer.native is not None
-        and native is not None
-        and fits_native(native, num_heads, pool)
-    ):
+        check_ancestors(ancestors, rows, None, max_q_len)
+    if layer.native is not None and native is not None and fits_native(native, num_heads, pool):
         dtype, kv_heads = layer.qkv.dtype, pool.shape[1]
         shape = (rows, (num_heads + 2 * kv_heads) * dim)
         widths = (layer.qkv.out_features, layer.o.in_features)
@@ -366,6 +360,7 @@ def prepare_step(
             page_table.stride(0),
             num_heads,
             scale,
+            ancestors=None if ancestors is None else ancestors.data_ptr(),
         )
         width = native.layer_scratch_width(ctypes.byref(layer.native), ctypes.byref(attention), dim)
         scratch = torch.empty(rows * width, dtype=dtype)
@@ -448,6 +443,9 @@ def decoder_layers(
     Raises:
         ValueError: An argument does not fit.
     """
+    if step.ancestors is not None:
+        for layer in stack.layers:
+            check_ancestors(step.ancestors, hidden.shape[0], layer.window, step.max_q_len)
     if hidden.is_cuda:
         from weft.kernels.gpu import decoder_layers as gpu
 

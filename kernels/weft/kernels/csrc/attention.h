@@ -213,8 +213,15 @@ INLINE int visible_to(const Task *t, int row, long begin, int count) {
 /* Positions of a block, its first, that lie before a row's window. */
 INLINE int before_window(const Task *t, int row, long begin, int count) {
   if (t->window == 0) return 0;
-  long hidden = t->first_position + row / t->group + 1 - t->window - begin;
+  long hidden = position_of(t, row / t->group) + 1 - t->window - begin;
   return hidden < 0 ? 0 : at_most(hidden, count);
+}
+
+/* Hides what a row of a tree does not see of its tree's rows in a block. */
+static void hide_others(const Task *t, int row, long begin, int visible, float *scores) {
+  const int64_t word = t->ancestors[row / t->group];
+  for (long i = t->root > begin ? t->root - begin : 0; i < visible; i++)
+    if (!sees_row(word, begin + i - t->root)) scores[i] = -INFINITY;
 }
 
 /* Adds a block of positions from `begin` on to the segment; asks for the block that comes next. */
@@ -244,9 +251,10 @@ INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool
       tile_set(is_bf16, rows, words, 0, q, row_bytes, scratch->keys + c * words,
                scratch->scores + row * KV_BLOCK + c, KV_BLOCK, &ahead);
     for (int r = row; r < row + rows; r++) {
-      int hidden = before_window(t, r, begin, count);
+      int hidden = before_window(t, r, begin, count), visible = visible_to(t, r, begin, count);
       for (int i = 0; i < hidden; i++) scratch->scores[r * KV_BLOCK + i] = -INFINITY;
-      weigh_row(is_bf16, scale, width, r, visible_to(t, r, begin, count), count, scratch);
+      if (t->ancestors != NULL) hide_others(t, r, begin, visible, scratch->scores + r * KV_BLOCK);
+      weigh_row(is_bf16, scale, width, r, visible, count, scratch);
     }
     for (long d = 0; d < pool->dim; d += PANEL)
       tile_add(is_bf16, rows, used_steps, weights + row * KV_BLOCK * weight_bytes,

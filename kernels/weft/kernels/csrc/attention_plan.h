@@ -28,7 +28,19 @@ typedef struct {
   float scale;
   int64_t first_seen; /* positions before it are never attended to */
   int64_t window; /* positions that a row attends to at most, its own the last; 0: all */
+  const int64_t *ancestors; /* [tokens], which rows of its tree each one sees; null: all before it */
+  int64_t earlier_rows; /* of each tree: bit 0 is about the place so far before a request's rows */
 } Attention;
+
+/* Rows are numbered in their tree. The last bit of a word stands for all rows from there on. */
+static inline int sees_row(int64_t word, long row) { return word >> (row < 63 ? row : 63) & 1; }
+
+/* How many rows of its tree a row has before itself. */
+static inline long depth_of(int64_t word, long row) {
+  const uint64_t before = row < 64 ? ((uint64_t)1 << row) - 1 : ~(uint64_t)0;
+  const long behind = row > 64 && word < 0 ? row - 64 : 0;
+  return __builtin_popcountll((uint64_t)word & before) + behind;
+}
 
 /* How one request is cut into tasks. */
 typedef struct {
@@ -88,6 +100,8 @@ typedef struct {
   long first_position; /* of the first query row */
   long window; /* of Attention */
   long first_read; /* no row sees positions before it: they count as zeros */
+  const int64_t *ancestors; /* of the first query row on; null: they see all before them */
+  long root; /* place of the tree's first row */
   int rows; /* query rows * group */
 } Task;
 
@@ -98,6 +112,12 @@ typedef struct {
   long begin, end; /* positions it reads; none if begin >= end */
   float *partial; /* where its result goes when the request is split, else null */
 } Job;
+
+/* The position of a task's query row, which its place is unless it is in a tree. */
+static inline long position_of(const Task *t, long row) {
+  const long place = t->first_position + row;
+  return t->ancestors == NULL ? place : t->root + depth_of(t->ancestors[row], place - t->root);
+}
 
 static Job find_job(const Attention *a, const Pool *pool, const Plan *plan, long layer,
                     long index) {
@@ -116,16 +136,24 @@ static Job find_job(const Attention *a, const Pool *pool, const Plan *plan, long
   /* Later rows see more positions: start with them. */
   long block = share->split ? 0 : share->row_blocks - 1 - part, first = block * per_block;
   long count = q_rows - first < per_block ? q_rows - first : per_block;
-  long position = kv_len - q_rows + first, first_read = a->first_seen, begin = a->first_seen;
-  if (a->window > 0 && position + 1 - a->window > first_read) {
-    first_read = position + 1 - a->window;
+  long position = kv_len - q_rows + first, begin = a->first_seen;
+  Job job = {.first_token = a->cu_q_lens[low] + first, .end = position + count};
+  job.task = (Task){.pages = a->page_table + low * a->table_stride, .layer = layer,
+                    .kv_head = kv_head, .group = group, .first_position = position,
+                    .window = a->window, .first_read = a->first_seen, .rows = (int)(count * group),
+                    .ancestors = a->ancestors == NULL ? NULL : a->ancestors + job.first_token,
+                    .root = kv_len - q_rows - a->earlier_rows};
+  if (a->window > 0) {
+    for (long row = 0; a->ancestors != NULL && row < count; row++) {
+      long of_row = position_of(&job.task, row);
+      if (of_row < position) position = of_row;
+    }
+    long first_read = position + 1 - a->window;
+    if (first_read > a->first_seen) job.task.first_read = first_read;
     /* At the border of a block: a row's blocks are the same whichever rows come with it. */
     if (first_read / KV_BLOCK * KV_BLOCK > begin) begin = first_read / KV_BLOCK * KV_BLOCK;
   }
-  Job job = {.first_token = a->cu_q_lens[low] + first, .begin = begin, .end = position + count};
-  job.task = (Task){.pages = a->page_table + low * a->table_stride, .layer = layer,
-                    .kv_head = kv_head, .group = group, .first_position = position,
-                    .window = a->window, .first_read = first_read, .rows = (int)(count * group)};
+  job.begin = begin;
   if (share->split) {
     if (job.begin < part * SEGMENT) job.begin = part * SEGMENT;
     if (job.end > (part + 1) * SEGMENT) job.end = (part + 1) * SEGMENT;
