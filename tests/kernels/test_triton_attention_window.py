@@ -193,7 +193,7 @@ def test_a_first_position_beside_a_window_is_refused(name: str, tmp_path: Path) 
         ("decode_attention", ("kv_len - q_len + 1 - WINDOW", "kv_len - q_len - WINDOW"), False),
         ("decode_attention", ("walk = first_seen // TILE", "walk = TILE + first_seen // TILE"),
          False),
-        ("decode_attention", ("<= last_seen[:, None] - WINDOW", "< last_seen[:, None] - WINDOW"),
+        ("decode_attention", ("<= at[:, None] - WINDOW", "< at[:, None] - WINDOW"),
          False),
         ("decode_attention", ("tl.cdiv(kv_len - walk, TILE)\n    used",
                               "tl.cdiv(kv_len - walk, 2 * TILE)\n    used"), False),

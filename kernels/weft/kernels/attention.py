@@ -64,7 +64,7 @@ def paged_attention(
             requests of at most MAX_TREE_ROWS rows may have other words.
         earlier_rows: So many rows of each tree came with earlier steps: bit i is about position
             kv_len - q_len - earlier_rows + i. Only with `ancestors`; q_len + earlier_rows is at
-            most MAX_TREE_ROWS then, whatever the words.
+            most MAX_TREE_ROWS then, whatever the words. Not on a GPU beside a window.
 
     Returns:
         [T, Hq * D], dtype of `q`; softmax in float32.
@@ -118,6 +118,8 @@ def paged_attention(
             first_position=first_position,
             window=window,
             is_fixed=is_fixed,
+            ancestors=ancestors,
+            earlier_rows=earlier_rows,
         )
     described = cpu.describe_pool(pool)
     tokens, heads, dim = q.shape

@@ -1,10 +1,10 @@
 """Ragged causal attention over paged K and V on a GPU.
 
 Requests that bring one row are decoded: their context is split over programs; where all bring few,
-as to verify drafts, so are they all. The others are extended: a program holds a tile of their rows.
-A step that mixes both is two launches, each of which leaves the other's requests out by their
-lengths, which only the device knows. Long prompts with nothing before them go to cuDNN where that
-is faster.
+as to verify drafts, so are they all, and always those of few where rows form trees. The others are
+extended: a program holds a tile of their rows. A step that mixes both is two launches, each of
+which leaves the other's requests out by their lengths, which only the device knows. Long prompts
+with nothing before them go to cuDNN where that is faster.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS, decode_attention
 from weft.kernels.gpu.dense_attention import dense_attention, suits
 from weft.kernels.gpu.extend_attention import OwnKv, extend_attention
 from weft.kernels.gpu.fixed_attention import fixed_attention
+
+_SIZES = (2, 4, 8, 16, MAX_FEW_ROWS)
+_FEW_OF_MANY = 8
+"""A bound on the rows of a request where there may be many requests ..."""
+_FEW_REQUESTS = 8
+"""... and on the requests where each may bring more: what only some reach would cost all."""
 
 
 def paged_attention(
@@ -31,6 +37,8 @@ def paged_attention(
     *,
     window: int | None = None,
     is_fixed: bool = False,
+    ancestors: torch.Tensor | None = None,
+    earlier_rows: int = 0,
 ) -> torch.Tensor:
     """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments are checked.
 
@@ -38,10 +46,16 @@ def paged_attention(
     With `own`, what requests of several rows bring is not read from the pool. `first_position` must
     be 0 with `own` or a window. With `is_fixed`, without `own`, all requests take one kernel,
     unless there is a first position: what drafts see decides no bits.
+
+    Raises:
+        ValueError: There is no kernel for it.
     """
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
-    sees_all = window is None or window >= max_kv_len
+    is_tree = ancestors is not None
+    if is_tree and is_fixed and first_position == 0:
+        raise ValueError("attention with fixed bits takes no ancestors: draft chains")
+    sees_all = (window is None or window >= max_kv_len) and not is_tree
     if sees_all and own is not None and suits(q, pool.shape[1], requests, max_q_len, max_kv_len):
         return dense_attention(q, own.k, own.v, requests, scale)
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
@@ -51,7 +65,8 @@ def paged_attention(
         lengths = (page_table, cu_q_lens, kv_lens)
         fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len, window)
         return out
-    if own is None and first_position == 0 and are_few_rows(q.dtype, max_q_len):
+    is_few = own is None and first_position == 0 and are_few_rows(q.dtype, max_q_len, requests)
+    if is_tree or is_few:
         decode_attention(
             out,
             q,
@@ -63,11 +78,15 @@ def paged_attention(
             scale,
             max_kv_len,
             is_uniform=False,
+            first_position=first_position,
             # Few sizes, which are compiled each for itself.
-            max_rows=2 if max_q_len == 2 else 4 if max_q_len <= 4 else MAX_FEW_ROWS,
+            max_rows=next(size for size in _SIZES if size >= min(max_q_len, MAX_FEW_ROWS)),
             window=window,
+            ancestors=ancestors,
+            earlier_rows=earlier_rows,
         )
-        return out
+        if max_q_len <= MAX_FEW_ROWS:
+            return out
     if max_q_len > 1:
         extend_attention(
             out,
@@ -82,9 +101,12 @@ def paged_attention(
             own,
             first_position,
             window=window,
+            least_rows=1 + MAX_FEW_ROWS if is_tree else 2,
         )
+    if is_tree:
+        return out
     # A bound of few rows is for requests of one row too, be they alone.
-    if max_q_len == 1 or requests > 1 or max_q_len <= MAX_FEW_ROWS:
+    if max_q_len == 1 or requests > 1 or max_q_len <= _FEW_OF_MANY:
         decode_attention(
             out,
             q,
@@ -103,7 +125,8 @@ def paged_attention(
     return out
 
 
-def are_few_rows(dtype: torch.dtype, max_q_len: int) -> bool:
+def are_few_rows(dtype: torch.dtype, max_q_len: int, requests: int) -> bool:
     """Requests of so many rows at most are decoded: K and V are read from the pool, once for all
     rows."""
-    return dtype.itemsize == 2 and 1 < max_q_len <= MAX_FEW_ROWS
+    most = MAX_FEW_ROWS if requests <= _FEW_REQUESTS else _FEW_OF_MANY
+    return dtype.itemsize == 2 and 1 < max_q_len <= most

@@ -1,8 +1,8 @@
 """Attention of requests that bring one row, or a few, over paged K and V on a GPU.
 
-A program holds all query heads of one KV head, for all rows of a request, so that K and V are read
-once, and walks one split of its context; the splits are merged in their order, so the result of a
-request depends on its length and on the number of splits alone.
+A program holds all query heads of one KV head, for all rows of a request or a block of many, so
+that K and V are read once, and walks one split of its context; the splits are merged in their
+order, so the result of a request depends on its length and on the number of splits alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ class LaunchShape(NamedTuple):
     warps: int
 
 
-MAX_FEW_ROWS = 8
+MAX_FEW_ROWS = 32
 """Of a request: with more, `extend_attention` has enough to do for each head."""
+_SMALL_ROWS = 8
+"""So many rows are not divided among programs, and as many programs run as for one row."""
+_BLOCK_MEMBERS = 128
+"""Rows of a program times query heads of a KV head, at most, where a request has more rows."""
 MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 4
 """Programs wanted on each multiprocessor: enough loads under way to keep the memory busy."""
@@ -49,6 +53,8 @@ def decode_attention(
     first_position: int = 0,
     max_rows: int = 1,
     window: int | None = None,
+    ancestors: torch.Tensor | None = None,
+    earlier_rows: int = 0,
 ) -> None:
     """Writes the rows of `out` whose requests bring one row, or at most `max_rows`, and no others.
 
@@ -63,32 +69,44 @@ def decode_attention(
         scale: Factor on the scores.
         max_kv_len: Bound of `kv_lens`.
         is_uniform: Every request brings one row; `cu_q_lens` is not read.
-        first_position: Positions before it are not attended to; 0 if there may be several rows.
-        max_rows: Of a request, up to MAX_FEW_ROWS.
+        first_position: Positions before it are not attended to.
+        max_rows: Of a request, up to MAX_FEW_ROWS; a power of two.
         window: Positions that a row attends to at most, or None; not beside a `first_position`.
+        ancestors: [T] int64 where rows form trees (`weft.kernels.attention.paged_attention`), or
+            None.
+        earlier_rows: Of each tree; 0 with a window.
 
     Raises:
-        ValueError: `first_position` beside a window.
+        ValueError: `first_position` or `earlier_rows` beside a window.
     """
-    if first_position and window is not None:
-        raise ValueError("a first position is not taken beside a window")
+    if (first_position or earlier_rows) and window is not None:
+        raise ValueError("a first position or earlier rows are not taken beside a window")
     requests = page_table.shape[0]
     tokens, heads, dim = q.shape
     kv_heads, page_size = pool.shape[1], pool.shape[4]
     group = heads // kv_heads
     is_float32 = q.dtype == torch.float32
     tile, warps = launch_shape(q.dtype, dim)
+    block_rows = rows_of_program(q.dtype, group, max_rows)
+    # What tensor cores take at least.
+    block_group = max(1 if is_float32 else 16, triton.next_power_of_2(block_rows * group))
+    blocks = requests * (max_rows // block_rows)
+    share = 1
+    if max_rows > _SMALL_ROWS:
+        # A program of many rows fills a multiprocessor, and its part takes long to merge.
+        share = max(1, block_group // 32)
+        warps = 8 if block_group == _BLOCK_MEMBERS else warps
     # A window may begin anywhere in a tile.
     walked = max_kv_len if window is None else min(max_kv_len, window + max_rows + tile)
-    splits = num_splits(requests * kv_heads, triton.cdiv(walked, tile), q.device)
-    programs = requests * kv_heads * splits
+    splits = num_splits(share * blocks * kv_heads, triton.cdiv(walked, tile), q.device)
+    programs = share * blocks * kv_heads * splits
     if splits == 1:
         partial, sums = out, out
     else:
         parts = (requests if max_rows == 1 else tokens, heads, splits)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
-    _decode_kernel[(kv_heads, requests, splits)](
+    _decode_kernel[(kv_heads, blocks, splits)](
         partial,
         sums,
         q,
@@ -96,19 +114,21 @@ def decode_attention(
         page_table,
         cu_q_lens,
         kv_lens,
+        ancestors,
         scale * math.log2(math.e),
         layer,
         page_table.stride(0),
         splits,
+        earlier_rows,
         IS_UNIFORM=is_uniform,
         IS_SPLIT=splits > 1,
-        IS_FLOAT32=is_float32,
+        IS_SUMMED=is_float32 and ancestors is None,
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
         GROUP=group,
         ROWS=max_rows,
-        # What tensor cores take at least.
-        BLOCK_GROUP=max(1 if is_float32 else 16, triton.next_power_of_2(max_rows * group)),
+        BLOCK_ROWS=block_rows,
+        BLOCK_GROUP=block_group,
         DIM=dim,
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
@@ -120,7 +140,9 @@ def decode_attention(
         **launch_options(q.device),
     )
     if splits > 1:
-        _merge_kernel[(requests * max_rows, heads)](
+        # The fewer programs: one a row that there is, or one a row that there may be.
+        is_by_token = max_rows > _SMALL_ROWS and tokens < requests * max_rows
+        _merge_kernel[(tokens if is_by_token else requests * max_rows, heads)](
             out,
             partial,
             sums,
@@ -129,7 +151,9 @@ def decode_attention(
             scale * math.log2(math.e),
             splits,
             heads,
+            requests,
             IS_UNIFORM=is_uniform,
+            IS_BY_TOKEN=is_by_token,
             ROWS=max_rows,
             BLOCK_SPLITS=triton.next_power_of_2(splits),
             DIM=dim,
@@ -140,6 +164,23 @@ def decode_attention(
             num_warps=4,
             **launch_options(q.device),
         )
+
+
+def rows_of_program(dtype: torch.dtype, group: int, max_rows: int) -> int:
+    """Rows of a request that a program holds; a power of two that divides `max_rows`.
+
+    Args:
+        dtype: Of q.
+        group: Query heads of a KV head.
+        max_rows: Of a request; a power of two.
+    """
+    if max_rows <= _SMALL_ROWS:
+        return max_rows
+    most = 32 if dtype == torch.float32 else _BLOCK_MEMBERS
+    rows = max_rows
+    while rows > 1 and rows * group > most:
+        rows //= 2
+    return rows
 
 
 def num_splits(pairs: int, tiles: int, device: torch.device) -> int:
@@ -194,7 +235,18 @@ def _first_seen(kv_len: tl.tensor, q_len: tl.tensor, WINDOW: tl.constexpr) -> tl
     return tl.maximum(kv_len - q_len + 1 - WINDOW, 0)
 
 
-@triton.jit(do_not_specialize=["layer", "splits"])
+@triton.jit
+def _depth(words: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Set bits of each word before its row's own: of at most 31."""
+    bits = words & ((1 << row) - 1)
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    bits += bits >> 8
+    return (bits + (bits >> 16)) & 0x3F
+
+
+@triton.jit(do_not_specialize=["layer", "splits", "earlier_rows"])
 def _decode_kernel(
     partial: tl.tensor,
     sums: tl.tensor,
@@ -203,18 +255,21 @@ def _decode_kernel(
     page_table: tl.tensor,
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
+    ancestors: tl.tensor,
     scale: float,
     layer: int,
     table_stride: int,
     splits: int,
+    earlier_rows: int,
     IS_DEPENDENT: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    IS_FLOAT32: tl.constexpr,
+    IS_SUMMED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -228,18 +283,23 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)
+    block = 0
+    if ROWS > BLOCK_ROWS:
+        block = request % (ROWS // BLOCK_ROWS) * BLOCK_ROWS
+        request = request // (ROWS // BLOCK_ROWS)
     first_row = request
     q_len = 1
     if not IS_UNIFORM:
         first_row = tl.load(cu_q_lens + request)
         q_len = tl.load(cu_q_lens + request + 1) - first_row
-        if (q_len == 0) | (q_len > ROWS):
+        if (q_len <= block) | (q_len > ROWS):
             return
     kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
     if WINDOW > 0:
         first_seen = _first_seen(kv_len, q_len, WINDOW)
         walk = first_seen // TILE * TILE
     else:
+        first_seen = 0
         walk = 0
     length = tl.cdiv(tl.cdiv(kv_len - walk, TILE), splits) * TILE
     begin = walk + split * length
@@ -250,9 +310,13 @@ def _decode_kernel(
     # Of each row of the request the heads of this KV head.
     member = tl.arange(0, BLOCK_GROUP)
     column = tl.arange(0, BLOCK_DIM)
-    is_there = member < q_len * GROUP
+    in_request = block + member // GROUP
+    num_rows = q_len
+    if ROWS > BLOCK_ROWS:
+        num_rows = tl.minimum(q_len - block, BLOCK_ROWS)
+    is_there = member < num_rows * GROUP
     head = kv_head * GROUP + member % GROUP
-    row = first_row.to(tl.int64) + member // GROUP
+    row = first_row.to(tl.int64) + in_request
     in_dim = column < DIM
     mask = is_there[:, None] & in_dim[None, :]
     heads = KV_HEADS * GROUP
@@ -263,44 +327,27 @@ def _decode_kernel(
     total = tl.zeros([BLOCK_GROUP], tl.float32)
     mixed = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     table = page_table + request.to(tl.int64) * table_stride
-    for start in range(begin, end, TILE):
-        position = start + tl.arange(0, TILE)
-        is_seen = position < end
-        if FIRST_POSITION > 0:
-            is_seen &= position >= FIRST_POSITION
+    last_seen = kv_len - q_len + in_request
+    at, common, words, root = last_seen, begin, None, None
+    if ancestors is not None:
+        # Tiles before the tree's rows are the same to all of them.
+        root = kv_len - q_len - earlier_rows
+        common = tl.minimum(tl.maximum(root // TILE * TILE, begin), end)
+        words = tl.load(ancestors + row, mask=is_there, other=-1).to(tl.int32)
         if WINDOW > 0:
-            is_seen &= position >= first_seen
-        page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
-        # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
-        matrix = ((page * KV_HEADS + kv_head) * LAYERS + layer) * 2
-        kv_row = matrix * PAGE_SIZE + position % PAGE_SIZE
-        kv_at = pool + kv_row[:, None] * DIM + column[None, :]
-        kv_mask = is_seen[:, None] & in_dim[None, :]
-        keys = tl.load(kv_at, mask=kv_mask, other=0.0)
-        if IS_FLOAT32:
-            # Summed as a tree: a product's chain over the head would lose too much of float32.
-            scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
-        else:
-            scores = tl.dot(query, tl.trans(keys))
-        # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
-        if ROWS > 1:
-            last_seen = kv_len - q_len + member // GROUP
-            is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
-            if WINDOW > 0:
-                is_hidden |= position[None, :] <= last_seen[:, None] - WINDOW
-            scores = tl.where(is_hidden, -1e30, scores)
-        else:
-            hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
-            scores = tl.where(is_seen[None, :], scores, hidden)
-        values = tl.load(kv_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        # Scaled after the subtraction, which loses nothing among the scores that matter.
-        shrink = tl.exp2((largest - new_largest) * scale)
-        weights = tl.exp2((scores - new_largest[:, None]) * scale)
-        total = total * shrink + tl.sum(weights, axis=1)
-        mixed = mixed * shrink[:, None]
-        mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        largest = new_largest
+            at = root + _depth(words, last_seen - root)
+        for start in range(begin, common, TILE):
+            largest, total, mixed = _attend_tile(
+                largest, total, mixed, query, pool, table, start, end, kv_head, layer, first_seen,
+                last_seen, at, None, None, scale, IS_SUMMED, KV_HEADS, LAYERS, ROWS, DIM, BLOCK_DIM,
+                PAGE_SIZE, TILE, FIRST_POSITION, WINDOW,
+            )  # fmt: skip
+    for start in range(common, end, TILE):
+        largest, total, mixed = _attend_tile(
+            largest, total, mixed, query, pool, table, start, end, kv_head, layer, first_seen,
+            last_seen, at, words, root, scale, IS_SUMMED, KV_HEADS, LAYERS, ROWS, DIM, BLOCK_DIM,
+            PAGE_SIZE, TILE, FIRST_POSITION, WINDOW,
+        )  # fmt: skip
 
     if IS_SPLIT:
         place = row if ROWS > 1 else request.to(tl.int64)
@@ -311,10 +358,99 @@ def _decode_kernel(
     else:
         # No context at all: zeros.
         mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+        if (ROWS > 1) & (FIRST_POSITION > 0):
+            mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
         tl.store(partial + q_at, mixed.to(partial.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
+def _attend_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    query: tl.tensor,
+    pool: tl.tensor,
+    table: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    kv_head: tl.tensor,
+    layer: int,
+    first_seen: tl.tensor,
+    last_seen: tl.tensor,
+    at: tl.tensor,
+    words: tl.tensor,
+    root: tl.tensor,
+    scale: float,
+    IS_SUMMED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Adds the positions from `start` on, before `end`, to a running softmax; with `words` those
+    from `root` on as far as they name them."""
+    column = tl.arange(0, BLOCK_DIM)
+    position = start + tl.arange(0, TILE)
+    is_seen = position < end
+    if FIRST_POSITION > 0:
+        is_seen &= position >= FIRST_POSITION
+    if WINDOW > 0:
+        is_seen &= position >= first_seen
+    page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
+    # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
+    matrix = ((page * KV_HEADS + kv_head) * LAYERS + layer) * 2
+    kv_row = matrix * PAGE_SIZE + position % PAGE_SIZE
+    kv_at = pool + kv_row[:, None] * DIM + column[None, :]
+    kv_mask = is_seen[:, None] & (column < DIM)[None, :]
+    keys = tl.load(kv_at, mask=kv_mask, other=0.0)
+    if IS_SUMMED:
+        # Summed as a tree: a product's chain over the head would lose too much of float32.
+        scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
+    else:
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
+    if ROWS > 1:
+        is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
+        if WINDOW > 0:
+            is_hidden |= position[None, :] <= at[:, None] - WINDOW
+        if words is not None:
+            of_tree = position - root
+            is_named = (words[:, None] >> (of_tree & 31)[None, :]) & 1
+            is_hidden |= (of_tree >= 0)[None, :] & (is_named == 0)
+        scores = tl.where(is_hidden, -1e30, scores)
+    else:
+        hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
+        scores = tl.where(is_seen[None, :], scores, hidden)
+    values = tl.load(kv_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    # Scaled after the subtraction, which loses nothing among the scores that matter.
+    shrink = tl.exp2((largest - new_largest) * scale)
+    weights = tl.exp2((scores - new_largest[:, None]) * scale)
+    total = total * shrink + tl.sum(weights, axis=1)
+    mixed = mixed * shrink[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_largest, total, mixed
+
+
+@triton.jit
+def _request_of(row: tl.tensor, cu_q_lens: tl.tensor, requests: int) -> tl.tensor:
+    """The last one that does not begin behind the row."""
+    low = 0
+    high = requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_behind = tl.load(cu_q_lens + middle) > row
+        low = tl.where(is_behind, low, middle)
+        high = tl.where(is_behind, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["splits", "requests"])
 def _merge_kernel(
     out: tl.tensor,
     partial: tl.tensor,
@@ -324,8 +460,10 @@ def _merge_kernel(
     scale: float,
     splits: int,
     heads: int,
+    requests: int,
     IS_DEPENDENT: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
+    IS_BY_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     DIM: tl.constexpr,
@@ -336,8 +474,12 @@ def _merge_kernel(
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
-    request = tl.program_id(0) // ROWS
-    member = tl.program_id(0) % ROWS
+    if IS_BY_TOKEN:
+        request = _request_of(tl.program_id(0), cu_q_lens, requests)
+        member = tl.program_id(0) - tl.load(cu_q_lens + request)
+    else:
+        request = tl.program_id(0) // ROWS
+        member = tl.program_id(0) % ROWS
     head = tl.program_id(1)
     row = request
     q_len = 1
@@ -365,5 +507,7 @@ def _merge_kernel(
     weight = tl.where(split < used, tl.exp2(difference * scale), 0.0)
     total = tl.sum(part_total * weight, axis=0)
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    if (ROWS > 1) & (FIRST_POSITION > 0):
+        mixed = tl.where(kv_len - q_len + member >= FIRST_POSITION, mixed, 0.0)
     at = (row.to(tl.int64) * heads + head) * DIM + column
     tl.store(out + at, mixed.to(out.dtype.element_ty), mask=column < DIM)

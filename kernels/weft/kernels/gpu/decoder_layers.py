@@ -9,6 +9,7 @@ import torch
 from weft.kernels.attention import check_attention
 from weft.kernels.decoder_layer import GatedMlpWeight
 from weft.kernels.gpu.attention import are_few_rows, paged_attention
+from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS
 from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.gpu.moe import NormAfter, routed_moe
 from weft.kernels.gpu.norm import add_rms_norm, rms_norm
@@ -62,8 +63,11 @@ def _attend(
 ) -> torch.Tensor:
     """Stores K and V, returns what each row's heads take from what it sees: [T, Hq * D]."""
     rows, kv_heads, dim = qkv.shape[0], step.pool.shape[1], step.pool.shape[5]
-    own, is_fixed = None, w.qkv.is_fixed
-    if step.max_q_len > 1 and not (is_fixed or are_few_rows(qkv.dtype, step.max_q_len)):
+    own, is_fixed, max_q_len = None, w.qkv.is_fixed, step.max_q_len
+    is_few = are_few_rows(qkv.dtype, max_q_len, step.page_table.shape[0])
+    if step.ancestors is not None:
+        is_few = max_q_len <= MAX_FEW_ROWS
+    if max_q_len > 1 and not (is_fixed or is_few):
         k = torch.empty((rows, kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
         own = OwnKv(k, qkv.view(rows, -1, dim)[:, step.num_heads + kv_heads :])
     q = rope_and_cache(
@@ -92,6 +96,7 @@ def _attend(
         own,
         window=w.window,
         is_fixed=is_fixed,
+        ancestors=step.ancestors,
     )
 
 

@@ -52,8 +52,9 @@ def extend_attention(
     own: OwnKv | None,
     first_position: int = 0,
     window: int | None = None,
+    least_rows: int = 2,
 ) -> None:
-    """Writes the rows of `out` whose requests bring two rows or more, and no others.
+    """Writes the rows of `out` whose requests bring `least_rows` or more, and no others.
 
     Args:
         out: [T, Hq * D], dtype of `q`.
@@ -68,6 +69,7 @@ def extend_attention(
         own: The step's K and V; None: they are read from the pool.
         first_position: Positions before it are not attended to; 0 with `own`.
         window: Positions that a row attends to at most, or None; not beside a `first_position`.
+        least_rows: Of a request.
 
     Raises:
         ValueError: `first_position` beside `own` or a window.
@@ -114,6 +116,7 @@ def extend_attention(
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
         TILE=shape.tile,
+        LEAST_ROWS=least_rows,
         FIRST_POSITION=first_position,
         WINDOW=window or 0,
         IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
@@ -164,6 +167,7 @@ def _extend_kernel(
     BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    LEAST_ROWS: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_FUSED: tl.constexpr,
@@ -178,7 +182,7 @@ def _extend_kernel(
     # Later tiles of a request see more of it: the longest work begins first, and that of the first
     # requests, which go on with a prompt.
     begin = (tl.cdiv(q_len, ROWS) - 1 - (index - first_row // ROWS - request)) * ROWS
-    if (q_len < 2) | (begin < 0):
+    if (q_len < LEAST_ROWS) | (begin < 0):
         return
 
     kv_head = head // GROUP
