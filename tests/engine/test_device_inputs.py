@@ -18,7 +18,7 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.ragged_columns import RaggedColumns
-from weft.engine.runner.step import PageTable, StepArrays
+from weft.engine.runner.step import ALL_BEFORE, PageTable, StepArrays
 from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
@@ -235,3 +235,36 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
             request.num_verifying = 0
         replaced = random.choice(list(bench.requests))
         bench.requests[replaced] = bench.request(replaced)
+
+
+@pytest.mark.parametrize("kind", ["eager", "ragged"])
+def test_words_of_trees_come_with_the_step(kind: str) -> None:
+    """In one copy with it; and what the device writes where they are is what runs."""
+    bench = Bench()
+    most = NUM_SLOTS * MAX_PAGES * PAGE
+    bench.inputs.keep_ragged(RaggedColumns(most, NUM_SLOTS, most, has_trees=True).num_bytes)
+    for has_trees in (True, False, True):
+        plan, tokens, positions = bench.plan(random.sample(range(NUM_SLOTS), 3), 1)
+        arrays = StepArrays.of_plan(plan, bench.table, PAGE)
+        words = np.random.randint(-(1 << 62), 1 << 62, len(tokens))
+        arrays.ancestors = words if has_trees else None
+        copies_before = bench.num_copies
+        if kind == "ragged":
+            columns = RaggedColumns(len(tokens) + 5, NUM_SLOTS, len(tokens), has_trees)
+            bench.inputs.send_ragged(arrays, columns)
+            batch = bench.inputs.ragged_batch(columns)
+        else:
+            batch = bench.inputs.batch(arrays)
+        assert bench.num_copies - copies_before == COPIES[kind]
+        check(bench, plan, batch, tokens, positions)
+        if not has_trees:
+            assert batch.ancestors is None
+            continue
+        assert batch.ancestors is not None
+        assert batch.ancestors[: len(words)].tolist() == words.tolist()
+        assert bool((batch.ancestors[len(words) :] == ALL_BEFORE).all())
+        step = bench.inputs.step
+        assert step is not None
+        assert step.ancestors is not None
+        step.ancestors[1], step.positions[1] = 3, 5
+        assert (int(batch.ancestors[1]), int(batch.positions[1])) == (3, 5)

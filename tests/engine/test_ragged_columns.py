@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
+from tree_cases import path_to, random_parents, words_of
 from weft.engine.models.loader import load_model
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.graphs import (
@@ -21,9 +22,10 @@ from weft.engine.runner.graphs import (
     step_buckets,
 )
 from weft.engine.runner.ragged_columns import RaggedColumns
-from weft.engine.runner.step import StepArrays
+from weft.engine.runner.step import ALL_BEFORE, StepArrays
 from weft.engine.speculative.drafted import DraftedModel, load_drafted
 from weft.kernels import cpu
+from weft.kernels.attention import MAX_TREE_ROWS
 
 PAGE_SIZE, PAGES_EACH = 4, 10
 VOCAB = 517
@@ -49,13 +51,25 @@ def make_arrays(table: np.ndarray, q_lens: list[int], kv_lens: list[int]) -> Ste
     )
 
 
+def with_trees(arrays: StepArrays, places: list[int]) -> RaggedColumns:
+    """Makes trees of what some requests bring; a layout with room for `places` more."""
+    arrays.ancestors = np.full(len(arrays.token_ids), ALL_BEFORE)
+    for begin, end in zip(arrays.cu_q_lens, arrays.cu_q_lens[1:], strict=False):
+        if end - begin <= MAX_TREE_ROWS and random.random() < 0.8:
+            parents = random_parents(int(end - begin))
+            arrays.ancestors[begin:end] = words_of(parents)
+            depths = [len(path_to(parents, row)) - 1 for row in range(len(parents))]
+            arrays.positions[begin:end] = arrays.positions[begin] + depths
+    tokens, count = len(arrays.token_ids), len(arrays.rows)
+    return RaggedColumns(tokens + places[0], count + places[1], count + places[2], has_trees=True)
+
+
 def batch_of(columns: RaggedColumns, arrays: StepArrays, table: np.ndarray) -> ForwardBatch:
     """Laid out in memory that holds another step's numbers, then read back."""
     host = np.random.randint(0, 255, columns.num_bytes).astype(np.uint8)
     columns.write(host, arrays, len(table) - 1, PAGE_SIZE)
-    token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(
-        torch.from_numpy(host)
-    )
+    flat = torch.from_numpy(host)
+    token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(flat)
     return ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -67,13 +81,14 @@ def batch_of(columns: RaggedColumns, arrays: StepArrays, table: np.ndarray) -> F
         max_q_len=columns.num_tokens,
         max_kv_len=PAGES_EACH * PAGE_SIZE,
         request_slots=rows,
+        ancestors=columns.ancestors(flat),
     )
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("has_draft", [False, True])
+@pytest.mark.parametrize(("has_draft", "has_trees"), [(False, False), (True, False), (False, True)])
 def test_padding_changes_nothing(
-    has_draft: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_draft: bool, has_trees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The native operations refuse rows of no request; only a GPU's graphs bring such rows.
     monkeypatch.setattr(cpu, "native_cpu", lambda: None)
@@ -96,11 +111,14 @@ def test_padding_changes_nothing(
         pool = torch.randn(shape)
         padded_pool = pool.clone()
         tokens = sum(q_lens)
-        exact = model.forward(batch_of(RaggedColumns(tokens, count, count), arrays, table), pool)
+        columns = RaggedColumns(tokens, count, count)
+        if has_trees:
+            columns = with_trees(arrays, [0, 0, 0])
+        exact = model.forward(batch_of(columns, arrays, table), pool)
         if isinstance(model, DraftedModel):
             kept, model.kept = model.kept, kept
         more = [random.randint(0, 9), random.randint(1, 4), random.randint(0, 5)]
-        columns = RaggedColumns(tokens + more[0], count + more[1], count + more[2])
+        columns = RaggedColumns(tokens + more[0], count + more[1], count + more[2], has_trees)
         padded = model.forward(batch_of(columns, arrays, table), padded_pool)
         if isinstance(model, DraftedModel):
             torch.testing.assert_close(model.kept[:-1], kept[:-1])
@@ -169,3 +187,31 @@ def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> No
     arrays = make_arrays(table, [2] * max_requests, [20] * max_requests)
     arrays.logits_rows = np.arange(2 * max_requests)
     assert plain.of(arrays) is None
+
+
+@pytest.mark.parametrize("max_requests", [1, 3, 64])
+def test_steps_with_trees_have_buckets_where_they_are_asked_for(
+    max_requests: int, tmp_path: Path
+) -> None:
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    without = step_buckets(config, max_requests, 512, max_drafts=31)
+    buckets = step_buckets(config, max_requests, 512, max_drafts=31, tree_rows=(8, 32))
+    assert [bucket for bucket in buckets if bucket.kind != "tree"] == without
+    found, table = Buckets(config, buckets), np.zeros((max_requests, PAGES_EACH), np.int32)
+    for requests in (1, 2, 3, 4, 5):
+        for rows in (2, 8, 9, 32):
+            if requests > max_requests:
+                continue
+            arrays = make_arrays(table, [rows] * requests, [40] * requests)
+            arrays.logits_rows = np.arange(rows * requests)
+            chain = found.of(arrays)
+            assert chain is not None
+            assert not chain.columns.has_trees
+            arrays.ancestors = np.full(rows * requests, ALL_BEFORE)
+            bucket = found.of(arrays)
+            assert (bucket is not None) == (requests <= 4)
+            if bucket is not None:
+                assert bucket.columns.has_trees
+                assert bucket.drafts + 1 == (8 if rows <= 8 else 32)
+                assert bucket.requests in (requests, requests + 1)
+                assert bucket.columns.max_logits == bucket.tokens >= rows * requests

@@ -60,7 +60,8 @@ class DeviceInputs:
         self.drawing_slots = self._static_rows[:0]
         """[L] int64: whose next token comes of each row of the logits of the step sent last."""
         self.step: StepRows | None = None
-        """The step sent last."""
+        """The step sent last, in the places that it is run from: what is written there by work on
+        the device before that, as positions and ancestors of trees may be, holds."""
         self.verify_rows = self._static_rows[:0]
         """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of that step, where it has any."""
 
@@ -89,10 +90,13 @@ class DeviceInputs:
             arrays.kv_lens,
             *self._of_the_device(arrays, changes),
         )
+        words = () if arrays.ancestors is None else (arrays.ancestors,)
         token_ids, positions, slots, logits_rows, rows, cu_q_lens, kv_lens, *rest = (
-            self._copies.send(columns)
+            self._copies.send((*columns, *words))
         )
-        self._resolve(arrays, StepRows(token_ids, positions, slots, cu_q_lens, kv_lens), rest)
+        ancestors = rest.pop() if words else None
+        step = StepRows(token_ids, positions, slots, cu_q_lens, kv_lens, ancestors)
+        self._resolve(arrays, step, rest)
         num_columns = -(-arrays.max_kv_len // self._page_size)
         return ForwardBatch(
             token_ids=token_ids,
@@ -106,6 +110,7 @@ class DeviceInputs:
             max_kv_len=arrays.max_kv_len,
             lora=self._lora_step(arrays),
             request_slots=rows,
+            ancestors=ancestors,
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
@@ -190,9 +195,8 @@ class DeviceInputs:
     def ragged_batch(self, columns: RaggedColumns, *, has_lora: bool = False) -> ForwardBatch:
         """A step of that size that reads what `send_ragged` sent last, with the same `columns`; see
         `decode_batch`."""
-        token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(
-            self._ragged_bytes(columns.num_bytes)
-        )
+        flat = self._ragged_bytes(columns.num_bytes)
+        token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(flat)
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
@@ -205,6 +209,7 @@ class DeviceInputs:
             max_kv_len=self._table.shape[1] * self._page_size,
             lora=self._static_lora(columns.num_tokens, has_lora=has_lora),
             request_slots=rows,
+            ancestors=columns.ancestors(flat),
         )
 
     def send_ragged(self, arrays: StepArrays, columns: RaggedColumns) -> None:
@@ -219,7 +224,9 @@ class DeviceInputs:
         sent.copy_(buffer[: columns.num_bytes], non_blocking=True)
         self._copies.pinned.sent()
         token_ids, positions, places, _, _, cu_q_lens, kv_lens = columns.views(sent)
-        self._resolve(arrays, StepRows(token_ids, positions, places, cu_q_lens, kv_lens), rest)
+        ancestors = columns.ancestors(sent)
+        step = StepRows(token_ids, positions, places, cu_q_lens, kv_lens, ancestors)
+        self._resolve(arrays, step, rest)
 
     def _of_the_device(
         self, arrays: StepArrays, changes: PageChanges
@@ -247,6 +254,10 @@ class DeviceInputs:
         count = len(arrays.sources)
         (others,) = self._copies.send((arrays.drawing_positions[count:],))
         return torch.cat([self.step.positions[:count] + 1, others])
+
+    def keep_ragged(self, num_bytes: int) -> None:
+        """Takes memory for ragged steps of so many bytes, in places that stay."""
+        self._ragged_bytes(num_bytes)
 
     def _ragged_bytes(self, num_bytes: int) -> torch.Tensor:
         """Where ragged steps lie; the largest one must be asked for first, and stays."""

@@ -2,8 +2,8 @@
 
 A graph is captured for fixed numbers of rows and requests, and steps are padded to the next one:
 decode steps, in which each request brings one token; steps that verify drafts, in which each brings
-a few; ragged ones, which bring prompts too; and cold ones, a long prompt with nothing before it,
-which a faster attention takes.
+a few, or a tree of them; ragged ones, which bring prompts too; and cold ones, a long prompt with
+nothing before it, which a faster attention takes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ _RAGGED_SIZES = (
 )
 MAX_FEW_ROWS = 8
 """Of a request in a step that verifies: such rows attend like those of decode steps."""
+TREE_REQUESTS = (1, 2, 4)
+"""Of steps that verify trees; with more the rows of trees cost more than they bring."""
 FEW_REQUESTS = 8
 """Of a ragged step whose graph does not look for more: prompts without a large batch beside."""
 
@@ -72,7 +74,7 @@ class Bucket(NamedTuple):
     """Rows."""
     requests: int
     """A bound; equal to `tokens` in decode steps."""
-    kind: Literal["decode", "verify", "ragged", "cold"]
+    kind: Literal["decode", "verify", "tree", "ragged", "cold"]
     has_lora: bool = False
     """Its tokens may have adapters."""
     drafts: int = 0
@@ -82,7 +84,7 @@ class Bucket(NamedTuple):
     def columns(self) -> RaggedColumns:
         """Where the arrays of such a step lie, unless it is a decode step."""
         num_logits = min(self.tokens, self.requests * (1 + self.drafts))
-        return RaggedColumns(self.tokens, self.requests, num_logits)
+        return RaggedColumns(self.tokens, self.requests, num_logits, self.kind == "tree")
 
 
 def step_buckets(
@@ -92,6 +94,7 @@ def step_buckets(
     *,
     has_lora: bool = False,
     max_drafts: int = 0,
+    tree_rows: Sequence[int] = (),
 ) -> list[Bucket]:
     """All steps that are captured, of at most so many requests and tokens.
 
@@ -101,6 +104,7 @@ def step_buckets(
         max_tokens: Of a step.
         has_lora: Each is captured with adapters too.
         max_drafts: Of a request in a step; ragged steps have room for them too.
+        tree_rows: Sizes of trees, the first row included.
     """
     cold = [
         Bucket(bucket.tokens, 1, "cold")
@@ -109,7 +113,8 @@ def step_buckets(
     ]
     ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
     verify = verify_buckets(max_requests, max_tokens, max_drafts)
-    buckets = [*decode_buckets(max_requests), *verify, *ragged, *cold]
+    trees = tree_buckets(max_requests, max_tokens, tree_rows)
+    buckets = [*decode_buckets(max_requests), *verify, *trees, *ragged, *cold]
     return [*buckets, *(b._replace(has_lora=True) for b in buckets)] if has_lora else buckets
 
 
@@ -129,6 +134,16 @@ def verify_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[
         for drafts in range(1, most + 1)
         for size in (*sizes, max_requests)
         if size * (1 + drafts) <= max_tokens
+    ]
+
+
+def tree_buckets(max_requests: int, max_tokens: int, tree_rows: Sequence[int]) -> list[Bucket]:
+    """Steps that verify trees and bring no prompts: of each size, for one request or a few."""
+    return [
+        Bucket(requests * rows, requests, "tree", drafts=rows - 1)
+        for rows in sorted(tree_rows)
+        for requests in sorted({min(count, max_requests) for count in TREE_REQUESTS})
+        if requests * rows <= max_tokens
     ]
 
 
@@ -154,6 +169,7 @@ class Buckets:
         self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
         self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
         self._verify = [bucket for bucket in sizes if bucket.kind == "verify"]
+        self._tree = [bucket for bucket in sizes if bucket.kind == "tree"]
         ragged = [bucket for bucket in sizes if bucket.kind == "ragged"]
         bounds = sorted({bucket.requests for bucket in ragged})
         self._ragged = [(n, _next_of([b for b in ragged if b.requests == n])) for n in bounds]
@@ -171,9 +187,12 @@ class Buckets:
         num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
         if arrays.is_decode:
             return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
-        bucket = self._verifying(num_tokens, num_requests, arrays.max_q_len)
-        if bucket is not None:
-            return bucket
+        if arrays.ancestors is not None:
+            return _with_room(self._tree, num_tokens, num_requests, arrays.max_q_len)
+        if arrays.max_q_len <= MAX_FEW_ROWS:
+            bucket = _with_room(self._verify, num_tokens, num_requests, arrays.max_q_len)
+            if bucket is not None:
+                return bucket
         lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
         if _gains_by_exact_lengths(self._config, lengths):
             has_cold = num_requests == 1 and num_tokens <= len(self._cold)
@@ -183,16 +202,6 @@ class Buckets:
                 bucket = buckets[num_tokens - 1]
                 if len(arrays.logits_rows) <= bucket.columns.max_logits:
                     return bucket
-        return None
-
-    def _verifying(self, num_tokens: int, num_requests: int, max_q_len: int) -> Bucket | None:
-        """The smallest for requests of few rows each; None if none has room."""
-        if max_q_len > MAX_FEW_ROWS:
-            return None
-        for bucket in self._verify:
-            has_room = bucket.tokens >= num_tokens and bucket.requests >= num_requests
-            if has_room and bucket.drafts >= max_q_len - 1:
-                return bucket
         return None
 
 
@@ -228,6 +237,7 @@ class StepGraphs:
         """Device memory that each capture took, largest step first."""
         self.capture_s = 0.0
         """What capturing took."""
+        inputs.keep_ragged(max(b.columns.num_bytes for b in buckets))
         began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
         # Largest first: the smaller ones then fit into the memory of the largest.
         with says_what_lacks_memory("steps"):
@@ -305,7 +315,7 @@ class StepGraphs:
             batch = self._inputs.decode_batch(bucket.tokens, has_lora=bucket.has_lora)
         else:
             batch = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
-        if bucket.kind == "verify":
+        if bucket.kind in ("verify", "tree"):
             batch.max_q_len = 1 + bucket.drafts
         if bucket.kind == "cold":
             # With one request, as many positions as rows say that nothing is before them. Rows of
@@ -347,6 +357,17 @@ def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
 def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, int]) -> bool:
     shape = (config.num_heads, config.head_dim)
     return gains_by_exact_lengths(*shape, *lengths, config.common_window)
+
+
+def _with_room(
+    buckets: Sequence[Bucket], num_tokens: int, num_requests: int, max_q_len: int
+) -> Bucket | None:
+    """The first, which is the smallest, for requests of few rows each; None if none has room."""
+    for bucket in buckets:
+        has_room = bucket.tokens >= num_tokens and bucket.requests >= num_requests
+        if has_room and bucket.drafts >= max_q_len - 1:
+            return bucket
+    return None
 
 
 def _next_of(buckets: Sequence[Bucket]) -> list[Bucket]:

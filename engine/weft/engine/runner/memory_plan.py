@@ -117,6 +117,7 @@ def measure_needs(
     cuda_graphs: bool,
     lora: LoraPool | None = None,
     max_drafts: int = 0,
+    tree_rows: Sequence[int] = (),
 ) -> MemoryNeeds:
     """Runs the largest step once, and captures the largest graphs, with a pool of two pages.
 
@@ -131,6 +132,7 @@ def measure_needs(
         cuda_graphs: Steps are captured.
         lora: Adapters on the device, which are there already; steps are measured with them.
         max_drafts: Of a request in a step, whose logits are all wanted.
+        tree_rows: See `ModelRunner`.
 
     Raises:
         ConfigError: The step or the graphs do not fit, even without a pool.
@@ -167,7 +169,12 @@ def measure_needs(
     if cuda_graphs:
         has_lora = lora is not None
         buckets = step_buckets(
-            model.config, max_requests, max_step_tokens, has_lora=has_lora, max_drafts=max_drafts
+            model.config,
+            max_requests,
+            max_step_tokens,
+            has_lora=has_lora,
+            max_drafts=max_drafts,
+            tree_rows=tree_rows,
         )
         graphs = _measure_graphs(runner, buckets)
     table_bytes = before - weights

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.engine.memory.kv_memory import NULL_PAGE
-from weft.engine.runner.step import StepArrays
+from weft.engine.runner.step import ALL_BEFORE, StepArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class RaggedColumns:
     num_tokens: int
     max_requests: int
     max_logits: int
+    has_trees: bool = False
+    """Rows may form trees: there is a column of `ForwardBatch.ancestors`."""
 
     @property
     def num_bytes(self) -> int:
@@ -28,7 +30,8 @@ class RaggedColumns:
 
     @property
     def _num_wide(self) -> int:
-        return 3 * self.num_tokens + self.max_requests + self.max_logits
+        of_tokens = 4 if self.has_trees else 3
+        return of_tokens * self.num_tokens + self.max_requests + self.max_logits
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The columns in `flat`, [num_bytes] uint8, aligned to 8 bytes.
@@ -40,9 +43,16 @@ class RaggedColumns:
         at = 8 * self._num_wide
         tokens, requests = self.num_tokens, self.max_requests
         sizes = [tokens, tokens, tokens, requests, self.max_logits]
-        wide = torch.split(flat[:at].view(torch.int64), sizes)
+        wide = torch.split(flat[: 8 * sum(sizes)].view(torch.int64), sizes)
         narrow = torch.split(flat[at : self.num_bytes].view(torch.int32), [requests + 1, requests])
         return (*wide, *narrow)
+
+    def ancestors(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """[num_tokens] int64 in `flat`; None without trees."""
+        if not self.has_trees:
+            return None
+        at = 8 * self._num_wide
+        return flat[at - 8 * self.num_tokens : at].view(torch.int64)
 
     def write(
         self, host: npt.NDArray[np.uint8], arrays: StepArrays, null_row: int, page_size: int
@@ -60,8 +70,9 @@ class RaggedColumns:
         """
         tokens, requests = self.num_tokens, self.max_requests
         at = 8 * self._num_wide
-        bounds = np.cumsum([tokens, tokens, tokens, requests])
-        columns: list[npt.NDArray[Any]] = np.split(host[:at].view(np.int64), bounds)
+        sizes = [tokens, tokens, tokens, requests, self.max_logits]
+        wide = np.split(host[:at].view(np.int64), np.cumsum(sizes))
+        columns: list[npt.NDArray[Any]] = wide[:-1]
         columns += np.split(host[at : self.num_bytes].view(np.int32), [requests + 1])
         values: tuple[tuple[npt.NDArray[Any], int], ...] = (
             (arrays.token_ids, 0),
@@ -75,3 +86,7 @@ class RaggedColumns:
         for column, (value, padding) in zip(columns, values, strict=True):
             column[: len(value)] = value
             column[len(value) :] = padding
+        if self.has_trees:
+            wide[-1][:] = ALL_BEFORE
+            if arrays.ancestors is not None:
+                wide[-1][: len(arrays.ancestors)] = arrays.ancestors

@@ -76,6 +76,7 @@ class ModelRunner:
         lora: adapters on the device; None: there are none.
         states: of requests, which a draft model needs; None: there is none.
         max_drafts: of a request in a step.
+        tree_rows: sizes of trees whose steps are captured, the first row included.
         on_capture: see `StepGraphs`.
     """
 
@@ -93,6 +94,7 @@ class ModelRunner:
         lora: LoraPool | None = None,
         states: KeptStates | None = None,
         max_drafts: int = 0,
+        tree_rows: Sequence[int] = (),
         on_capture: Progress = lambda done, total, what: None,
     ) -> None:
         self._states = states
@@ -136,6 +138,7 @@ class ModelRunner:
                     max_step_tokens,
                     has_lora=has_lora,
                     max_drafts=max_drafts,
+                    tree_rows=tree_rows,
                 )
                 self.graphs = StepGraphs(model, self.pool, self._inputs, buckets, on_capture)
 

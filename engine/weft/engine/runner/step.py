@@ -14,6 +14,9 @@ from weft.engine.scheduler.plan import LaterDrafts, Plan
 DRAWN = -1
 """As a token: what the step before draws for its slot, which the host does not know yet."""
 
+ALL_BEFORE = -1
+"""As a word of `ancestors`: a row sees all rows of its request before it, in a tree or not."""
+
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
@@ -109,7 +112,8 @@ class StepArrays:
     adapter_slots: Int32Array | None = None
     """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
     ancestors: Int64Array | None = None
-    """[T]: `ForwardBatch.ancestors`; None: no request brings a tree."""
+    """[T]: `ForwardBatch.ancestors`; None: no request brings a tree. Trees that only the device
+    knows it writes into `DeviceInputs.step`, before the step runs."""
 
     @property
     def is_decode(self) -> bool:
