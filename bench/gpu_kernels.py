@@ -1,6 +1,6 @@
 """Time of the GPU's kernels against the memory and matmul rates measured in the same run.
 
-    python bench/gpu_kernels.py [--out DIR]
+    python bench/gpu_kernels.py [--only trees] [--out DIR]
 
 Each row is the median of graph replays over inputs that rotate beyond the L2 cache.
 """
@@ -242,8 +242,10 @@ def attention_call(
     kv_heads: int,
     dim: int = 128,
     window: int | None = None,
+    *,
+    is_tree: bool = False,
 ) -> list[Callable[[], object]]:
-    """Calls over the layers of a pool of random pages."""
+    """Calls over the layers of a pool of random pages; a tree's nodes have four children."""
     pages = -(-kv_len // PAGE_SIZE)
     layer_bytes = 4 * requests * pages * PAGE_SIZE * kv_heads * dim
     layers = max(2, min(32, (1 << 30) // layer_bytes))
@@ -253,9 +255,14 @@ def attention_call(
     q = torch.randn(requests * q_len, heads, dim, device="cuda", dtype=BF16)
     starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * q_len
     kv_lens = torch.full((requests,), kv_len, device="cuda", dtype=torch.int32)
+    words = [1]
+    for row in range(1, q_len):
+        words.append(words[(row - 1) // 4] | 1 << row)
+    ancestors = torch.tensor(words * requests, device="cuda") if is_tree else None
+    lengths = (table, starts, kv_lens, dim**-0.5, q_len, kv_len)
     return [
         lambda layer=layer: paged_attention(
-            q, pool, layer, table, starts, kv_lens, dim**-0.5, q_len, kv_len, window=window
+            q, pool, layer, *lengths, window=window, ancestors=ancestors
         )
         for layer in range(layers)
     ]
@@ -312,6 +319,19 @@ def bench_attention(bench: Bench) -> None:
     bench.matmul("torch sdpa 1x8192, dense K and V", 2.0 * 8192 * 8193 * 32 * 128, us)
 
 
+def bench_trees(bench: Bench) -> None:
+    """Rows that verify drafts against reading K and V once, as one row does."""
+    for requests, kv_len in ((1, 512), (1, 4096), (1, 16384), (4, 4096)):
+        num_bytes = 4.0 * requests * kv_len * 8 * 128
+        for rows in (1, 4, 8, 16, 32):
+            for is_tree in (False, True):
+                if is_tree and rows == 1:
+                    continue
+                calls = attention_call(requests, rows, kv_len, 32, 8, is_tree=is_tree)
+                name = f"{'tree' if is_tree else 'chain'} {requests}x{rows} of {kv_len} 32/8"
+                bench.memory(name, num_bytes, time_us(calls), bench.read_tb_s)
+
+
 def bench_windows(bench: Bench, window: int = 4096) -> None:
     """Against what lies within windows alone."""
     for requests, kv_len in ((64, 4096), (64, 16384), (1, 16384)):
@@ -328,25 +348,38 @@ def bench_windows(bench: Bench, window: int = 4096) -> None:
 def main() -> None:
     """Runs everything and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=["trees"], help="part to run; all if it is left out")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
     with torch.inference_mode():
         bench = Bench()
-        for tokens in (64, 4096):
-            bench_rows(bench, tokens)
-        # Pages of 16 positions of Llama-3.1-8B.
-        bench_digests(bench, 2 << 20, 512)
-        for rows in (1, 16, 64):
-            bench_linears(bench, rows)
-        for rows in (1, 16, 64, 4096):
-            bench_experts(bench, rows)
-        for adapters in (1, 8, 32):
-            bench_lora(bench, 64, adapters, 16)
-        bench_lora(bench, 64, 8, 64)
-        bench_lora(bench, 1, 1, 16)
-        bench_lora(bench, 4096, 8, 16)
-        bench_attention(bench)
-        bench_windows(bench)
+        if arguments.only is None:
+            bench_all_but_trees(bench)
+        bench_trees(bench)
+    report(bench, arguments.out)
+
+
+def bench_all_but_trees(bench: Bench) -> None:
+    """Single kernels at the sizes of models that are served."""
+    for tokens in (64, 4096):
+        bench_rows(bench, tokens)
+    # Pages of 16 positions of Llama-3.1-8B.
+    bench_digests(bench, 2 << 20, 512)
+    for rows in (1, 16, 64):
+        bench_linears(bench, rows)
+    for rows in (1, 16, 64, 4096):
+        bench_experts(bench, rows)
+    for adapters in (1, 8, 32):
+        bench_lora(bench, 64, adapters, 16)
+    bench_lora(bench, 64, 8, 64)
+    bench_lora(bench, 1, 1, 16)
+    bench_lora(bench, 4096, 8, 16)
+    bench_attention(bench)
+    bench_windows(bench)
+
+
+def report(bench: Bench, out: Path | None) -> None:
+    """Prints one table, and writes it to a folder."""
     name = torch.cuda.get_device_name()
     print(
         f"{name}: copy {bench.copy_tb_s:.2f} TB/s, read {bench.read_tb_s:.2f} TB/s, "
@@ -355,7 +388,7 @@ def main() -> None:
     for row in bench.rows:
         unit = "TB/s   " if row.kind == "memory" else "TFLOP/s"
         print(f"{row.name:34} {row.us:9.1f} us {row.rate:8.2f} {unit} {row.share:6.1%}")
-    if arguments.out:
+    if out:
         result = {
             "date": datetime.date.today().isoformat(),
             "device": name,
@@ -366,7 +399,7 @@ def main() -> None:
             "matmul_tflop_s": bench.matmul_tflop_s,
             "rows": [asdict(row) for row in bench.rows],
         }
-        (arguments.out / "gpu_kernels.json").write_text(json.dumps(result, indent=1))
+        (out / "gpu_kernels.json").write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

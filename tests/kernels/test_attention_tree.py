@@ -13,8 +13,8 @@ import torch
 import tree_cases
 from attention_cases import LAYER, Geometry, hide_first
 from gpu_kernels import PoisonedTorch
-from kernel_checks import DTYPES, assert_as_exact, fresh_seed, mutated_native_cpu
-from tree_cases import TreeCase, Work, eager_trees, exact_trees, hide_unseen, make_tree_case
+from kernel_checks import DTYPES, fresh_seed, mutated_native_cpu
+from tree_cases import TreeCase, Work, assert_trees, hide_unseen, make_tree_case
 from weft.kernels import attention, cpu
 from weft.kernels.attention import paged_attention
 
@@ -49,11 +49,7 @@ def attend(tree: TreeCase, window: int | None = None, first_position: int = 0) -
 
 
 def check(tree: TreeCase, window: int | None = None, first_position: int = 0) -> None:
-    out = attend(tree, window, first_position)
-    peer = eager_trees(tree, window, first_position)
-    exact = exact_trees(tree, window, first_position)
-    for rows in (tree.is_loud, ~tree.is_loud):
-        assert_as_exact(out[rows], peer[rows], exact[rows])
+    assert_trees(attend(tree, window, first_position), tree, window, first_position)
 
 
 def mixed_work() -> list[Work]:

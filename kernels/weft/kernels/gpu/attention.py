@@ -43,9 +43,10 @@ def paged_attention(
     """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments are checked.
 
     Only bounds are needed of `max_q_len` and `max_kv_len`; they decide about the launches.
-    With `own`, what requests of several rows bring is not read from the pool. `first_position` must
-    be 0 with `own` or a window. With `is_fixed`, without `own`, all requests take one kernel,
-    unless there is a first position: what drafts see decides no bits.
+    With `own`, what requests of several rows bring is not read from the pool unless there are
+    `ancestors`, which leave those of few rows to the decode kernel. `first_position` must be 0 with
+    `own` or a window. With `is_fixed`, without `own`, all requests take one kernel, unless there is
+    a first position: what drafts see decides no bits.
 
     Raises:
         ValueError: There is no kernel for it.
