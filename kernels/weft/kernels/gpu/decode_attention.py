@@ -123,6 +123,7 @@ def decode_attention(
         IS_UNIFORM=is_uniform,
         IS_SPLIT=splits > 1,
         IS_SUMMED=is_float32 and ancestors is None,
+        IS_DIVIDED=max_rows > _SMALL_ROWS or ancestors is not None,
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
         GROUP=group,
@@ -265,6 +266,7 @@ def _decode_kernel(
     IS_UNIFORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_SUMMED: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -328,25 +330,26 @@ def _decode_kernel(
     mixed = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     table = page_table + request.to(tl.int64) * table_stride
     last_seen = kv_len - q_len + in_request
-    at, common, words, root = last_seen, begin, None, None
+    at, common, words, root = last_seen, begin, None, kv_len - q_len
     if ancestors is not None:
-        # Tiles before the tree's rows are the same to all of them.
-        root = kv_len - q_len - earlier_rows
-        common = tl.minimum(tl.maximum(root // TILE * TILE, begin), end)
+        root -= earlier_rows
         words = tl.load(ancestors + row, mask=is_there, other=-1).to(tl.int32)
         if WINDOW > 0:
             at = root + _depth(words, last_seen - root)
+    if IS_DIVIDED:
+        # Tiles before all of the rows.
+        common = tl.minimum(tl.maximum(root // TILE * TILE, begin), end)
         for start in range(begin, common, TILE):
             largest, total, mixed = _attend_tile(
                 largest, total, mixed, query, pool, table, start, end, kv_head, layer, first_seen,
-                last_seen, at, None, None, scale, IS_SUMMED, KV_HEADS, LAYERS, ROWS, DIM, BLOCK_DIM,
-                PAGE_SIZE, TILE, FIRST_POSITION, WINDOW,
+                last_seen, at, None, root, scale, IS_SUMMED, KV_HEADS, LAYERS, ROWS, DIM, BLOCK_DIM,
+                PAGE_SIZE, TILE, FIRST_POSITION, WINDOW, FIRST_POSITION == 0 and WINDOW == 0,
             )  # fmt: skip
     for start in range(common, end, TILE):
         largest, total, mixed = _attend_tile(
             largest, total, mixed, query, pool, table, start, end, kv_head, layer, first_seen,
             last_seen, at, words, root, scale, IS_SUMMED, KV_HEADS, LAYERS, ROWS, DIM, BLOCK_DIM,
-            PAGE_SIZE, TILE, FIRST_POSITION, WINDOW,
+            PAGE_SIZE, TILE, FIRST_POSITION, WINDOW, False,
         )  # fmt: skip
 
     if IS_SPLIT:
@@ -391,9 +394,10 @@ def _attend_tile(
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds the positions from `start` on, before `end`, to a running softmax; with `words` those
-    from `root` on as far as they name them."""
+    """Adds the positions from `start` on, before `end`, to a running softmax: all of the tile if it
+    is whole; with `words` those from `root` on as far as they name them."""
     column = tl.arange(0, BLOCK_DIM)
     position = start + tl.arange(0, TILE)
     is_seen = position < end
@@ -401,12 +405,17 @@ def _attend_tile(
         is_seen &= position >= FIRST_POSITION
     if WINDOW > 0:
         is_seen &= position >= first_seen
-    page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
+    if IS_WHOLE:
+        page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+    else:
+        page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
     # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
     matrix = ((page * KV_HEADS + kv_head) * LAYERS + layer) * 2
     kv_row = matrix * PAGE_SIZE + position % PAGE_SIZE
     kv_at = pool + kv_row[:, None] * DIM + column[None, :]
-    kv_mask = is_seen[:, None] & (column < DIM)[None, :]
+    kv_mask = (column < DIM)[None, :]
+    if not IS_WHOLE:
+        kv_mask = is_seen[:, None] & kv_mask
     keys = tl.load(kv_at, mask=kv_mask, other=0.0)
     if IS_SUMMED:
         # Summed as a tree: a product's chain over the head would lose too much of float32.
@@ -414,7 +423,9 @@ def _attend_tile(
     else:
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
-    if ROWS > 1:
+    if IS_WHOLE:
+        pass
+    elif ROWS > 1:
         is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
         if WINDOW > 0:
             is_hidden |= position[None, :] <= at[:, None] - WINDOW
