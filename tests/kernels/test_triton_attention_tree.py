@@ -92,7 +92,7 @@ def test_trees(
 @pytest.mark.parametrize("max_rows", [2, 8, 16])
 def test_trees_of_fewer_rows(max_rows: int, tmp_path: Path) -> None:
     fresh_seed()
-    work = [Work(n, 120, is_tree=True) for n in (max_rows, 1, max_rows - 1, max_rows + 1)]
+    work = [Work(n, 70, is_tree=True) for n in (max_rows, 1, max_rows - 1, max_rows + 1)]
     tree = make_tree_case(Geometry(2, 1, 24, 16), work, torch.float16)
     with kernel_module("decode_attention", tmp_path) as module:
         assert_trees(decode(module, tree, max_rows=max_rows), tree, max_rows=max_rows)
@@ -199,11 +199,11 @@ def test_the_checks_see_a_mutation(
     change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A chain and a star have the most and the fewest ancestors.
-    shapes = [list(range(-1, 19)), [-1] + [0] * 19]
+    shapes = [list(range(-1, 11)), [-1] + [0] * 11]
     monkeypatch.setattr(tree_cases, "random_parents", lambda count: shapes.pop(0))
     earlier = 6 if "earlier" in change[0] else 0
     window = None if earlier else 43
-    work = [Work(20 - earlier, 140, True, earlier), Work(20 - earlier, 75, True, earlier)]
+    work = [Work(12 - earlier, 140, True, earlier), Work(12 - earlier, 70, True, earlier)]
     tree = make_tree_case(Geometry(2, 1, 16, 16), work, torch.float16)
     hide_unseen(tree, window)
     with kernel_module("decode_attention", tmp_path, change) as module:
