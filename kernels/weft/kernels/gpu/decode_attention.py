@@ -95,7 +95,7 @@ def decode_attention(
     if max_rows > _SMALL_ROWS:
         # A program of many rows fills a multiprocessor, and its part takes long to merge.
         share = max(1, block_group // 32)
-        warps = 8 if block_group == _BLOCK_MEMBERS else warps
+        warps = 8 if block_group > 64 else warps
     # A window may begin anywhere in a tile.
     walked = max_kv_len if window is None else min(max_kv_len, window + max_rows + tile)
     splits = num_splits(share * blocks * kv_heads, triton.cdiv(walked, tile), q.device)
@@ -123,7 +123,9 @@ def decode_attention(
         IS_UNIFORM=is_uniform,
         IS_SPLIT=splits > 1,
         IS_SUMMED=is_float32 and ancestors is None,
-        IS_DIVIDED=max_rows > _SMALL_ROWS or ancestors is not None,
+        IS_ALIKE=first_position == 0
+        and window is None
+        and (max_rows > _SMALL_ROWS or ancestors is not None),
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
         GROUP=group,
@@ -266,7 +268,7 @@ def _decode_kernel(
     IS_UNIFORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_SUMMED: tl.constexpr,
-    IS_DIVIDED: tl.constexpr,
+    IS_ALIKE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -330,27 +332,50 @@ def _decode_kernel(
     mixed = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     table = page_table + request.to(tl.int64) * table_stride
     last_seen = kv_len - q_len + in_request
-    at, common, words, root = last_seen, begin, None, kv_len - q_len
+    at, words, root = last_seen, None, kv_len - q_len
     if ancestors is not None:
         root -= earlier_rows
         words = tl.load(ancestors + row, mask=is_there, other=-1).to(tl.int32)
         if WINDOW > 0:
             at = root + _depth(words, last_seen - root)
-    if IS_DIVIDED:
-        # Tiles before all of the rows.
-        common = tl.minimum(tl.maximum(root // TILE * TILE, begin), end)
-        for start in range(begin, common, TILE):
-            largest, total, mixed = _attend_tile(
-                largest, total, mixed, query, pool, table, start, end, kv_head, layer, first_seen,
-                last_seen, at, None, root, scale, IS_SUMMED, KV_HEADS, LAYERS, ROWS, DIM, BLOCK_DIM,
-                PAGE_SIZE, TILE, FIRST_POSITION, WINDOW, FIRST_POSITION == 0 and WINDOW == 0,
-            )  # fmt: skip
-    for start in range(common, end, TILE):
-        largest, total, mixed = _attend_tile(
-            largest, total, mixed, query, pool, table, start, end, kv_head, layer, first_seen,
-            last_seen, at, words, root, scale, IS_SUMMED, KV_HEADS, LAYERS, ROWS, DIM, BLOCK_DIM,
-            PAGE_SIZE, TILE, FIRST_POSITION, WINDOW, False,
-        )  # fmt: skip
+    for start in range(begin, end, TILE):
+        position = start + tl.arange(0, TILE)
+        is_seen = position < end
+        if FIRST_POSITION > 0:
+            is_seen &= position >= FIRST_POSITION
+        if WINDOW > 0:
+            is_seen &= position >= first_seen
+        page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
+        # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
+        matrix = ((page * KV_HEADS + kv_head) * LAYERS + layer) * 2
+        kv_row = matrix * PAGE_SIZE + position % PAGE_SIZE
+        kv_at = pool + kv_row[:, None] * DIM + column[None, :]
+        kv_mask = is_seen[:, None] & in_dim[None, :]
+        keys = tl.load(kv_at, mask=kv_mask, other=0.0)
+        if IS_SUMMED:
+            # Summed as a tree: a product's chain over the head would lose too much of float32.
+            scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
+        else:
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if ROWS == 1:
+            # As in _hide.
+            hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
+            scores = tl.where(is_seen[None, :], scores, hidden)
+        elif IS_ALIKE:
+            # Tiles before all of the rows are seen by each of them.
+            if start + TILE > root:
+                scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW)
+        else:
+            scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW)
+        values = tl.load(kv_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        # Scaled after the subtraction, which loses nothing among the scores that matter.
+        shrink = tl.exp2((largest - new_largest) * scale)
+        weights = tl.exp2((scores - new_largest[:, None]) * scale)
+        total = total * shrink + tl.sum(weights, axis=1)
+        mixed = mixed * shrink[:, None]
+        mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        largest = new_largest
 
     if IS_SPLIT:
         place = row if ROWS > 1 else request.to(tl.int64)
@@ -367,85 +392,26 @@ def _decode_kernel(
 
 
 @triton.jit
-def _attend_tile(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    query: tl.tensor,
-    pool: tl.tensor,
-    table: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    kv_head: tl.tensor,
-    layer: int,
-    first_seen: tl.tensor,
+def _hide(
+    scores: tl.tensor,
+    position: tl.tensor,
+    is_seen: tl.tensor,
     last_seen: tl.tensor,
     at: tl.tensor,
     words: tl.tensor,
     root: tl.tensor,
-    scale: float,
-    IS_SUMMED: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds the positions from `start` on, before `end`, to a running softmax: all of the tile if it
-    is whole; with `words` those from `root` on as far as they name them."""
-    column = tl.arange(0, BLOCK_DIM)
-    position = start + tl.arange(0, TILE)
-    is_seen = position < end
-    if FIRST_POSITION > 0:
-        is_seen &= position >= FIRST_POSITION
+) -> tl.tensor:
+    """Leaves each row what it sees of a tile; with `words` those from `root` on that they name."""
+    is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
     if WINDOW > 0:
-        is_seen &= position >= first_seen
-    if IS_WHOLE:
-        page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
-    else:
-        page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
-    # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
-    matrix = ((page * KV_HEADS + kv_head) * LAYERS + layer) * 2
-    kv_row = matrix * PAGE_SIZE + position % PAGE_SIZE
-    kv_at = pool + kv_row[:, None] * DIM + column[None, :]
-    kv_mask = (column < DIM)[None, :]
-    if not IS_WHOLE:
-        kv_mask = is_seen[:, None] & kv_mask
-    keys = tl.load(kv_at, mask=kv_mask, other=0.0)
-    if IS_SUMMED:
-        # Summed as a tree: a product's chain over the head would lose too much of float32.
-        scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
-    else:
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        is_hidden |= position[None, :] <= at[:, None] - WINDOW
+    if words is not None:
+        of_tree = position - root
+        is_named = (words[:, None] >> (of_tree & 31)[None, :]) & 1
+        is_hidden |= (of_tree >= 0)[None, :] & (is_named == 0)
     # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
-    if IS_WHOLE:
-        pass
-    elif ROWS > 1:
-        is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
-        if WINDOW > 0:
-            is_hidden |= position[None, :] <= at[:, None] - WINDOW
-        if words is not None:
-            of_tree = position - root
-            is_named = (words[:, None] >> (of_tree & 31)[None, :]) & 1
-            is_hidden |= (of_tree >= 0)[None, :] & (is_named == 0)
-        scores = tl.where(is_hidden, -1e30, scores)
-    else:
-        hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
-        scores = tl.where(is_seen[None, :], scores, hidden)
-    values = tl.load(kv_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    # Scaled after the subtraction, which loses nothing among the scores that matter.
-    shrink = tl.exp2((largest - new_largest) * scale)
-    weights = tl.exp2((scores - new_largest[:, None]) * scale)
-    total = total * shrink + tl.sum(weights, axis=1)
-    mixed = mixed * shrink[:, None]
-    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return new_largest, total, mixed
+    return tl.where(is_hidden, -1e30, scores)
 
 
 @triton.jit
