@@ -52,13 +52,13 @@ class Case(NamedTuple):
         return int(self.kv_lens.max()) if len(self.kv_lens) else 0
 
 
-def hide_own_pages(case: Case) -> Case:
-    """NaN in the pool for what the requests of several rows bring: it must be read elsewhere."""
+def hide_own_pages(case: Case, least_rows: int = 2) -> Case:
+    """NaN in the pool for what the requests of so many rows bring: it must be read elsewhere."""
     pool = case.pool.clone()
     page_size = pool.shape[4]
     for request, kv_len in enumerate(case.kv_lens.tolist()):
         q_len = int(case.cu_q_lens[request + 1] - case.cu_q_lens[request])
-        if q_len > 1:
+        if q_len >= least_rows:
             own = torch.arange(kv_len - q_len, kv_len, device=pool.device)
             pages = case.page_table[request, own // page_size].long()
             pool[pages, :, LAYER, :, own % page_size] = float("nan")

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import tree_cases
-from attention_cases import LAYER, Geometry, hide_first, make_case
+from attention_cases import LAYER, Geometry, hide_first, hide_own_pages, make_case
 from gpu_kernels import kernel_module
 from kernel_checks import fresh_seed
 from tree_cases import TreeCase, Work, assert_trees, hide_unseen, make_tree_case
@@ -152,14 +152,16 @@ def test_long_chains_without_words(
 
 
 @pytest.mark.parametrize("has_own", [False, True])
-@pytest.mark.parametrize("most", [12, 40])
+@pytest.mark.parametrize("most", [12, 33, 40])
 def test_a_whole_step(most: int, has_own: bool) -> None:
     """Of trees alone, and with a prompt."""
     fresh_seed()
     work = [Work(9, 50, is_tree=True), Work(1, 33), Work(most, 60, is_tree=most == 12)]
     tree = make_tree_case(Geometry(1, 1, 16, 16), work, torch.float16)
     case = tree.case
-    own = gpu_attention.OwnKv(*case.own_kv()) if has_own else None
+    own = None
+    if has_own:
+        own, case = gpu_attention.OwnKv(*case.own_kv()), hide_own_pages(case, least_rows=33)
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, most, 100)
     out = gpu_attention.paged_attention(
         case.q, case.pool, LAYER, *lengths, own, ancestors=tree.ancestors
@@ -189,7 +191,7 @@ def test_what_no_kernel_does_is_refused(tmp_path: Path) -> None:
         ("root -= earlier_rows", "root -= 0"),
         ("if start + TILE > root:", "if start > root:"),
         ("at = root + _depth(words, last_seen - root)", "at = last_seen"),
-        ("bits = words & ((1 << row) - 1)", "bits = words"),
+        ("bits = words & ((1 << (row & 31)) - 1)", "bits = words"),
         ("block = request % (ROWS // BLOCK_ROWS) * BLOCK_ROWS", "block = 0"),
         ("is_behind = tl.load(cu_q_lens + middle) > row",
          "is_behind = tl.load(cu_q_lens + middle) >= row"),

@@ -79,6 +79,8 @@ def paged_attention(
         raise ValueError(f"window is {window}")
     if ancestors is not None or earlier_rows:
         check_ancestors(ancestors, q.shape[0], window, max_q_len, earlier_rows)
+        if ancestors is not None and ancestors.device != q.device:
+            raise ValueError(f"ancestors on {ancestors.device}, q on {q.device}")
     native = cpu.native_cpu_for(q)
     is_native = native is not None and fits_native(native, q.shape[1], pool)
     if not (is_native or q.is_cuda):

@@ -25,7 +25,7 @@ from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.engine.runner.step import StepArrays
-from weft.kernels.attention import gains_by_exact_lengths
+from weft.kernels.attention import MAX_TREE_ROWS, gains_by_exact_lengths
 from weft.kernels.side_stream import rehearsal
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ _RAGGED_SIZES = (
     *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584),
     *(4096, 5120, 6144, 7168, 8192),
 )
-MAX_FEW_ROWS = 8
-"""Of a request in a step that verifies: such rows attend like those of decode steps."""
+MAX_VERIFY_ROWS = 8
+"""Of a request in a step that verifies chains, for any number of requests."""
 TREE_REQUESTS = (1, 2, 4)
 """Of steps that verify trees; with more the rows of trees cost more than they bring."""
 FEW_REQUESTS = 8
@@ -128,7 +128,7 @@ def decode_buckets(max_requests: int) -> list[Bucket]:
 def verify_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[Bucket]:
     """Steps that verify and bring no prompts: all numbers of drafts, powers of two of requests."""
     sizes = [1 << power for power in range(max_requests.bit_length()) if 1 << power < max_requests]
-    most = min(max_drafts, MAX_FEW_ROWS - 1)
+    most = min(max_drafts, MAX_VERIFY_ROWS - 1)
     return [
         Bucket(size * (1 + drafts), size, "verify", drafts=drafts)
         for drafts in range(1, most + 1)
@@ -139,6 +139,8 @@ def verify_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[
 
 def tree_buckets(max_requests: int, max_tokens: int, tree_rows: Sequence[int]) -> list[Bucket]:
     """Steps that verify trees and bring no prompts: of each size, for one request or a few."""
+    if max(tree_rows, default=0) > MAX_TREE_ROWS:
+        raise ValueError(f"trees of {max(tree_rows)} rows; at most {MAX_TREE_ROWS} are taken")
     return [
         Bucket(requests * rows, requests, "tree", drafts=rows - 1)
         for rows in sorted(tree_rows)
@@ -189,7 +191,7 @@ class Buckets:
             return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
         if arrays.ancestors is not None:
             return _with_room(self._tree, num_tokens, num_requests, arrays.max_q_len)
-        if arrays.max_q_len <= MAX_FEW_ROWS:
+        if arrays.max_q_len <= MAX_VERIFY_ROWS:
             bucket = _with_room(self._verify, num_tokens, num_requests, arrays.max_q_len)
             if bucket is not None:
                 return bucket

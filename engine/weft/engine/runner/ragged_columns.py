@@ -68,6 +68,7 @@ class RaggedColumns:
             null_row: Row of the page table that names the null page only.
             page_size: Token positions a page.
         """
+        assert self.has_trees or arrays.ancestors is None
         tokens, requests = self.num_tokens, self.max_requests
         at = 8 * self._num_wide
         sizes = [tokens, tokens, tokens, requests, self.max_logits]

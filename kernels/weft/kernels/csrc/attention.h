@@ -220,6 +220,7 @@ INLINE int before_window(const Task *t, int row, long begin, int count) {
 /* Hides what a row of a tree does not see of its tree's rows in a block. */
 static void hide_others(const Task *t, int row, long begin, int visible, float *scores) {
   const int64_t word = t->ancestors[row / t->group];
+  if (word == -1) return; /* a prompt's row beside trees */
   for (long i = t->root > begin ? t->root - begin : 0; i < visible; i++)
     if (!sees_row(word, begin + i - t->root)) scores[i] = -INFINITY;
 }

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 
@@ -25,7 +26,7 @@ class LaunchShape(NamedTuple):
     warps: int
 
 
-MAX_FEW_ROWS = 32
+MAX_FEW_ROWS = MAX_TREE_ROWS
 """Of a request: with more, `extend_attention` has enough to do for each head."""
 _SMALL_ROWS = 8
 """So many rows are not divided among programs, and as many programs run as for one row."""
@@ -93,9 +94,11 @@ def decode_attention(
     blocks = requests * (max_rows // block_rows)
     share = 1
     if max_rows > _SMALL_ROWS:
-        # A program of many rows fills a multiprocessor, and its part takes long to merge.
-        share = max(1, block_group // 32)
         warps = 8 if block_group > 64 else warps
+        if ancestors is not None:
+            # A program of many rows fills a multiprocessor, and its part takes long to merge. Of
+            # chains only a bound is known: most requests may bring one row.
+            share = max(1, block_group // 32)
     # A window may begin anywhere in a tile.
     walked = max_kv_len if window is None else min(max_kv_len, window + max_rows + tile)
     splits = num_splits(share * blocks * kv_heads, triton.cdiv(walked, tile), q.device)
@@ -103,7 +106,8 @@ def decode_attention(
     if splits == 1:
         partial, sums = out, out
     else:
-        parts = (requests if max_rows == 1 else tokens, heads, splits)
+        # Not by tokens: prompts beside bring many, which leave no parts.
+        parts = (requests * max_rows, heads, splits)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
     _decode_kernel[(kv_heads, blocks, splits)](
@@ -177,9 +181,9 @@ def rows_of_program(dtype: torch.dtype, group: int, max_rows: int) -> int:
         group: Query heads of a KV head.
         max_rows: Of a request; a power of two.
     """
-    if max_rows <= _SMALL_ROWS:
-        return max_rows
     most = 32 if dtype == torch.float32 else _BLOCK_MEMBERS
+    if max_rows <= _SMALL_ROWS and (dtype != torch.float32 or max_rows * group <= _BLOCK_MEMBERS):
+        return max_rows
     rows = max_rows
     while rows > 1 and rows * group > most:
         rows //= 2
@@ -241,7 +245,8 @@ def _first_seen(kv_len: tl.tensor, q_len: tl.tensor, WINDOW: tl.constexpr) -> tl
 @triton.jit
 def _depth(words: tl.tensor, row: tl.tensor) -> tl.tensor:
     """Set bits of each word before its row's own: of at most 31."""
-    bits = words & ((1 << row) - 1)
+    # Rows that are not there have no bit.
+    bits = words & ((1 << (row & 31)) - 1)
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F
@@ -378,7 +383,9 @@ def _decode_kernel(
         largest = new_largest
 
     if IS_SPLIT:
-        place = row if ROWS > 1 else request.to(tl.int64)
+        place = request.to(tl.int64)
+        if ROWS > 1:
+            place = place * ROWS + in_request
         index = (place * heads + head) * splits + split
         tl.store(partial + index[:, None] * DIM + column[None, :], mixed, mask=mask)
         tl.store(sums + 2 * index, largest, mask=is_there)
@@ -474,8 +481,8 @@ def _merge_kernel(
 
     split = tl.arange(0, BLOCK_SPLITS)
     column = tl.arange(0, BLOCK_DIM)
-    place = row if ROWS > 1 else request
-    index = (place.to(tl.int64) * heads + head) * splits + split
+    place = request.to(tl.int64) * ROWS + member
+    index = (place * heads + head) * splits + split
     mask = (split < used)[:, None] & (column < DIM)[None, :]
     part = tl.load(partial + index[:, None] * DIM + column[None, :], mask=mask, other=0.0)
     part_largest = tl.load(sums + 2 * index, mask=split < used, other=float("-inf"))
