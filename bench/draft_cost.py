@@ -39,7 +39,7 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.models.demo import resolve_model
 from weft.engine.models.dtypes import resolve_dtype
 from weft.engine.request import StopCriteria
-from weft.engine.scheduler.plan import Plan, Run, VerifyItem
+from weft.engine.scheduler.plan import DraftShape, Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.engine.speculative import gate
 from weft.engine.speculative.chains import ChainArrays
@@ -82,9 +82,9 @@ class Watch:
     steps_s: list[float] = field(default_factory=list)
     drafts_s: list[float] = field(default_factory=list)
 
-    def max_drafts(self, requests: Sequence[Request]) -> int:
-        """See `DraftGate.max_drafts`."""
-        return self.drafts
+    def shape(self, requests: Sequence[Request]) -> DraftShape:
+        """See `DraftGate.shape`."""
+        return DraftShape.chain(self.drafts)
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`; whole batches count, with all their drafts."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bare_request import bare_request
-from weft.engine.scheduler.plan import Plan, PlanItem, Run, VerifyItem
+from weft.engine.scheduler.plan import DraftShape, Plan, PlanItem, Run, VerifyItem
 from weft.engine.scheduler.running import DraftGate
 from weft.engine.scheduler.state import Request
 
@@ -72,7 +72,7 @@ class DraftMachine:
                     return Outcome(depths, num_tokens, seconds)
                 generations -= 1
                 self.requests = [self._new() for _ in range(self.num_requests)]
-            depth = gate.max_drafts(self.requests)
+            depth = gate.shape(self.requests).num_drafts
             plan, runs = self._step(depth)
             duration_s = self.time_s(plan)
             news.append((plan, runs, self._measured(duration_s)))
@@ -134,9 +134,9 @@ class FixedGate:
     def __init__(self, depth: int) -> None:
         self._depth = depth
 
-    def max_drafts(self, requests: Sequence[Request]) -> int:
-        """See `DraftGate.max_drafts`."""
-        return self._depth
+    def shape(self, requests: Sequence[Request]) -> DraftShape:
+        """See `DraftGate.shape`."""
+        return DraftShape.chain(self._depth)
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`."""

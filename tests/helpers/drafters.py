@@ -10,7 +10,7 @@ from weft.engine.drawing import Drawn
 from weft.engine.engine import Engine
 from weft.engine.llm import Sample
 from weft.engine.sampling.sampler import derive_seed
-from weft.engine.scheduler.plan import Plan, Run, VerifyItem
+from weft.engine.scheduler.plan import DraftShape, Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request, State
 from weft.engine.speculative.chains import LATE, ChainArrays
 from weft.engine.speculative.eagle import EagleDrafter
@@ -159,25 +159,30 @@ class KnownGraphs:
 
 
 class RandomGate:
-    """Another number of drafts each step."""
+    """Other drafts each step.
 
-    def __init__(self, depths: Sequence[int]) -> None:
-        self._depths = depths
+    Args:
+        shapes: Of trees, or numbers of drafts of chains.
+    """
 
-    def max_drafts(self, requests: Sequence[Request]) -> int:
-        """See `DraftGate.max_drafts`."""
-        return random.choice(self._depths)
+    def __init__(self, shapes: Sequence[int | DraftShape]) -> None:
+        self._shapes = shapes
+
+    def shape(self, requests: Sequence[Request]) -> DraftShape:
+        """See `DraftGate.shape`."""
+        shape = random.choice(self._shapes)
+        return DraftShape.chain(shape) if isinstance(shape, int) else shape
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`."""
 
 
-def speculate(engine: Engine, drafter: KnownDrafter, depths: Sequence[int]) -> None:
+def speculate(engine: Engine, drafter: KnownDrafter, shapes: Sequence[int | DraftShape]) -> None:
     """Makes an engine that drafts do it like this."""
     assert engine.drafting.drafter is not None
     engine.pipeline._drafter = drafter
     engine.scheduler.running_plans.drafts_on_device = False
-    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(depths)
+    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(shapes)
 
 
 def texts_of(

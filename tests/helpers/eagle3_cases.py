@@ -101,6 +101,10 @@ class HeadReference:
         """The drafts behind a text."""
         return self._naive.chain(self._states(tokens)[:-1], tokens, depth)
 
+    def tree(self, tokens: list[int], width: int, depth: int) -> dict[tuple[int, ...], float]:
+        """The paths that are grown behind a text, and the logarithms of their probabilities."""
+        return self._naive.tree(self._states(tokens)[:-1], tokens, width, depth)
+
     def entries(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [n - 1, kv_heads, dim] float64 of a text's positions from 1 on, made at once."""
         return self._naive.entries(self._states(tokens)[:-1], tokens[1:])

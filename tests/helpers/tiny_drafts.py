@@ -234,6 +234,28 @@ class NaiveHead:
             states, tokens = torch.cat((states, state[None])), [*tokens, found[-1]]
         return found
 
+    def tree(
+        self, states: torch.Tensor, tokens: list[int], width: int, depth: int
+    ) -> dict[tuple[int, ...], float]:
+        """Paths that are grown behind `tokens`, of which all but the last have states, and the
+        logarithms of their probabilities."""
+        level: dict[tuple[int, ...], float] = {(): 0.0}
+        texts = {(): states.double()}
+        found: dict[tuple[int, ...], float] = {}
+        for _ in range(depth):
+            best = sorted(level, key=level.__getitem__, reverse=True)[:width]
+            children: dict[tuple[int, ...], float] = {}
+            for path in best:
+                state = self._last_state(texts[path], [*tokens[1:], *path])
+                chances = self._logits(state).log_softmax(-1).topk(width)
+                for value, index in zip(*chances, strict=True):
+                    child = (*path, int(self.ids[int(index)]))
+                    children[child] = level[path] + float(value)
+                    texts[child] = torch.cat((texts[path], state[None]))
+            found |= children
+            level = children
+        return found
+
     def taught(self, states: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
         """Logits [draft_vocab] of a chain that goes on with given tokens, whatever it would draft.
 

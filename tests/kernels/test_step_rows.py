@@ -67,7 +67,7 @@ def test_drafts_are_followed_as_far_as_they_are_right(module: ModuleType) -> Non
     fresh_seed()
     for most in (0, 1, MOST_DRAFTS):
         known, _ = make_known()
-        before = SlotTokens(*(column.clone() for column in known))
+        before = SlotTokens(known.tokens.clone(), known.starts.clone())
         num_decodes, slots = random.randint(0, 3), random.sample(range(SLOTS), 5)
         counts = [1 + most, *(random.randint(1, 1 + most) for _ in slots[1:])]
         bounds = [num_decodes]

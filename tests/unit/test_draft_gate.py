@@ -10,7 +10,7 @@ import pytest
 from bare_request import bare_request
 from draft_machine import DraftMachine, FixedGate, Outcome
 from weft.engine.scheduler.acceptance import Acceptance
-from weft.engine.scheduler.plan import PlanItem
+from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, PlanItem
 from weft.engine.speculative.gate import PROBE_EVERY, MeasuredGate, depths_up_to
 from weft.engine.speculative.step_times import StepTaken, StepTimes
 
@@ -176,14 +176,18 @@ def test_times_that_were_not_measured_are_predicted_from_rows() -> None:
     times = StepTimes()
     for _ in range(12):
         for num_requests in (1, 2, 4, 8, 16):
-            plain = StepTaken(num_requests, 0, 0, 5e-3 + 1e-3 * num_requests, 0.0)
+            plain = StepTaken(num_requests, NO_DRAFTS, 0, 5e-3 + 1e-3 * num_requests, 0.0)
             times.note(plain, is_settled=True)
-    drafted = StepTaken(2, 1, 2, 5e-3 + 4e-3 + 0.5e-3, 0.5e-3)
+    drafted = StepTaken(2, DraftShape.chain(1), 2, 5e-3 + 4e-3 + 0.5e-3, 0.5e-3)
     times.note(drafted, is_settled=True)
-    assert times.weight(4, 2) == 0
+    assert times.weight(4, DraftShape.chain(2)) == 0
     # What drafting takes was measured of two requests; for four it takes a little longer.
-    assert times.seconds(4, 2) == pytest.approx(5e-3 + 12e-3 + 2 * 0.5e-3, rel=0.1)
-    assert times.seconds(4, 2, 0.5) == pytest.approx(5e-3 + 8e-3 + 2 * 0.5e-3, rel=0.1)
+    assert times.seconds(4, DraftShape.chain(2)) == pytest.approx(
+        5e-3 + 12e-3 + 2 * 0.5e-3, rel=0.1
+    )
+    assert times.seconds(4, DraftShape.chain(2), 0.5) == pytest.approx(
+        5e-3 + 8e-3 + 2 * 0.5e-3, rel=0.1
+    )
     assert times.is_near(32)
     assert not times.is_near(40)
 
@@ -200,9 +204,11 @@ def test_times_stay_near_whatever_comes() -> None:
         duration_s = known_s * rng.choice((0.5, 1.0, 1.0, 1.0, 2.0))
         # A draft works too where no request had room for any.
         drafting_s = 2e-4 * (depth or rng.randint(0, 1))
-        step = StepTaken(num_requests, depth, num_drafts, duration_s, drafting_s)
+        step = StepTaken(num_requests, DraftShape.chain(depth), num_drafts, duration_s, drafting_s)
         times.note(step, is_settled=rng.random() < 0.8)
     for num_requests in (1, 3, 9, 15, 31, 40, 100):
         for depth in (0, 1, 4, 7):
             known_s = 4e-3 + 3e-4 * num_requests * (1 + depth) + 2e-4 * depth
-            assert 0.3 * known_s < times.seconds(num_requests, depth) < 4 * known_s
+            assert (
+                0.3 * known_s < times.seconds(num_requests, DraftShape.chain(depth)) < 4 * known_s
+            )

@@ -15,6 +15,10 @@ DrafterName = Literal["none", "ngram", "eagle", "eagle3", "model"]
 HEAD_DRAFTERS = ("eagle", "eagle3")
 """That draft with the head in `draft_dir`, which must be of that kind; eagle is EAGLE-1 and 2."""
 
+MAX_TREE_NODES = 31
+"""Drafts of a request in one step that form a tree."""
+MAX_TREE_REQUESTS = 4
+"""Of a step with trees: with more, rows are no longer cheap."""
 MAX_DECODES_BESIDE = 64
 """Rows of a large step hardly cost more for so many others."""
 NEVER_SHIP_TOKENS = 1 << 40
@@ -130,6 +134,9 @@ class EngineConfig:
     which looks in the request's own text."""
     max_draft_tokens: int = 5
     """Guesses of a request in one step at most; how many pay is measured."""
+    draft_width: int = 1
+    """With eagle3: drafts may form trees, so many nodes of each level with as many children each,
+    and up to 31 a step; whether they pay is measured. 1: chains alone."""
     poison_free_pages: bool = False
     """Fill pages with NaN when they become free (tests)."""
     deterministic: bool = False
@@ -241,6 +248,19 @@ class EngineConfig:
                 "another one, or draft_dir given",
             ),
             ("max_draft_tokens", self.max_draft_tokens, 1 <= self.max_draft_tokens <= 32, "1..32"),
+            ("draft_width", self.draft_width, 1 <= self.draft_width <= 6, "1..6"),
+            (
+                "draft_width",
+                self.draft_width,
+                self.draft_width == 1 or self.drafter == "eagle3",
+                "1 unless drafter = eagle3: only such heads grow trees",
+            ),
+            (
+                "draft_width",
+                self.draft_width,
+                self.draft_width == 1 or not (self.deterministic and self.is_on_gpu),
+                "1 where a GPU is to be deterministic",
+            ),
             (
                 "staging_bytes",
                 self.staging_bytes,
@@ -258,10 +278,14 @@ class EngineConfig:
         return None if self.drafter == "model" else self.draft_dir
 
     @property
+    def is_on_gpu(self) -> bool:
+        """The model is on a CUDA device."""
+        return self.device.partition(":")[0] == "cuda"
+
+    @property
     def is_overlapped(self) -> bool:
         """A step begins before the one before it is committed."""
-        is_cuda = self.device.partition(":")[0] == "cuda"
-        return self.overlap == "on" or (self.overlap == "auto" and is_cuda)
+        return self.overlap == "on" or (self.overlap == "auto" and self.is_on_gpu)
 
     @property
     def decodes_beside(self) -> int:
@@ -270,8 +294,7 @@ class EngineConfig:
         On a GPU, where a few tokens that prompts leave to a step of their own cost nearly as much
         as some hundred.
         """
-        is_cuda = self.device.partition(":")[0] == "cuda"
-        return min(MAX_DECODES_BESIDE, self.max_running_requests) if is_cuda else 0
+        return min(MAX_DECODES_BESIDE, self.max_running_requests) if self.is_on_gpu else 0
 
     @property
     def ships_pages(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
 from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
-from weft.engine.scheduler.plan import Plan, Run
+from weft.engine.scheduler.plan import Plan, Run, parents_of
 from weft.engine.scheduler.state import Request
 
 
@@ -57,12 +56,12 @@ class Draw(NamedTuple):
         row = len(self.plan.decodes)
         alone, runs, failed = list(range(row)), [], []
         for item, drafts in zip(self.plan.verifies, self.plan.drafts, strict=True):
-            count = num_drawn(tokens[row : row + 1 + len(drafts)], drafts)
+            path = drawn_rows(tokens[row : row + 1 + len(drafts)], drafts)
             runs.append(
                 Run(
                     item.request,
-                    tokens[row : row + count],
-                    output.logprobs[row : row + count],
+                    [tokens[row + index] for index in path],
+                    [output.logprobs[row + index] for index in path],
                     len(drafts),
                 )
             )
@@ -81,17 +80,42 @@ class Draw(NamedTuple):
         )
 
 
-def num_drawn(tokens: Sequence[int], drafts: Sequence[int]) -> int:
-    """How many of a request's tokens count: those equal to their drafts, and one more if there is.
+def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """A request's rows whose tokens count: its last token's and those of the drafts that are right.
 
     Args:
-        tokens: 1 + len(drafts); negative where there is none.
+        tokens: Drawn from each row, 1 + len(drafts); negative where there is none.
         drafts: Of the request.
     """
-    count = 0
-    while count < len(drafts) and tokens[count] == drafts[count]:
-        count += 1
-    return count + (tokens[count] >= 0)
+    if tokens[0] < 0:
+        return []
+    parents, path = parents_of(drafts), [0]
+    # Children come behind their parents.
+    for row, (draft, parent) in enumerate(zip(drafts, parents, strict=True), 1):
+        if parent == path[-1] and tokens[parent] == draft and tokens[row] >= 0:
+            path.append(row)
+    return path
+
+
+def _follow(plan: Plan, index: int, path: list[int], tokens: npt.NDArray[np.int64]) -> bool:
+    """Appends the row of the draft that is what was drawn last, if there is one and the request
+    goes on with it.
+
+    Args:
+        plan: Of the step.
+        index: Of the request among those with drafts.
+        path: Its rows so far.
+        tokens: By row; there is one of the path's last.
+    """
+    drafts, last = plan.drafts[index], path[-1]
+    token = int(tokens[last])
+    if _is_end(plan.verifies[index].request, token, len(path)):
+        return False
+    for row, (draft, parent) in enumerate(zip(drafts, parents_of(drafts), strict=True), 1):
+        if parent == last and draft == token:
+            path.append(row)
+            return True
+    return False
 
 
 def _is_end(request: Request, token: int, num_drawn: int) -> bool:
@@ -184,25 +208,23 @@ class Drawing:
         )
         mask_errors = self._take_masks(requests)
         self._draw_rows(requests, rows, drawable, output)
+        paths = [[0] for _ in lengths]
         going_on = list(range(len(lengths)))
-        for depth in itertools.count(1):
-            going_on = [
-                index
-                for index in going_on
-                if depth < lengths[index]
-                and (token := int(output.token_ids[firsts[index] + depth - 1]))
-                == plan.drafts[index][depth - 1]
-                and not _is_end(plan.verifies[index].request, token, depth)
-            ]
-            if not going_on:
-                break
+        while going_on := [
+            index
+            for index in going_on
+            if _follow(plan, index, paths[index], output.token_ids[firsts[index] :])
+        ]:
             left = [plan.verifies[index].request for index in going_on]
-            self._constraints.begin_masks(left, [plan.drafts[i][:depth] for i in going_on])
+            self._constraints.begin_masks(
+                left, [[plan.drafts[i][row - 1] for row in paths[i][1:]] for i in going_on]
+            )
             if lost := self._take_masks(left):
                 going_on = [index for i, index in enumerate(going_on) if i not in lost]
                 left = [plan.verifies[index].request for index in going_on]
             if going_on:
-                self._draw_rows(left, firsts[going_on] + depth, drawable, output)
+                reached = np.array([paths[index][-1] for index in going_on], np.int64)
+                self._draw_rows(left, firsts[going_on] + reached, drawable, output)
         errors = {int(rows[index]): error for index, error in mask_errors.items()}
         samples = SamplesUnderWay(
             torch.from_numpy(output.token_ids), lambda: output, drawable.positions

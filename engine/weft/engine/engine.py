@@ -152,7 +152,7 @@ class Engine:
         self._drawing = Drawing(sampler, parts.constraints)
         self.drafting = Drafting(config, parts.drafter, draws_on_device=sampler.is_on_device)
         self.scheduler.has_draft = config.head_dir is not None
-        self.scheduler.running_plans.draft(self.drafting.gate, self.drafting.is_on_device)
+        self.drafting.attach(self.scheduler.running_plans, parts.info.max_context_tokens)
         self.pipeline = Pipeline(
             parts.runner,
             self._drawing,

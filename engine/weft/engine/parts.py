@@ -24,7 +24,7 @@ from weft.engine.memory.radix_cache import RadixCache
 from weft.engine.messages import EngineInfo, StoreLookup, StorePut
 from weft.engine.models.decoder_only import DecoderOnlyLM
 from weft.engine.models.loader import LoadedModel, load_model
-from weft.engine.runner.graphs import Progress, says_what_lacks_memory
+from weft.engine.runner.graphs import TREE_REQUESTS, Progress, says_what_lacks_memory
 from weft.engine.runner.memory_plan import (
     MIN_PAGES,
     check_pool_fits,
@@ -41,6 +41,8 @@ from weft.engine.speculative.draft_model import DraftModel, load_draft_model
 from weft.engine.speculative.drafted import DraftedModel, load_drafted
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
+from weft.engine.speculative.gate import tree_shapes
+from weft.engine.speculative.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 from weft.engine.store import StoreLink
 from weft.engine.tiers.parts import TierParts, load_tiers
 from weft.engine.transfer.nixl import nixl_available
@@ -149,6 +151,7 @@ def load_parts(
         lora=lora,
         states=drafted,
         max_drafts=_max_drafts(config),
+        tree_rows=_tree_rows(config),
         on_capture=progress,
     )
     # Before any thread beside this one may use the device: graphs are captured.
@@ -236,9 +239,9 @@ def _load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None
     """The model with its draft head; None without one."""
     if config.head_dir is None:
         return None
-    max_requests, max_drafts = config.max_running_requests, config.max_draft_tokens
+    max_requests = config.max_running_requests
     max_rows = config.max_step_tokens + config.decodes_beside
-    max_rows = max(max_rows, max_requests * (1 + max_drafts))
+    max_rows = max(max_rows, max_requests * (1 + config.max_draft_tokens))
     drafted = load_drafted(loaded, config.head_dir, max_requests, max_rows)
     if config.drafter in HEAD_DRAFTERS and config.drafter != drafted.head.kind:
         raise ConfigError(
@@ -267,9 +270,10 @@ def _head_drafter(
         ConfigError: There is not enough memory for the graphs.
     """
     graphs = _chain_graphs(config, drafted, runner)
+    trees = _tree_graphs(config, drafted, runner)
 
     def of(model: DraftedModel) -> EagleDrafter:
-        return EagleDrafter(model, runner.pool, runner.page_table, config.page_size, graphs)
+        return EagleDrafter(model, runner.pool, runner.page_table, config.page_size, graphs, trees)
 
     if graphs is not None or not config.enable_lora:
         return of(drafted)
@@ -291,9 +295,28 @@ def _chain_graphs(
         return ChainGraphs(chains, shapes, runner.graphs.capture)
 
 
+def _tree_graphs(
+    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner
+) -> TreeGraphs | None:
+    shapes = tree_shapes(config.draft_width)
+    if not shapes or runner.graphs is None or runner.inputs is None:
+        return None
+    most = min(max(TREE_REQUESTS), config.max_running_requests)
+    sizes = sorted({min(size, most) for size in TREE_REQUESTS})
+    trees = StaticTrees(drafted, runner.pool, runner.known, runner.inputs, config.page_size, most)
+    buckets = [TreeBucket(shape, size) for shape in shapes for size in sizes]
+    with says_what_lacks_memory("trees of drafts"):
+        return TreeGraphs(trees, buckets, runner.graphs.capture)
+
+
 def _max_drafts(config: EngineConfig) -> int:
-    """Of a request in a step."""
+    """Of a request in a step, in a chain."""
     return 0 if config.drafter == "none" else config.max_draft_tokens
+
+
+def _tree_rows(config: EngineConfig) -> list[int]:
+    """Of requests whose drafts are trees: their last token, and drafts; none without trees."""
+    return [1 + shape.num_drafts for shape in tree_shapes(config.draft_width)]
 
 
 def _lora_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoraPool | None:
@@ -331,6 +354,7 @@ def _size_pools(
             cuda_graphs=config.cuda_graphs,
             lora=lora,
             max_drafts=_max_drafts(config),
+            tree_rows=_tree_rows(config),
         )
         if draft is not None:
             needs = draft.added_to(needs, max_context_tokens, layout.page_bytes, device)

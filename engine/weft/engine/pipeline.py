@@ -61,7 +61,7 @@ class _Step:
     drawable: Drawable | None = None
     draw: Draw | None = None
     mark: Mark | None = None
-    """What the device has to do for it, where nothing is drawn."""
+    """What the device has to do for it, where that does not end with the drawing."""
     ended_at: float = 0.0
 
 
@@ -170,6 +170,9 @@ class Pipeline:
                 step.draw = self._drawing.begin(step.plan, step.drawing, step.drawable)
                 step.drawable = None
                 self._runner.keep(step.draw.tokens)
+                if step.plan.has_trees:
+                    # K and V of accepted drafts move behind the drawing.
+                    step.mark = self._runner.mark()
         except Exception as error:
             self._fail(step, error)
         step.ended_at = self._clock()

@@ -171,6 +171,7 @@ class DraftEntries(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("aux", "g", "kept", "token_ids", "positions")),
         *((name, ctypes.c_void_p) for name in ("slots", "cu_q_lens", "request_slots")),
+        ("ancestors", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rows", "requests", "places")),
         ("scratch", ctypes.c_void_p),
     )

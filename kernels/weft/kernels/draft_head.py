@@ -157,6 +157,9 @@ class DraftRows:
     """[R] int64: rows of `kept`."""
     is_uniform: bool = False
     """Every request brings one row."""
+    ancestors: torch.Tensor | None = None
+    """[T] int64, contiguous: as in `paged_attention`; the row before one is its parent. None: each
+    follows the one before it."""
 
 
 def draft_entries(
@@ -245,9 +248,12 @@ class DraftEntries:
         g = torch.empty((num_rows, w.hidden_size), dtype=aux.dtype)
         scratch = torch.empty(num_rows * native.draft_entries_width(_at(w)), dtype=aux.dtype)
         tensors = (aux, g, kept, rows.token_ids, rows.positions, rows.slots, rows.cu_q_lens)
+        if rows.ancestors is not None:
+            _check(rows.ancestors, (num_rows,), torch.int64, "ancestors")
         entries = cpu.DraftEntries(
             *(tensor.data_ptr() for tensor in tensors),
             rows.request_slots.data_ptr(),
+            None if rows.ancestors is None else rows.ancestors.data_ptr(),
             *(num_rows, requests, kept.shape[0]),
             scratch.data_ptr(),
         )
@@ -363,26 +369,81 @@ def draft_chain_reference(
     """`draft_chain` as its single operations; `state` is not changed, no device is waited for."""
     tokens = torch.zeros(chains.positions.shape, dtype=torch.int64, device=state.device)
     for step, count in enumerate(chains.counts):
-        positions, slots = chains.positions[step, :count], chains.slots[step, :count]
-        qkv = linear(_join(w, token_ids[:count], state[:count]), w.qkv)
-        mixed = paged_attention(
-            _store(qkv, w, w.num_heads, positions, slots, pool, layer),
-            pool,
-            layer,
-            chains.page_table[:count],
-            chains.one_row_each[: count + 1],
-            chains.kv_lens[step, :count],
-            w.scale,
-            1,
-            chains.max_kv_len,
-            FIRST_POSITION,
+        rows = TurnRows(
+            positions=chains.positions[step, :count],
+            slots=chains.slots[step, :count],
+            page_table=chains.page_table[:count],
+            cu_q_lens=chains.one_row_each[: count + 1],
+            kv_lens=chains.kv_lens[step, :count],
+            max_kv_len=chains.max_kv_len,
         )
-        state = linear(mixed, w.o, state[:count])
-        inner = gate_up_silu(rms_norm(state, w.post_norm, w.eps), w.gate_up)
-        state = linear(inner, w.down, state)
-        logits = linear(rms_norm(state, w.norm, w.eps), w.lm_head, out_dtype=torch.float32)
+        state, logits = draft_turn(state[:count], token_ids[:count], w, rows, pool, layer)
         token_ids = _choose(logits, w.target_ids, tokens[step, :count])
     return tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRows:
+    """What a turn of the head runs: T rows of R requests, as in `paged_attention`."""
+
+    positions: torch.Tensor
+    """[T] int64."""
+    slots: torch.Tensor
+    """[T] int64: page * page_size + offset where K and V go."""
+    page_table: torch.Tensor
+    """[R, max_pages] int32."""
+    cu_q_lens: torch.Tensor
+    """[R + 1] int32."""
+    kv_lens: torch.Tensor
+    """[R] int32."""
+    max_kv_len: int
+    max_q_len: int = 1
+    ancestors: torch.Tensor | None = None
+    """[T] int64; None: each row sees all before it."""
+    earlier_rows: int = 0
+
+
+def draft_turn(
+    state: torch.Tensor,
+    token_ids: torch.Tensor,
+    w: DraftHeadWeight,
+    rows: TurnRows,
+    pool: torch.Tensor,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the head once; no device is waited for.
+
+    Args:
+        state: [T, H]: g, or the head's own state, of the position before each token.
+        token_ids: [T] int64.
+        w: The head.
+        rows: Where they are.
+        pool: As in `draft_entries`.
+        layer: The head's, in the pool.
+
+    Returns:
+        The head's states [T, H], and its logits [T, draft vocabulary] float32.
+    """
+    qkv = linear(_join(w, token_ids, state), w.qkv)
+    mixed = paged_attention(
+        _store(qkv, w, w.num_heads, rows.positions, rows.slots, pool, layer),
+        pool,
+        layer,
+        rows.page_table,
+        rows.cu_q_lens,
+        rows.kv_lens,
+        w.scale,
+        rows.max_q_len,
+        rows.max_kv_len,
+        FIRST_POSITION,
+        ancestors=rows.ancestors,
+        earlier_rows=rows.earlier_rows,
+    )
+    state = linear(mixed, w.o, state)
+    inner = gate_up_silu(rms_norm(state, w.post_norm, w.eps), w.gate_up)
+    state = linear(inner, w.down, state)
+    logits = linear(rms_norm(state, w.norm, w.eps), w.lm_head, out_dtype=torch.float32)
+    return state, logits
 
 
 def _choose(logits: torch.Tensor, target_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -419,8 +480,23 @@ def _join_shifted(
     # One row more than there are: requests that do not exist begin there.
     shifted = g.new_empty((num_rows + 1, g.shape[1]))
     shifted[1:] = g
+    if rows.ancestors is not None:
+        shifted[:num_rows] = g.index_select(0, _parent_rows(rows.ancestors, rows.cu_q_lens))
     shifted.index_copy_(0, starts.long(), before)
     return _join(w, rows.token_ids, shifted[:num_rows])
+
+
+def _parent_rows(ancestors: torch.Tensor, cu_q_lens: torch.Tensor) -> torch.Tensor:
+    """[T] int64: the row that each row of a tree follows; of a request's first one any."""
+    rows = torch.arange(len(ancestors), device=ancestors.device)
+    requests = torch.bucketize(rows, cu_q_lens[1:].long(), right=True)
+    # Rows of padding are of no request.
+    own = rows - cu_q_lens[requests.clamp(max=len(cu_q_lens) - 2)]
+    bits = torch.arange(63, device=ancestors.device)
+    is_seen = (ancestors.unsqueeze(1) >> bits & 1 == 1) & (bits < own.unsqueeze(1))
+    nearest = torch.where(is_seen, bits, 0).amax(dim=1)
+    nearest = torch.where(ancestors < 0, own - 1, nearest)
+    return (rows - own + nearest).clamp(min=0)
 
 
 def _keep_last(g: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> None:

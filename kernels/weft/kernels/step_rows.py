@@ -15,6 +15,9 @@ class SlotTokens(NamedTuple):
     """[1 + drafts, slots + 1] int64, contiguous: last tokens, and behind them what is drafted."""
     starts: torch.Tensor
     """[slots + 1] int64: positions of the last tokens, where drafts were verified last."""
+    words: torch.Tensor | None = None
+    """[1 + drafts, slots + 1] int64: where drafts may form trees, which of its request's rows each
+    one sees (`StepRows.ancestors`). Of last tokens -1."""
 
 
 class StepRows(NamedTuple):
@@ -56,7 +59,8 @@ def resolve_rows(
 
     Args:
         step: Changed: tokens of the first N rows, and where a request starts late also its
-            positions, places and length.
+            positions, places and length. With `ancestors` also these, and the positions of trees,
+            which before are those of chains.
         sources: [N] int64: d * (slots + 1) + slot, where row is the d-th behind the last token.
         owners: [N] int64: the row's request, if that starts late: at `known.starts`; else -1.
         known: Of the slots.
@@ -73,15 +77,32 @@ def resolve_rows(
     count, width = sources.shape[0], known.tokens.shape[1]
     step.token_ids[:count] = known.tokens.view(-1)[sources]
     late = (owners >= 0).nonzero()[:, 0]
-    if not len(late):
-        return
-    slots, behind, requests = sources[late] % width, sources[late] // width, owners[late]
-    positions = known.starts[slots] + behind
-    step.positions[late] = positions
-    pages = page_table[slots, positions // page_size].long()
-    step.places[late] = pages * page_size + positions % page_size
-    lengths = (step.cu_q_lens[requests + 1] - step.cu_q_lens[requests]).long()
-    step.kv_lens[requests] = (known.starts[slots] + lengths).int()
+    if len(late):
+        slots, behind, requests = sources[late] % width, sources[late] // width, owners[late]
+        positions = known.starts[slots] + behind
+        step.positions[late] = positions
+        pages = page_table[slots, positions // page_size].long()
+        step.places[late] = pages * page_size + positions % page_size
+        lengths = (step.cu_q_lens[requests + 1] - step.cu_q_lens[requests]).long()
+        step.kv_lens[requests] = (known.starts[slots] + lengths).int()
+    if step.ancestors is not None and known.words is not None:
+        words, behind = known.words.view(-1)[sources], sources // width
+        step.ancestors[:count] = words
+        step.positions[:count] += depths_of(words, behind) - behind
+
+
+def depths_of(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """How deep nodes lie in their trees.
+
+    Args:
+        words: [N] int64: which rows of its request each one sees.
+        rows: [N] int64: which of its request's it is, below 63.
+
+    Returns:
+        [N] int64; of a request's row 0 it is 0.
+    """
+    bits = torch.arange(63, device=words.device)
+    return ((words.unsqueeze(1) >> bits & 1) * (bits < rows.unsqueeze(1))).sum(dim=1)
 
 
 def accept_drafts(

@@ -32,6 +32,7 @@ from weft.kernels.draft_head import (
     pack_draft_head,
     replace_layer,
 )
+from weft.kernels.draft_tree import DraftTrees, draft_tree
 from weft.kernels.linear import LinearWeight, pack_linear
 from weft.kernels.memory import WeightArena
 
@@ -84,6 +85,7 @@ class Eagle3Head:
             cu_q_lens=batch.cu_q_lens,
             request_slots=batch.request_slots,
             is_uniform=batch.max_q_len == 1 and len(batch.positions) == len(batch.request_slots),
+            ancestors=batch.ancestors,
         )
         return DraftEntries(aux, self.weight, rows, kept, pool, self.layer)
 
@@ -92,6 +94,12 @@ class Eagle3Head:
     ) -> torch.Tensor:
         """See `DraftHead.chain`."""
         return draft_chain(state, token_ids, self.weight, chains, pool, self.layer)
+
+    def tree(
+        self, state: torch.Tensor, token_ids: torch.Tensor, trees: DraftTrees, pool: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Grows trees behind the last tokens of requests; see `draft_tree`."""
+        return draft_tree(state, token_ids, self.weight, trees, pool, self.layer)
 
 
 def adapt_eagle3(

@@ -28,6 +28,7 @@ from weft.kernels.memory import huge_zeros
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, page_index
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, accept_drafts, resolve_rows
+from weft.kernels.tree_rows import accept_trees, move_paths
 
 
 class Drawable(NamedTuple):
@@ -76,7 +77,8 @@ class ModelRunner:
         lora: adapters on the device; None: there are none.
         states: of requests, which a draft model needs; None: there is none.
         max_drafts: of a request in a step.
-        tree_rows: sizes of trees whose steps are captured, the first row included.
+        tree_rows: sizes of trees whose steps are captured, the first row included; none: drafts
+            form no trees.
         on_capture: see `StepGraphs`.
     """
 
@@ -112,8 +114,10 @@ class ModelRunner:
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
         is_cuda = device.type == "cuda"
-        nothing = torch.zeros((2 + max_drafts, max_requests + 1), dtype=torch.int64, device=device)
-        self.known = SlotTokens(nothing[:-1], nothing[-1])
+        num_rows = max(1 + max_drafts, *tree_rows) if tree_rows else 1 + max_drafts
+        nothing = torch.zeros((num_rows + 1, max_requests + 1), dtype=torch.int64, device=device)
+        words = torch.full_like(nothing[:-1], -1) if tree_rows else None
+        self.known = SlotTokens(nothing[:-1], nothing[-1], words)
         """Of the slots, before the host knows it."""
         self._drawing_slots = self.known.starts[:0]
         self._step: StepRows | None = None
@@ -209,7 +213,8 @@ class ModelRunner:
         if logits is None:
             return None
         late = None
-        if self._inputs is not None and arrays.owners.max(initial=-1) >= 0:
+        has_trees = arrays.ancestors is not None and len(arrays.sources) > arrays.num_decodes
+        if self._inputs is not None and (has_trees or arrays.owners.max(initial=-1) >= 0):
             late = partial(self._inputs.drawing_positions, arrays)
         return Drawable(logits, arrays.drawing_slots, arrays.drawing_positions, late)
 
@@ -234,7 +239,12 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Follows the drafts; returns what is left: tokens and slots of the other requests."""
         verified = Verified(verifying.rows, slots)
-        last_rows, own_slots = accept_drafts(tokens, verifying.step, verified, self.known)
+        if verifying.step.ancestors is None:
+            last_rows, own_slots = accept_drafts(tokens, verifying.step, verified, self.known)
+        else:
+            found = accept_trees(tokens, verifying.step, verified, self.known)
+            last_rows, own_slots, paths = found
+            move_paths(self.pool, verifying.step.places, verifying.rows, paths)
         if self._states is not None:
             self._states.keep_accepted(last_rows, own_slots)
         begin, end = verifying.num_decodes, verifying.num_decodes + verifying.num_rows

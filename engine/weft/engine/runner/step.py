@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from weft.engine.memory.kv_memory import NULL_PAGE
-from weft.engine.scheduler.plan import LaterDrafts, Plan
+from weft.engine.scheduler.plan import LaterDrafts, Plan, parents_of
 
 DRAWN = -1
 """As a token: what the step before draws for its slot, which the host does not know yet."""
@@ -153,6 +153,11 @@ class StepArrays:
         adapter_slots = _adapter_slots(plan)
         pages = table.pages[row_of_token, positions // page_size].astype(np.int64)
         slot_of_token = pages * page_size + positions % page_size
+        ancestors = None
+        if plan.has_trees:
+            ancestors = np.full(len(token_ids), -1, np.int64)
+            if not isinstance(plan.drafts, LaterDrafts):
+                _enter_trees(plan, cu_q_lens, positions, ancestors)
         for index, item in enumerate(plan.chunks, len(rows) - len(plan.chunks)):
             if item.has_lead:
                 # Its page may be shared; what it would write is there.
@@ -176,6 +181,7 @@ class StepArrays:
             sources=sources,
             owners=owners,
             adapter_slots=None if adapter_slots is None else np.repeat(adapter_slots, q_lens),
+            ancestors=ancestors,
             max_q_len=int(q_lens.max()),
             max_kv_len=int(kv_lens.max()),
         )
@@ -186,7 +192,7 @@ def _pieces(plan: Plan, table: PageTable) -> tuple[list[tuple[int, int, int, int
     the tokens of all. Their pages are entered into the table."""
     pieces, tokens = [], []
     is_late = isinstance(plan.drafts, LaterDrafts)
-    for index, ((request, start, _), count) in enumerate(
+    for index, ((request, start, *_), count) in enumerate(
         zip(plan.verifies, plan.draft_counts, strict=True)
     ):
         pieces.append((request.slot, start, 1 + count, 1 + count))
@@ -200,6 +206,21 @@ def _pieces(plan: Plan, table: PageTable) -> tuple[list[tuple[int, int, int, int
         tokens += request.tokens[start - has_lead : start + num_tokens]
         table.extend(request.slot, request.pages)
     return pieces, tokens
+
+
+def _enter_trees(
+    plan: Plan, cu_q_lens: Int32Array, positions: Int64Array, ancestors: Int64Array
+) -> None:
+    """Enters where the nodes of known trees are, and which rows they see, in place of a chain's."""
+    firsts = cu_q_lens[len(plan.decodes) :].tolist()
+    for first, item, drafts in zip(firsts, plan.verifies, plan.drafts, strict=False):
+        depths, words = [0], [1]
+        for row, parent in enumerate(parents_of(drafts), 1):
+            depths.append(depths[parent] + 1)
+            words.append(words[parent] | 1 << row)
+        rows = slice(first, first + len(words))
+        positions[rows] = item.start + np.array(depths)
+        ancestors[rows] = words
 
 
 def _late_rows(plan: Plan, num_slots: int) -> tuple[Int64Array, Int64Array]:

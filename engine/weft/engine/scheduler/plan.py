@@ -30,6 +30,40 @@ class PlanItem(NamedTuple):
     """The token before `start` comes too, for what a draft needs of it; its KV is there already."""
 
 
+class DraftShape(NamedTuple):
+    """What requests may bring to a step behind their last tokens."""
+
+    num_drafts: int
+    """Of each request."""
+    depth: int
+    """So many of them may be right at once; of a chain all."""
+    width: int = 1
+    """Of a tree: so many nodes of a level get as many children each. 1: a chain."""
+
+    @classmethod
+    def chain(cls, num_drafts: int) -> DraftShape:
+        """Drafts of which each follows the one before."""
+        return cls(num_drafts, num_drafts)
+
+    @property
+    def is_tree(self) -> bool:
+        """Several drafts may follow one token."""
+        return self.width > 1
+
+    @property
+    def num_grown(self) -> int:
+        """Nodes of which those of a tree are chosen."""
+        return self.width + self.width * self.width * (self.depth - 1)
+
+    @property
+    def num_places(self) -> int:
+        """Behind the last token, where K and V of drafts are written."""
+        return max(self.num_drafts, self.width * (self.depth - 1)) if self.is_tree else self.depth
+
+
+NO_DRAFTS = DraftShape.chain(0)
+
+
 class VerifyItem(NamedTuple):
     """A RUNNING request that brings its last token and drafts of those that may follow it."""
 
@@ -39,6 +73,34 @@ class VerifyItem(NamedTuple):
     device knows the outcome of, the last that it may have."""
     max_drafts: int
     """For so many there are pages."""
+    tree: DraftShape | None = None
+    """The step's drafts are trees of this shape, which is no deeper than drafts may be accepted;
+    None: chains."""
+
+    @property
+    def max_accepted(self) -> int:
+        """So many drafts may be right at once."""
+        return self.max_drafts if self.tree is None else min(self.max_drafts, self.tree.depth)
+
+
+class DraftTree(list[int]):
+    """Drafts of one request that form a tree, parents before children.
+
+    Row 0 of the request is its last token, row i + 1 its draft i.
+
+    Args:
+        tokens: Of the drafts.
+        parents: Of each, the row that it follows.
+    """
+
+    def __init__(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self.parents = parents
+
+
+def parents_of(drafts: Sequence[int]) -> Sequence[int]:
+    """Of each draft of a request, the row that it follows."""
+    return drafts.parents if isinstance(drafts, DraftTree) else range(len(drafts))
 
 
 class LaterDrafts(Sequence[list[int]]):
@@ -123,9 +185,14 @@ class Plan:
     def __iter__(self) -> Iterator[PlanItem]:
         for request, start in zip(self.decodes, self.starts.tolist(), strict=True):
             yield PlanItem(request, start, 1, True)
-        for request, start, max_drafts in self.verifies:
+        for request, start, max_drafts, _ in self.verifies:
             yield PlanItem(request, start, 1 + max_drafts, True)
         yield from self.chunks
+
+    @property
+    def has_trees(self) -> bool:
+        """What is verified may be trees."""
+        return bool(self.verifies) and self.verifies[0].tree is not None
 
     @property
     def draft_counts(self) -> Sequence[int]:

@@ -10,7 +10,15 @@ import numpy.typing as npt
 from weft.engine.memory.kv_memory import KvMemory, OutOfPages
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.plan import Plan, Run, RunningColumns, VerifyItem
+from weft.engine.scheduler.plan import (
+    NO_DRAFTS,
+    DraftShape,
+    Plan,
+    PlanItem,
+    Run,
+    RunningColumns,
+    VerifyItem,
+)
 from weft.engine.scheduler.state import Request, State
 
 BoolArray = npt.NDArray[np.bool_]
@@ -20,8 +28,8 @@ Int64Array = npt.NDArray[np.int64]
 class DraftGate(Protocol):
     """Decides whether drafts pay."""
 
-    def max_drafts(self, requests: Sequence[Request]) -> int:
-        """Drafts that each of these, the running ones, brings to the next step; 0: none."""
+    def shape(self, requests: Sequence[Request]) -> DraftShape:
+        """Drafts that each of these, the running ones, brings to the next step."""
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """A step has ended.
@@ -56,10 +64,21 @@ class RunningPlans:
         self.drafts_on_device = False
         """Drafts begin where the step under way will end, which only the device knows: a request
         goes on with drafts while others of it are verified."""
+        self._max_chain = self._max_context_tokens = 0
 
-    def draft(self, gate: DraftGate | None, is_on_device: bool) -> None:
-        """Lets requests be drafted for; see `gate` and `drafts_on_device`."""
+    def draft(
+        self, gate: DraftGate | None, is_on_device: bool, max_chain: int, max_context_tokens: int
+    ) -> None:
+        """Lets requests be drafted for.
+
+        Args:
+            gate: See `gate`.
+            is_on_device: See `drafts_on_device`.
+            max_chain: Drafts of a chain at most.
+            max_context_tokens: For so many positions a request may have pages.
+        """
         self.gate, self.drafts_on_device = gate, is_on_device
+        self._max_chain, self._max_context_tokens = max_chain, max_context_tokens
 
     def changed(self) -> None:
         """Others run now than at the last `plan`."""
@@ -73,12 +92,14 @@ class RunningPlans:
         starts = np.array([r.num_computed + r.num_launched for r in requests], np.int64)
         num_pages = np.array([len(r.pages) for r in requests], np.int64)
         chosen = starts < ends  # Else the token under way is the last one.
-        max_drafts = 0
+        shape = NO_DRAFTS
         if self.gate is not None:
             most = self._max_step_tokens // len(requests) - 1
-            max_drafts = min(self.gate.max_drafts(requests), most)
-            if not (self.drafts_on_device and max_drafts > 0):
-                chosen &= _can_go_on(requests, is_drafting=max_drafts > 0)
+            shape = self.gate.shape(requests)
+            if shape.num_drafts > most:
+                shape = DraftShape.chain(max(0, min(shape.depth, self._max_chain, most)))
+            if not (self.drafts_on_device and shape.num_drafts > 0):
+                chosen &= _can_go_on(requests, is_drafting=shape.num_drafts > 0)
         lacking = chosen & (starts >= num_pages * self._page_size)
         for index in np.flatnonzero(lacking).tolist():
             request = requests[index]
@@ -88,14 +109,13 @@ class RunningPlans:
             # A later request's growth may have pre-empted an earlier one.
             chosen &= np.array([r.state is State.RUNNING for r in requests])
         verifies: list[VerifyItem] = []
-        if max_drafts > 0:
+        if shape.num_drafts > 0:
             for index in np.flatnonzero(chosen).tolist():
                 if requests[index].speculates:
                     chosen[index] = False
-                    start = int(starts[index])
-                    num_drafts = min(max_drafts, int(ends[index]) - start - 1)
-                    num_drafts = self._grow_for_drafts(requests[index], start, num_drafts)
-                    verifies.append(VerifyItem(requests[index], start, num_drafts))
+                    num_left = int(ends[index] - starts[index]) - 1
+                    item = self._verify(requests[index], int(starts[index]), shape, num_left)
+                    verifies.append(item)
         if chosen.all():
             return Plan(requests, slots, starts, adapter_slots=adapter_slots)
         left = [requests[i] for i in np.flatnonzero(chosen).tolist()]
@@ -104,6 +124,16 @@ class RunningPlans:
         plan = Plan(left, slots[chosen], starts[chosen], adapter_slots=adapter_slots)
         plan.verifies = verifies
         return plan
+
+    def add_prompts(self, plan: Plan, chunks: Sequence[PlanItem]) -> None:
+        """Adds the chunks of a step. Beside many rows those of trees are not cheap: chains are
+        drafted then."""
+        plan.chunks = chunks
+        if chunks and plan.has_trees:
+            plan.verifies = [
+                VerifyItem(item.request, item.start, min(item.max_accepted, self._max_chain))
+                for item in plan.verifies
+            ]
 
     def _grow(self, request: Request, position: int) -> bool:
         """Makes room for a token.
@@ -120,6 +150,17 @@ class RunningPlans:
                 if self._preempt() is request:
                     return False
         return True
+
+    def _verify(self, request: Request, start: int, shape: DraftShape, num_left: int) -> VerifyItem:
+        """What a request brings that may accept at most `num_left` drafts."""
+        if not shape.is_tree:
+            num_drafts = self._grow_for_drafts(request, start, min(shape.num_drafts, num_left))
+            return VerifyItem(request, start, num_drafts)
+        shape = shape._replace(depth=min(shape.depth, num_left))
+        # Most places are for drafts of which few are kept: they may lie behind the request's end.
+        num_places = min(shape.num_places, self._max_context_tokens - start - 1)
+        num_places = self._grow_for_drafts(request, start, num_places) if num_left > 0 else 0
+        return VerifyItem(request, start, min(shape.num_drafts, num_places), shape)
 
     def _grow_for_drafts(self, request: Request, start: int, num_drafts: int) -> int:
         """Makes room for drafts behind position `start`, as far as nobody loses anything by it.

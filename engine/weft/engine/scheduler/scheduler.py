@@ -225,7 +225,7 @@ class Scheduler:
             budget -= self._plan_chunk(request, budget, chunks)
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
-        plan.chunks = chunks
+        self.running_plans.add_prompts(plan, chunks)
         return plan
 
     def _plan_waiting(
@@ -273,9 +273,10 @@ class Scheduler:
         """A planned step begins: the next one is planned behind it. Returns its number."""
         for request in plan.decodes:
             request.num_launched += 1
-        for request, _, max_drafts in plan.verifies:
-            request.num_launched += 1 + max_drafts
-            request.decodes_from += 1 + max_drafts
+        for item in plan.verifies:
+            request = item.request
+            request.num_launched += 1 + item.max_accepted
+            request.decodes_from += 1 + item.max_accepted
             request.timeline.num_steps += 1
             request.num_verifying += 1
         for request, start, num_tokens, samples, _ in plan.chunks:
@@ -316,9 +317,10 @@ class Scheduler:
         for index in np.flatnonzero((plan.starts + 1) % self._limits.page_size == 0).tolist():
             if plan.decodes[index].state is State.RUNNING:
                 self._publish_computed(plan.decodes[index])
-        for request, _, max_drafts in plan.verifies:
-            request.num_launched -= 1 + max_drafts
-            request.decodes_from -= max_drafts
+        for item in plan.verifies:
+            request = item.request
+            request.num_launched -= 1 + item.max_accepted
+            request.decodes_from -= item.max_accepted
             request.num_verifying -= 1
             if request.state is State.RUNNING:
                 # Of its last token for certain; what steps before brought is there.

@@ -42,7 +42,7 @@ class ChainArrays(NamedTuple):
     def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> ChainArrays:
         """Enters the requests' pages into the table."""
         columns: list[tuple[int, int, int]] = []
-        for request, start, _ in items:
+        for request, start, *_ in items:
             table.extend(request.slot, request.pages)
             last = request.num_prompt_tokens + request.max_tokens
             limit = min(len(request.pages) * page_size, last)

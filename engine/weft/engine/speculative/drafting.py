@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weft.engine.config import EngineConfig
 from weft.engine.messages import AdapterOrder
 from weft.engine.scheduler.plan import Plan, Run
-from weft.engine.scheduler.running import DraftGate
+from weft.engine.scheduler.running import DraftGate, RunningPlans
 from weft.engine.scheduler.state import Request
 from weft.engine.speculative.adapted import AdaptedDrafter
 from weft.engine.speculative.drafter import Drafter
@@ -36,12 +36,17 @@ class Drafting:
             self.drafter = draft_model
         self.gate: DraftGate | None = None
         if self.drafter is not None:
-            self.gate = MeasuredGate(config.max_draft_tokens)
+            self.gate = MeasuredGate(config.max_draft_tokens, config.draft_width)
+        self._max_chain = config.max_draft_tokens
         self._draws_on_device = draws_on_device
         is_head = isinstance(self.drafter, EagleDrafter) and self.drafter.is_on_device
         self.is_on_device = is_head and draws_on_device
         """Drafting and drawing need nothing of the host: drafts may begin behind a step whose
         outcome it does not know."""
+
+    def attach(self, plans: RunningPlans, max_context_tokens: int) -> None:
+        """Lets these plan drafts."""
+        plans.draft(self.gate, self.is_on_device, self._max_chain, max_context_tokens)
 
     def is_for(self, request: Request) -> bool:
         """Tokens of a new request may be drafted."""

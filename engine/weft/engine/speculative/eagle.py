@@ -1,4 +1,5 @@
-"""Drafts from an EAGLE-3 head: a chain of its most likely tokens behind a request's last one."""
+"""Drafts from an EAGLE head: a chain of its most likely tokens behind a request's last one, or a
+tree."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from weft.engine.runner.step import PageTable
 from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
 from weft.engine.speculative.chains import ChainArrays, ChainGraphs
 from weft.engine.speculative.drafted import DraftedModel
+from weft.engine.speculative.tree_graphs import TreeArrays, TreeGraphs
+from weft.engine.speculative.trees import EagerTrees, tree_of
 from weft.kernels.draft_head import DraftChains
 
 
@@ -26,6 +29,7 @@ class EagleDrafter:
         table: Page numbers by slot; the requests' pages are entered.
         page_size: Token positions a page.
         graphs: Captured chains, whose drafts stay on the device; None: there are none.
+        tree_graphs: The same of trees, beside `graphs`.
     """
 
     def __init__(
@@ -35,12 +39,15 @@ class EagleDrafter:
         table: PageTable,
         page_size: int,
         graphs: ChainGraphs | None = None,
+        tree_graphs: TreeGraphs | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._table = table
         self._page_size = page_size
         self._graphs = graphs
+        self._tree_graphs = tree_graphs
+        self._trees = EagerTrees(model, pool, table, page_size)
         self._copies = DeviceCopies(pool.device)
 
     @property
@@ -54,6 +61,10 @@ class EagleDrafter:
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`; as many tokens as may be."""
         with torch.inference_mode():
+            if items and items[0].tree is not None:
+                if self._tree_graphs is not None:
+                    return self._grow_on_device(self._tree_graphs, items)
+                return self._trees.draft(items)
             if self._graphs is not None:
                 return self._draft_on_device(self._graphs, items)
             return self._draft_and_wait(items)
@@ -71,6 +82,23 @@ class EagleDrafter:
         def fetch() -> list[list[int]]:
             chains: list[list[int]] = fetched.wait().t().tolist()
             return [chains[index][:count] for index, count in enumerate(counts)]
+
+        return LaterDrafts(counts, fetch)
+
+    def _grow_on_device(self, graphs: TreeGraphs, items: Sequence[VerifyItem]) -> LaterDrafts:
+        counts = [item.max_drafts for item in items]
+        if not any(counts):
+            return LaterDrafts(counts, lambda: [[] for _ in counts])
+        arrays = TreeArrays.of_items(items, self._table, self._page_size)
+        shapes = [item.tree for item in items if item.tree is not None]
+        fetched = Fetched(graphs.forward(arrays, max(shapes)._replace(num_drafts=max(counts))))
+
+        def fetch() -> list[list[int]]:
+            tokens, words = fetched.wait().transpose(1, 2).tolist()
+            return [
+                tree_of(tokens[index][:count], words[index][:count])
+                for index, count in enumerate(counts)
+            ]
 
         return LaterDrafts(counts, fetch)
 

@@ -86,7 +86,7 @@ class ModelDrafter:
         left = self._chunk_tokens + STEADY_TOKENS * len(items)
         pieces = []
         for index in order:
-            (request, start, max_drafts), begin = items[index], begins[index]
+            (request, start, max_drafts, _), begin = items[index], begins[index]
             num_drafts = min(max_drafts, self._max_tokens - start)
             if start >= self._max_tokens:
                 self.forget(request.slot)  # It never gets drafts again.

@@ -6,6 +6,10 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from math import log
 
+from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape
+
+_Kind = tuple[int, DraftShape]
+"""Of steps: their size, and what is drafted."""
 MEASURED_WEIGHT = 1.5
 """From so many steps on a time counts as measured."""
 MOST_WEIGHT = 12.0
@@ -107,8 +111,8 @@ class StepTaken:
     """A step that brought only tokens of running requests."""
 
     num_requests: int
-    depth: int
-    """Drafts that were asked for, of each request."""
+    shape: DraftShape
+    """What was asked for, of each request."""
     num_drafts: int
     """That were made, of all."""
     duration_s: float
@@ -118,7 +122,13 @@ class StepTaken:
     @property
     def share(self) -> float:
         """Of the drafts that were asked for, those that were made."""
-        return self.num_drafts / (self.num_requests * self.depth) if self.depth else 0.0
+        wanted = self.num_requests * self.shape.num_drafts
+        return self.num_drafts / wanted if wanted else 0.0
+
+    @property
+    def rows_a_turn(self) -> int:
+        """Of the draft, in each turn but the first of a tree."""
+        return self.num_requests * self.shape.width
 
 
 class StepTimes:
@@ -130,17 +140,17 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[int, int], _Average] = {}
-        """Of steps with all their drafts, by size and number of drafts, at a pace of 1."""
+        self._times: dict[_Kind, _Average] = {}
+        """Of steps with all their drafts, at a pace of 1."""
         self._rows = _Curve()
         """Of all steps but for making drafts, by rows."""
         self._drafting = _Curve()
-        """Of a turn of the draft, by requests."""
+        """Of a turn of the draft, by rows."""
         self._pace = 1.0
         """How long steps take just now, beside what is known of them."""
-        self._followed = (0, 0)
+        self._followed: _Kind = (0, NO_DRAFTS)
         """The kind of steps that tells the pace."""
-        self._newest = (0, 0)
+        self._newest: _Kind = (0, NO_DRAFTS)
         self._num_alike = 0
         """Of the newest steps, those of one kind."""
 
@@ -151,17 +161,17 @@ class StepTimes:
             step: What it was.
             is_settled: Contexts are about as long as in the steps before.
         """
-        kind = (size_class(step.num_requests), step.depth)
+        kind = (size_class(step.num_requests), step.shape)
         if not (is_settled and kind[0] == self._followed[0]) and self.is_measured(*kind):
             # There is nothing to compare with: this is how fast steps are now.
             self._followed, self._num_alike = kind, 0
         if kind == self._followed:
-            factor = step.duration_s / self.seconds(step.num_requests, step.depth, step.share)
+            factor = step.duration_s / self.seconds(step.num_requests, step.shape, step.share)
             self._pace *= 1 + PACE_SHARE * (_within(factor, MOST_CHANGE) - 1)
         time, drafting = step.duration_s / self._pace, step.drafting_s / self._pace
         # Where there are none, for want of room or time, the draft only took in tokens.
         if drafting and step.num_drafts:
-            self._drafting.note(step.num_requests, drafting / step.depth)
+            self._drafting.note(step.rows_a_turn, drafting / step.shape.depth)
         self._rows.note(step.num_requests + step.num_drafts, max(time - drafting, 0.1 * time))
         if kind != self._followed:
             self._note_time(kind, step.share, time / self._scale(step.num_requests, kind[0]))
@@ -170,11 +180,11 @@ class StepTimes:
         if self._num_alike == FOLLOWED_AFTER:
             self._followed = kind
 
-    def _note_time(self, kind: tuple[int, int], share: float, time: float) -> None:
+    def _note_time(self, kind: _Kind, share: float, time: float) -> None:
         """Takes in a time at a pace of 1, of as many requests as the size says."""
         weight = 1.0
-        if kind[1]:
-            plain = self._times.get((kind[0], 0))
+        if kind[1].num_drafts:
+            plain = self._times.get((kind[0], NO_DRAFTS))
             if share < LEAST_SHARE or plain is None:
                 return
             time, weight = plain.value + (time - plain.value) / share, share**2
@@ -185,25 +195,25 @@ class StepTimes:
         else:
             known.note(time, weight)
 
-    def weight(self, num_requests: int, depth: int) -> float:
+    def weight(self, num_requests: int, shape: DraftShape) -> float:
         """In so many steps their time was measured, up to `MOST_WEIGHT`; 0: it is predicted."""
-        known = self._times.get((size_class(num_requests), depth))
+        known = self._times.get((size_class(num_requests), shape))
         return 0.0 if known is None else known.weight
 
-    def is_measured(self, num_requests: int, depth: int) -> bool:
+    def is_measured(self, num_requests: int, shape: DraftShape) -> bool:
         """The time of these steps is no mere prediction."""
-        return self.weight(num_requests, depth) >= MEASURED_WEIGHT
+        return self.weight(num_requests, shape) >= MEASURED_WEIGHT
 
     def is_near(self, num_rows: int) -> bool:
         """Steps with at least half as many rows were measured."""
         return num_rows <= 2 * self._rows.largest
 
-    def seconds(self, num_requests: int, depth: int, share: float = 1.0) -> float:
+    def seconds(self, num_requests: int, shape: DraftShape, share: float = 1.0) -> float:
         """Of a step in which a share of the drafts is made; some step was noted."""
         size = size_class(num_requests)
-        plain, full = self._times.get((size, 0)), self._times.get((size, depth))
+        plain, full = self._times.get((size, NO_DRAFTS)), self._times.get((size, shape))
         if plain is None or full is None:
-            return self._pace * self._predicted(num_requests, depth, share)
+            return self._pace * self._predicted(num_requests, shape, share)
         time = plain.value + share * (full.value - plain.value)
         return self._pace * time * self._scale(num_requests, size)
 
@@ -211,8 +221,8 @@ class StepTimes:
         """Of steps of so many requests beside those of as many as the size says."""
         return 1.0 if num_requests == size else self._rows.at(num_requests) / self._rows.at(size)
 
-    def _predicted(self, num_requests: int, depth: int, share: float) -> float:
-        time = self._rows.at(max(1, round(num_requests * (1 + share * depth))))
-        if depth and self._drafting.largest:
-            time += depth * self._drafting.at(num_requests)
+    def _predicted(self, num_requests: int, shape: DraftShape, share: float) -> float:
+        time = self._rows.at(max(1, round(num_requests * (1 + share * shape.num_drafts))))
+        if shape.depth and self._drafting.largest:
+            time += shape.depth * self._drafting.at(num_requests * shape.width)
         return time

@@ -25,6 +25,7 @@ typedef struct {
   const int64_t *token_ids, *positions, *slots; /* [rows] */
   const int32_t *cu_q_lens; /* [requests + 1] */
   const int64_t *request_slots; /* [requests] */
+  const int64_t *ancestors; /* [rows] where rows form trees, as of attention; else NULL */
   int64_t rows, requests, places;
   void *scratch; /* rows * entries_width elements */
 } DraftEntries;
@@ -103,15 +104,24 @@ static long request_of(const DraftEntries *e, long row) {
   return low;
 }
 
-/* The state before each row: that of the row before, of a request's first one what was kept. */
+/* The row that a row follows, which is not its request's first: its nearest ancestor. */
+static long row_before(const DraftEntries *e, long row, long first) {
+  const int64_t word = e->ancestors == NULL ? -1 : e->ancestors[row];
+  if (word < 0 || row - first > 63) return row - 1;
+  const uint64_t seen = (uint64_t)word & (((uint64_t)1 << (row - first)) - 1);
+  return first + (seen == 0 ? 0 : 63 - __builtin_clzll(seen));
+}
+
+/* The state before each row: that of the row that it follows, of a request's first one what was
+ * kept. */
 static void join_entries(const DraftHead *head, int is_bf16, const DraftEntries *e, char *joined,
                          const Member *me) {
   const long bytes = head->hidden * (is_bf16 ? 2 : 4);
   Rows mine = rows_of(me, e->rows);
   for (long row = mine.first; row < mine.last; row++) {
-    const long request = request_of(e, row);
-    const char *state = e->cu_q_lens[request] < row
-                            ? (const char *)e->g + (row - 1) * bytes
+    const long request = request_of(e, row), first = e->cu_q_lens[request];
+    const char *state = first < row
+                            ? (const char *)e->g + row_before(e, row, first) * bytes
                             : (const char *)e->kept + e->request_slots[request] * bytes;
     join_row(head, is_bf16, joined + 2 * row * bytes, e->token_ids[row], state);
     if (e->positions[row] == 0) memset(joined + (2 * row + 1) * bytes, 0, bytes);

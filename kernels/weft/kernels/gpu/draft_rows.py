@@ -74,6 +74,7 @@ def _join(
         None if rows is None else rows.positions,
         None if rows is None else rows.cu_q_lens,
         None if rows is None else rows.request_slots,
+        None if rows is None else rows.ancestors,
         w.embedding,
         w.input_norm,
         w.hidden_norm,
@@ -97,6 +98,7 @@ def _join_kernel(
     positions: tl.tensor,
     cu_q_lens: tl.tensor,
     request_slots: tl.tensor,
+    ancestors: tl.tensor,
     embedding: tl.tensor,
     input_norm: tl.tensor,
     hidden_norm: tl.tensor,
@@ -133,13 +135,26 @@ def _join_kernel(
         in_kept = column < kept_width
         before = tl.load(kept + slot * width + column, mask=in_kept, other=0.0).to(tl.float32)
         if not IS_UNIFORM:
+            row_before = (row - 1).to(tl.int64)
+            if ancestors is not None:
+                row_before = _parent_row(tl.load(ancestors + row), row, first)
             in_state = column < state_width
-            before += tl.load(state + at - width, mask=in_state, other=0.0).to(tl.float32)
+            at = row_before * width + column
+            before += tl.load(state + at, mask=in_state, other=0.0).to(tl.float32)
     begin = out + 2 * row.to(tl.int64) * width + column
     scale = tl.rsqrt(tl.sum(embedded * embedded, axis=0) / width + eps)
     tl.store(begin, (embedded * scale * input_gain).to(out.dtype.element_ty), mask=mask)
     scale = tl.rsqrt(tl.sum(before * before, axis=0) / width + eps)
     tl.store(begin + width, (before * scale * hidden_gain).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _parent_row(word: tl.tensor, row: tl.tensor, first: tl.tensor) -> tl.tensor:
+    """The row that a row of a tree follows: its nearest ancestor; -1 stands for all before it."""
+    bit = tl.arange(0, 64)
+    is_seen = ((word >> bit) & 1 == 1) & (bit < row - first)
+    nearest = first + tl.max(tl.where(is_seen, bit, 0), axis=0)
+    return tl.where(word < 0, row - 1, nearest).to(tl.int64)
 
 
 @triton.jit

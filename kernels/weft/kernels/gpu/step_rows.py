@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 _BLOCK = 128
+_MAX_TREE_ROWS = 32
+"""Of a request whose rows form a tree."""
 
 
 def resolve_rows(
@@ -25,15 +27,18 @@ def resolve_rows(
     """`weft.kernels.step_rows.resolve_rows` for CUDA tensors."""
     count = sources.shape[0]
     _resolve_kernel[(triton.cdiv(count, _BLOCK),)](
-        *step[:5],
+        *step,
         sources,
         owners,
-        *known,
+        known.tokens,
+        known.starts,
+        known.words,
         page_table,
         count,
         known.tokens.shape[1],
         page_table.stride(0),
         PAGE_SIZE=page_size,
+        MAX_ROWS=_MAX_TREE_ROWS,
         BLOCK=_BLOCK,
         num_warps=4,
     )
@@ -52,7 +57,8 @@ def accept_drafts(
         step.token_ids,
         step.positions,
         *verified,
-        *known,
+        known.tokens,
+        known.starts,
         width,
         BLOCK=max(2, triton.next_power_of_2(width)),
         num_warps=1,
@@ -98,15 +104,18 @@ def _resolve_kernel(
     places: tl.tensor,
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
+    ancestors: tl.tensor,
     sources: tl.tensor,
     owners: tl.tensor,
     known: tl.tensor,
     starts: tl.tensor,
+    words: tl.tensor,
     page_table: tl.tensor,
     count: int,
     slots: int,
     table_stride: int,
     PAGE_SIZE: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -117,10 +126,21 @@ def _resolve_kernel(
     is_late = request >= 0
     slot = source % slots
     start = tl.load(starts + slot, mask=is_late, other=0)
-    position = start + source // slots
-    page = tl.load(page_table + slot * table_stride + position // PAGE_SIZE, mask=is_late, other=0)
-    tl.store(positions + row, position, mask=is_late)
-    tl.store(places + row, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=is_late)
+    behind = source // slots
+    place = start + behind
+    page = tl.load(page_table + slot * table_stride + place // PAGE_SIZE, mask=is_late, other=0)
+    tl.store(places + row, page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE, mask=is_late)
+    if ancestors is None or words is None:
+        tl.store(positions + row, place, mask=is_late)
+    else:
+        word = tl.load(words + source, mask=is_there, other=0)
+        tl.store(ancestors + row, word, mask=is_there)
+        bit = tl.arange(0, MAX_ROWS)
+        is_seen = ((word[:, None] >> bit[None, :]) & 1 == 1) & (bit[None, :] < behind[:, None])
+        depth = tl.sum(is_seen.to(tl.int32), axis=1)
+        known_position = tl.load(positions + row, mask=is_there, other=0)
+        position = tl.where(is_late, start, known_position - behind) + depth
+        tl.store(positions + row, position, mask=is_there)
     # The same by all rows of a request.
     length = tl.load(cu_q_lens + request + 1, mask=is_late, other=0)
     length -= tl.load(cu_q_lens + request, mask=is_late, other=0)

@@ -1,0 +1,210 @@
+"""Trees of drafts grown in CUDA graphs, from inputs in fixed places; see `chains`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+from weft.engine.device_copies import PinnedBuffers
+from weft.engine.models.eagle3 import Eagle3Head
+from weft.engine.runner.step import Int64Array, PageTable
+from weft.engine.scheduler.plan import DraftShape, VerifyItem
+from weft.engine.speculative.chains import LATE, Capture, DevicePages, Graph
+from weft.engine.speculative.drafted import DraftedModel
+from weft.kernels.draft_tree import DraftTrees
+from weft.kernels.step_rows import SlotTokens, chain_places
+
+logger = logging.getLogger(__name__)
+
+
+class TreeArrays(NamedTuple):
+    """Trees behind the last tokens of R requests, on the host."""
+
+    slots: Int64Array
+    """[R]."""
+    starts: Int64Array
+    """[R]: positions of the last tokens; LATE: where the device knows."""
+    limits: Int64Array
+    """[R]: positions from which on there are no pages."""
+    last_positions: Int64Array
+    """[R]: no draft is of use at a later one."""
+
+    @classmethod
+    def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> TreeArrays:
+        """Enters the requests' pages into the table."""
+        columns: list[tuple[int, int, int, int]] = []
+        for request, start, *_ in items:
+            table.extend(request.slot, request.pages)
+            columns.append(
+                (
+                    request.slot,
+                    LATE if request.starts_late else start,
+                    len(request.pages) * page_size,
+                    request.num_prompt_tokens + request.max_tokens - 2,
+                )
+            )
+        return cls(*np.array(columns, np.int64).reshape(-1, 4).T)
+
+
+class TreeBucket(NamedTuple):
+    """Which trees of how many requests a graph grows, and where its inputs lie."""
+
+    shape: DraftShape
+    requests: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all columns."""
+        return 4 * self.requests * 8
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The columns of `TreeArrays` in `flat`, [num_bytes] uint8, aligned to 8 bytes."""
+        return list(flat[: self.num_bytes].view(torch.int64).view(4, self.requests))
+
+    def write(self, host: npt.NDArray[np.uint8], arrays: TreeArrays, null_slot: int) -> None:
+        """Lays trees out, of as many requests or fewer; others are at position 0, where a head has
+        no entries.
+
+        Args:
+            host: At least [num_bytes].
+            arrays: The trees.
+            null_slot: Nobody's, whose page is the null page.
+        """
+        columns = host[: self.num_bytes].view(np.int64).reshape(4, self.requests)
+        count = len(arrays.slots)
+        for column, values, pad in zip(columns, arrays, (null_slot, 0, 1, 0), strict=True):
+            column[:count] = values
+            column[count:] = pad
+
+
+class StaticTrees:
+    """Grows a head's trees from inputs that stay where they are.
+
+    Args:
+        model: Target and head, which is one of EAGLE-3.
+        pool: The target's.
+        known: Of the slots; gets the trees.
+        pages: On the same device.
+        page_size: Token positions a page.
+        max_requests: Of a step with trees.
+    """
+
+    def __init__(
+        self,
+        model: DraftedModel,
+        pool: torch.Tensor,
+        known: SlotTokens,
+        pages: DevicePages,
+        page_size: int,
+        max_requests: int,
+    ) -> None:
+        assert isinstance(model.head, Eagle3Head), "only EAGLE-3 heads grow trees"
+        self._head = model.head
+        self._kept = model.kept
+        self._pool = pool
+        self._known = known
+        self._pages = pages
+        self._page_size = page_size
+        self._pinned = PinnedBuffers(pool.device)
+        size = TreeBucket(DraftShape.chain(0), max_requests).num_bytes
+        self._bytes = torch.zeros(size, dtype=torch.uint8, device=pool.device)
+        self._each = torch.arange(max_requests + 1, dtype=torch.int32, device=pool.device)
+
+    def send(self, arrays: TreeArrays, bucket: TreeBucket) -> None:
+        """Sends inputs, padded to `bucket`, without waiting; in one copy unless there are new
+        pages."""
+        self._pages.send_pages()
+        buffer = self._pinned.take(bucket.num_bytes)
+        bucket.write(buffer.numpy(), arrays, self._pages.pages.shape[0] - 1)
+        sent = self._bytes[: bucket.num_bytes]
+        sent.copy_(buffer[: bucket.num_bytes], non_blocking=True)
+        self._pinned.sent()
+
+    def send_nothing(self, bucket: TreeBucket) -> None:
+        """Inputs of no request, to capture with."""
+        nothing = np.zeros(0, np.int64)
+        self.send(TreeArrays(nothing, nothing, nothing, nothing), bucket)
+
+    def run(self, bucket: TreeBucket) -> torch.Tensor:
+        """[2, nodes, requests] int64: tokens and words (`draft_tree`) of the trees of what was
+        sent last, with this bucket."""
+        slots, starts, limits, last_positions = bucket.views(self._bytes)
+        pages, known, shape = self._pages.pages, self._known, bucket.shape
+        num_places = 1 + shape.width * (shape.depth - 1)
+        positions, places, _ = chain_places(
+            slots, starts, limits, known.starts, pages, num_places, self._page_size
+        )
+        table = pages.index_select(0, slots)
+        # Trees without places of their own have rows in the null page.
+        lacking = num_places // self._page_size + 1 - table.shape[1]
+        if lacking > 0:
+            table = functional.pad(table, (0, lacking))
+        trees = DraftTrees(
+            width=shape.width,
+            depth=shape.depth,
+            num_nodes=shape.num_drafts,
+            starts=positions[0],
+            slots=places,
+            is_whole=positions[0] + num_places <= limits,
+            max_depths=last_positions - positions[0],
+            page_table=table,
+            cu_q_lens=self._each[: bucket.requests + 1],
+            max_kv_len=table.shape[1] * self._page_size,
+        )
+        state = self._kept.index_select(0, slots)
+        last = known.tokens[0].index_select(0, slots)
+        tokens, words = self._head.tree(state, last, trees, self._pool)
+        assert known.words is not None, "trees are kept with their words"
+        known.tokens[1 : 1 + len(tokens)].index_copy_(1, slots, tokens)
+        known.words[1 : 1 + len(words)].index_copy_(1, slots, words)
+        return torch.stack((tokens, words))
+
+
+class TreeGraphs:
+    """Trees captured once for each bucket, in the memory of the steps' graphs.
+
+    Args:
+        trees: To capture.
+        buckets: What for.
+        capture: Makes a graph.
+    """
+
+    def __init__(self, trees: StaticTrees, buckets: Sequence[TreeBucket], capture: Capture) -> None:
+        self._trees = trees
+        self._graphs: dict[TreeBucket, tuple[Graph, torch.Tensor]] = {}
+        began = time.perf_counter()
+        for bucket in sorted(buckets, reverse=True):
+            trees.send_nothing(bucket)
+            self._graphs[bucket] = capture(lambda bucket=bucket: trees.run(bucket))  # type: ignore[misc]
+        logger.info(
+            "captured %d CUDA graphs of trees in %.1f s", len(buckets), time.perf_counter() - began
+        )
+
+    def bucket_of(self, shape: DraftShape, requests: int) -> TreeBucket:
+        """The smallest that has room for trees; of those of fewer nodes none is deeper."""
+        return min(
+            bucket
+            for bucket in self._graphs
+            if bucket.requests >= requests
+            and bucket.shape.num_drafts >= shape.num_drafts
+            and bucket.shape.width == shape.width
+        )
+
+    def forward(self, arrays: TreeArrays, shape: DraftShape) -> torch.Tensor:
+        """Starts trees of so many nodes or more.
+
+        Returns:
+            [2, nodes, R] int64 on the device or larger (`StaticTrees.run`), valid until the next
+            drafts or step.
+        """
+        bucket = self.bucket_of(shape, len(arrays.slots))
+        self._trees.send(arrays, bucket)
+        graph, found = self._graphs[bucket]
+        graph.replay()
+        return found

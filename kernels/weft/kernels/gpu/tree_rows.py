@@ -1,0 +1,160 @@
+"""`weft.kernels.tree_rows` on a GPU: a launch each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from weft.kernels.step_rows import SlotTokens, StepRows, Verified
+
+_MOST_ELEMENTS = 1024
+"""Of K and V that a program moves."""
+
+
+def accept_trees(
+    drawn: torch.Tensor, step: StepRows, verified: Verified, known: SlotTokens
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`weft.kernels.tree_rows.accept_trees` for CUDA tensors."""
+    requests, width = verified.rows.shape
+    last_rows, own_slots = torch.empty((2, requests), dtype=torch.int64, device=drawn.device)
+    paths = torch.full_like(verified.rows, -1)
+    _accept_kernel[(requests,)](
+        last_rows,
+        own_slots,
+        paths,
+        drawn,
+        step.token_ids,
+        step.positions,
+        step.ancestors,
+        *verified,
+        known.tokens,
+        known.starts,
+        width,
+        BLOCK=max(2, triton.next_power_of_2(width)),
+        num_warps=1,
+    )
+    return last_rows, own_slots, paths
+
+
+def move_paths(
+    pool: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, paths: torch.Tensor
+) -> None:
+    """`weft.kernels.tree_rows.move_paths` for CUDA tensors."""
+    _, heads, layers, parts, page_size, dim = pool.shape
+    requests, width = rows.shape
+    lines = heads * layers * parts
+    width_block = triton.next_power_of_2(dim)
+    line_block = max(1, _MOST_ELEMENTS // width_block)
+    _move_kernel[(requests, triton.cdiv(lines, line_block))](
+        pool,
+        places,
+        rows,
+        paths,
+        lines,
+        width,
+        dim,
+        PAGE_SIZE=page_size,
+        LINES=line_block,
+        BLOCK=width_block,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["width"])
+def _accept_kernel(
+    last_rows: tl.tensor,
+    own_slots: tl.tensor,
+    paths: tl.tensor,
+    drawn: tl.tensor,
+    token_ids: tl.tensor,
+    positions: tl.tensor,
+    ancestors: tl.tensor,
+    rows: tl.tensor,
+    slots: tl.tensor,
+    known: tl.tensor,
+    starts: tl.tensor,
+    width: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    request = tl.program_id(0)
+    own = tl.arange(0, BLOCK)
+    begin = rows + request.to(tl.int64) * width
+    first = tl.load(begin)
+    row = tl.load(begin + own, mask=own < width, other=-1)
+    is_there = (row >= 0) & (own > 0)
+    draft = tl.load(token_ids + row, mask=is_there, other=-2)
+    then = tl.load(drawn + row, mask=is_there, other=-1)
+    word = tl.load(ancestors + row, mask=is_there, other=0)
+    # The nearest of a row's ancestors is the one that it follows.
+    is_seen = ((word[:, None] >> own[None, :]) & 1 == 1) & (own[None, :] < own[:, None])
+    parent = tl.max(tl.where(is_seen, own[None, :], -1), axis=1)
+    parent = tl.where(is_there & (then >= 0), parent, -1)
+    reached = 0
+    length = 0
+    goes_on = first >= 0
+    while goes_on:
+        tl.store(paths + request.to(tl.int64) * width + length, first + reached)
+        token = tl.load(drawn + first + reached)
+        child = tl.min(tl.where((parent == reached) & (draft == token), own, BLOCK), axis=0)
+        goes_on = child < BLOCK
+        reached = tl.where(goes_on, child, reached)
+        length += 1
+    last = first + reached
+    slot = tl.load(slots + first)
+    tl.store(last_rows + request, last)
+    tl.store(own_slots + request, slot)
+    # What follows a token that there is not is dropped, but it must be of the vocabulary.
+    tl.store(known + slot, tl.maximum(tl.load(drawn + last), 0))
+    tl.store(starts + slot, tl.load(positions + last) + 1)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _move_kernel(
+    pool: tl.tensor,
+    places: tl.tensor,
+    rows: tl.tensor,
+    paths: tl.tensor,
+    lines: int,
+    width: int,
+    dim: int,
+    PAGE_SIZE: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    begin = tl.program_id(0).to(tl.int64) * width
+    line = tl.program_id(1) * LINES + tl.arange(0, LINES)
+    column = tl.arange(0, BLOCK)
+    mask = (line < lines)[:, None] & (column < dim)[None, :]
+    # Each program moves its lines of all rows in turn: a place is read before it is written.
+    step = 1
+    while step < width:
+        to = tl.load(rows + begin + step)
+        of = tl.load(paths + begin + step)
+        if of < 0:
+            step = width
+        else:
+            if of != to:
+                source = tl.load(places + of)
+                target = tl.load(places + to)
+                moved = tl.load(_line(pool, source, line, column, lines, dim, PAGE_SIZE), mask=mask)
+                tl.store(_line(pool, target, line, column, lines, dim, PAGE_SIZE), moved, mask=mask)
+            step += 1
+
+
+@triton.jit
+def _line(
+    pool: tl.tensor,
+    place: tl.tensor,
+    line: tl.tensor,
+    column: tl.tensor,
+    lines: int,
+    dim: int,
+    PAGE_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Where the columns of lines (head, layer, part) of a place are."""
+    at = (place // PAGE_SIZE * lines + line.to(tl.int64)) * PAGE_SIZE + place % PAGE_SIZE
+    return pool + at[:, None] * dim + column[None, :]

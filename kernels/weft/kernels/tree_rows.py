@@ -1,0 +1,80 @@
+"""Trees of drafts behind a step: which path was drawn, and where its K and V go.
+
+A verified request brings its last token as row 0 and its drafts as rows behind it, parents first.
+Each row's K and V lie where a chain's would, and its word of `ancestors` says which rows it follows
+(`weft.kernels.attention.paged_attention`). What is drawn from a row is the token that follows it,
+so the path of the tokens drawn is right, and the only one that is (SpecInfer, Miao et al., arXiv
+2305.09781, section 4.3, with the target's own draws in place of trials).
+"""
+
+from __future__ import annotations
+
+import torch
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified
+
+
+def accept_trees(
+    drawn: torch.Tensor, step: StepRows, verified: Verified, known: SlotTokens
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Follows what was drawn through each request's tree; `accept_drafts` of such steps.
+
+    Args:
+        drawn: [L] int64: tokens; negative where there is none: such a row is on no path.
+        step: That drew, with `ancestors`.
+        verified: Of it; at most 32 rows each.
+        known: Changed: the requests' last tokens, and their positions.
+
+    Returns:
+        [V] int64: row of the step that each request's last token was drawn from; [V] int64: its
+        slot; [V, 1 + most drafts] int64: the rows of its path, row 0 first, -1 behind its end.
+    """
+    if drawn.is_cuda:
+        from weft.kernels.gpu import tree_rows as gpu
+
+        return gpu.accept_trees(drawn, step, verified, known)
+    assert step.ancestors is not None, "rows of trees have words"
+    tokens, drafts, words = drawn.tolist(), step.token_ids.tolist(), step.ancestors.tolist()
+    paths = torch.full_like(verified.rows, -1)
+    for request, rows in enumerate(verified.rows.tolist()):
+        path = [0]
+        for own, row in enumerate(rows):
+            # The nearest of its ancestors is the last one.
+            parent = (words[row] & (1 << own) - 1).bit_length() - 1
+            is_child = own > 0 and row >= 0 and parent == path[-1]
+            if is_child and tokens[rows[parent]] == drafts[row] and tokens[row] >= 0:
+                path.append(own)
+        paths[request, : len(path)] = torch.tensor([rows[own] for own in path])
+    lengths = (paths >= 0).sum(dim=1, keepdim=True)
+    last_rows = paths.gather(1, lengths - 1)[:, 0]
+    slots = verified.slots[verified.rows[:, 0]]
+    # What follows a token that there is not is dropped, but it must be of the vocabulary.
+    known.tokens[0, slots] = drawn[last_rows].clamp(min=0)
+    known.starts[slots] = step.positions[last_rows] + 1
+    return last_rows, slots, paths
+
+
+def move_paths(
+    pool: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, paths: torch.Tensor
+) -> None:
+    """Moves K and V of accepted paths to where those of chains would lie, in all layers.
+
+    Args:
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous; changed.
+        places: [T] int64: page * page_size + offset of the step's rows.
+        rows: [V, N] int64: each request's rows, -1 behind its last.
+        paths: [V, N] int64: rows of its path, -1 behind its end: that at (v, d) goes to the place
+            of row (v, d), which never lies behind it.
+    """
+    if pool.is_cuda:
+        from weft.kernels.gpu import tree_rows as gpu
+
+        gpu.move_paths(pool, places, rows, paths)
+        return
+    is_moved = (paths != rows) & (paths >= 0)
+    if not is_moved.any():
+        return
+    page_size = pool.shape[4]
+    source, target = places[paths[is_moved]], places[rows[is_moved]]
+    # All are read before any is written: a place may be both.
+    moved = pool[source // page_size, :, :, :, source % page_size]
+    pool[target // page_size, :, :, :, target % page_size] = moved

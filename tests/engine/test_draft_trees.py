@@ -1,0 +1,299 @@
+"""Trees of drafts never change the text, nor what is left in pages, wherever texts end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from constrained import Desk, Outcome, schema
+from drafters import NotedRuns, speculate, texts_of
+from eagle3_cases import HeadReference
+from tiny_drafts import make_tiny_draft
+from tiny_models import make_tiny
+from tree_drafters import MIXED, SHAPES, PublishedPages, TreeDrafter, WatchedTrees
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
+from weft.engine.llm import LLM, Sample
+from weft.engine.memory.keys import PageKeys
+from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.scheduler.plan import DraftShape
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE = 8
+VOCAB = 517
+NUM_NEW = 21
+WIDE = DraftShape(31, 6, 4)
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "filtered": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=12),
+    "penalties": SamplingParams(
+        temperature=0.9,
+        repetition_penalty=1.4,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+        logit_bias={5: 3.0, 9: -4.0},
+        seed=13,
+    ),
+    "samples": SamplingParams(temperature=1.0, n=3, seed=14),
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    return make_tiny("llama", path, seed, vocab_size=VOCAB, num_hidden_layers=4, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def draft_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    return make_tiny_draft(tmp_path_factory.mktemp("d"), model_dir, seed + 1)
+
+
+def random_prompts(number: int, most: int = 5 * PAGE) -> list[list[int]]:
+    lengths = [random.randint(1, most) for _ in range(number)]
+    return [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def llm(model_dir: Path, **settings: object) -> LLM:
+    return LLM(
+        model_dir, dtype="float32", page_size=PAGE, prefill_chunk_tokens=2 * PAGE, **settings
+    )
+
+
+def same(groups: Sequence[Sequence[Sample]], expected: Sequence[Sequence[Sample]]) -> None:
+    for group, expected_group in zip(groups, expected, strict=True):
+        for sample, wanted in zip(group, expected_group, strict=True):
+            assert sample.token_ids == wanted.token_ids
+            assert sample.finish_reason == wanted.finish_reason
+            for entry, other in zip(sample.logprobs, wanted.logprobs, strict=True):
+                assert entry.token_id == other.token_id
+                assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def check_pages(model: LLM) -> None:
+    memory = model.engine.memory
+    memory.check_integrity()
+    counts = memory.counts()
+    assert counts.free + counts.cached == counts.total
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.0, 0.8], ids=["oracle", "wrong", "random"])
+@pytest.mark.parametrize("kind", PARAMS)
+def test_trees_change_no_token(model_dir: Path, kind: str, chance: float) -> None:
+    """Trees, chains and none in turn."""
+    overlap = random.choice(["off", "on"])
+    print(f"overlap {overlap}")
+    params, stop = PARAMS[kind], StopCriteria(max_tokens=NUM_NEW, min_tokens=3)
+    prompts = random_prompts(6)
+    top = None if kind == "greedy" else 2
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, params, stop, top)
+    texts = texts_of(prompts, expected, params.seed)
+    with llm(model_dir, drafter="ngram", overlap=overlap, poison_free_pages=True) as drafting:
+        drafter = TreeDrafter(texts, VOCAB, chance)
+        speculate(drafting.engine, drafter, MIXED)
+        same(drafting.generate_all(prompts, params, stop, top), expected)
+        for prompt, wanted in zip(prompts, expected, strict=True):  # Alone, on a warm cache.
+            same(drafting.generate_all([prompt], params, stop, top), [wanted])
+        counters = drafting.engine.counters()
+        check_pages(drafting)
+    assert drafter.num_trees > 10
+    if chance == 0.0:
+        assert counters["accepted_tokens"] == 0 < counters["drafted_tokens"]
+    else:
+        assert drafter.num_right > 0
+        assert counters["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tree_that_holds_the_text_yields_its_depth_and_one(
+    model_dir: Path, shape: DraftShape
+) -> None:
+    prompts = random_prompts(3)
+    params, stop = PARAMS["greedy"], StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    with llm(model_dir, drafter="ngram", max_step_tokens=256) as drafting:
+        drafter = TreeDrafter(texts_of(prompts, expected, params.seed), VOCAB, 1.0)
+        noted = NotedRuns(drafting.engine)
+        speculate(drafting.engine, drafter, (shape,))
+        same(drafting.generate_all(prompts, params, stop), expected)
+        accepted = sum(s[0].timeline.num_accepted_tokens for s in expected if s[0].timeline)
+        assert accepted == 0
+        counters = drafting.engine.counters()
+    whole = [drawn for drafts, drawn, is_over in noted.runs if drafts == shape.num_drafts]
+    assert whole
+    assert max(drawn for _, drawn, _ in noted.runs) <= 1 + max(shape.depth, shape.num_drafts)
+    assert counters["accepted_tokens"] >= drafter.num_right > 0
+
+
+@pytest.mark.parametrize("end", ["eos", "stop token", "max_tokens", "context"])
+def test_ends_inside_the_path_of_a_tree(model_dir: Path, end: str) -> None:
+    """Then another request goes on with the text, from what is cached of it."""
+    greedy = PARAMS["greedy"]
+    with llm(model_dir) as plain:
+        free = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        for place in range(7):
+            num_tokens = 1 + place + 1  # The first token is the prompt's.
+            for _ in range(50):
+                (prompt,) = random_prompts(1)
+                (sample,) = plain.generate([prompt], greedy, free)
+                last = sample.token_ids[num_tokens - 1]
+                if sample.token_ids.index(last) == num_tokens - 1:
+                    break
+            text, settings = sample.token_ids, {"drafter": "ngram", "max_step_tokens": 256}
+            longer = [*prompt, *text[:num_tokens], *random_prompts(1)[0]]
+            stop, after = free, free
+            if end == "max_tokens":
+                stop = replace(free, max_tokens=num_tokens)
+            elif end == "stop token":
+                stop = replace(free, stop_token_ids=(last,))
+            elif end == "context":
+                settings["max_context_tokens"] = len(prompt) + num_tokens
+                longer, after = [*prompt, *text[: num_tokens - 1]], replace(free, max_tokens=1)
+            (wanted,) = plain.generate([longer], greedy, after)
+            with llm(model_dir, **settings) as drafting:
+                engine = drafting.engine
+                if end == "eos":
+                    engine._intake._eos = frozenset({last})
+                    stop = replace(free, ignore_eos=False)
+                texts = {(tuple(prompt), 0): prompt + text}
+                speculate(engine, TreeDrafter(texts, VOCAB, 1.0), (WIDE,))
+                published = PublishedPages(engine)
+                (cut,) = drafting.generate([prompt], greedy, stop)
+                assert cut.token_ids == text[:num_tokens]
+                assert cut.finish_reason == (
+                    "length" if end in ("max_tokens", "context") else "stop"
+                )
+                # What is cached are keys of the text, and of nothing behind it.
+                tokens = prompt + cut.token_ids
+                keys = PageKeys(engine._intake.namespace(""), PAGE)
+                assert set(published.pages) <= set(keys.upto(tokens, (len(tokens) - 1) // PAGE))
+                check_pages(drafting)
+                engine._intake._eos = frozenset()
+                known = {(tuple(longer), 0): longer + wanted.token_ids}
+                engine.pipeline._drafter = TreeDrafter(known, VOCAB, 0.7)
+                before = engine.counters()["prefix_hit_tokens"]
+                (again,) = drafting.generate([longer], greedy, after)
+                assert again.token_ids == wanted.token_ids
+                hits = engine.counters()["prefix_hit_tokens"] - before
+                num_shared = min(len(tokens) - 1, len(longer) - 1)
+                assert hits >= num_shared // PAGE * PAGE
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_pages_are_those_of_a_run_without_drafts(
+    model_dir: Path, draft_dir: Path, overlap: str
+) -> None:
+    """The target's KV and the head's entries, with paths that end anywhere in a page."""
+    prompts = random_prompts(10, 2 * PAGE)
+    params, stop = PARAMS["filtered"], StopCriteria(max_tokens=4 * PAGE, ignore_eos=True)
+    settings = {"draft_dir": draft_dir, "num_pages": 300}
+    with llm(model_dir, **settings) as plain:
+        single = PublishedPages(plain.engine)
+        expected = plain.generate_all(prompts, params, stop)
+        texts = texts_of(prompts, expected, params.seed)
+        settings |= {"poison_free_pages": True, "overlap": overlap}
+        with llm(model_dir, drafter="eagle3", draft_width=4, **settings) as drafting:
+            trees = PublishedPages(drafting.engine)
+            speculate(drafting.engine, TreeDrafter(texts, VOCAB, 0.8), MIXED)
+            same(drafting.generate_all(prompts, params, stop), expected)
+            num_accepted = drafting.engine.counters()["accepted_tokens"]
+            for text in texts.values():
+                num_pages = (len(text) - 1) // PAGE
+                found, wanted = trees.of(text, num_pages), single.of(text, num_pages)
+                assert found is not None
+                assert wanted is not None
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert num_accepted > 50
+
+
+@pytest.mark.parametrize("num_pages", [None, 26], ids=["room", "few-pages"])
+def test_the_text_is_the_same_when_the_head_grows_trees(
+    model_dir: Path, draft_dir: Path, num_pages: int | None
+) -> None:
+    """With other shapes each step; twice, the second time on a warm cache."""
+    prompts = random_prompts(8, 2 * PAGE)
+    params = replace(PARAMS["samples"], n=1 if num_pages else 2)
+    stop = StopCriteria(max_tokens=3 * PAGE, ignore_eos=True)
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    given = {"draft_dir": draft_dir, "num_pages": num_pages, "poison_free_pages": True}
+    given |= {"overlap": random.choice(["off", "on"]), "draft_width": 4, "max_step_tokens": 600}
+    with llm(model_dir, drafter="eagle3", **given) as drafting:
+        engine = drafting.engine
+        assert engine.drafting.drafter is not None
+        speculate(engine, engine.drafting.drafter, MIXED)
+        for _ in range(2):
+            same(drafting.generate_all(prompts, params, stop), expected)
+        counters = engine.counters()
+        check_pages(drafting)
+    assert counters["drafted_tokens"] > 500
+    assert not num_pages or counters["preemptions"] > 0
+
+
+def test_trees_are_those_of_highest_path_probability(model_dir: Path, draft_dir: Path) -> None:
+    """Whatever happened to a request: pre-emption, prefix hits, samples of one prompt."""
+    prompts = random_prompts(6)
+    params, stop = PARAMS["samples"], StopCriteria(max_tokens=3 * PAGE, ignore_eos=True)
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    texts = texts_of(prompts, expected, params.seed)
+    given = {"draft_dir": draft_dir, "num_pages": 90, "poison_free_pages": True}
+    given |= {"overlap": random.choice(["off", "on"]), "draft_width": 4, "max_step_tokens": 600}
+    with llm(model_dir, drafter="eagle3", **given) as drafting:
+        watched = WatchedTrees(drafting.engine, TreeDrafter(texts, VOCAB, 0.8))
+        same(drafting.generate_all(prompts, params, stop), expected)
+    watched.check(HeadReference(model_dir, draft_dir), 30)
+
+
+def test_grammars_hold_inside_trees(model_dir: Path) -> None:
+    """In one batch with free requests; each token is drawn behind those before it."""
+    prompts = random_prompts(8)
+    words = {"type": "array", "items": {"enum": ["ab", "c"]}, "minItems": 1, "maxItems": 4}
+
+    def run(model: LLM) -> list[Outcome]:
+        desk = Desk(model.engine, model_dir)
+        limit = StopCriteria(max_tokens=60)
+        submits = [
+            desk.submit(
+                schema(words) if index % 2 else None,
+                prompt,
+                temperature=1.0,
+                seed=index,
+                stop=limit,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        return [outcome for outcome in desk.run(*submits) if isinstance(outcome, Outcome)]
+
+    with llm(model_dir) as plain:
+        expected = run(plain)
+    texts = {
+        (tuple(prompt), index): prompt + outcome.ids
+        for index, (prompt, outcome) in enumerate(zip(prompts, expected, strict=True))
+    }
+    with llm(model_dir, drafter="ngram", max_step_tokens=600) as drafting:
+        speculate(drafting.engine, TreeDrafter(texts, VOCAB, 0.8), MIXED)
+        found = run(drafting)
+        assert [outcome.ids for outcome in found] == [outcome.ids for outcome in expected]
+        assert [outcome.reason for outcome in found] == [outcome.reason for outcome in expected]
+        assert sum(outcome.num_accepted for outcome in found[1::2]) > 0
+        check_pages(drafting)
+
+
+def test_settings_that_grow_no_trees_are_refused(model_dir: Path, draft_dir: Path) -> None:
+    for settings in (
+        {"drafter": "ngram"},
+        {"drafter": "model", "draft_dir": draft_dir},
+        {"drafter": "eagle", "draft_dir": draft_dir},
+        {"drafter": "eagle3", "draft_dir": draft_dir, "device": "cuda", "deterministic": True},
+    ):
+        with pytest.raises(ConfigError, match="draft_width = 2"):
+            EngineConfig(model_dir=model_dir, draft_width=2, **settings)
