@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_checks import fresh_seed
+from tree_cases import random_parents, words_of
 from weft.kernels import cpu, draft_head
 from weft.kernels.draft_head import (
     DraftChains,
@@ -82,9 +83,9 @@ def gpu_kernels() -> Iterator[None]:
         plain = (None, None, 1e-6)
         return rope.rope_and_cache(qkv, positions, cos_sin, pool, layer, slots, num_heads, *plain)
 
-    def paged_attention(*arguments: object) -> torch.Tensor:
+    def paged_attention(*arguments: object, **trees: object) -> torch.Tensor:
         *common, first_position = arguments
-        return attention.paged_attention(*common, first_position=first_position)
+        return attention.paged_attention(*common, first_position=first_position, **trees)
 
     def gate_up_silu(x: torch.Tensor, w: LinearWeight) -> torch.Tensor:
         return activation.silu_and_mul(x @ w.data.t())
@@ -173,6 +174,38 @@ def test_entries_and_chains() -> None:
     torch.testing.assert_close(found_kept[:requests], kept[:requests])
     assert torch.equal(found[:, :requests], tokens)
     torch.testing.assert_close(found_pool[1:], pool[1:], equal_nan=True)
+
+
+def test_rows_of_trees_follow_their_parents() -> None:
+    """By each way to do it, against plain loops; the first one as its request's state says."""
+    fresh_seed()
+    w, lengths = make_head(), [5, 1, 32, 40, 9]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    rows = int(bounds[-1])
+    words = torch.full((rows,), -1)
+    g, kept = torch.randn(rows, HIDDEN), torch.randn(len(lengths) + 1, HIDDEN)
+    slots = torch.randperm(len(lengths) + 1)[: len(lengths)]
+    before = torch.empty_like(g)
+    for request, length in enumerate(lengths):
+        first = int(bounds[request])
+        parents = list(range(-1, length - 1))
+        if length <= 32:
+            parents = random_parents(length)
+            words[first : first + length] = torch.tensor(words_of(parents))
+        before[first] = kept[slots[request]]
+        for row in range(1, length):
+            before[first + row] = g[first + parents[row]]
+    described = DraftRows(
+        token_ids=torch.randint(0, VOCAB, (rows,)),
+        positions=torch.randint(1, 9, (rows,)),
+        slots=torch.arange(rows),
+        cu_q_lens=bounds.to(torch.int32),
+        request_slots=slots,
+        ancestors=words,
+    )
+    expected = draft_head._join(w, described.token_ids, before)
+    for join in (draft_head._join_shifted, draft_rows.join_shifted):
+        torch.testing.assert_close(join(w, described, g, kept), expected)
 
 
 def test_rows_of_decode_steps() -> None:

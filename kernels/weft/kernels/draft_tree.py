@@ -12,7 +12,7 @@ last token until the target's step writes its own there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -41,22 +41,42 @@ class DraftTrees:
     max_depths: torch.Tensor
     """[R] int64: no node is kept that lies deeper."""
     page_table: torch.Tensor
-    """[R, max_pages] int32, contiguous along a row."""
+    """[R, max_pages] int32, contiguous along a row; wide enough for as many places."""
     cu_q_lens: torch.Tensor
     """[R + 1] int32: 0, 1, 2 ..."""
     max_kv_len: int
     """Bound of all lengths."""
 
+    @property
+    def num_grown(self) -> int:
+        """Nodes of all levels, of a tree."""
+        return self.width + self.width * self.width * (self.depth - 1)
 
-class _Nodes(NamedTuple):
-    """M nodes of each of R trees."""
+
+class Nodes(NamedTuple):
+    """All nodes that were grown, M of each of R trees, level by level."""
 
     tokens: torch.Tensor
     """[R, M] int64, of the target's vocabulary."""
     scores: torch.Tensor
-    """[R, M] float32: logarithms of path probabilities."""
+    """[R, M] float32: logarithms of path probabilities; -inf: not to be kept."""
     paths: torch.Tensor
     """[R, M] int64: the expanded nodes that each follows, a bit each."""
+    chosen: torch.Tensor
+    """[R, width * (depth - 1)] int64: the expanded nodes, among the M."""
+
+
+class Expanded(NamedTuple):
+    """Nodes that get children: P of each of R trees, which are rows of the head's next turn."""
+
+    tokens: torch.Tensor
+    """[R * P] int64."""
+    scores: torch.Tensor
+    """[R * P] float32."""
+    paths: torch.Tensor
+    """[R * P] int64: those that each follows, and itself."""
+    rows: torch.Tensor
+    """[R * P] int64: of the turn before, which each one's parent was."""
 
 
 def draft_tree(
@@ -83,96 +103,153 @@ def draft_tree(
         rows that it follows, itself and row 0 among them (`weft.kernels.attention`). Nodes come in
         the order of their path probabilities. Those that may not be follow row 0.
     """
-    width, requests = trees.width, len(trees.starts)
-    rows = TurnRows(
-        positions=trees.starts,
-        slots=trees.slots[0],
-        page_table=trees.page_table,
-        cu_q_lens=trees.cu_q_lens,
-        kv_lens=(trees.starts + 1).int(),
-        max_kv_len=trees.max_kv_len,
+    requests, num_grown = len(trees.starts), trees.num_grown
+    whole = torch.empty((2, requests, num_grown), dtype=torch.int64, device=state.device)
+    nodes = Nodes(
+        whole[0],
+        torch.empty((requests, num_grown), dtype=torch.float32, device=state.device),
+        whole[1],
+        whole.new_empty((requests, trees.width * (trees.depth - 1))),
     )
-    state, logits = draft_turn(state, token_ids, w, rows, pool, layer)
-    root = _Nodes(
-        token_ids.unsqueeze(1),
-        torch.where(trees.max_depths >= 1, 0.0, -torch.inf).unsqueeze(1),
-        torch.zeros_like(token_ids).unsqueeze(1),
+    expanded = Expanded(
+        token_ids,
+        torch.where(trees.max_depths >= 1, 0.0, -torch.inf),
+        torch.zeros_like(token_ids),
+        token_ids,
     )
-    level = _children(root, logits, w, width)
-    levels, chosen = [level], []
-    state = state.repeat_interleave(width, dim=0)
-    for depth in range(1, trees.depth):
-        best = level.scores.topk(width, dim=1).indices
-        chosen.append(best + sum(part.tokens.shape[1] for part in levels[:-1]))
-        first_bit = width * (depth - 1)
-        own_bits = 1 << torch.arange(first_bit, first_bit + width, device=best.device)
-        tokens, scores, paths = (part.gather(1, best) for part in level)
-        is_kept = (trees.is_whole & (trees.max_depths > depth)).unsqueeze(1)
-        scores = torch.where(is_kept, scores, -torch.inf)
-        expanded = _Nodes(tokens, scores, paths | own_bits)
-        if depth > 1:
-            parents = best // width + width * torch.arange(requests, device=best.device)[:, None]
-            state = state.index_select(0, parents.flatten())
-        turn = _level_rows(trees, depth, expanded.paths)
-        state, logits = draft_turn(state, tokens.flatten(), w, turn, pool, layer)
-        level = _children(expanded, logits, w, width)
-        levels.append(level)
-    return _keep(levels, chosen, trees.num_nodes)
+    for depth, turn in enumerate(_turns(trees)):
+        if depth > 0:
+            turn = replace(turn, ancestors=expanded.paths)
+        state, logits = draft_turn(state, expanded.tokens, w, turn, pool, layer)
+        expanded = _grow(nodes, logits, w.target_ids, expanded, trees, depth)
+        if depth + 1 < trees.depth:
+            state = state.index_select(0, expanded.rows)
+    return _keep_best(nodes, trees.num_nodes)
 
 
-def _children(parents: _Nodes, logits: torch.Tensor, w: DraftHeadWeight, width: int) -> _Nodes:
-    """The most likely tokens behind nodes [R, M], from logits [R * M, draft vocabulary]."""
-    found = logits.log_softmax(dim=-1).topk(width, dim=-1)
-    values = found.values.view(*parents.scores.shape, width)
-    scores = parents.scores.unsqueeze(2) + values
-    scores = torch.where(scores.isnan(), -torch.inf, scores).flatten(1)
-    tokens = w.target_ids[found.indices].view(scores.shape)
-    paths = parents.paths.unsqueeze(2).expand_as(values).flatten(1)
-    return _Nodes(tokens, scores, paths)
+def _turns(trees: DraftTrees) -> list[TurnRows]:
+    """Where the rows of each level are, the root's first; without words. Those of trees without
+    places of their own are behind nothing, in the null page."""
+    width, requests, device = trees.width, len(trees.starts), trees.starts.device
+    turns = [
+        TurnRows(
+            positions=trees.starts,
+            slots=trees.slots[0],
+            page_table=trees.page_table,
+            cu_q_lens=trees.cu_q_lens,
+            kv_lens=(trees.starts + 1).int(),
+            max_kv_len=trees.max_kv_len,
+        )
+    ]
+    if trees.depth == 1:
+        return turns
+    count = trees.depth - 1
+    levels = torch.arange(1, trees.depth, device=device)
+    positions = (trees.starts + levels[:, None]).repeat_interleave(width, dim=1)
+    slots = trees.slots[1:].view(count, width, requests).transpose(1, 2)
+    slots = slots.reshape(count, requests * width).contiguous()
+    begins = torch.where(trees.is_whole, trees.starts + 1, 1)
+    kv_lens = (begins + width * levels[:, None]).int()
+    page_table = torch.where(trees.is_whole[:, None], trees.page_table, 0)
+    cu_q_lens = trees.cu_q_lens * width
+    for level in range(count):
+        turns.append(
+            TurnRows(
+                positions=positions[level],
+                slots=slots[level],
+                page_table=page_table,
+                cu_q_lens=cu_q_lens,
+                kv_lens=kv_lens[level],
+                max_kv_len=trees.max_kv_len,
+                max_q_len=width,
+                earlier_rows=width * level,
+            )
+        )
+    return turns
 
 
-def _level_rows(trees: DraftTrees, depth: int, words: torch.Tensor) -> TurnRows:
-    """Of the expanded nodes of a level; those without a place are behind nothing, in the null
-    page."""
-    width = trees.width
-    begin, is_whole = width * (depth - 1), trees.is_whole
-    end = begin + width
-    kv_lens = torch.where(is_whole, trees.starts + 1, 1) + end
-    return TurnRows(
-        positions=(trees.starts + depth).repeat_interleave(width),
-        slots=trees.slots[1 + begin : 1 + end].t().flatten(),
-        page_table=torch.where(is_whole.unsqueeze(1), trees.page_table, 0),
-        cu_q_lens=trees.cu_q_lens * width,
-        kv_lens=kv_lens.int(),
-        max_kv_len=trees.max_kv_len + end,
-        max_q_len=width,
-        ancestors=words.flatten(),
-        earlier_rows=begin,
-    )
-
-
-def _keep(
-    levels: list[_Nodes], chosen: list[torch.Tensor], num_nodes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nodes of highest path probability: tokens and words [num_nodes, R].
+def grow_reference(
+    nodes: Nodes,
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    parents: Expanded,
+    trees: DraftTrees,
+    depth: int,
+) -> Expanded:
+    """Gives nodes their children, and chooses those of them that get children.
 
     Args:
-        levels: All nodes.
-        chosen: Of each level but the last [R, width] int64: the expanded ones, among all nodes.
-        num_nodes: To be kept.
+        nodes: Gets the children, and which are chosen.
+        logits: [R * P, draft vocabulary] float32: of `parents`; what is no number is never chosen.
+        target_ids: [draft vocabulary] int64.
+        parents: At `depth`, 0 for the root.
+        trees: What is grown.
+        depth: Of the parents.
+
+    Returns:
+        width nodes of each tree; of the last level they mean nothing.
     """
-    tokens, scores, paths = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    width, requests = trees.width, len(trees.starts)
+    found = logits.log_softmax(dim=-1).topk(width, dim=-1)
+    scores = parents.scores[:, None] + found.values
+    scores = torch.where(scores.isnan(), -torch.inf, scores).view(requests, -1)
+    tokens = target_ids[found.indices].view(requests, -1)
+    paths = parents.paths[:, None].expand(-1, width).reshape(requests, -1)
+    begin = 0 if depth == 0 else width + width * width * (depth - 1)
+    for kept, values in zip(nodes, (tokens, scores, paths), strict=False):
+        kept[:, begin : begin + tokens.shape[1]] = values
+    best = scores.topk(width, dim=1).indices
+    bits = torch.arange(width, device=best.device) + width * depth
+    if depth + 1 < trees.depth:
+        nodes.chosen[:, width * depth : width * (depth + 1)] = best + begin
+    is_kept = trees.is_whole & (trees.max_depths > depth + 1)
+    of_request = torch.arange(requests, device=best.device)[:, None] * (tokens.shape[1] // width)
+    return Expanded(
+        tokens.gather(1, best).flatten(),
+        torch.where(is_kept[:, None], scores.gather(1, best), -torch.inf).flatten(),
+        (paths.gather(1, best) | 1 << bits).flatten(),
+        (of_request + best // width).flatten(),
+    )
+
+
+def keep_best_reference(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nodes of highest path probability: tokens and words [num_nodes, R], as `draft_tree`.
+
+    Args:
+        nodes: All that were grown.
+        num_nodes: To be kept of each tree.
+    """
     # Of equals the first comes first: parents before children.
-    order = scores.argsort(dim=1, descending=True, stable=True)
-    best = order[:, :num_nodes]
-    own_bits = 2 << torch.arange(num_nodes, device=order.device)
-    words = own_bits + 1 + torch.zeros_like(best)
-    if chosen:
-        ranks = torch.empty_like(order)
-        ranks.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
-        # [R, expanded]: bits of their rows.
-        bits = 1 << (ranks.gather(1, torch.cat(chosen, dim=1)) + 1).clamp(max=_LAST_BIT)
-        path = torch.where(scores.gather(1, best) > -torch.inf, paths.gather(1, best), 0)
-        follows = path.unsqueeze(2) >> torch.arange(bits.shape[1], device=bits.device) & 1
-        words = words + (follows * bits.unsqueeze(1)).sum(dim=2)
-    return tokens.gather(1, best).t().contiguous(), words.t().contiguous()
+    order = nodes.scores.argsort(dim=1, descending=True, stable=True)
+    best, each = order[:, :num_nodes], torch.arange(order.shape[1], device=order.device)
+    ranks = torch.empty_like(order).scatter_(1, order, each.expand_as(order))
+    # [R, expanded]: the bits of their rows.
+    bits = 1 << (ranks.gather(1, nodes.chosen) + 1).clamp(max=_LAST_BIT)
+    is_real = nodes.scores.gather(1, best) > -torch.inf
+    paths = torch.where(is_real, nodes.paths.gather(1, best), 0)
+    follows = paths[:, :, None] >> each[: bits.shape[1]] & 1
+    words = 1 + (2 << each[:num_nodes]) + (follows * bits[:, None]).sum(dim=2)
+    return nodes.tokens.gather(1, best).t().contiguous(), words.t().contiguous()
+
+
+def _grow(
+    nodes: Nodes,
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    parents: Expanded,
+    trees: DraftTrees,
+    depth: int,
+) -> Expanded:
+    if logits.is_cuda:
+        from weft.kernels.gpu import draft_tree as gpu
+
+        return gpu.grow(nodes, logits, target_ids, parents, trees, depth)
+    return grow_reference(nodes, logits, target_ids, parents, trees, depth)
+
+
+def _keep_best(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if nodes.tokens.is_cuda:
+        from weft.kernels.gpu import draft_tree as gpu
+
+        return gpu.keep_best(nodes, num_nodes)
+    return keep_best_reference(nodes, num_nodes)

@@ -1,0 +1,106 @@
+"""Triton's kernels for trees of drafts, by its interpreter, against single operations."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from kernel_checks import fresh_seed
+from weft.kernels.draft_tree import (
+    DraftTrees,
+    Expanded,
+    Nodes,
+    grow_reference,
+    keep_best_reference,
+)
+from weft.kernels.gpu import draft_tree as gpu
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+
+def make_trees(width: int, depth: int, requests: int) -> DraftTrees:
+    """Some lack pages, some may not be deep; only what lies between turns is told."""
+    nothing = torch.zeros(0)
+    return DraftTrees(
+        width=width,
+        depth=depth,
+        num_nodes=0,
+        starts=torch.randint(1, 50, (requests,)),
+        slots=nothing,
+        is_whole=torch.rand(requests) < 0.8,
+        max_depths=torch.randint(0, depth + 2, (requests,)),
+        page_table=nothing,
+        cu_q_lens=nothing,
+        max_kv_len=0,
+    )
+
+
+def no_nodes(trees: DraftTrees) -> Nodes:
+    requests, num_grown = len(trees.starts), trees.num_grown
+    return Nodes(
+        torch.full((requests, num_grown), -7),
+        torch.full((requests, num_grown), float("nan")),
+        torch.full((requests, num_grown), -7),
+        torch.full((requests, trees.width * (trees.depth - 1)), -7),
+    )
+
+
+@pytest.mark.parametrize(("width", "depth", "vocab_size"), [(4, 6, 5000), (3, 2, 40), (2, 4, 2049)])
+def test_levels_and_what_is_kept(width: int, depth: int, vocab_size: int) -> None:
+    fresh_seed()
+    requests = random.choice([1, 3])
+    trees = make_trees(width, depth, requests)
+    names = torch.randperm(4 * vocab_size)[:vocab_size]
+    nodes, other = no_nodes(trees), no_nodes(trees)
+    begin = torch.zeros(requests, dtype=torch.int64)
+    scores = torch.where(trees.max_depths >= 1, 0.0, -torch.inf)
+    expanded = found = Expanded(begin, scores, begin, begin)
+    for level in range(depth):
+        logits = torch.randn(len(expanded.tokens), vocab_size) * random.choice([0.1, 3.0])
+        if random.random() < 0.3:
+            logits[random.randrange(len(logits)), random.randrange(vocab_size)] = float("nan")
+        plain = logits.clone()
+        plain[plain.isnan()] = -torch.inf
+        expanded = grow_reference(nodes, plain, names, expanded, trees, level)
+        found = gpu.grow(other, logits, names, found, trees, level)
+        if level + 1 < depth:
+            real = expanded.scores > -torch.inf
+            torch.testing.assert_close(found.scores, expanded.scores)
+            for ours, theirs in zip(found, expanded, strict=True):
+                torch.testing.assert_close(ours[real], theirs[real])
+            # What is not to be kept may be any token of the vocabulary.
+            assert torch.isin(found.tokens, names).all()
+            found = expanded
+    torch.testing.assert_close(other.scores, nodes.scores)
+    real = nodes.scores > -torch.inf
+    assert torch.equal(other.tokens[real], nodes.tokens[real])
+    assert torch.equal(other.paths[real], nodes.paths[real])
+    for count in {1, random.randint(1, nodes.tokens.shape[1]), min(31, nodes.tokens.shape[1])}:
+        count = min(31, count)
+        for ours, theirs in zip(
+            gpu.keep_best(nodes, count), keep_best_reference(nodes, count), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+def test_of_equal_scores_parents_come_first() -> None:
+    """Certain children are as probable as their parents."""
+    for keep_best in (gpu.keep_best, keep_best_reference):
+        scores = torch.tensor([[0.0, -1.0, 0.0, -torch.inf, -1.0, -1.0]])
+        nodes = Nodes(
+            torch.tensor([[10, 11, 12, 13, 14, 15]]),
+            scores,
+            torch.tensor([[0, 0, 1, 1, 2, 2]]),
+            torch.tensor([[0, 1]]),
+        )
+        tokens, words = keep_best(nodes, 6)
+        assert tokens[:, 0].tolist() == [10, 12, 11, 14, 15, 13]
+        assert words[:, 0].tolist() == [
+            0b11,
+            0b111,
+            0b1001,
+            0b11001,
+            0b101001,
+            0b1000001,
+        ]
