@@ -1,12 +1,14 @@
 """What drafting and verifying cost beside a decode step, by number of requests and of drafts.
 
-An engine runs a fixed number of drafts a step. A step's time is what its gate is told, drafting
-included; drafting is timed around the drafter, on a GPU alone afterwards. What is accepted does not
-matter to either. The roof of a decode step on a GPU is the time to read the weights and the KV
+An engine runs a fixed number of drafts a step, in chains or in trees. A step's time is what its
+gate is told, drafting included, and of trees that their path is followed and its KV moved; drafting
+is timed around the drafter, on a GPU alone afterwards. What is accepted hardly matters to either.
+The roof of a decode step on a GPU is the time to read the weights and the KV
 of its requests at the copy rate measured here; that of a draft, to read the head's weights.
 
     python bench/draft_cost.py                                  the demo model and its head
     python bench/draft_cost.py --shape llama-3.1-8b --device cuda --batches 1,8,64
+    python bench/draft_cost.py --shape llama-3.1-8b --device cuda --trees 7x5,15x6,31x6
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 from serving.setup import ROOT, describe_lines, describe_setup
 from speculation import DRAFT
+from weft.engine.config import MAX_TREE_REQUESTS
 from weft.engine.llm import LLM
 from weft.engine.models.config import ModelConfig
 from weft.engine.models.demo import resolve_model
@@ -45,6 +48,7 @@ from weft.engine.speculative import gate
 from weft.engine.speculative.chains import ChainArrays
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
+from weft.engine.speculative.tree_graphs import TreeArrays
 
 HEADS = {"smollm2-135m": DRAFT}
 """That are there; others are made up."""
@@ -62,6 +66,8 @@ class Cost:
 
     batch: int
     drafts: int
+    depth: int
+    """Levels of a tree; of a chain as many as drafts."""
     step_ms: float
     draft_ms: float
     """Of all drafts of a step; on a GPU beside nothing else."""
@@ -77,19 +83,20 @@ class Watch:
     """The gate and the drafter of an engine: fixed, and timed."""
 
     drafter: Drafter
-    drafts: int = 0
+    drafts: DraftShape
     batch: int = 0
     steps_s: list[float] = field(default_factory=list)
     drafts_s: list[float] = field(default_factory=list)
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
         """See `DraftGate.shape`."""
-        return DraftShape.chain(self.drafts)
+        return self.drafts
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`; whole batches count, with all their drafts."""
-        verifies = [item for item in plan.verifies if item.max_drafts == self.drafts]
-        num_whole = len(verifies) if self.drafts else len(plan.decodes)
+        wanted = (self.drafts.num_drafts, self.drafts.depth)
+        verifies = [i for i in plan.verifies if (i.max_drafts, i.max_accepted) == wanted]
+        num_whole = len(verifies) if self.drafts.num_drafts else len(plan.decodes)
         if num_whole == self.batch and not plan.chunks:
             self.steps_s.append(duration_s)
 
@@ -114,11 +121,13 @@ def main() -> None:
             draft_dir = own or write_head(folder / "head", model_dir)
         # Chains and steps are captured for the numbers that a gate compares.
         gate.DEPTHS = tuple(sorted({0, *arguments.drafts}))
+        gate.TREES = tuple(sorted(arguments.trees))
         config = ModelConfig.load(model_dir)
         dtype = resolve_dtype("auto" if arguments.shape is None else "bfloat16", arguments.device)
         settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}
         settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "prefix_cache": False}
         settings |= {"max_draft_tokens": max(1, *arguments.drafts)}
+        settings |= {"draft_width": arguments.width if arguments.trees else 1}
         settings |= {"max_running_requests": max(arguments.batches), "max_context_tokens": 2048}
         settings |= {"num_pages": 64 * max(arguments.batches) + 1}
         settings |= {"dummy_weights": arguments.shape is not None}
@@ -129,20 +138,27 @@ def main() -> None:
         llm = stack.enter_context(LLM(model_dir, **settings))
         rate = copy_rate() if arguments.device.startswith("cuda") else None
         costs = []
+        chains = [DraftShape.chain(drafts) for drafts in arguments.drafts]
+        trees = [DraftShape(*tree, arguments.width) for tree in arguments.trees]
         for batch in arguments.batches:
-            for drafts in arguments.drafts:
+            for drafts in [*chains, *(trees if batch <= MAX_TREE_REQUESTS else [])]:
                 cost = measure(llm, batch, drafts, arguments.tokens, config, rate)
                 if cost is None:
-                    print(f"no step had all of {batch} requests, {drafts} drafts each: left out")
+                    print(f"no step had all of {batch} requests with {drafts}: left out")
                 else:
                     costs.append(cost)
     report(arguments, dtype, rate, costs)
 
 
 def measure(
-    llm: LLM, batch: int, drafts: int, num_tokens: int, config: ModelConfig, rate: float | None
+    llm: LLM,
+    batch: int,
+    drafts: DraftShape,
+    num_tokens: int,
+    config: ModelConfig,
+    rate: float | None,
 ) -> Cost | None:
-    """Runs random prompts with so many drafts in each step; None if no step had all of them."""
+    """Runs random prompts with such drafts in each step; None if no step had all of them."""
     drafter = llm.engine.drafting.drafter
     assert isinstance(drafter, EagleDrafter)
     watch = Watch(drafter, drafts, batch)
@@ -155,32 +171,43 @@ def measure(
     steps, chains = watch.steps_s[NUM_SKIPPED:], watch.drafts_s[NUM_SKIPPED:]
     if not steps:
         return None
-    cost = Cost(batch, drafts, 1e3 * statistics.median(steps), 0.0, len(steps))
-    if drafts:
+    step_ms = 1e3 * statistics.median(steps)
+    cost = Cost(batch, drafts.num_drafts, drafts.depth, step_ms, 0.0, len(steps))
+    if drafts.num_drafts:
         on_device = drafter.is_on_device
         cost.draft_ms = 1e3 * (
-            chain_s(drafter, batch, drafts) if on_device else statistics.median(chains)
+            drafting_s(drafter, batch, drafts) if on_device else statistics.median(chains)
         )
     if rate is not None:
         context = PROMPT_TOKENS + num_tokens / 2
         cost.roof_ms = 1e3 * bytes_per_step(config, batch, context) / rate
         w = drafter._model.head.weight
         read = (w.qkv, w.o, w.gate_up, w.down, w.lm_head)
-        cost.draft_roof_ms = 1e3 * drafts * sum(part.data.nbytes for part in read) / rate
+        bytes_a_turn = sum(part.data.nbytes for part in read)
+        cost.draft_roof_ms = 1e3 * drafts.depth * bytes_a_turn / rate
     return cost
 
 
-def chain_s(drafter: EagleDrafter, batch: int, drafts: int) -> float:
-    """Of captured chains behind prompts that have ended: their pages are nobody's now."""
-    assert drafter._graphs is not None
+def drafting_s(drafter: EagleDrafter, batch: int, drafts: DraftShape) -> float:
+    """Of captured drafting behind prompts that have ended: their pages are nobody's now."""
+    chains, trees = drafter._graphs, drafter._tree_graphs
     slots = np.arange(batch)
     starts = np.full(batch, PROMPT_TOKENS)
-    arrays = ChainArrays(slots, starts, starts + drafts)
+    ends = starts + drafts.num_places + 1
+
+    def draft() -> None:
+        if drafts.is_tree:
+            assert trees is not None
+            trees.forward(TreeArrays(slots, starts, ends, ends), drafts)
+        else:
+            assert chains is not None
+            chains.forward(ChainArrays(slots, starts, ends), drafts.num_drafts)
+
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(NUM_CHAINS + NUM_SKIPPED):
         if number == NUM_SKIPPED:
             begin.record()
-        drafter._graphs.forward(arrays, drafts)
+        draft()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3 / NUM_CHAINS
@@ -239,7 +266,10 @@ def report(
         if cost.roof_ms is not None and cost.draft_roof_ms is not None:
             roof = f"{cost.roof_ms:.3f} + {cost.draft_roof_ms:.3f}"
         times = (cost.step_ms, cost.draft_ms, cost.step_ms - cost.draft_ms)
-        values = [str(cost.batch), str(cost.drafts), *(f"{ms:.3f}" for ms in times)]
+        drafts = str(cost.drafts)
+        if cost.depth != cost.drafts:
+            drafts += f" in {cost.depth}"
+        values = [str(cost.batch), drafts, *(f"{ms:.3f}" for ms in times)]
         table.add_row(*values, share, roof)
     console.print(table)
     for line in describe_lines(setup):
@@ -258,12 +288,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batches", default="1,4", help="numbers of requests, by commas")
     parser.add_argument("--drafts", default="0,1,2,3,4,5", help="numbers of drafts, by commas")
+    parser.add_argument(
+        "--trees", default="", help="nodes and levels of trees, as in 7x5,15x6,31x6; default: none"
+    )
+    parser.add_argument("--width", type=int, default=4, help="of trees: children of a node")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a request")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--json", type=Path, help="where to write; default: bench/results")
     arguments = parser.parse_args()
     for name in ("batches", "drafts"):
         setattr(arguments, name, [int(number) for number in getattr(arguments, name).split(",")])
+    trees = [tree.split("x") for tree in arguments.trees.split(",") if tree]
+    arguments.trees = [(int(nodes), int(depth)) for nodes, depth in trees]
     return arguments
 
 

@@ -78,7 +78,7 @@ def main() -> int:
             settings |= {"drafter": drafter, "kv_memory_bytes": arguments.pool_bytes}
             settings |= {"max_draft_tokens": arguments.max_draft_tokens}
             if drafter == "eagle3":
-                settings["draft_dir"] = arguments.draft
+                settings |= {"draft_dir": arguments.draft, "draft_width": arguments.draft_width}
             elif drafter == "model":
                 settings["draft_dir"] = arguments.draft_model
             engines[drafter] = stack.enter_context(LLM(model_dir, **settings))
@@ -211,6 +211,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
     parser.add_argument("--turns", type=int, default=5, help="timed turns, after one to warm up")
     parser.add_argument("--max-draft-tokens", type=int, default=5)
+    parser.add_argument("--draft-width", type=int, default=1, help="of eagle3; 1: chains alone")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES, help="KV of each engine")

@@ -29,6 +29,13 @@ class DecodeSettings(WorkerSettings):
     max_draft_tokens: int = Field(
         5, ge=1, le=32, description="drafts of a request in one step at most"
     )
+    draft_width: int = Field(
+        1,
+        ge=1,
+        le=6,
+        description="with eagle3, drafts may form trees, so many children a node and up to 31 "
+        "drafts of a request in one step, where that is measured to pay; 1 = chains alone",
+    )
     local_prefill_max_tokens: int | None = Field(
         None,
         ge=0,
