@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bare_request import bare_request
-from weft.engine.scheduler.plan import DraftShape, Plan, PlanItem, Run, VerifyItem
+from weft.engine.scheduler.plan import DraftShape, DraftTree, Plan, PlanItem, Run, VerifyItem
 from weft.engine.scheduler.running import DraftGate
 from weft.engine.scheduler.state import Request
 
@@ -55,6 +55,8 @@ class DraftMachine:
     """Of one request after the other."""
     prompts: Sequence[PlanItem] = ()
     """In each step beside the requests."""
+    sibling_chance: float = 0.0
+    """Of a tree's less likely draft to be right where the likeliest one is not."""
     is_late: bool = False
     """The gate hears of a step when it has been asked about the next one."""
     random: random.Random = field(default_factory=random.Random)
@@ -72,13 +74,13 @@ class DraftMachine:
                     return Outcome(depths, num_tokens, seconds)
                 generations -= 1
                 self.requests = [self._new() for _ in range(self.num_requests)]
-            depth = gate.shape(self.requests).num_drafts
-            plan, runs = self._step(depth)
+            shape = gate.shape(self.requests)
+            plan, runs = self._step(shape)
             duration_s = self.time_s(plan)
             news.append((plan, runs, self._measured(duration_s)))
             if len(news) > self.is_late:
                 gate.observe(*news.pop(0))
-            depths.append(depth)
+            depths.append(shape.num_drafts)
             seconds += duration_s
             num_tokens += len(plan.decodes) + sum(len(run.tokens) for run in runs)
             self._advance(plan, runs)
@@ -105,20 +107,25 @@ class DraftMachine:
         self._num_born += 1
         return request
 
-    def _step(self, depth: int) -> tuple[Plan, list[Run]]:
-        drafted = [request for request in self.requests if request.speculates and depth]
+    def _step(self, shape: DraftShape) -> tuple[Plan, list[Run]]:
+        wanted = shape.num_drafts
+        drafted = [request for request in self.requests if request.speculates and wanted]
         others = [request for request in self.requests if request not in drafted]
         plan = Plan(others, chunks=self.prompts)
-        plan.verifies = [VerifyItem(request, 0, depth) for request in drafted]
+        tree = shape if shape.is_tree else None
+        plan.verifies = [VerifyItem(request, 0, wanted, tree) for request in drafted]
         drafts, runs = [], []
         for request in drafted:
-            num_drafts = depth if self.random.random() < self.has_drafts else 0
+            num_drafts = wanted if self.random.random() < self.has_drafts else 0
             chance, count = self.chances[request.seed % len(self.chances)], 0
-            while count < num_drafts and self.random.random() < chance:
+            while count < min(num_drafts, shape.depth) and self.random.random() < chance:
                 count += 1
-            drafts.append([1] * num_drafts)
-            runs.append(Run(request, [1] * (1 + count), [None] * (1 + count), num_drafts))
-        plan.drafts, plan.drafting_s = drafts, self.draft_s * depth if drafted else 0.0
+            drawn = [1] * count
+            if num_drafts and shape.is_tree and count < shape.depth:
+                drawn += [2] * (self.random.random() < self.sibling_chance)
+            drafts.append(comb(shape) if shape.is_tree and num_drafts else [1] * num_drafts)
+            runs.append(Run(request, [*drawn, 0], [None] * (1 + len(drawn)), num_drafts))
+        plan.drafts, plan.drafting_s = drafts, self.draft_s * shape.depth if drafted else 0.0
         return plan, runs
 
     def _advance(self, plan: Plan, runs: list[Run]) -> None:
@@ -128,15 +135,24 @@ class DraftMachine:
             run.request.num_computed += len(run.tokens)
 
 
-class FixedGate:
-    """Always the same number of drafts."""
+def comb(shape: DraftShape) -> DraftTree:
+    """A tree whose likeliest chain of 1s has a 2 beside each; others are 3s behind the root."""
+    parents = [*range(shape.depth), *range(shape.depth)]
+    tokens = [1] * shape.depth + [2] * shape.depth
+    others = shape.num_drafts - len(tokens)
+    tokens, parents = tokens + [3] * others, parents + [0] * others
+    return DraftTree(tokens[: shape.num_drafts], parents[: shape.num_drafts])
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+
+class FixedGate:
+    """Always the same drafts: so many in chains, or trees of a shape."""
+
+    def __init__(self, drafts: int | DraftShape) -> None:
+        self._shape = DraftShape.chain(drafts) if isinstance(drafts, int) else drafts
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
         """See `DraftGate.shape`."""
-        return DraftShape.chain(self._depth)
+        return self._shape
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`."""

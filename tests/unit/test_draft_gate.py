@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from math import ceil, log2
 from typing import Any
 
 import pytest
 from bare_request import bare_request
 from draft_machine import DraftMachine, FixedGate, Outcome
+from weft.engine.config import MAX_TREE_REQUESTS
 from weft.engine.scheduler.acceptance import Acceptance
-from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, PlanItem
-from weft.engine.speculative.gate import PROBE_EVERY, MeasuredGate, depths_up_to
+from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, PlanItem, Run
+from weft.engine.scheduler.state import Request
+from weft.engine.speculative.gate import PROBE_EVERY, MeasuredGate, depths_up_to, tree_shapes
 from weft.engine.speculative.step_times import StepTaken, StepTimes
 
 MAX_DRAFTS = 5
@@ -71,6 +74,66 @@ def test_it_loses_little_from_the_first_step_on(kind: str, chance: str) -> None:
 def test_it_loses_little_anywhere(kind: str, chance: str, num_requests: int) -> None:
     """Over 2,000 steps and more."""
     check_loss(kind, chance, num_requests, 60)
+
+
+@pytest.mark.parametrize("kind", ["flat", "knee", "cpu"])
+@pytest.mark.parametrize("sibling_chance", [0.0, 0.7])
+def test_trees_are_run_where_they_pay(kind: str, sibling_chance: float) -> None:
+    """Against the best of all trees and chains, run all the time, from the 20th requests on."""
+
+    def run(gate: MeasuredGate | FixedGate) -> Outcome:
+        bench = machine(kind, 2, [0.6], sibling_chance=sibling_chance, num_tokens=(80, 128))
+        bench.run(gate, 20)
+        return bench.run(gate, 20)
+
+    trees = tree_shapes(4)
+    rates = {depth: run(FixedGate(depth)).rate for depth in depths_up_to(MAX_DRAFTS)}
+    best_tree = max(run(FixedGate(tree)).rate for tree in trees)
+    found = run(MeasuredGate(MAX_DRAFTS, 4))
+    num_steps, num_trees = len(found.depths), sum(depth > MAX_DRAFTS for depth in found.depths)
+    print(f"{found.rate}, {num_trees} trees of {num_steps}; best {best_tree}, {rates}")
+    assert found.rate > 0.96 * max(*rates.values(), best_tree)
+    if best_tree > 1.1 * max(rates.values()):
+        assert num_trees > 0.9 * num_steps
+    elif best_tree < 0.9 * max(rates.values()):
+        assert num_trees < 0.05 * num_steps
+
+
+def test_with_many_requests_there_are_no_trees() -> None:
+    chosen: list[tuple[int, DraftShape]] = []
+
+    class Noted(MeasuredGate):
+        def shape(self, requests: Sequence[Request]) -> DraftShape:
+            shape = super().shape(requests)
+            chosen.append((len(requests), shape))
+            return shape
+
+    machine("flat", 12, [0.6], sibling_chance=0.7).run(Noted(MAX_DRAFTS, 4), 16)
+    assert not any(shape.is_tree for count, shape in chosen if count > MAX_TREE_REQUESTS)
+    assert any(shape.is_tree for _, shape in chosen)
+
+
+def test_trees_tell_how_often_chains_are_right() -> None:
+    """Chains may be best again when the text changes, though none was run meanwhile."""
+    gate = MeasuredGate(MAX_DRAFTS, 4)
+    bench = machine("flat", 1, [0.6], sibling_chance=0.7)
+    bench.run(gate, 20)
+    bench.run(FixedGateTold(gate, tree_shapes(4)[-1]), 40)
+    assert gate._acceptance.expected_tokens()[5] == pytest.approx(
+        sum(0.6**place for place in range(6)), rel=0.1
+    )
+
+
+class FixedGateTold(FixedGate):
+    """Has a gate learn what comes of a tree."""
+
+    def __init__(self, gate: MeasuredGate, shape: DraftShape) -> None:
+        super().__init__(shape)
+        self._gate = gate
+
+    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
+        """See `DraftGate.observe`."""
+        self._gate.observe(plan, runs, duration_s)
 
 
 @pytest.mark.parametrize("num_requests", [1, 16])

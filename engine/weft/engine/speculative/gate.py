@@ -294,7 +294,10 @@ class MeasuredGate:
         return request.acceptance
 
     def _choice(self, num_requests: int) -> _Choice:
-        return self._choices.setdefault(size_class(num_requests), _Choice())
+        size = size_class(num_requests)
+        if self._gains and size <= MAX_TREE_REQUESTS < num_requests:
+            size = MAX_TREE_REQUESTS + 1  # What is best for fewer may be a tree.
+        return self._choices.setdefault(size, _Choice())
 
     def depths(self) -> dict[int, int]:
         """Drafts of a request, by the number of requests in a step from which on that holds."""
