@@ -1,7 +1,7 @@
 """Drafts in a storm of random cancels, pre-emptions, fills and faults: no page and no text is lost.
 
 Three ways of drafting: n-grams of the text so far, a head whose drafts follow from what the host
-knows, and drafts behind steps whose outcome only the device knows.
+knows, and drafts behind steps whose outcome only the device knows; of a head chains, and trees.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from eagle3_cases import HeadReference, PublishedEntries, WatchedHead, check_cha
 from engine_storm import Storm
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
+from tree_drafters import KnownTreeGraphs, TreeDrafter, WatchedTrees
 from weft.engine.engine import Engine
+from weft.engine.speculative.gate import tree_shapes
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -94,6 +96,40 @@ def test_drafts_behind_steps_under_way(model_dir: Path, draft_dir: Path, count: 
         graphs = KnownGraphs(storm.owner, known_of(storm.texts), VOCAB, 0.7)
         check_storm(storm, count)
         assert graphs.num_late > count
+        check_entries(storm, published, HeadReference(model_dir, draft_dir))
+    finally:
+        storm.close()
+
+
+@COUNTS
+def test_trees_of_a_head(model_dir: Path, draft_dir: Path, count: int) -> None:
+    settings: dict[str, Any] = {"drafter": "eagle3", "draft_width": 4, "draft_dir": draft_dir}
+    settings["overlap"] = random.choice(["off", "on"])
+    storm = draft_storm(model_dir, samplings_of((0.0, 1.0)), NUM_NEW, **settings)
+    reference = HeadReference(model_dir, draft_dir)
+    try:
+        published = PublishedEntries(storm.owner)
+        watched = WatchedTrees(storm.owner, TreeDrafter(known_of(storm.texts), VOCAB, 0.6))
+        check_storm(storm, count)
+        check_entries(storm, published, reference)
+    finally:
+        storm.close()
+    watched.check(reference, 10)
+
+
+@COUNTS
+def test_trees_behind_steps_under_way(model_dir: Path, draft_dir: Path, count: int) -> None:
+    settings: dict[str, Any] = {"drafter": "eagle3", "draft_width": 4, "draft_dir": draft_dir}
+    storm = draft_storm(model_dir, samplings_of((0.0,)), NUM_NEW, overlap="on", **settings)
+    try:
+        published = PublishedEntries(storm.owner)
+        texts = known_of(storm.texts)
+        KnownGraphs(storm.owner, texts, VOCAB, 0.7)
+        trees = KnownTreeGraphs(storm.owner, texts, VOCAB, 0.7)
+        gate = RandomGate((0, 3, *tree_shapes(4)))
+        storm.owner.drafting.gate = storm.owner.scheduler.running_plans.gate = gate
+        check_storm(storm, count)
+        assert trees.num_late > count // 4
         check_entries(storm, published, HeadReference(model_dir, draft_dir))
     finally:
         storm.close()

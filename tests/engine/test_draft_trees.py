@@ -6,20 +6,23 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from constrained import Desk, Outcome, schema
 from drafters import NotedRuns, speculate, texts_of
 from eagle3_cases import HeadReference
+from tiny_adapters import make_adapter
 from tiny_drafts import make_tiny_draft
-from tiny_models import make_tiny
+from tiny_models import make_tiny, tiny_config
 from tree_drafters import MIXED, SHAPES, PublishedPages, TreeDrafter, WatchedTrees
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.engine.llm import LLM, Sample
 from weft.engine.memory.keys import PageKeys
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.messages import Submit
+from weft.engine.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.scheduler.plan import DraftShape
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -288,12 +291,70 @@ def test_grammars_hold_inside_trees(model_dir: Path) -> None:
         check_pages(drafting)
 
 
+def test_requests_of_all_kinds_in_one_batch(
+    model_dir: Path, draft_dir: Path, tmp_path: Path, seed: int
+) -> None:
+    """Beside each other, twice, the second time on a warm cache."""
+    config = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=4)
+    folders = [make_adapter(tmp_path / name, config, seed + i) for i, name in enumerate("ab")]
+    digits = Constraint(kind="regex", text="[0-9]{12,20}")
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_k": 30, "top_p": 0.9, "logit_bias": {7: 3.0}},
+        {"speculates": False},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"constraint": digits},
+        {"min_tokens": 9},
+        {"adapter": 0},
+        {"adapter": 1, "temperature": 0.0},
+    ]
+    prompts = random_prompts(2 * len(kinds))
+
+    def run(model: LLM) -> list[list[int]]:
+        adapters = [model.load_adapter(folder) for folder in folders]
+        found = []
+        for turn in "12":
+            submits = []
+            for number, prompt in enumerate(prompts):
+                kind = {"temperature": 1.0, "seed": number} | kinds[number % len(kinds)]
+                least, adapter = kind.pop("min_tokens", 0), kind.pop("adapter", None)
+                submits.append(
+                    Submit(
+                        session=0,
+                        request_id=f"{turn}-{number}",
+                        attempt=1,
+                        prompt=prompt,
+                        sampling=SamplingParams(**kind),
+                        stop=StopCriteria(max_tokens=NUM_NEW, min_tokens=least),
+                        adapter=b"" if adapter is None else adapters[adapter],
+                    )
+                )
+            outcomes = Desk(model.engine, model_dir).run(*submits)
+            found += [outcome.ids for outcome in outcomes if isinstance(outcome, Outcome)]
+        assert len(found) == 2 * len(prompts)
+        return found
+
+    with llm(model_dir, enable_lora=True) as plain:
+        expected = run(plain)
+    texts = {
+        (tuple(prompt), index): [*prompt, *ids]
+        for index, (prompt, ids) in enumerate(zip(prompts, expected, strict=False))
+    }
+    given = {"draft_dir": draft_dir, "draft_width": 4, "enable_lora": True}
+    given |= {"max_step_tokens": 600, "overlap": random.choice(["off", "on"])}
+    with llm(model_dir, drafter="eagle3", **given) as drafting:
+        speculate(drafting.engine, TreeDrafter(texts, VOCAB, 0.8), MIXED)
+        assert run(drafting) == expected
+        assert drafting.engine.counters()["accepted_tokens"] > 100
+        check_pages(drafting)
+
+
 def test_settings_that_grow_no_trees_are_refused(model_dir: Path, draft_dir: Path) -> None:
     for settings in (
         {"drafter": "ngram"},
         {"drafter": "model", "draft_dir": draft_dir},
         {"drafter": "eagle", "draft_dir": draft_dir},
-        {"drafter": "eagle3", "draft_dir": draft_dir, "device": "cuda", "deterministic": True},
+        {"drafter": "eagle3", "draft_dir": draft_dir, "deterministic": True},
     ):
         with pytest.raises(ConfigError, match="draft_width = 2"):
             EngineConfig(model_dir=model_dir, draft_width=2, **settings)

@@ -128,7 +128,7 @@ def test_steps_behind_trees_whose_outcome_the_host_does_not_know(
     between."""
     prompts = random_prompts(7)
     greedy = SamplingParams(temperature=0.0)
-    stop = StopCriteria(max_tokens=3 * PAGE, stop_token_ids=tuple(range(0, VOCAB, 40)))
+    stop = StopCriteria(max_tokens=5 * PAGE, stop_token_ids=tuple(range(0, VOCAB, 40)))
     with LLM(target_dir, **settings()) as plain:
         expected = plain.generate_all(prompts, greedy, stop)
     texts = texts_of(prompts, expected, 0)
@@ -145,12 +145,37 @@ def test_steps_behind_trees_whose_outcome_the_host_does_not_know(
             num_accepted += sum(
                 s.timeline.num_accepted_tokens for group in groups for s in group if s.timeline
             )
-        assert trees.num_late > 10
-        assert engine.counters()["verified_runs"] > 20
+        assert trees.num_late > 4
+        assert engine.counters()["verified_runs"] > 15
         assert (num_accepted > 0) == (chance > 0)
         while engine.pipeline.num_steps:  # The last step may be under way.
             engine.turn()
         assert engine.memory.counts().used == 0
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "graphs"])
+def test_trees_up_to_the_last_position_of_the_model(
+    tmp_path: Path, seed: int, is_captured: bool
+) -> None:
+    """Which is the context's, and no page's end."""
+    limit = 5 * PAGE + 3
+    shape = {"vocab_size": VOCAB, "num_hidden_layers": 4, "max_position_embeddings": limit}
+    target_dir = make_tiny("llama", tmp_path / "t", seed, **shape)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts, greedy = random_prompts(3), SamplingParams(temperature=0.0)
+    stop = StopCriteria(max_tokens=limit, ignore_eos=True)
+    with LLM(target_dir, **settings()) as plain:
+        expected = plain.generate_all(prompts, greedy, stop)
+    texts = texts_of(prompts, expected, 0)
+    with LLM(target_dir, **settings(draft_dir)) as drafting:
+        if is_captured:
+            capture_trees(drafting.engine)
+        watched = WatchedTrees(drafting.engine, TreeDrafter(texts, VOCAB, 0.6), SHAPES)
+        groups = drafting.generate_all(prompts, greedy, stop)
+        assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+        ends = [len(p) + len(g[0].token_ids) for p, g in zip(prompts, groups, strict=True)]
+        assert ends == [limit] * 3
+    assert max(item.start for _, item, _ in watched.trees) > limit - 20
 
 
 def choose(engine: Engine, shapes: Sequence[int | DraftShape]) -> None:

@@ -36,6 +36,7 @@ def draft_storm(
     num_new: int,
     *,
     drafter: str,
+    draft_width: int = 1,
     draft_dir: Path | None = None,
     **shared: Any,
 ) -> Storm:
@@ -46,6 +47,7 @@ def draft_storm(
         samplings: Of the texts.
         num_new: Tokens of each sample, at most.
         drafter: Of the owner.
+        draft_width: Of the owner.
         draft_dir: Of the head whose entries all pages hold; None: there is none.
         **shared: Settings of all engines.
     """
@@ -54,9 +56,8 @@ def draft_storm(
     quiet = make_engine(model_dir, "decode", clock, **(shared | {"overlap": "off"}))
     texts = make_texts(quiet, clock, samplings, num_new)
     shared |= {"max_running_requests": 8, "draft_dir": draft_dir}
-    owner = make_engine(
-        model_dir, "decode", clock, num_pages=36, has_store=True, drafter=drafter, **shared
-    )
+    own = {"drafter": drafter, "draft_width": draft_width, "has_store": True, "num_pages": 36}
+    owner = make_engine(model_dir, "decode", clock, **own, **shared)
     fillers = [
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
         for name in ("p0", "p1")

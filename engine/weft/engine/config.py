@@ -258,8 +258,8 @@ class EngineConfig:
             (
                 "draft_width",
                 self.draft_width,
-                self.draft_width == 1 or not (self.deterministic and self.is_on_gpu),
-                "1 where a GPU is to be deterministic",
+                self.draft_width == 1 or not self.deterministic,
+                "1 with deterministic: rows of trees are summed up in another order",
             ),
             (
                 "staging_bytes",

@@ -145,7 +145,9 @@ def _turns(trees: DraftTrees) -> list[TurnRows]:
         return turns
     count = trees.depth - 1
     levels = torch.arange(1, trees.depth, device=device)
-    positions = (trees.starts + levels[:, None]).repeat_interleave(width, dim=1)
+    # Behind the last position that there may be nothing is kept.
+    behind = torch.minimum(levels[:, None], trees.max_depths.clamp(min=0))
+    positions = (trees.starts + behind).repeat_interleave(width, dim=1)
     slots = trees.slots[1:].view(count, width, requests).transpose(1, 2)
     slots = slots.reshape(count, requests * width).contiguous()
     begins = torch.where(trees.is_whole, trees.starts + 1, 1)
