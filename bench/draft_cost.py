@@ -198,7 +198,7 @@ def drafting_s(drafter: EagleDrafter, batch: int, drafts: DraftShape) -> float:
     def draft() -> None:
         if drafts.is_tree:
             assert trees is not None
-            trees.forward(TreeArrays(slots, starts, ends, ends), drafts)
+            trees.forward(TreeArrays(slots, starts, ends, np.full(batch, drafts.depth)), drafts)
         else:
             assert chains is not None
             chains.forward(ChainArrays(slots, starts, ends), drafts.num_drafts)

@@ -204,13 +204,13 @@ class KnownTreeGraphs:
         owners = {request.slot: request for request in self._running}
         size = (shape.num_drafts, len(arrays.slots))
         found = torch.empty((2, *size), dtype=torch.int64)
-        for column, (slot, start, _, last) in enumerate(zip(*arrays, strict=True)):
+        for column, (slot, start, _, max_depth) in enumerate(zip(*arrays, strict=True)):
             self.num_late += start == LATE
             begin = int(self._known.starts[slot]) if start == LATE else int(start)
             request = owners[int(slot)]
             text = self._texts[tuple(request.tokens[: request.num_prompt_tokens])]
             follows = text[begin + 1 :]
-            depth = max(1, min(shape.depth, int(last) - begin))
+            depth = max(1, min(shape.depth, int(max_depth)))
             most, num_right = min(shape.num_drafts, depth, len(follows)), 0
             while num_right < most and random.random() < self._chance:
                 num_right += 1

@@ -32,23 +32,19 @@ class TreeArrays(NamedTuple):
     """[R]: positions of the last tokens; LATE: where the device knows."""
     limits: Int64Array
     """[R]: positions from which on there are no pages."""
-    last_positions: Int64Array
-    """[R]: no draft is of use at a later one."""
+    max_depths: Int64Array
+    """[R]: so many drafts of each may be right at once."""
 
     @classmethod
     def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> TreeArrays:
         """Enters the requests' pages into the table."""
         columns: list[tuple[int, int, int, int]] = []
-        for request, start, *_ in items:
+        for item in items:
+            request = item.request
             table.extend(request.slot, request.pages)
-            columns.append(
-                (
-                    request.slot,
-                    LATE if request.starts_late else start,
-                    len(request.pages) * page_size,
-                    request.num_prompt_tokens + request.max_tokens - 2,
-                )
-            )
+            start = LATE if request.starts_late else item.start
+            limit = len(request.pages) * page_size
+            columns.append((request.slot, start, limit, item.max_accepted))
         return cls(*np.array(columns, np.int64).reshape(-1, 4).T)
 
 
@@ -134,7 +130,7 @@ class StaticTrees:
     def run(self, bucket: TreeBucket) -> torch.Tensor:
         """[2, nodes, requests] int64: tokens and words (`draft_tree`) of the trees of what was
         sent last, with this bucket."""
-        slots, starts, limits, last_positions = bucket.views(self._bytes)
+        slots, starts, limits, max_depths = bucket.views(self._bytes)
         pages, known, shape = self._pages.pages, self._known, bucket.shape
         num_places = 1 + shape.width * (shape.depth - 1)
         positions, places, _ = chain_places(
@@ -152,7 +148,7 @@ class StaticTrees:
             starts=positions[0],
             slots=places,
             is_whole=positions[0] + num_places <= limits,
-            max_depths=last_positions - positions[0],
+            max_depths=max_depths,
             page_table=table,
             cu_q_lens=self._each[: bucket.requests + 1],
             max_kv_len=table.shape[1] * self._page_size,
