@@ -169,6 +169,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "weft.preemptions": _counted("pre-emptions"),
     "weft.drafted_tokens": _counted("drafted"),
     "weft.accepted_tokens": _counted("accepted"),
+    "weft.tree_steps": _counted("tree steps"),
     "weft.sample": lambda sample: f"sample {sample:.0f}",
     "weft.finish_reason": str,
 }

@@ -14,7 +14,7 @@ from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
 from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
-from weft.engine.scheduler.plan import Plan, Run, parents_of
+from weft.engine.scheduler.plan import DraftTree, Plan, Run, parents_of
 from weft.engine.scheduler.state import Request
 
 
@@ -63,6 +63,7 @@ class Draw(NamedTuple):
                     [tokens[row + index] for index in path],
                     [output.logprobs[row + index] for index in path],
                     len(drafts),
+                    is_tree=isinstance(drafts, DraftTree),
                 )
             )
             # An error behind drafts is met again where the request goes on from there.

@@ -54,6 +54,7 @@ def append_run(run: Run) -> tuple[int, tuple[str, int | None] | None]:
     num_added = request.num_generated - first
     request.timeline.num_drafted_tokens += run.num_drafts
     request.timeline.num_accepted_tokens += max(0, num_added - 1)
+    request.timeline.num_tree_steps += run.is_tree
     return num_added, end
 
 

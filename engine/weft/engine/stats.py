@@ -30,6 +30,8 @@ class StepCounters:
     """In which drafts were verified."""
     verified_runs: int = 0
     """Requests in those steps that had drafts."""
+    tree_runs: int = 0
+    """Of these, those whose drafts formed a tree."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Drafts that were what the model drew."""
@@ -88,6 +90,7 @@ class EngineStats:
         self._counts.steps += 1
         self._counts.speculated_steps += num_drafts > 0
         self._counts.verified_runs += sum(run.num_drafts > 0 for run in runs)
+        self._counts.tree_runs += sum(run.is_tree for run in runs)
         self._counts.drafted_tokens += num_drafts
         self._counts.accepted_tokens += num_accepted
         self._counts.busy_us += int(duration_s * 1e6)

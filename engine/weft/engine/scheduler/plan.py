@@ -142,6 +142,8 @@ class Run(NamedTuple):
     logprobs: list[TokenLogprob | None]
     num_drafts: int
     """That were verified."""
+    is_tree: bool = False
+    """Several of them may have followed one token."""
 
 
 class Plan:

@@ -117,6 +117,8 @@ class Timeline:
     """Drafts that were verified."""
     num_accepted_tokens: int = 0
     """Of these, those that were what the model drew."""
+    num_tree_steps: int = 0
+    """Steps in which its drafts formed a tree."""
     num_preemptions: int = 0
     remote_cost_s: float | None = None
     local_cost_s: float | None = None

@@ -672,6 +672,7 @@ class Timeline(_message.Message):
     LOST_ATTEMPTS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    TREE_STEPS_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Prompt tokens found in the owner's own prefix cache."""
     local_prefill_tokens: _builtins.int
@@ -690,6 +691,8 @@ class Timeline(_message.Message):
     """Tokens that were drafted for the request and verified."""
     accepted_tokens: _builtins.int
     """Of these, those that were what the model drew."""
+    tree_steps: _builtins.int
+    """Of the steps, those in which its drafts formed a tree."""
     @_builtins.property
     def queued_time(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -719,10 +722,11 @@ class Timeline(_message.Message):
         lost_attempts: _abc.Iterable[Global___LostAttempt] | None = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        tree_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_local_cost_s", b"_local_cost_s", "_remote_cost_s", b"_remote_cost_s", "finish_time", b"finish_time", "first_token_time", b"first_token_time", "local_cost_s", b"local_cost_s", "queued_time", b"queued_time", "remote_cost_s", b"remote_cost_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_cost_s", b"_local_cost_s", "_remote_cost_s", b"_remote_cost_s", "accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "fills", b"fills", "finish_time", b"finish_time", "first_token_time", b"first_token_time", "local_cost_s", b"local_cost_s", "local_prefill_tokens", b"local_prefill_tokens", "lost_attempts", b"lost_attempts", "matched_tokens", b"matched_tokens", "preemptions", b"preemptions", "queued_time", b"queued_time", "remote_cost_s", b"remote_cost_s", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_cost_s", b"_local_cost_s", "_remote_cost_s", b"_remote_cost_s", "accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "fills", b"fills", "finish_time", b"finish_time", "first_token_time", b"first_token_time", "local_cost_s", b"local_cost_s", "local_prefill_tokens", b"local_prefill_tokens", "lost_attempts", b"lost_attempts", "matched_tokens", b"matched_tokens", "preemptions", b"preemptions", "queued_time", b"queued_time", "remote_cost_s", b"remote_cost_s", "steps", b"steps", "tree_steps", b"tree_steps", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_cost_s: _TypeAlias = _typing.Literal["local_cost_s"]  # noqa: Y015
     _WhichOneofArgType__local_cost_s: _TypeAlias = _typing.Literal["_local_cost_s", b"_local_cost_s"]  # noqa: Y015

@@ -290,6 +290,7 @@ def timeline_to_proto(timeline: Timeline, worker_id: str) -> common_pb2.Timeline
         worker_id=worker_id,
         drafted_tokens=timeline.num_drafted_tokens,
         accepted_tokens=timeline.num_accepted_tokens,
+        tree_steps=timeline.num_tree_steps,
     )
     if timeline.first_token_s is not None:
         out.first_token_time.CopyFrom(duration(timeline.first_token_s))

@@ -165,6 +165,8 @@ def _decode_stage(opened: _Open, finished: Finished) -> Iterator[Span]:
         "weft.accepted_tokens": timeline.num_accepted_tokens,
         "weft.finish_reason": finished.reason,
     }
+    if timeline.num_tree_steps:
+        attributes["weft.tree_steps"] = timeline.num_tree_steps
     yield _stage(
         opened,
         finished.request_id,

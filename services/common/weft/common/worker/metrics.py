@@ -43,6 +43,7 @@ COUNTERS = {
     "surplus_tokens": "Tokens drawn for requests that ended while the step was under way",
     "speculated_steps": "Steps in which drafts were verified",
     "verified_runs": "Requests with drafts in those steps",
+    "tree_runs": "Of these, those whose drafts formed a tree",
     "drafted_tokens": "Drafts that were verified",
     "accepted_tokens": "Drafts that were what the model drew",
     "adapter_reads": "LoRA adapters read from disk",
