@@ -169,7 +169,7 @@ def _level_kernel(
     request = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, CHILDREN)
     score = tl.full([CHILDREN], float("-inf"), tl.float32)
-    token = tl.zeros([CHILDREN], tl.int64)
+    column = tl.zeros([CHILDREN], tl.int32)
     path = tl.zeros([CHILDREN], tl.int64)
     tile = tl.arange(0, TILES)
     place = tl.arange(0, FOUND)
@@ -193,11 +193,11 @@ def _level_kernel(
             is_own = child == parent * WIDTH + number
             path_score = best + before
             path_score = tl.where(path_score == path_score, path_score, float("-inf"))
-            target = tl.load(target_ids + tl.minimum(first, vocab_size - 1))
             score = tl.where(is_own, path_score, score)
-            token = tl.where(is_own, target, token)
+            column = tl.where(is_own, tl.minimum(first, vocab_size - 1), column)
             path = tl.where(is_own, parent_path, path)
     is_child = child < PARENTS * WIDTH
+    token = tl.load(target_ids + column, mask=is_child, other=0)
     at = request * node_stride + begin + child
     tl.store(node_tokens + at, token, mask=is_child)
     tl.store(node_scores + at, score, mask=is_child)
