@@ -107,6 +107,7 @@ def test_trees_change_no_token(model_dir: Path, kind: str, chance: float) -> Non
         counters = drafting.engine.counters()
         check_pages(drafting)
     assert drafter.num_trees > 10
+    assert 10 < counters["tree_runs"] <= counters["verified_runs"]
     if chance == 0.0:
         assert counters["accepted_tokens"] == 0 < counters["drafted_tokens"]
     else:
@@ -254,6 +255,29 @@ def test_trees_are_those_of_highest_path_probability(model_dir: Path, draft_dir:
         watched = WatchedTrees(drafting.engine, TreeDrafter(texts, VOCAB, 0.8))
         same(drafting.generate_all(prompts, params, stop), expected)
     watched.check(HeadReference(model_dir, draft_dir), 30)
+
+
+def test_trees_of_a_model_whose_layers_have_windows(tmp_path: Path, seed: int) -> None:
+    """Which count positions, not rows; one that is no longer than a tree is refused."""
+    shape = {"vocab_size": VOCAB, "num_hidden_layers": 4}
+    windows = (33, 32)
+    target_dirs = [
+        make_tiny("mistral", tmp_path / f"{window}", seed, sliding_window=window, **shape)
+        for window in windows
+    ]
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dirs[0], seed + 1)
+    prompts = random_prompts(4)
+    params, stop = PARAMS["filtered"], StopCriteria(max_tokens=5 * PAGE, ignore_eos=True)
+    with llm(target_dirs[0]) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    texts = texts_of(prompts, expected, params.seed)
+    given = {"draft_dir": draft_dir, "drafter": "eagle3", "draft_width": 3}
+    with llm(target_dirs[0], **given) as drafting:
+        speculate(drafting.engine, TreeDrafter(texts, VOCAB, 0.8), MIXED)
+        same(drafting.generate_all(prompts, params, stop), expected)
+        assert drafting.engine.counters()["tree_runs"] > 10
+    with pytest.raises(ConfigError, match="draft_width = 3"):
+        llm(target_dirs[1], **given)
 
 
 def test_grammars_hold_inside_trees(model_dir: Path) -> None:

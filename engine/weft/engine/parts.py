@@ -51,6 +51,7 @@ from weft.engine.transfer.plane import DataPlane
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import DevicePages, PinnedPages, StagingMemory
 from weft.engine.transfer.window import DirectWindow, PoolWindow, StagedWindow
+from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.cpu import native_cpu, native_cpu_missing
 
 DEFAULT_KV_BYTES = 1 << 30
@@ -248,6 +249,13 @@ def _load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None
             f"drafter = {config.drafter}: the head in {config.head_dir} is for the drafter "
             f"{drafted.head.kind}",
             param="drafter",
+        )
+    window = loaded.config.sliding_window
+    if config.draft_width > 1 and window is not None and window.length <= MAX_TREE_ROWS:
+        raise ConfigError(
+            f"draft_width = {config.draft_width}: layers of this model attend to the last "
+            f"{window.length} positions alone, too few for trees of {MAX_TREE_ROWS} rows; set 1",
+            param="draft_width",
         )
     return drafted
 
