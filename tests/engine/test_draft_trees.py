@@ -124,16 +124,16 @@ def test_a_tree_that_holds_the_text_yields_its_depth_and_one(
     with llm(model_dir) as plain:
         expected = plain.generate_all(prompts, params, stop)
     with llm(model_dir, drafter="ngram", max_step_tokens=256) as drafting:
-        drafter = TreeDrafter(texts_of(prompts, expected, params.seed), VOCAB, 1.0)
+        texts = texts_of(prompts, expected, params.seed)
+        drafter = TreeDrafter(texts, VOCAB, 1.0, is_varied=False)
         noted = NotedRuns(drafting.engine)
         speculate(drafting.engine, drafter, (shape,))
         same(drafting.generate_all(prompts, params, stop), expected)
-        accepted = sum(s[0].timeline.num_accepted_tokens for s in expected if s[0].timeline)
-        assert accepted == 0
         counters = drafting.engine.counters()
     whole = [drawn for drafts, drawn, is_over in noted.runs if drafts == shape.num_drafts]
-    assert whole
-    assert max(drawn for _, drawn, _ in noted.runs) <= 1 + max(shape.depth, shape.num_drafts)
+    assert len(whole) > 3
+    for drafts, drawn, is_over in noted.runs:
+        assert drawn == 1 + shape.depth or is_over or drafts < shape.num_drafts
     assert counters["accepted_tokens"] >= drafter.num_right > 0
 
 

@@ -65,6 +65,7 @@ class TreeDrafter(KnownDrafter):
         texts: As of `KnownDrafter`.
         vocab_size: Of the model.
         chance: Of each draft to be right, if those before it are.
+        is_varied: Some trees are small, or chains.
     """
 
     def __init__(
@@ -72,18 +73,23 @@ class TreeDrafter(KnownDrafter):
         texts: Mapping[tuple[tuple[int, ...], int], Sequence[int]],
         vocab_size: int,
         chance: float,
+        *,
+        is_varied: bool = True,
     ) -> None:
         super().__init__(texts, vocab_size, chance)
+        self._is_varied = is_varied
         self.num_right = self.num_trees = 0
         """In trees of all."""
 
     def _draft(self, item: VerifyItem) -> list[int]:
-        if item.tree is None or random.random() < 0.1:
-            return super()._draft(item)
+        if item.tree is None or (self._is_varied and random.random() < 0.1):
+            return super()._draft(item)[: item.max_accepted]
         request = item.request
         prompt = tuple(request.tokens[: request.num_prompt_tokens])
         follows = list(self._texts[prompt, request.seed][item.start + 1 :])
-        count = random.choice((item.max_drafts, random.randint(0, item.max_drafts)))
+        count = item.max_drafts
+        if self._is_varied:
+            count = random.choice((count, random.randint(0, count)))
         most, num_right = min(count, item.tree.depth, len(follows)), 0
         while num_right < most and random.random() < self._chance:
             num_right += 1

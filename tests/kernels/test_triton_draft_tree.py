@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,33 @@ def test_levels_and_what_is_kept(width: int, depth: int, vocab_size: int) -> Non
             gpu.keep_best(nodes, count), keep_best_reference(nodes, count), strict=True
         ):
             assert torch.equal(ours, theirs)
+
+
+def test_no_child_is_before_its_parent() -> None:
+    """Nor if it is certain and the logit large: scores are sums, which are rounded."""
+    fresh_seed()
+    width, depth, vocab_size, requests = 4, 6, 64, 8
+    trees = replace(
+        make_trees(width, depth, requests),
+        is_whole=torch.ones(requests, dtype=torch.bool),
+        max_depths=torch.full((requests,), depth),
+    )
+    names, begin = torch.arange(vocab_size), torch.zeros(requests, dtype=torch.int64)
+    for grow in (gpu.grow, grow_reference):
+        nodes = no_nodes(trees)
+        expanded = Expanded(begin, -5 * torch.rand(requests), begin, begin)
+        for level in range(depth):
+            logits = torch.full((len(expanded.tokens), vocab_size), -40.0)
+            certain = torch.randint(0, vocab_size, (len(logits), 1))
+            logits.scatter_(1, certain, 10 + 30 * torch.rand(len(logits), 1))
+            parents = expanded.scores.view(requests, -1).repeat_interleave(width, dim=1)
+            expanded = grow(nodes, logits, names, expanded, trees, level)
+            first = 0 if level == 0 else width + width * width * (level - 1)
+            assert (nodes.scores[:, first : first + parents.shape[1]] <= parents).all()
+        for keep_best in (gpu.keep_best, keep_best_reference):
+            _, words = keep_best(nodes, 31)
+            for row, word in enumerate(words.tolist(), 1):
+                assert all(1 << row <= one < 2 << row for one in word)
 
 
 def test_of_equal_scores_parents_come_first() -> None:

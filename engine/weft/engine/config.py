@@ -133,7 +133,7 @@ class EngineConfig:
     head of that kind in draft_dir; model, a smaller model of the same vocabulary there; or ngram,
     which looks in the request's own text."""
     max_draft_tokens: int = 5
-    """Guesses of a request in one step at most; how many pay is measured."""
+    """Guesses of a request in one step at most that form a chain; how many pay is measured."""
     draft_width: int = 1
     """With eagle3: drafts may form trees, so many nodes of each level with as many children each,
     and up to 31 a step; whether they pay is measured. 1: chains alone."""
@@ -262,6 +262,12 @@ class EngineConfig:
                 "1 with deterministic: rows of trees are summed up in another order",
             ),
             (
+                "max_step_tokens",
+                self.max_step_tokens,
+                self.draft_width == 1 or self.max_step_tokens >= self._tree_rows,
+                f">= {self._tree_rows} with draft_width > 1",
+            ),
+            (
                 "staging_bytes",
                 self.staging_bytes,
                 self.staging_bytes is None or self.staging_bytes > 0,
@@ -276,6 +282,11 @@ class EngineConfig:
     def head_dir(self) -> Path | None:
         """Of an EAGLE head; None: there is none."""
         return None if self.drafter == "model" else self.draft_dir
+
+    @property
+    def _tree_rows(self) -> int:
+        """Of the largest step of trees."""
+        return (1 + MAX_TREE_NODES) * min(MAX_TREE_REQUESTS, self.max_running_requests)
 
     @property
     def is_on_gpu(self) -> bool:

@@ -57,6 +57,7 @@ class Draw(NamedTuple):
         alone, runs, failed = list(range(row)), [], []
         for item, drafts in zip(self.plan.verifies, self.plan.drafts, strict=True):
             path = drawn_rows(tokens[row : row + 1 + len(drafts)], drafts)
+            assert len(path) <= 1 + item.max_accepted, "more drafts are right than there may be"
             runs.append(
                 Run(
                     item.request,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from weft.engine.clock import Clock
-from weft.engine.config import HEAD_DRAFTERS, EngineConfig
+from weft.engine.config import HEAD_DRAFTERS, MAX_TREE_NODES, EngineConfig
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.errors import ConfigError
 from weft.engine.intake import Intake
@@ -265,7 +265,10 @@ def _describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
     head = f"pages hold KV of the EAGLE head {layout.draft[:12]}" if layout.draft else ""
     if config.role == "prefill" or config.drafter == "none":
         return [f"drafts: {head}"] if head else []
-    who = f"by {config.drafter}, at most {config.max_draft_tokens} a step of a request"
+    most = str(config.max_draft_tokens)
+    if config.draft_width > 1:
+        most += f" in a chain or {MAX_TREE_NODES} in a tree"
+    who = f"by {config.drafter}, at most {most} a step of a request"
     return [f"drafts: {who}{'; ' if head else ''}{head}"]
 
 

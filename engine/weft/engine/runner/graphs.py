@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.config import MAX_DECODES_BESIDE
+from weft.engine.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
 from weft.engine.errors import ConfigError
 from weft.engine.models.config import ModelConfig
 from weft.engine.models.interface import CausalLM
@@ -42,7 +42,7 @@ _RAGGED_SIZES = (
 )
 MAX_VERIFY_ROWS = 8
 """Of a request in a step that verifies chains, for any number of requests."""
-TREE_REQUESTS = (1, 2, 4)
+TREE_REQUESTS = (1, 2, MAX_TREE_REQUESTS)
 """Of steps that verify trees; with more the rows of trees cost more than they bring."""
 FEW_REQUESTS = 8
 """Of a ragged step whose graph does not look for more: prompts without a large batch beside."""

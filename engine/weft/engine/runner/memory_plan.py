@@ -13,7 +13,7 @@ from weft.engine.lora.pool import LoraPool
 from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.models.interface import CausalLM
-from weft.engine.runner.graphs import Bucket, step_buckets
+from weft.engine.runner.graphs import TREE_REQUESTS, Bucket, step_buckets
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.runner.step import StepArrays
 
@@ -152,7 +152,8 @@ def measure_needs(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        max_logits = max_requests * (1 + max_drafts)
+        of_trees = min(max_requests, max(TREE_REQUESTS)) * max(tree_rows, default=0)
+        max_logits = max(max_requests * (1 + max_drafts), of_trees)
         step = largest_step(max_requests, max_step_tokens, max_context_tokens, layout, max_logits)
         if lora is not None:
             step.adapter_slots = np.zeros(max_step_tokens, np.int32)

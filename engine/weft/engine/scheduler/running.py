@@ -135,6 +135,13 @@ class RunningPlans:
                 for item in plan.verifies
             ]
 
+    def num_tokens_beside_prompts(self, plan: Plan) -> int:
+        """New tokens of a plan without chunks, as they will be if it gets some."""
+        if not plan.has_trees:
+            return plan.num_tokens
+        chains = (1 + min(item.max_accepted, self._max_chain) for item in plan.verifies)
+        return len(plan.decodes) + sum(chains)
+
     def _grow(self, request: Request, position: int) -> bool:
         """Makes room for a token.
 
@@ -156,9 +163,10 @@ class RunningPlans:
         if not shape.is_tree:
             num_drafts = self._grow_for_drafts(request, start, min(shape.num_drafts, num_left))
             return VerifyItem(request, start, num_drafts)
-        shape = shape._replace(depth=min(shape.depth, num_left))
         # Most places are for drafts of which few are kept: they may lie behind the request's end.
+        # All levels are grown, whatever may be accepted.
         num_places = min(shape.num_places, self._max_context_tokens - start - 1)
+        shape = shape._replace(depth=min(shape.depth, num_left))
         num_places = self._grow_for_drafts(request, start, num_places) if num_left > 0 else 0
         return VerifyItem(request, start, min(shape.num_drafts, num_places), shape)
 

@@ -214,11 +214,12 @@ class Scheduler:
             self._make_room_for_urgent(now, self._limits.preemption_threshold)
         plan = self.running_plans.plan(self.running) if self.running else Plan()
         has_running = len(plan) > 0
-        num_counted = max(0, plan.num_tokens - self._limits.decodes_beside)
+        num_tokens = self.running_plans.num_tokens_beside_prompts(plan)
+        num_counted = max(0, num_tokens - self._limits.decodes_beside)
         budget = self._limits.max_step_tokens - num_counted
         if has_running and self.prompt_tokens_beside_decode is not None:
             wanted = self.prompt_tokens_beside_decode()
-            budget = min(budget, fitting_budget(plan.num_tokens, wanted, self.step_sizes))
+            budget = min(budget, fitting_budget(num_tokens, wanted, self.step_sizes))
         self._start_waiting_fills()
         chunks: list[PlanItem] = []
         for request in self.prefilling:

@@ -180,6 +180,8 @@ class MeasuredGate:
         shapes = [item.tree or DraftShape.chain(item.max_drafts) for item in plan.verifies]
         num_drafts = sum(run.num_drafts for run in runs)
         shape = max(shapes, default=NO_DRAFTS)
+        if shape.is_tree and shape not in self._gains:
+            return  # Cut short by the end of its request, of which there are many kinds.
         step = StepTaken(num_requests, shape, num_drafts, duration_s, plan.drafting_s)
         self._times.note(step, is_settled=self._num_settled >= SETTLED_AFTER)
         self._choice(num_requests).num_steps += 1
@@ -197,7 +199,8 @@ class MeasuredGate:
         if item.tree is None or not run.tokens or not drafts:
             return
         accepted = run.tokens[:-1]
-        if gain := self._gains.get(item.tree):
+        is_whole = item.max_drafts == item.tree.num_drafts
+        if is_whole and (gain := self._gains.get(item.tree)):
             expected = self._own(item.request).expected_tokens()[item.tree.depth] - 1
             gain.note(len(accepted), expected)
         num_first, is_known = _first_accepted(drafts, accepted)

@@ -179,7 +179,8 @@ def _level_kernel(
         share = tl.load(sums + row * tiles + tile, mask=tile < tiles, other=0.0)
         highest = tl.max(most, axis=0)
         total = tl.sum(tl.where(share > 0.0, share * tl.exp(most - highest), 0.0), axis=0)
-        before = tl.load(parent_scores + row) - highest - tl.log(total)
+        log_total = tl.log(total)
+        parent_score = tl.load(parent_scores + row)
         parent_path = tl.load(parent_paths + row)
         is_there = place < tiles * WIDTH
         at = row * tiles * WIDTH + place
@@ -191,8 +192,10 @@ def _level_kernel(
             first = tl.min(tl.where(left & (value == best), name, vocab_size), axis=0)
             left = left & (name != first)
             is_own = child == parent * WIDTH + number
-            path_score = best + before
-            path_score = tl.where(path_score == path_score, path_score, float("-inf"))
+            # Never above its parent's, whatever rounding does: parents come first.
+            chance = best - highest - log_total
+            chance = tl.where(chance == chance, tl.minimum(chance, 0.0), float("-inf"))
+            path_score = parent_score + chance
             score = tl.where(is_own, path_score, score)
             column = tl.where(is_own, tl.minimum(first, vocab_size - 1), column)
             path = tl.where(is_own, parent_path, path)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.attention import MAX_TREE_ROWS
 
 if TYPE_CHECKING:
     from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 _BLOCK = 128
-_MAX_TREE_ROWS = 32
-"""Of a request whose rows form a tree."""
 
 
 def resolve_rows(
@@ -38,7 +37,7 @@ def resolve_rows(
         known.tokens.shape[1],
         page_table.stride(0),
         PAGE_SIZE=page_size,
-        MAX_ROWS=_MAX_TREE_ROWS,
+        MAX_ROWS=MAX_TREE_ROWS,
         BLOCK=_BLOCK,
         num_warps=4,
     )

@@ -27,7 +27,7 @@ class DecodeSettings(WorkerSettings):
         "smaller model of the same vocabulary there), or ngram, which looks in the request's text",
     )
     max_draft_tokens: int = Field(
-        5, ge=1, le=32, description="drafts of a request in one step at most"
+        5, ge=1, le=32, description="drafts of a request in one step at most that form a chain"
     )
     draft_width: int = Field(
         1,
