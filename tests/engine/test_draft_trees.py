@@ -23,7 +23,7 @@ from weft.engine.llm import LLM, Sample
 from weft.engine.memory.keys import PageKeys
 from weft.engine.messages import Submit
 from weft.engine.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.scheduler.plan import DraftShape
+from weft.engine.scheduler.plan import DraftShape, Plan
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -135,6 +135,30 @@ def test_a_tree_that_holds_the_text_yields_its_depth_and_one(
     for drafts, drawn, is_over in noted.runs:
         assert drawn == 1 + shape.depth or is_over or drafts < shape.num_drafts
     assert counters["accepted_tokens"] >= drafter.num_right > 0
+
+
+def test_prompts_beside_trees_get_what_chains_leave(model_dir: Path) -> None:
+    """Beside a prompt chains are drafted, so that it need not wait for the end of the others."""
+    prompts = random_prompts(5, most=1)
+    prompts[-1] = prompts[-1] * 400
+    params, stop = PARAMS["greedy"], StopCriteria(max_tokens=40, ignore_eos=True)
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    settings = {"max_step_tokens": 128, "max_running_requests": 5, "max_draft_tokens": 3}
+    with llm(model_dir, drafter="ngram", **settings) as drafting:
+        drafter = TreeDrafter(texts_of(prompts, expected, params.seed), VOCAB, 0.5)
+        speculate(drafting.engine, drafter, (WIDE,))
+        launch, seen = drafting.engine.scheduler.launch, []
+
+        def watched(plan: Plan) -> int:
+            seen.append((len(plan.verifies), sum(item.num_tokens for item in plan.chunks)))
+            return launch(plan)
+
+        drafting.engine.scheduler.launch = watched  # type: ignore[method-assign]
+        same(drafting.generate_all(prompts, params, stop), expected)
+    last = max(index for index, (_, num_prompt) in enumerate(seen) if num_prompt)
+    assert all(num_prompt >= 2 * PAGE for _, num_prompt in seen[1:last])
+    assert sum(num_verified == 4 for num_verified, _ in seen[:last]) > 3
 
 
 @pytest.mark.parametrize("end", ["eos", "stop token", "max_tokens", "context"])
