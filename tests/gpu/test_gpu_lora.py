@@ -157,7 +157,10 @@ def test_a_captured_graph_serves_any_mix(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_models_with_adapters_equal_those_on_a_cpu(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests_each", [1, 5])
+def test_models_with_adapters_equal_those_on_a_cpu(
+    kind: str, requests_each: int, tmp_path: Path
+) -> None:
     """The same steps of the same requests, in float32: prompts, then a token each."""
     fresh_seed()
     path = make_tiny(kind, tmp_path / "model", random.randrange(1 << 30))
@@ -165,9 +168,13 @@ def test_models_with_adapters_equal_those_on_a_cpu(kind: str, tmp_path: Path) ->
     is_dense = kind == "llama"
     adapters, experts = make_adapters(config, is_dense), {} if is_dense else make_experts(config)
     found = []
-    tokens = [random.choices(range(config["vocab_size"]), k=15 - slot) for slot in range(4)]
+    tokens = [
+        random.choices(range(config["vocab_size"]), k=15 - n % 4) for n in range(4 * requests_each)
+    ]
     for device in ("cpu", CUDA):
-        driver = PagedDriver(load_model(path, "float32", device).model, num_pages=32)
+        driver = PagedDriver(
+            load_model(path, "float32", device).model, num_pages=32 * requests_each
+        )
         driver.pool = driver.pool.to(device)
         cases, of_experts = (
             {name: case.to(device) for name, case in some.items()} for some in (adapters, experts)
@@ -176,10 +183,11 @@ def test_models_with_adapters_equal_those_on_a_cpu(kind: str, tmp_path: Path) ->
         for begin, end in ((0, 10), (10, 11)):
             work = [(r, t[begin:end]) for r, t in zip(requests, tokens, strict=True)]
             batch = driver.batch(work)
-            slots = [slot for slot, (_, new) in enumerate(work) for _ in new]
+            slots = [n % 4 for n, (_, new) in enumerate(work) for _ in new]
             step = lora_step(cases, of_experts, slots)
             step = replace(
                 step,
+                are_given=True,
                 segments=LoraSegments(
                     *(getattr(step.segments, n).to(device) for n in LoraSegments.__slots__)
                 ),
@@ -213,7 +221,7 @@ def test_selected_rows() -> None:
     ("name", "original", "replacement"),
     [
         ("lora_rows", "for index in range(count):", "for index in range(count - 1):"),
-        ("lora_tiles", "range(0, units * RANKS, GROUP)", "range(0, units * RANKS - GROUP, GROUP)"),
+        ("lora_tiles", "tile = _tile(b, its,", "tile = _tile(b, its - 1,"),
     ],
 )
 def test_the_checks_see_a_dropped_tile(

@@ -12,7 +12,7 @@ import torch
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
 from lora_cases import POISON_ROW, LoraCase, draw_slots, make_lora, segments_of
-from weft.kernels.gpu import lora_tiles
+from weft.kernels.gpu import lora_shrink, lora_tiles
 from weft.kernels.lora import LoraAddition
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -89,7 +89,8 @@ def test_tiles_of_any_adapters(
 ) -> None:
     fresh_seed()
     with kernel_module("lora_tiles", tmp_path) as module:
-        monkeypatch.setattr(module, "tile_of", lambda tokens: tile)
+        for changed in (module, lora_shrink):
+            monkeypatch.setattr(changed, "tile_of", lambda tokens: tile)
         check(module, parts_of((24, 9), 40, torch.float32), slots, torch.float32)
 
 
@@ -118,7 +119,7 @@ def test_sums_of_gate_and_up_before_the_activation() -> None:
     added = LoraAddition(tuple(c.weights for c in cases), 0, segments_of(slots))
     options = {"IS_DEPENDENT": False}
     ranks = lora_tiles.shrink_tiles(x, added, options)
-    out = lora_tiles.expand_tiles_silu(both, ranks, added, options)
+    out = lora_tiles.expand_tiles_silu(both, ranks, added, options).out
     exact, peer = both.double(), both.clone()
     for case in cases:
         exact = case.add(exact, x.double(), slots, 0)
@@ -137,13 +138,9 @@ SHORT = WALK.replace("PART, TILE", "PART - TILE, TILE")
     [
         ("lora_rows", WALK, SHORT),
         ("lora_rows", "for index in range(count):", "for index in range(count - 1):"),
-        ("lora_tiles", WALK, SHORT),
-        ("lora_tiles", "range(0, units * RANKS, GROUP)", "range(0, units * RANKS - GROUP, GROUP)"),
-        (
-            "lora_tiles",
-            "(slot[:, None] == owner[None, :]) & is",
-            "(slot[:, None] > owner[None, :]) & is",
-        ),
+        ("lora_shrink", WALK, SHORT),
+        ("lora_shrink", "slot[:, None] == owner[None, :]", "slot[:, None] > owner[None, :]"),
+        ("lora_tiles", "tile = _tile(b, its,", "tile = _tile(b, its - 1,"),
     ],
 )
 def test_a_mutated_kernel_is_noticed(
@@ -156,6 +153,11 @@ def test_a_mutated_kernel_is_noticed(
         monkeypatch.context() as patch,
     ):
         poison(patch, module)
-        patch.setattr(module, "splits_of", lambda *sizes: 1)
+        changed = module
+        if name == "lora_shrink":
+            patch.setattr(lora_tiles, "shrink_tiles", module.shrink_tiles)
+            changed = lora_tiles
+        if hasattr(module, "splits_of"):
+            patch.setattr(module, "splits_of", lambda *sizes: 1)
         with pytest.raises(AssertionError):
-            check(module, [case], [1, 2] * 10, torch.float32)
+            check(changed, [case], [1, 2] * 10, torch.float32)

@@ -228,6 +228,8 @@ class LoraAddition:
     """Of all projections in the product; no two for the same columns."""
     layer: int
     segments: LoraSegments
+    are_given: bool = False
+    """See `LoraStep.are_given`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +263,14 @@ class LoraStep:
     embed: tuple[LoraWeights, ...] = ()
     """At most one, whose input is the vocabulary."""
     lm_head: tuple[LoraWeights, ...] = ()
+    are_given: bool = False
+    """The segments were complete on the device before the first kernel of the step was launched: a
+    kernel may read them before what was launched ahead of it is complete."""
 
     def of(self, group: Group, layer: int) -> LoraAddition | None:
         """What is added to a group's product in a layer; None for nothing."""
         parts: tuple[LoraWeights, ...] = getattr(self, group)
-        return LoraAddition(parts, layer, self.segments) if parts else None
+        return LoraAddition(parts, layer, self.segments, self.are_given) if parts else None
 
     def of_experts(self, layer: int) -> ExpertAddition | None:
         """What is added to a layer's experts; None for nothing."""
@@ -275,7 +280,7 @@ class LoraStep:
 
     def select(self, rows: torch.Tensor) -> LoraStep:
         """For some of the step's tokens ([L] int64), in their order."""
-        return replace(self, segments=self.segments.select(rows))
+        return replace(self, segments=self.segments.select(rows), are_given=False)
 
 
 def experts_addition(lora: LoraStep | None, layer: int) -> ExpertAddition | None:

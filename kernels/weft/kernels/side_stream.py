@@ -51,14 +51,17 @@ class Beside(Generic[Result]):
         device: Of the current stream.
         work: Launches; on another stream none of them, nor the first after the join, may begin
             early (`weft.kernels.gpu.dependent_launch`). What they read stays as it is meanwhile.
+        is_forked: False: on this stream, at once, in any case.
     """
 
-    def __init__(self, device: torch.device, work: Callable[[], Result]) -> None:
+    def __init__(
+        self, device: torch.device, work: Callable[[], Result], *, is_forked: bool = True
+    ) -> None:
         self._device = device
         self._work = work
         self._fork: torch.cuda.Event | None = None
         self._done: list[Result] = []
-        if is_forking(device):
+        if is_forked and is_forking(device):
             self._fork = torch.cuda.current_stream(device).record_event()
         else:
             self._done.append(work())

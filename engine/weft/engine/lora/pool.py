@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,7 +139,8 @@ class LoraPool:
 
     def step(self, segments: LoraSegments) -> LoraStep:
         """What the layers are given for a step whose tokens are sorted so."""
-        return LoraStep(segments=segments, **self._groups)
+        groups: dict[str, Any] = dict(self._groups)
+        return LoraStep(segments=segments, **groups)
 
     def read(self, directory: str, *, is_lenient: bool) -> Weights:
         """See `AdapterStore.read`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -145,7 +146,8 @@ class DeviceInputs:
             return None
         assert self._lora is not None
         columns = LoraColumns.of(num_tokens, self._lora.max_slots)
-        return self._lora.step(columns.views(self._lora_bytes))
+        step = self._lora.step(columns.views(self._lora_bytes))
+        return replace(step, are_given=True)  # It comes by a copy, ahead of all kernels.
 
     def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> ForwardBatch:
         """A decode step of `num_rows` requests that reads what `send_decode` sent last.

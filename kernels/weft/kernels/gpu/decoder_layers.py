@@ -11,11 +11,13 @@ from weft.kernels.decoder_layer import GatedMlpWeight
 from weft.kernels.gpu.attention import are_few_rows, paged_attention
 from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS
 from weft.kernels.gpu.extend_attention import OwnKv
+from weft.kernels.gpu.linear import gate_up_silu_to_fold, linear_to_fold
+from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.gpu.moe import NormAfter, routed_moe
 from weft.kernels.gpu.norm import add_rms_norm, rms_norm
 from weft.kernels.gpu.rope import rope_and_cache
 from weft.kernels.linear import gate_up_silu, linear
-from weft.kernels.lora import addition_to, experts_addition
+from weft.kernels.lora import addition_to, check_addition, experts_addition
 from weft.kernels.rope import check_rope
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
         SparseMlpWeight,
         Taps,
     )
-    from weft.kernels.lora import LoraStep
+    from weft.kernels.linear import LinearWeight
+    from weft.kernels.lora import LoraAddition, LoraStep
 
 
 def decoder_layers(
@@ -44,8 +47,8 @@ def decoder_layers(
             taps.take(layer, hidden)
         qkv = linear(normed, w.qkv, lora=addition_to(step.lora, "qkv", layer))
         mixed = _attend(qkv, w, step, layer)
-        out = linear(mixed, w.o, lora=addition_to(step.lora, "o", layer))
-        normed, _ = add_rms_norm(out, hidden, w.post_norm, w.eps)
+        out, added = _product(mixed, w.o, addition_to(step.lora, "o", layer))
+        normed, _ = add_rms_norm(out, hidden, w.post_norm, w.eps, added)
         after = None
         if index + 1 < len(layers):
             following = layers[index + 1]
@@ -56,6 +59,31 @@ def decoder_layers(
         else:
             normed = out
     return hidden
+
+
+def _product(
+    x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None
+) -> tuple[torch.Tensor, Folded | None]:
+    """The product, and what adapters still add to it, for the norm that follows."""
+    if lora is None or w.is_fixed or not 0 < x.shape[0] <= MAX_FOLDED_ROWS:
+        return linear(x, w, lora=lora), None
+    check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+    return linear_to_fold(x, w.data, w.bias, lora)
+
+
+def _gated_mlp(
+    x: torch.Tensor, w: GatedMlpWeight, lora: LoraStep | None, layer: int
+) -> tuple[torch.Tensor, Folded | None]:
+    """The MLP's result, and what adapters still add to it, for the norm that follows."""
+    to_gate_up, to_down = addition_to(lora, "gate_up", layer), addition_to(lora, "down", layer)
+    rows, both, down = x.shape[0], w.gate_up, w.down
+    can_fold = 0 < rows <= MAX_FOLDED_ROWS and not (both.is_fixed or down.is_fixed)
+    if to_gate_up is None or to_down is None or not can_fold:
+        return _product(gate_up_silu(x, both, to_gate_up), down, to_down)
+    check_addition((rows, both.out_features), x.shape, x.dtype, to_gate_up)
+    check_addition((rows, down.out_features), (rows, down.in_features), x.dtype, to_down)
+    inner, added = gate_up_silu_to_fold(x, both.data, both.bias, to_gate_up, to_down)
+    return (linear(inner, down), added) if added is not None else _product(inner, down, to_down)
 
 
 def _attend(
@@ -109,9 +137,11 @@ def _mlp(
 ) -> torch.Tensor:
     """What is added to the stream; with a norm behind it that is done too, and the norm of it."""
     if isinstance(w, GatedMlpWeight):
-        inner = gate_up_silu(x, w.gate_up, addition_to(lora, "gate_up", layer))
-        out = linear(inner, w.down, lora=addition_to(lora, "down", layer))
-        return out if after is None else add_rms_norm(out, *after)[0]
+        if after is None:
+            inner = gate_up_silu(x, w.gate_up, addition_to(lora, "gate_up", layer))
+            return linear(inner, w.down, lora=addition_to(lora, "down", layer))
+        out, added = _gated_mlp(x, w, lora, layer)
+        return add_rms_norm(out, *after, added)[0]
     assert w.experts.stacked is not None
     return routed_moe(
         x,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fixed_linear import fixed_linear
 from weft.kernels.gpu.lora import Ranks
+from weft.kernels.gpu.lora_fold import Folded
 from weft.kernels.gpu.small_linear import MAX_ROWS, MAX_SPREAD_ROWS, small_linear
 from weft.kernels.lora import LoraAddition
 
@@ -34,7 +35,7 @@ def linear(
         return fixed_linear(x, weight, bias, residual, out_dtype or x.dtype)
     if lora is None:
         return _product(x, weight, bias, residual, out_dtype)
-    ranks = Ranks(x, lora)
+    ranks = Ranks(x, lora, is_ahead=True)
     out = _product(x, weight, bias, residual, out_dtype)
     ranks.add_to(out)
     return out
@@ -62,6 +63,15 @@ def _product(
     return F.linear(x, weight, bias).add_(residual)
 
 
+def linear_to_fold(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: LoraAddition
+) -> tuple[torch.Tensor, Folded]:
+    """`linear` of at most MAX_FOLDED_ROWS, and what is still to be added to it."""
+    _check(x, weight, None)
+    ranks = Ranks(x, lora, is_ahead=True)
+    return _product(x, weight, bias, None, None), ranks.folded()
+
+
 def gate_up_silu(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -78,7 +88,32 @@ def gate_up_silu(
     if is_fixed:
         _check_fixed(lora)
         return silu_and_mul(fixed_linear(x, weight, bias, None, x.dtype))
-    ranks = None if lora is None else Ranks(x, lora)
+    return _gate_up_silu(x, weight, bias, lora, None)[0]
+
+
+def gate_up_silu_to_fold(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora: LoraAddition,
+    down: LoraAddition,
+) -> tuple[torch.Tensor, Folded | None]:
+    """`gate_up_silu`, and what is to be added to its product with down.
+
+    None for the latter where it was not computed beside.
+    """
+    _check(x, weight, None)
+    return _gate_up_silu(x, weight, bias, lora, down)
+
+
+def _gate_up_silu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora: LoraAddition | None,
+    down: LoraAddition | None,
+) -> tuple[torch.Tensor, Folded | None]:
+    ranks = None if lora is None else Ranks(x, lora, down)
     if _is_small(x, weight):
         added = None
         if lora is not None and ranks is not None:
@@ -86,14 +121,14 @@ def gate_up_silu(
             make = x.new_empty if is_whole else x.new_zeros
             added = make((x.shape[0], weight.shape[0]), dtype=torch.float32)
             ranks.add_to(added, is_new=is_whole)
-        return small_linear(x, weight, bias, added, x.dtype, gated=True)
+        return small_linear(x, weight, bias, added, x.dtype, gated=True), None
     both = F.linear(x, weight, bias)
     if ranks is not None:
-        out = ranks.silu_of(both)
-        if out is not None:
-            return out
+        found = ranks.silu_of(both)
+        if found is not None:
+            return found
         ranks.add_to(both)
-    return silu_and_mul(both)
+    return silu_and_mul(both), None
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:

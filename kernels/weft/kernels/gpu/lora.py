@@ -1,16 +1,17 @@
-"""Low-rank additions on a GPU: all tokens' ranks first, then their products added in place.
+"""Low-rank additions on a GPU: all tokens' ranks first, then their products with B.
 
-Ranks need the product's input alone, so that in a captured graph they are computed beside the
-product. Few tokens are taken row by row, more in tiles of those sorted by adapter. Grids do not
-depend on which adapters there are: a captured graph serves any mix.
+Few tokens are taken row by row, more in tiles of those sorted by adapter. Grids do not depend on
+which adapters there are: a captured graph serves any mix.
 """
 
 from __future__ import annotations
 
 import torch
 from weft.kernels.gpu.dependent_launch import launch_options
+from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.gpu.lora_rows import expand_rows, of_tokens, shrink_rows
-from weft.kernels.gpu.lora_tiles import Shrunk, expand_tiles, expand_tiles_silu, shrink_tiles
+from weft.kernels.gpu.lora_shrink import Shrunk, shrink_tiles
+from weft.kernels.gpu.lora_tiles import expand_tiles, expand_tiles_silu
 from weft.kernels.lora import LoraAddition
 from weft.kernels.side_stream import Beside, is_forking
 
@@ -26,27 +27,52 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None
 class Ranks:
     """The ranks of some tokens, computed from here on; to be used once.
 
+    They need the product's input alone: while a graph is captured they are computed beside it.
+
     Args:
         x: [T, K], contiguous; stays as it is meanwhile.
         addition: Of these tokens.
+        down: Of the product that follows, if `silu_of` is to compute its ranks as well.
+        is_ahead: They come before the product instead, where that takes less: it would leave too
+            little of the device to them.
     """
 
-    def __init__(self, x: torch.Tensor, addition: LoraAddition) -> None:
+    def __init__(
+        self,
+        x: torch.Tensor,
+        addition: LoraAddition,
+        down: LoraAddition | None = None,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
         if not x.is_contiguous():
             raise ValueError("x must be contiguous")
         self._addition = addition
         self._tokens = x.shape[0]
         self._is_few = self._tokens <= MAX_ROWS
-        is_forked = is_forking(x.device)
-        options = self._options = launch_options(x.device, is_alone=is_forked)
+        self._down = None if self._is_few else down
+        following = () if self._down is None else self._down.parts
+        is_ahead = is_ahead and not self._is_few and self._tokens <= MAX_FOLDED_ROWS
+        self._is_forked = not is_ahead and is_forking(x.device)
+        options = self._options = launch_options(x.device, is_alone=self._is_forked)
 
-        def shrink() -> Shrunk | torch.Tensor:
+        def shrink() -> Shrunk | tuple[torch.Tensor, torch.Tensor]:
             if not self._is_few:
-                return shrink_tiles(x, addition, options)
+                return shrink_tiles(x, addition, options, following, is_ahead=is_ahead)
             slots = of_tokens(addition.segments.token_slots)
             return shrink_rows(x, addition.parts, addition.layer, slots, options)
 
-        self._ranks = Beside(x.device, shrink) if self._tokens else None
+        self._ranks = None
+        if self._tokens:
+            self._ranks = Beside(x.device, shrink, is_forked=self._is_forked)
+
+    def folded(self) -> Folded:
+        """What is to be added by a kernel that reads the product next; T at least 1, one part."""
+        assert self._ranks is not None
+        ranks, (part,) = self._ranks.join(), self._addition.parts
+        if isinstance(ranks, Shrunk):
+            return Folded(ranks.ranks, ranks.entries, part, self._is_forked)
+        return Folded(*ranks, part, self._is_forked)
 
     def add_to(self, out: torch.Tensor, *, is_new: bool = False) -> None:
         """Adds what adapters add to `out` [T, N].
@@ -66,10 +92,10 @@ class Ranks:
             expand_tiles(out, ranks, addition, self._options)
             return
         slots, layer = of_tokens(addition.segments.token_slots), addition.layer
-        expand_rows(out, ranks, addition.parts, layer, slots, self._options, is_new=is_new)
+        expand_rows(out, ranks[0], addition.parts, layer, slots, self._options, is_new=is_new)
 
-    def silu_of(self, both: torch.Tensor) -> torch.Tensor | None:
-        """silu(gate) * up with what adapters add to `both` [T, 2 * I].
+    def silu_of(self, both: torch.Tensor) -> tuple[torch.Tensor, Folded | None] | None:
+        """silu(gate) * up with what adapters add to `both` [T, 2 * I], and what they add to down.
 
         None where `add_to` has to be called instead.
         """
@@ -79,4 +105,8 @@ class Ranks:
             return None
         ranks = self._ranks.join()
         assert isinstance(ranks, Shrunk)
-        return expand_tiles_silu(both, ranks, self._addition, self._options)
+        if self._down is None:
+            return expand_tiles_silu(both, ranks, self._addition, self._options).out, None
+        (down,) = self._down.parts
+        out, to_down = expand_tiles_silu(both, ranks, self._addition, self._options, down)
+        return out, Folded(to_down, ranks.entries[2:], down)

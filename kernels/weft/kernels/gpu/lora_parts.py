@@ -11,6 +11,8 @@ from weft.kernels.lora import LoraWeights
 
 _PROGRAMS = 512
 """Enough to keep the memory busy."""
+_LEAST_ENTRY = 2
+"""Rows that are read of an entry whether they are there or not."""
 
 Parts = tuple[LoraWeights, ...]
 
@@ -21,11 +23,12 @@ FREE = [
 """Numbers that kernels are not compiled anew for."""
 
 
-def splits_of(programs: int, depth: int, least: int, most: int) -> int:
-    """Parts of K for so many programs: of `least` elements or more, at most `most`."""
+def splits_of(programs: int, depth: int, least: int, most: int, enough: int = _PROGRAMS) -> int:
+    """Parts of K for so many programs: of `least` elements or more, at most `most`, and no more
+    than `enough` programs in all, or little more."""
     splits = 1
     while 2 * splits <= most and depth // (2 * splits) >= least:
-        if programs * splits >= _PROGRAMS:
+        if programs * splits >= enough:
             break
         splits *= 2
     return splits
@@ -68,6 +71,26 @@ def new_ranks(rows: int, parts: Parts, splits: int, device: torch.device) -> tor
     """[splits, R, ranks of all parts] float32: each row's ranks, in as many sums."""
     width = sum(part.max_rank for part in parts)
     return torch.empty((splits, rows, width), dtype=torch.float32, device=device)
+
+
+def new_entries(rows: int, parts: Parts, device: torch.device) -> torch.Tensor:
+    """[parts, R, 1 + rows of the pool] int32: what each row has of each part.
+
+    First how many rows of the pool, then which; what is beyond is undefined.
+    """
+    most = max(_LEAST_ENTRY, *(max_rows(part) for part in parts))
+    size = (len(parts), rows, 1 + -(-most // _LEAST_ENTRY) * _LEAST_ENTRY)
+    return torch.empty(size, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def dot(values: tl.tensor, tile: tl.tensor, total: tl.tensor, IS_EXACT: tl.constexpr) -> tl.tensor:
+    """`total` and the product."""
+    if IS_EXACT:
+        total = tl.dot(values, tile, total, input_precision="ieee")
+    else:
+        total = tl.dot(values, tile, total)
+    return total
 
 
 @triton.jit

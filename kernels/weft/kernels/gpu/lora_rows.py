@@ -20,6 +20,7 @@ from weft.kernels.gpu.lora_parts import (
     column_alignment,
     columns,
     max_rows,
+    new_entries,
     new_ranks,
     part_of,
     pick,
@@ -62,7 +63,7 @@ def add_by_rows(
 ) -> None:
     """`weft.kernels.lora.add_lora` for few tokens."""
     slots = of_tokens(addition.segments.token_slots)
-    ranks = shrink_rows(x, addition.parts, addition.layer, slots, options)
+    ranks, _ = shrink_rows(x, addition.parts, addition.layer, slots, options)
     expand_rows(out, ranks, addition.parts, addition.layer, slots, options)
 
 
@@ -73,8 +74,8 @@ def shrink_rows(
     slots: RowSlots,
     options: LaunchOptions,
     x_top_k: int = 1,
-) -> torch.Tensor:
-    """The ranks of each row by itself, [splits, R, ranks of all parts].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranks of each row by itself.
 
     Args:
         x: [R / x_top_k, K]: row r is that of x_top_k neighbours.
@@ -83,21 +84,26 @@ def shrink_rows(
         slots: Of R rows.
         options: Of the launch.
         x_top_k: Rows that have one input.
+
+    Returns:
+        [splits, R, ranks of all parts] float32, to be added up; and [parts, R, ...]: see
+        `new_entries`.
     """
     depth, rows = x.shape[1], x.shape[0] * x_top_k
     most = max(max_rows(part) for part in parts)
     places = max(1, min(most, _PROGRAMS // (rows * len(parts))))
     splits = splits_of(rows * len(parts) * places, depth, _LEAST_SPLIT_K, _MAX_SPLITS)
     ranks = new_ranks(rows, parts, splits, x.device)
+    entries = new_entries(rows, parts, x.device)
     _shrink_kernel[(rows, len(parts) * places, splits)](
-        ranks, x, slots.token_slots, slots.ids, *three([p.a for p in parts]),
+        ranks, entries, x, slots.token_slots, slots.ids, *three([p.a for p in parts]),
         *tables(parts, [p.table for p in parts]), layer, parts[0].table.shape[1], ranks.shape[2],
-        K=depth, EXPERTS=slots.experts, TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal,
-        X_TOP_K=x_top_k, SPLITS=splits, PLACES=places,
+        entries.shape[2], K=depth, EXPERTS=slots.experts, TOP_K=slots.top_k,
+        ARE_EQUAL=slots.are_equal, X_TOP_K=x_top_k, SPLITS=splits, PLACES=places,
         TILE=min(1024, triton.next_power_of_2(triton.cdiv(depth, splits))),
         num_warps=4, **options,
     )  # fmt: skip
-    return ranks
+    return ranks, entries
 
 
 def expand_rows(
@@ -169,9 +175,10 @@ def times_b(
     return total + tl.sum(tile.to(tl.float32) * given[:, None], axis=0)
 
 
-@triton.jit(do_not_specialize=FREE)
+@triton.jit(do_not_specialize=[*FREE, "entry_width"])
 def _shrink_kernel(
     ranks: tl.tensor,
+    entries: tl.tensor,
     x: tl.tensor,
     token_slots: tl.tensor,
     ids: tl.tensor,
@@ -190,6 +197,7 @@ def _shrink_kernel(
     layer: int,
     slots: int,
     width: int,
+    entry_width: int,
     IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -206,7 +214,9 @@ def _shrink_kernel(
     token, split = tl.program_id(0), tl.program_id(2)
     part, place = tl.program_id(1) // PLACES, tl.program_id(1) % PLACES
     slot = slot_of(token, token_slots, ids, EXPERTS, TOP_K, ARE_EQUAL)
+    entry = entries + (part * tl.num_programs(0) + token) * entry_width
     if slot == 0:
+        tl.store(entry, 0)
         return
     at = layer * slots + slot
     table = pick(part, table0, table1, table2)
@@ -217,8 +227,12 @@ def _shrink_kernel(
     given_at = x + (token // X_TOP_K).to(tl.int64) * K
     to = ranks + (split * tl.num_programs(0) + token) * width
     to += 8 * before(part, max_rows0, max_rows1)
-    for index in range(place, tl.load(pick(part, counts0, counts1, counts2) + at), PLACES):
-        row = tl.load(table + index).to(tl.int64)
+    count = tl.load(pick(part, counts0, counts1, counts2) + at)
+    tl.store(entry, count)
+    for index in range(place, count, PLACES):
+        one = tl.load(table + index)
+        tl.store(entry + 1 + index, one)
+        row = one.to(tl.int64)
         begin = pick(part, a0, a1, a2) + (row * 8 + rank[:, None]) * K
         total = tl.zeros([8, TILE], tl.float32)
         for start in range(split * PART, (split + 1) * PART, TILE):

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.lora_fold import FOLDED, NOTHING, Folded, added_to_row
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -16,13 +17,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    added: Folded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.norm.add_rms_norm` for CUDA tensors."""
+    """`weft.kernels.norm.add_rms_norm` for CUDA tensors; to `x` is added what adapters add."""
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x")
     out = torch.empty_like(x)
-    _launch(out, x, residual, weight, eps)
+    _launch(out, x, residual, weight, eps, added)
     return out, residual
 
 
@@ -32,6 +37,7 @@ def _launch(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
+    added: Folded | None = None,
 ) -> None:
     rows, width = x.shape
     if weight.shape != (width,) or weight.dtype != x.dtype or not x.is_contiguous():
@@ -42,20 +48,17 @@ def _launch(
     if rows == 0:
         return
     block = triton.next_power_of_2(width)
+    sums, block_sums = (1, 1) if added is None else added.sums
     _rms_norm_kernel[(rows,)](
-        out,
-        x,
-        residual,
-        weight,
-        width,
-        eps,
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-        **launch_options(x.device),
-    )
+        *(out, x, residual, weight, width, eps),
+        *(NOTHING if added is None else added.arguments()),
+        BLOCK=block, SUMS=sums, BLOCK_SUMS=block_sums,
+        num_warps=max(1, min(16, block // (512 if added is None else 256))),
+        **launch_options(x.device, is_alone=added is not None and added.is_alone),
+    )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLDED)
 def _rms_norm_kernel(
     out: tl.tensor,
     x: tl.tensor,
@@ -63,8 +66,16 @@ def _rms_norm_kernel(
     weight: tl.tensor,
     width: int,
     eps: float,
+    ranks: tl.tensor,
+    entries: tl.tensor,
+    b: tl.tensor,
+    rank_width: int,
+    entry_width: int,
+    stride: int,
     IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     begin = tl.program_id(0).to(tl.int64) * width
@@ -73,6 +84,12 @@ def _rms_norm_kernel(
     gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     wait_for_last(IS_DEPENDENT)
     row = tl.load(x + begin + column, mask=mask, other=0.0).to(tl.float32)
+    if ranks is not None:
+        token = tl.program_id(0)
+        row += added_to_row(
+            ranks + token * rank_width, entries + token * entry_width, b, width,
+            column, mask, stride, SUMS, BLOCK_SUMS,
+        )  # fmt: skip
     if residual is not None:
         # The stream is kept in its own dtype, and the norm sees the rounded sum.
         stream = tl.load(residual + begin + column, mask=mask, other=0.0).to(tl.float32)

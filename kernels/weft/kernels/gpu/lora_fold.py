@@ -1,0 +1,110 @@
+"""Low-rank additions in the kernel that reads a product next: no launch of their own.
+
+For few tokens: each takes its own rows of B, whoever else has the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.lora import LoraWeights
+
+MAX_FOLDED_ROWS = 128
+"""Up to here tokens that share B lose less than a launch takes."""
+FOLDED = ["rank_width", "entry_width", "stride"]
+"""Numbers that kernels are not compiled anew for."""
+
+
+class Folded(NamedTuple):
+    """What is to be added to a product of T tokens, of which all columns are one part's."""
+
+    ranks: torch.Tensor
+    """[sums, T, ranks] float32 or dtype of the product: to be added up."""
+    entries: torch.Tensor
+    """[1, T, ...] int32: see `new_entries`."""
+    part: LoraWeights
+    is_alone: bool = False
+    """Who adds it must not begin early: it waits for another stream."""
+
+    @property
+    def sums(self) -> tuple[int, int]:
+        """How many, and the next power of two."""
+        count = self.ranks.shape[0]
+        return count, triton.next_power_of_2(count)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the kernel that reads the product."""
+        _, tokens, width = self.ranks.shape
+        return self.ranks, self.entries, self.part.b, width, self.entries.shape[2], tokens * width
+
+
+NOTHING = (None, None, None, 0, 0, 0)
+"""The arguments where nothing is added."""
+
+
+@triton.jit
+def added_to_row(
+    ranks: tl.tensor,
+    entry: tl.tensor,
+    b: tl.tensor,
+    features: int,
+    column: tl.tensor,
+    mask: tl.tensor,
+    stride: int,
+    SUMS: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
+) -> tl.tensor:
+    """What is added to some columns of a row's product of one part: [COLUMNS] float32.
+
+    Args:
+        ranks: Pointer to the row's ranks, of the first sum.
+        entry: Pointer to the row's entry.
+        b: [rows, 8, features].
+        features: Columns of B.
+        column: [COLUMNS].
+        mask: [COLUMNS].
+        stride: From one sum of the ranks to the next one.
+        SUMS: Sums.
+        BLOCK_SUMS: A power of two, not less.
+    """
+    count = tl.load(entry)
+    total = _times_sixteen(
+        ranks, entry, count, b, features, column, mask, 0, stride, SUMS, BLOCK_SUMS
+    )
+    for start in range(16, 8 * count, 16):
+        total += _times_sixteen(
+            ranks, entry, count, b, features, column, mask, start, stride, SUMS,
+            BLOCK_SUMS,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _times_sixteen(
+    ranks: tl.tensor,
+    entry: tl.tensor,
+    count: tl.tensor,
+    b: tl.tensor,
+    features: int,
+    column: tl.tensor,
+    mask: tl.tensor,
+    start: int,
+    stride: int,
+    SUMS: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
+) -> tl.tensor:
+    """Of sixteen ranks."""
+    rank = start + tl.arange(0, 16)
+    is_rank = rank < 8 * count
+    # Two rows are read at once with their number; those that are not there are not used.
+    row = tl.load(entry + 1 + rank // 8).to(tl.int64) * 8 + rank % 8
+    number = tl.arange(0, BLOCK_SUMS)[:, None]
+    at = ranks + number * stride + rank[None, :]
+    given = tl.load(at, mask=(number < SUMS) & is_rank[None, :], other=0.0)
+    given = tl.sum(given.to(tl.float32), axis=0)
+    at = b + row[:, None] * features + column[None, :]
+    tile = tl.load(at, mask=is_rank[:, None] & mask[None, :], other=0.0).to(tl.float32)
+    return tl.sum(tile * given[:, None], axis=0)
