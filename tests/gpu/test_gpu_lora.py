@@ -221,7 +221,7 @@ def test_selected_rows() -> None:
     ("name", "original", "replacement"),
     [
         ("lora_rows", "for index in range(count):", "for index in range(count - 1):"),
-        ("lora_tiles", "tile = _tile(b, its,", "tile = _tile(b, its - 1,"),
+        ("lora_tiles", "_tile(b, row,", "_tile(b, row - 1,"),
     ],
 )
 def test_the_checks_see_a_dropped_tile(

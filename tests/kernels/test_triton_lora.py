@@ -139,8 +139,8 @@ SHORT = WALK.replace("PART, TILE", "PART - TILE, TILE")
         ("lora_rows", WALK, SHORT),
         ("lora_rows", "for index in range(count):", "for index in range(count - 1):"),
         ("lora_shrink", WALK, SHORT),
-        ("lora_shrink", "slot[:, None] == owner[None, :]", "slot[:, None] > owner[None, :]"),
-        ("lora_tiles", "tile = _tile(b, its,", "tile = _tile(b, its - 1,"),
+        ("lora_shrink", "(job - 1) // SPLITS * GROUP", "(job - 1) // SPLITS * GROUP + RANKS"),
+        ("lora_tiles", "_tile(b, row,", "_tile(b, row - 1,"),
     ],
 )
 def test_a_mutated_kernel_is_noticed(

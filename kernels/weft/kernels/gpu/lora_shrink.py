@@ -19,26 +19,41 @@ from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_
 from weft.kernels.gpu.lora_parts import (
     FREE,
     Parts,
+    aligned,
     before,
     dot,
     new_entries,
-    new_ranks,
     pick,
     splits_of,
     tables,
     three,
 )
+from weft.kernels.gpu.lora_units import (
+    NOTED,
+    UNIT,
+    Shape,
+    store_units,
+    tile_of,
+    unit_ranks,
+    units_of,
+)
 from weft.kernels.lora import LoraAddition, LoraSegments
 
-UNIT = 16
-"""Ranks of a unit: the least that tensor cores multiply. An adapter has as many as it needs."""
+AHEAD = Shape(512, 32, warps=8)
+"""Of few tokens, before the product: a program fetches all its A ahead."""
+SHAPES = {
+    16: Shape(64, 32, warps=4, stages=4),
+    32: Shape(64, 64, warps=4, stages=4),
+    64: Shape(64, 64, warps=8, stages=4),
+}
+"""By tokens of a tile."""
 _PROGRAMS = 200
 """About as many as run at once, where each takes tiles of many tokens."""
 _LEAST_SPLIT_K = 1024
 """Beside a product, which leaves few multiprocessors free: few programs, all at once."""
 _MAX_SPLITS = 8
-_WHOLE = 512
-"""Elements of K that a program has that comes before the product: fetched ahead, all at once."""
+_MAX_SUMS = 16
+"""More would take whoever adds them up too long."""
 _MAX_COUNTERS = 512
 """Products of more tiles and parts are not split."""
 
@@ -57,23 +72,11 @@ class Shrunk(NamedTuple):
     """[parts, tiles] int32."""
     rows: torch.Tensor
     """[parts, tiles, ranks of the most units] int32: row of B, as [rows * 8, features]; -1: no
-    rank. The first group's are always there."""
+    rank. Those of the first NOTED ranks, and so on, are always there."""
     owners: torch.Tensor
-    """The same, int32: slot * 1024 + rank."""
+    """[parts, tiles, the most units] int32: see `units_of`."""
     entries: torch.Tensor
     """[parts, T, 1 + rows]: see `new_entries`."""
-
-
-def tile_of(tokens: int) -> int:
-    """Tokens that are multiplied together."""
-    if tokens <= 256:
-        return 16
-    return 32 if tokens <= 1024 else 64
-
-
-def group_of(tile: int) -> int:
-    """Ranks taken at once, of one adapter or of several: two units, or four of many tokens."""
-    return 32 if tile == UNIT else 64
 
 
 def shrink_tiles(
@@ -97,27 +100,29 @@ def shrink_tiles(
     (tokens, depth), products, segments = x.shape, addition.parts, addition.segments
     parts, tile = (*products, *following), tile_of(tokens)
     tiles = triton.cdiv(tokens, tile)
-    splits = triton.cdiv(depth, _WHOLE)
-    is_ahead = is_ahead and tile == UNIT and splits <= _MAX_SPLITS
+    is_ahead = is_ahead and tile == UNIT and depth <= _MAX_SUMS * AHEAD.block
+    shape = AHEAD if is_ahead else SHAPES[tile]
+    splits = triton.cdiv(depth, shape.block)
     if not is_ahead:
         splits = splits_of(tiles * len(products), depth, _LEAST_SPLIT_K, _MAX_SPLITS, _PROGRAMS)
     shrunk = _new_shrunk(tokens, tile, products, following, segments, x)
-    if is_ahead:
-        shrunk = shrunk._replace(ranks=new_ranks(tokens, products, splits, x.device))
     sums, arrived = shrunk.ranks, shrunk.ranks
-    if splits > 1 and not is_ahead:
+    if is_ahead or splits > 1:
         size = (splits, *shrunk.ranks.shape[1:])
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
+    if is_ahead:
+        shrunk = shrunk._replace(ranks=sums)
+    elif splits > 1:
         arrived = _counters(x.device)
-    _shrink_kernel[(tiles, len(parts), splits)](
+    groups = min(shape.each, triton.cdiv(shrunk.rows.shape[2], shape.group))
+    _shrink_kernel[(tiles, len(parts), 1 + splits * groups)](
         *shrunk, sums, arrived, x, segments.order, segments.ordered, *three([p.a for p in parts]),
         *tables(parts, [p.table for p in parts]), addition.layer, parts[0].table.shape[1],
         *shrunk.ranks.shape[1:], shrunk.rows.shape[2], shrunk.entries.shape[2],
-        PRODUCTS=len(products), K=depth,
-        TILE=min(_WHOLE if is_ahead else 64, triton.next_power_of_2(depth)), TOKENS=tile,
-        RANKS=UNIT, GROUP=group_of(tile), SPLITS=splits, IS_AHEAD=is_ahead,
-        IS_EARLY=is_ahead and addition.are_given, IS_EXACT=x.dtype == torch.float32,
-        num_warps=8 if is_ahead or tile == 64 else 4, num_stages=1 if is_ahead else 4, **options,
+        PRODUCTS=len(products), K=depth, TILE=min(shape.block, triton.next_power_of_2(depth)),
+        TOKENS=tile, RANKS=UNIT, GROUP=shape.group, GROUPS=groups, NOTED=NOTED, SPLITS=splits,
+        IS_AHEAD=is_ahead, IS_EARLY=is_ahead and addition.are_given,
+        IS_EXACT=x.dtype == torch.float32, **shape.options(), **options,
     )  # fmt: skip
     return shrunk
 
@@ -131,15 +136,15 @@ def _new_shrunk(
     x: torch.Tensor,
 ) -> Shrunk:
     parts, device = (*products, *following), x.device
-    width, tiles = sum(part.max_rank for part in products), triton.cdiv(tokens, tile)
-    most = max(part.max_rank for part in parts)
-    units = min(tile, segments.slots.shape[0]) * triton.cdiv(most, UNIT)
-    size = (len(parts), tiles, triton.cdiv(units * UNIT, 64) * 64)
+    width, tiles = sum(unit_ranks(part) for part in products), triton.cdiv(tokens, tile)
+    most = min(tile, segments.slots.shape[0]) * max(unit_ranks(part) for part in parts)
+    most = triton.cdiv(most, NOTED) * NOTED
+    size = (len(parts), tiles)
     return Shrunk(
         torch.empty((1, tokens, width), dtype=x.dtype, device=device),
-        torch.empty(size[:2], dtype=torch.int32, device=device),
         torch.empty(size, dtype=torch.int32, device=device),
-        torch.empty(size, dtype=torch.int32, device=device),
+        torch.empty((*size, most), dtype=torch.int32, device=device),
+        torch.empty((*size, most // UNIT), dtype=torch.int32, device=device),
         new_entries(tokens, parts, device),
     )
 
@@ -190,6 +195,8 @@ def _shrink_kernel(
     TOKENS: tl.constexpr,
     RANKS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NOTED: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_AHEAD: tl.constexpr,
     IS_EARLY: tl.constexpr,
@@ -201,7 +208,7 @@ def _shrink_kernel(
     # still writes x. Nothing is written before the wait: others may still read the memory.
     if not IS_EARLY:
         wait_for_last(IS_DEPENDENT)
-    part, split = tl.program_id(1), tl.program_id(2)
+    part, job = tl.program_id(1), tl.program_id(2)
     place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = place < tokens
     slot = tl.load(ordered + place, mask=is_token, other=0)
@@ -216,93 +223,62 @@ def _shrink_kernel(
     at = part * tl.num_programs(0) + tl.program_id(0)
     max_rows = pick(part, max_rows0, max_rows1, max_rows2)
     table = pick(part, table0, table1, table2) + layer * slots * max_rows
-    a = pick(part, a0, a1, a2)
-    first_rank = 8 * before(part, max_rows0, max_rows1)
-    given = x + token[:, None] * K
-    PART: tl.constexpr = ((K + SPLITS * TILE - 1) // (SPLITS * TILE)) * TILE
-    if IS_AHEAD:
-        owner, rank, row = _unit_rows(table, max_rows, slot, count, begin, units, 0, RANKS, GROUP)
-        depth = split * PART + tl.arange(0, TILE)
-        inside = (depth < K)[None, :]
-        is_its = tl.where(part < PRODUCTS, row, -1) >= 0
-        ahead = a + row.to(tl.int64)[:, None] * K + depth[None, :]
-        tile = tl.load(ahead, mask=is_its[:, None] & inside, other=0.0)
+    if job == 0:
         if IS_EARLY:
             wait_for_last(IS_DEPENDENT)
-        values = tl.load(given + depth[None, :], mask=is_token[:, None] & inside, other=0.0)
-        total = dot(values, tl.trans(tile), tl.zeros([TOKENS, GROUP], tl.float32), IS_EXACT)
-        mask = _is_own(slot, owner) & is_its[None, :]
-        to = token[:, None] * width + first_rank + rank[None, :]
-        tl.store(sums + split * tokens * width + to, total, mask=mask)
-    if split == SPLITS - 1:
         tl.store(num_units + at, total_units)
         entry = entries + (part * tokens + token) * entry_width
         tl.store(entry, count, mask=is_token)
         for index in range(0, tl.max(count, axis=0)):
             one = tl.load(table + slot * max_rows + index, mask=index < count, other=0)
             tl.store(entry + 1 + index, one, mask=index < count)
-    # Once even where there are no units: the first group is read whether there are any or not.
-    for start in range(0, tl.maximum(total_units * RANKS, 1), GROUP):
-        owner, rank, row = _unit_rows(
-            table, max_rows, slot, count, begin, units, start, RANKS, GROUP
-        )
-        if split == SPLITS - 1:
-            column = at * most + start + tl.arange(0, GROUP)
-            tl.store(rows + column, row)
-            tl.store(owners + column, owner * 1024 + rank)
-        if (part < PRODUCTS) & (start < total_units * RANKS) & ((start > 0) | (not IS_AHEAD)):
-            total = _walk(given, is_token, a, row, split, K, TILE, PART, TOKENS, GROUP, IS_EXACT)
-            mask = _is_own(slot, owner) & (row >= 0)[None, :]
-            to = token[:, None] * width + first_rank + rank[None, :]
-            if SPLITS == 1 and not IS_AHEAD:
-                tl.store(ranks + to, total.to(ranks.dtype.element_ty), mask=mask)
-            else:
-                tl.store(sums + split * tokens * width + to, total, mask=mask)
-    if (part >= PRODUCTS) | (total_units == 0):
+        # Once even where there are no units: the first are read whether there are any or not.
+        for start in range(0, tl.maximum(total_units * RANKS, 1), NOTED):
+            owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, NOTED)
+            tl.store(rows + at * most + start + tl.arange(0, NOTED), row)
+            unit = (at * most + start) // RANKS + tl.arange(0, NOTED // RANKS)
+            tl.store(owners + unit, owner)
         return
+    split, first = (job - 1) % SPLITS, (job - 1) // SPLITS * GROUP
+    if (part >= PRODUCTS) | (first >= total_units * RANKS):
+        return
+    a = pick(part, a0, a1, a2)
+    wide0, wide1 = (max_rows0 * 8 + RANKS - 1) // RANKS, (max_rows1 * 8 + RANKS - 1) // RANKS
+    width = aligned(width, RANKS)
+    to = sums + (split * tokens + token) * width + RANKS * before(part, wide0, wide1)
+    given = x + token[:, None] * K
+    PART: tl.constexpr = ((K + SPLITS * TILE - 1) // (SPLITS * TILE)) * TILE
+    if IS_AHEAD:
+        owner, row = units_of(table, max_rows, slot, count, begin, units, first, RANKS, GROUP)
+        depth = split * PART + tl.arange(0, TILE)
+        inside = (depth < K)[None, :]
+        ahead = a + row.to(tl.int64)[:, None] * K + depth[None, :]
+        tile = tl.load(ahead, mask=(row >= 0)[:, None] & inside, other=0.0)
+        if IS_EARLY:
+            wait_for_last(IS_DEPENDENT)
+        values = tl.load(given + depth[None, :], mask=is_token[:, None] & inside, other=0.0)
+        total = dot(values, tl.trans(tile), tl.zeros([TOKENS, GROUP], tl.float32), IS_EXACT)
+        store_units(to, slot, owner, total, RANKS)
+        first += GROUPS * GROUP
+    for start in range(first, total_units * RANKS, GROUPS * GROUP):
+        owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, GROUP)
+        total = _walk(given, is_token, a, row, split, K, TILE, PART, TOKENS, GROUP, IS_EXACT)
+        store_units(to, slot, owner, total, RANKS)
     if SPLITS > 1 and not IS_AHEAD:
         tl.debug_barrier()
-        if tl.atomic_add(arrived + at, 1) == SPLITS - 1:
+        arrivals = SPLITS * tl.minimum((total_units * RANKS + GROUP - 1) // GROUP, GROUPS)
+        if tl.atomic_add(arrived + at, 1) == arrivals - 1:
+            whole_to = token[:, None] * width + RANKS * before(part, wide0, wide1)
             for start in range(0, 8 * tl.max(count, axis=0), RANKS):
                 rank_on = start + tl.arange(0, RANKS)
-                mask_on = rank_on[None, :] < 8 * count[:, None]
-                to_on = token[:, None] * width + first_rank + rank_on[None, :]
+                mask_on = rank_on[None, :] < ((8 * count + RANKS - 1) // RANKS * RANKS)[:, None]
+                to_on = whole_to + rank_on[None, :]
                 whole = tl.zeros([TOKENS, RANKS], tl.float32)
                 for number in tl.static_range(SPLITS):
                     one_sum = sums + number * tokens * width + to_on
                     whole += tl.load(one_sum, mask=mask_on, other=0.0, volatile=True)
                 tl.store(ranks + to_on, whole.to(ranks.dtype.element_ty), mask=mask_on)
             tl.store(arrived + at, 0)
-
-
-@triton.jit
-def _unit_rows(
-    table: tl.tensor,
-    max_rows: tl.tensor,
-    slot: tl.tensor,
-    count: tl.tensor,
-    begin: tl.tensor,
-    units: tl.tensor,
-    start: int,
-    RANKS: tl.constexpr,
-    GROUP: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Slot, rank and row of the pool (-1: none) of GROUP ranks of a tile, from `start` on."""
-    column = start + tl.arange(0, GROUP)
-    unit = (column // RANKS)[:, None]
-    is_its = (unit >= begin[None, :]) & (unit < (begin + units)[None, :])
-    owner = tl.sum(tl.where(is_its, slot[None, :], 0), axis=1)
-    rank = tl.sum(tl.where(is_its, (unit - begin[None, :]) * RANKS, 0), axis=1)
-    rank += column % RANKS
-    is_rank = rank < tl.sum(tl.where(is_its, 8 * count[None, :], 0), axis=1)
-    row = tl.load(table + owner * max_rows + rank // 8, mask=is_rank, other=0) * 8 + rank % 8
-    return owner, rank, tl.where(is_rank, row, -1)
-
-
-@triton.jit
-def _is_own(slot: tl.tensor, owner: tl.tensor) -> tl.tensor:
-    """[TOKENS, GROUP]: ranks of the token's own adapter."""
-    return slot[:, None] == owner[None, :]
 
 
 @triton.jit

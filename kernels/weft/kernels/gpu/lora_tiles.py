@@ -20,22 +20,33 @@ from weft.kernels.gpu.lora_parts import (
     column_alignment,
     columns,
     dot,
-    new_ranks,
     part_of,
     pick,
     three,
 )
-from weft.kernels.gpu.lora_shrink import UNIT, Shrunk, group_of, shrink_tiles, tile_of
+from weft.kernels.gpu.lora_shrink import Shrunk, shrink_tiles
+from weft.kernels.gpu.lora_units import (
+    UNIT,
+    Shape,
+    load_units,
+    store_units,
+    tile_of,
+    unit_ranks,
+)
 from weft.kernels.lora import LoraAddition, LoraWeights
 
-_FEW_PROGRAMS = 512
-_WIDE = 128
-"""Columns that a program takes at once."""
-_EACH = 8
-"""Such blocks of columns that a program of many tokens takes one after the other: most of its time
-would go into finding out what it multiplies."""
-_REGISTERS = 128
-"""Of a thread; with more, too few programs run at once."""
+SHAPES = {
+    16: Shape(64, 32, warps=4, registers=128),
+    32: Shape(64, 64, warps=4, registers=128),
+    64: Shape(128, 64, warps=8, each=8, registers=128),
+}
+"""By tokens of a tile."""
+SILU_SHAPES = {
+    16: Shape(128, 32, warps=4, registers=128),
+    32: Shape(128, 64, warps=4, registers=128),
+    64: Shape(64, 64, warps=8, each=8, registers=128),
+}
+"""By tokens of a tile, where the activation is taken as well."""
 
 
 class Activation(NamedTuple):
@@ -59,20 +70,17 @@ def expand_tiles(
 ) -> None:
     """Adds the tokens' ranks times B to `out` [T, N]."""
     parts, segments = addition.parts, addition.segments
-    tile, wide = tile_of(out.shape[0]), _WIDE
-    tiles, each = triton.cdiv(out.shape[0], tile), _EACH if tile == 64 else 1
-    if tiles * sum(triton.cdiv(part.out_features, wide) for part in parts) < _FEW_PROGRAMS:
-        wide = 64
-    blocks = sum(triton.cdiv(part.out_features, wide * each) for part in parts)
-    starts = [sum(part.max_rank for part in parts[:n]) for n in range(len(parts))]
-    _expand_kernel[(tiles, blocks)](
+    tile = tile_of(out.shape[0])
+    shape = SHAPES[tile]
+    blocks = sum(triton.cdiv(part.out_features, shape.block * shape.each) for part in parts)
+    starts = [sum(unit_ranks(part) for part in parts[:n]) for n in range(len(parts))]
+    _expand_kernel[(blocks, triton.cdiv(out.shape[0], tile))](
         out, *shrunk[:4], segments.order, segments.ordered, *three([p.b for p in parts]),
         *columns(parts), *three(starts), *shrunk.ranks.shape[1:], shrunk.rows.shape[2],
-        out.shape[1],
-        COLUMNS=wide, EACH=each, TOKENS=tile, RANKS=UNIT, GROUP=group_of(tile),
-        SUMS=shrunk.ranks.shape[0], ALIGNMENT=column_alignment(parts, out.shape[1]),
-        IS_EXACT=out.dtype == torch.float32, num_warps=8 if tile == 64 else 4, num_stages=1,
-        maxnreg=_REGISTERS, **options,
+        out.shape[1], COLUMNS=shape.block, EACH=shape.each, TOKENS=tile, RANKS=UNIT,
+        GROUP=shape.group, SUMS=shrunk.ranks.shape[0],
+        ALIGNMENT=column_alignment(parts, out.shape[1]), IS_EXACT=out.dtype == torch.float32,
+        **shape.options(), **options,
     )  # fmt: skip
 
 
@@ -96,45 +104,49 @@ def expand_tiles_silu(
     tokens, inner = both.shape[0], both.shape[1] // 2
     out = torch.empty((tokens, inner), dtype=both.dtype, device=both.device)
     tile = tile_of(tokens)
-    wide = 64 if tile == 64 else _WIDE
-    each = _EACH if tile == 64 else 1
-    blocks = triton.cdiv(inner, wide * each)
-    down_ranks = shrunk.ranks[:0]
-    if down is not None:
-        down_ranks = new_ranks(tokens, (down,), blocks, both.device)
-    _expand_silu_kernel[(triton.cdiv(tokens, tile), blocks)](
+    shape = SILU_SHAPES[tile]
+    blocks = triton.cdiv(inner, shape.block * shape.each)
+    down_ranks = torch.empty(
+        (blocks, tokens, 0 if down is None else unit_ranks(down)),
+        dtype=torch.float32,
+        device=both.device,
+    )
+    _expand_silu_kernel[(blocks, triton.cdiv(tokens, tile))](
         out, both, down_ranks, *shrunk[:4], segments.order, segments.ordered, gate.b, up.b,
-        None if down is None else down.a, inner, gate.max_rank, tokens, shrunk.ranks.shape[2],
-        0 if down is None else down.max_rank, shrunk.rows.shape[2], COLUMNS=wide,
-        EACH=each, TOKENS=tile, RANKS=UNIT, GROUP=group_of(tile), ALIGNMENT=alignment_of(inner),
-        IS_EXACT=both.dtype == torch.float32, num_warps=8 if tile == 64 else 4, num_stages=1,
-        maxnreg=_REGISTERS, **options,
+        None if down is None else down.a, inner, unit_ranks(gate), tokens, shrunk.ranks.shape[2],
+        down_ranks.shape[2], shrunk.rows.shape[2], COLUMNS=shape.block, EACH=shape.each,
+        TOKENS=tile, RANKS=UNIT, GROUP=shape.group, ALIGNMENT=alignment_of(inner),
+        IS_EXACT=both.dtype == torch.float32, **shape.options(), **options,
     )  # fmt: skip
     return Activation(out, down_ranks)
 
 
 @triton.jit
-def _group(rows: tl.tensor, owners: tl.tensor, rank: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Rows of B (or A), and whose they are."""
-    return tl.load(rows + rank), tl.load(owners + rank)
+def _noted(
+    rows: tl.tensor,
+    owners: tl.tensor,
+    start: int,
+    units: tl.tensor,
+    RANKS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Rows [GROUP] of B or A and owners [GROUP / RANKS] of a tile, from rank `start` on.
+
+    Of a tile with fewer units: nobody's.
+    """
+    rank = start + tl.arange(0, GROUP)
+    unit = start // RANKS + tl.arange(0, GROUP // RANKS)
+    row = tl.load(rows + rank, mask=rank < units * RANKS, other=-1)
+    return row, tl.load(owners + unit, mask=unit < units, other=0)
 
 
 @triton.jit
-def _given(
-    ranks: tl.tensor,
-    slot: tl.tensor,
-    row: tl.tensor,
-    owner: tl.tensor,
-    stride: int,
-    SUMS: tl.constexpr,
-) -> tl.tensor:
-    """The tokens' ranks of a group, those of others' as 0: [TOKENS, GROUP]."""
-    mask = (slot[:, None] == (owner // 1024)[None, :]) & (row >= 0)[None, :]
-    at = ranks[:, None] + (owner % 1024)[None, :]
-    total = tl.load(at, mask=mask, other=0.0)
-    for number in tl.static_range(1, SUMS):
-        total += tl.load(at + number * stride, mask=mask, other=0.0)
-    return total
+def _first_noted(
+    rows: tl.tensor, owners: tl.tensor, RANKS: tl.constexpr, GROUP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The same of the first units, which are noted in any case: no need to know how many."""
+    row = tl.load(rows + tl.arange(0, GROUP))
+    return row, tl.load(owners + tl.arange(0, GROUP // RANKS))
 
 
 @triton.jit
@@ -182,18 +194,17 @@ def _expand_kernel(
     """The ranks of a tile's tokens times some columns of one part."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
-    block = tl.program_id(1)
+    block, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     blocks0, blocks1 = tl.cdiv(out0, COLUMNS * EACH), tl.cdiv(out1, COLUMNS * EACH)
     part = part_of(block, blocks0, blocks1)
-    at = part * tl.num_programs(0) + tl.program_id(0)
+    at = part * tiles + tile
     units = tl.load(num_units + at)
     rows += at * most
-    owners += at * most
-    place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    owners += at * (most // RANKS)
+    place = tile * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(ordered + place, mask=place < tokens, other=0)
     token = tl.load(order + place, mask=place < tokens, other=0).to(tl.int64)
-    rank = tl.arange(0, GROUP)
-    row, owner = _group(rows, owners, rank)
+    row, owner = _first_noted(rows, owners, RANKS, GROUP)
     if units == 0:
         return
     b = pick(part, b0, b1, b2)
@@ -201,20 +212,21 @@ def _expand_kernel(
     first = aligned(pick(part, column0, column1, column2), ALIGNMENT)
     begin = (block - before(part, blocks0, blocks1)) * (COLUMNS * EACH)
     to_row = out + token[:, None] * aligned(out_width, ALIGNMENT) + first
-    ranks += token * width + pick(part, start0, start1, start2)
+    width = aligned(width, RANKS)
+    ranks += token * width + aligned(pick(part, start0, start1, start2), RANKS)
+    stride = tokens * width
+    given = load_units(ranks, slot, owner, stride, SUMS, RANKS).to(b.dtype.element_ty)
     for number in range(EACH):
         column = begin + number * COLUMNS + tl.arange(0, COLUMNS)
         mask = (slot > 0)[:, None] & (column < features)[None, :]
         # On its way while B is.
         product = tl.load(to_row + column[None, :], mask=mask, other=0.0)
         total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for start in range(0, units * RANKS, GROUP):
-            its, whose = row, owner
-            if start > 0:
-                its, whose = _group(rows, owners, start + rank)
-            tile = _tile(b, its, features, column)
-            given = _given(ranks, slot, its, whose, tokens * width, SUMS).to(tile.dtype)
-            total = dot(given, tile, total, IS_EXACT)
+        total = dot(given, _tile(b, row, features, column), total, IS_EXACT)
+        for start in range(GROUP, units * RANKS, GROUP):
+            its, whose = _noted(rows, owners, start, units, RANKS, GROUP)
+            more = load_units(ranks, slot, whose, stride, SUMS, RANKS).to(b.dtype.element_ty)
+            total = dot(more, _tile(b, its, features, column), total, IS_EXACT)
         total += product.to(tl.float32)
         tl.store(to_row + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
@@ -252,62 +264,53 @@ def _expand_silu_kernel(
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     inner = aligned(inner, ALIGNMENT)
-    tile, tiles = tl.program_id(0), tl.num_programs(0)
-    units = tl.maximum(tl.load(num_units + tile), tl.load(num_units + tiles + tile))
-    rows0, owners0 = rows + tile * most, owners + tile * most
-    rows1, owners1 = rows0 + tiles * most, owners0 + tiles * most
-    rank = tl.arange(0, GROUP)
-    row0, owner0 = _group(rows0, owners0, rank)
-    row1, owner1 = _group(rows1, owners1, rank)
+    block, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    units0, units1 = tl.load(num_units + tile), tl.load(num_units + tiles + tile)
+    rows0, owners0 = rows + tile * most, owners + tile * (most // RANKS)
+    rows1, owners1 = rows0 + tiles * most, owners0 + tiles * (most // RANKS)
+    row0, owner0 = _first_noted(rows0, owners0, RANKS, GROUP)
+    row1, owner1 = _first_noted(rows1, owners1, RANKS, GROUP)
     place = tile * TOKENS + tl.arange(0, TOKENS)
     is_token = place < tokens
     slot = tl.load(ordered + place, mask=is_token, other=0)
     token = tl.load(order + place, mask=is_token, other=0).to(tl.int64)
-    ranks += token * width
+    if a_down is not None:
+        # Then there is one block of columns.
+        units2 = tl.load(num_units + 2 * tiles + tile)
+        rows2, owners2 = rows1 + tiles * most, owners1 + tiles * (most // RANKS)
+        row2, owner2 = _first_noted(rows2, owners2, RANKS, GROUP)
+        tile2 = _tile(a_down, row2, inner, block * COLUMNS + tl.arange(0, COLUMNS))
+    ranks0 = ranks + token * aligned(width, RANKS)
+    ranks1 = ranks0 + aligned(start1, RANKS)
+    given0 = load_units(ranks0, slot, owner0, 0, 1, RANKS)
+    given1 = load_units(ranks1, slot, owner1, 0, 1, RANKS)
     for number in range(EACH):
-        column = (tl.program_id(1) * EACH + number) * COLUMNS + tl.arange(0, COLUMNS)
+        column = (block * EACH + number) * COLUMNS + tl.arange(0, COLUMNS)
         mask = is_token[:, None] & (column < inner)[None, :]
         gate_at = both + token[:, None] * 2 * inner + column[None, :]
         gate = tl.load(gate_at, mask=mask, other=0.0)
         up = tl.load(gate_at + inner, mask=mask, other=0.0)
         to_gate = tl.zeros([TOKENS, COLUMNS], tl.float32)
         to_up = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        # Units of one part may be fewer: what is beyond is nobody's.
-        for start in range(0, units * RANKS, GROUP):
-            its0, whose0, its1, whose1 = row0, owner0, row1, owner1
-            if start > 0:
-                its0, whose0 = _noted(rows0, owners0, num_units + tile, start + rank, RANKS)
-                its1, whose1 = _noted(rows1, owners1, num_units + tiles + tile, start + rank, RANKS)
-            tile0, tile1 = _tile(b0, its0, inner, column), _tile(b1, its1, inner, column)
-            to_gate = dot(_given(ranks, slot, its0, whose0, 0, 1), tile0, to_gate, IS_EXACT)
-            to_up = dot(_given(ranks + start1, slot, its1, whose1, 0, 1), tile1, to_up, IS_EXACT)
+        to_gate = dot(given0, _tile(b0, row0, inner, column), to_gate, IS_EXACT)
+        to_up = dot(given1, _tile(b1, row1, inner, column), to_up, IS_EXACT)
+        for start in range(GROUP, tl.maximum(units0, units1) * RANKS, GROUP):
+            its0, whose0 = _noted(rows0, owners0, start, units0, RANKS, GROUP)
+            its1, whose1 = _noted(rows1, owners1, start, units1, RANKS, GROUP)
+            more0 = load_units(ranks0, slot, whose0, 0, 1, RANKS)
+            more1 = load_units(ranks1, slot, whose1, 0, 1, RANKS)
+            to_gate = dot(more0, _tile(b0, its0, inner, column), to_gate, IS_EXACT)
+            to_up = dot(more1, _tile(b1, its1, inner, column), to_up, IS_EXACT)
         to_gate += gate.to(tl.float32)
         to_up += up.to(tl.float32)
         product = (to_gate / (1.0 + tl.exp(-to_gate)) * to_up).to(out.dtype.element_ty)
         tl.store(out + token[:, None] * inner + column[None, :], product, mask=mask)
         if a_down is not None:
-            # Then there is one block of columns.
-            units2 = tl.load(num_units + 2 * tiles + tile)
-            rows2, owners2 = rows1 + tiles * most, owners1 + tiles * most
-            to = down_ranks + (tl.program_id(1) * tokens + token) * down_width
-            for start in range(0, units2 * RANKS, GROUP):
-                row2, owner2 = _group(rows2, owners2, start + rank)
-                tile2 = _tile(a_down, row2, inner, column)
-                total = tl.zeros([TOKENS, GROUP], tl.float32)
-                total = dot(product, tl.trans(tile2), total, IS_EXACT)
-                mine = (slot[:, None] == (owner2 // 1024)[None, :]) & (row2 >= 0)[None, :]
-                tl.store(to[:, None] + (owner2 % 1024)[None, :], total, mask=mine)
-
-
-@triton.jit
-def _noted(
-    rows: tl.tensor,
-    owners: tl.tensor,
-    units: tl.tensor,
-    rank: tl.tensor,
-    RANKS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """`_group` of a tile that may have fewer: -1 beyond."""
-    is_there = rank < tl.load(units) * RANKS
-    row = tl.load(rows + rank, mask=is_there, other=-1)
-    return row, tl.load(owners + rank, mask=is_there, other=0)
+            to = down_ranks + (block * tokens + token) * aligned(down_width, RANKS)
+            nothing = tl.zeros([TOKENS, GROUP], tl.float32)
+            store_units(to, slot, owner2, dot(product, tl.trans(tile2), nothing, IS_EXACT), RANKS)
+            for start in range(GROUP, units2 * RANKS, GROUP):
+                its2, whose2 = _noted(rows2, owners2, start, units2, RANKS, GROUP)
+                more2 = _tile(a_down, its2, inner, column)
+                added = dot(product, tl.trans(more2), nothing, IS_EXACT)
+                store_units(to, slot, whose2, added, RANKS)

@@ -1,0 +1,260 @@
+"""Tries launch shapes of the adapters' kernels in whole layers, one kernel after the other.
+
+python bench/tune_lora.py --warm 3/14       compiles its share of what is tried, and checks results
+python bench/tune_lora.py                   times all, keeps the best of each kernel for the rest
+
+Several of the first side by side before the second, which so finds all compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+
+import gpu_lora_layers as layers
+import torch
+from weft.kernels.gpu import lora_shrink, lora_tiles
+from weft.kernels.gpu.lora import Ranks
+from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
+from weft.kernels.gpu.lora_units import Shape
+from weft.kernels.gpu.norm import add_rms_norm
+from weft.kernels.lora import LoraAddition, LoraStep, add_lora_reference
+from weft.kernels.side_stream import rehearsal
+
+MIXES = ((8, 16), (32, 16), (8, 64))
+"""Adapters, and their rank."""
+FEW, MANY = 64, 4096
+"""Rows: requests that decode, and prompts."""
+TRIED: dict[str, tuple[int, list[Shape]]] = {
+    "ahead": (
+        FEW,
+        [
+            Shape(512, 32, 8, registers=128),
+            Shape(256, 32, 4, registers=128),
+            Shape(256, 64, 4),
+            Shape(256, 64, 8, registers=128),
+            Shape(256, 128, 8, registers=128),
+            Shape(512, 64, 8),
+            Shape(512, 32, 8, each=2, registers=128),
+            Shape(512, 32, 8, each=4, registers=128),
+            Shape(256, 64, 8, each=2, registers=128),
+        ],
+    ),
+    "shrink 16": (
+        FEW,
+        [
+            Shape(128, 32, 4, stages=3),
+            Shape(64, 64, 4, stages=4),
+            Shape(128, 64, 4, stages=3),
+            Shape(64, 128, 4, stages=4),
+            Shape(128, 128, 8, stages=3),
+            Shape(64, 64, 4, each=2, stages=4),
+        ],
+    ),
+    "expand 16": (
+        FEW,
+        [
+            Shape(64, 32, 4),
+            Shape(64, 32, 2, registers=128),
+            Shape(64, 64, 4, registers=128),
+            Shape(64, 64, 8, registers=128),
+            Shape(128, 32, 4, registers=128),
+            Shape(128, 64, 8, registers=128),
+            Shape(64, 128, 8),
+        ],
+    ),
+    "silu 16": (
+        FEW,
+        [
+            Shape(64, 32, 4, registers=128),
+            Shape(128, 32, 8, registers=128),
+            Shape(256, 32, 8, registers=128),
+            Shape(64, 64, 4, registers=128),
+            Shape(128, 64, 4),
+            Shape(128, 64, 8, registers=128),
+            Shape(128, 128, 8, registers=128),
+        ],
+    ),
+    "silu 64": (
+        MANY,
+        [
+            Shape(64, 64, 8, each=4, registers=128),
+            Shape(64, 32, 8, each=8, registers=128),
+            Shape(64, 32, 8, each=2, registers=128),
+            Shape(64, 32, 8, each=4),
+            Shape(64, 32, 4, each=4, registers=168),
+            Shape(64, 32, 4, each=1, registers=168),
+            Shape(128, 32, 8, each=4, registers=168),
+            Shape(128, 32, 8, each=1, registers=168),
+            Shape(64, 16, 8, each=4, registers=128),
+            Shape(32, 32, 4, each=8, registers=128),
+        ],
+    ),
+    "expand 64": (
+        MANY,
+        [
+            Shape(128, 64, 8, each=2, registers=128),
+            Shape(128, 64, 8, each=4),
+            Shape(128, 32, 8, each=4, registers=128),
+            Shape(128, 32, 8, each=1, registers=128),
+            Shape(64, 32, 4, each=4, registers=128),
+            Shape(64, 32, 4, each=1, registers=128),
+            Shape(64, 64, 4, each=4, registers=168),
+            Shape(128, 32, 4, each=2, registers=168),
+            Shape(128, 32, 4, each=4),
+            Shape(128, 16, 8, each=4, registers=128),
+        ],
+    ),
+    "shrink 64": (
+        MANY,
+        [
+            Shape(64, 64, 4, stages=4),
+            Shape(64, 64, 4, stages=6),
+            Shape(128, 64, 4, stages=3),
+            Shape(128, 64, 4, stages=4),
+            Shape(128, 64, 8, stages=3),
+            Shape(64, 32, 4, stages=4),
+            Shape(128, 32, 4, stages=4),
+            Shape(128, 128, 8, stages=3),
+        ],
+    ),
+}
+
+
+def put(kernel: str, shape: Shape) -> Shape:
+    """Launches a kernel so from here on; returns how it was."""
+    name, _, tile = kernel.partition(" ")
+    if name == "ahead":
+        before, lora_shrink.AHEAD = lora_shrink.AHEAD, shape
+        return before
+    tables = {
+        "shrink": lora_shrink.SHAPES,
+        "expand": lora_tiles.SHAPES,
+        "silu": lora_tiles.SILU_SHAPES,
+    }
+    before = tables[name][int(tile)]
+    tables[name][int(tile)] = shape
+    return before
+
+
+def products(kernel: str, rows: int, lora: LoraStep) -> Iterator[tuple[str, float]]:
+    """Launches what is added to the products that a kernel is used for, and what is wrong with it.
+
+    Yields the product and the relative error.
+    """
+    few = rows <= MAX_FOLDED_ROWS
+    wanted = {"ahead": ("qkv", "o"), "silu": ("gate_up",), "expand": ("qkv",)}
+    default = ("gate_up",) if few else ("qkv", "o", "gate_up", "down")
+    for group in wanted.get(kernel.split()[0], default):
+        added = lora.of(group, 0)  # type: ignore[arg-type]
+        assert added is not None
+        width = sum(part.out_features for part in added.parts)
+        x = layers.numbers(rows, added.parts[0].in_features) * 64
+        right = torch.zeros(rows, width, device="cuda")
+        add_lora_reference(right, x, added)
+        out, folded = torch.zeros_like(right).bfloat16(), None
+        if group == "gate_up":
+            out, folded, right = _activated(x, added, lora, few)
+        else:
+            ranks = Ranks(x, added, is_ahead=True)
+            if group == "o" and few:
+                folded = ranks.folded()
+            else:
+                ranks.add_to(out)
+        if folded is not None:
+            down = group == "gate_up"
+            if down:
+                yield group, _error(out, right)
+                right = torch.zeros(rows, layers.HIDDEN, device="cuda")
+                to_down = lora.of("down", 0)
+                assert to_down is not None
+                add_lora_reference(right, out, to_down)
+            out = torch.zeros_like(right).bfloat16()
+            product = torch.zeros_like(out)
+            add_rms_norm(product, out, torch.ones_like(out[0]), 1e-5, folded)
+            group = "down" if down else group
+        yield group, _error(out, right)
+
+
+def _activated(
+    x: torch.Tensor, added: LoraAddition, lora: LoraStep, few: bool
+) -> tuple[torch.Tensor, Folded | None, torch.Tensor]:
+    # Little beside what is added, so that errors show.
+    both = (torch.randn(x.shape[0], 2 * layers.INNER, device="cuda") / 32).bfloat16()
+    whole = both.to(torch.float32, copy=True)
+    add_lora_reference(whole, x, added)
+    gate, up = whole.chunk(2, -1)
+    down = lora.of("down", 0) if few else None
+    found = Ranks(x, added, down).silu_of(both)
+    assert found is not None
+    return *found, torch.nn.functional.silu(gate) * up
+
+
+def _error(found: torch.Tensor, right: torch.Tensor) -> float:
+    return ((found.float() - right).norm() / right.norm()).item()
+
+
+def warm(number: int, of: int) -> None:
+    """Compiles a share of the shapes and prints how far their results are from float32's."""
+    jobs = [(kernel, shape) for kernel, (_, shapes) in TRIED.items() for shape in shapes]
+    for kernel, shape in jobs[number::of]:
+        rows = TRIED[kernel][0]
+        before = put(kernel, shape)
+        for count, rank in MIXES:
+            lora = layers.adapters_of(rows, count, rank, are_sorted=rows == MANY)
+            with torch.inference_mode(), rehearsal():
+                for group, error in products(kernel, rows, lora):
+                    wrong = "" if error < 0.01 else "  WRONG"
+                    if wrong or (count, rank) == MIXES[0]:
+                        mix = f"{count} x {rank}"
+                        print(f"{kernel} {shape} {mix} {group}: {error:.5f}{wrong}", flush=True)
+        put(kernel, before)
+
+
+def tune() -> None:
+    """Times each shape in whole layers; the best is kept."""
+    for rows in (FEW, MANY):
+        q_len, kv_len = (512, 512) if rows == MANY else (1, 640)
+        plain = layers.step_of(rows, q_len, kv_len, None)
+        print(f"{rows} rows without adapters: {layers.Graph(plain, rows).us():.1f}", flush=True)
+        steps = [
+            replace(plain, lora=layers.adapters_of(rows, *mix, are_sorted=rows == MANY))
+            for mix in MIXES
+        ]
+        repeats = 12 if rows == FEW else 5
+        best = [layers.Graph(step, rows).us(repeats) for step in steps]
+        print(f"{rows} rows as it is: " + " ".join(f"{us:8.1f}" for us in best), flush=True)
+        for kernel, (used, shapes) in TRIED.items():
+            if used != rows:
+                continue
+            for shape in shapes:
+                before = put(kernel, shape)
+                found = [layers.Graph(step, rows).us(repeats) for step in steps]
+                is_better = sum(found) + found[0] < sum(best) + best[0]
+                times = " ".join(f"{us:8.1f}" for us in found)
+                print(f"{kernel:10} {times} {shape}{' *' if is_better else ''}", flush=True)
+                if is_better:
+                    best = found
+                else:
+                    put(kernel, before)
+        print(f"{rows} rows, best: " + " ".join(f"{us:8.1f}" for us in best), flush=True)
+        layers.Graph(steps[0], rows).timeline()
+
+
+def main() -> None:
+    """See the top."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--warm", help="NUMBER/OF: a share of the shapes")
+    arguments = parser.parse_args()
+    if arguments.warm:
+        number, of = arguments.warm.split("/")
+        warm(int(number), int(of))
+    else:
+        tune()
+
+
+if __name__ == "__main__":
+    main()
