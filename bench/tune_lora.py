@@ -9,14 +9,20 @@ Several of the first side by side before the second, which so finds all compiled
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import gpu_lora_layers as layers
 import torch
+from weft.kernels.decoder_layer import DecoderStep
 from weft.kernels.gpu import lora_shrink, lora_tiles
+from weft.kernels.gpu.dependent_launch import launch_options
 from weft.kernels.gpu.lora import Ranks
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
+from weft.kernels.gpu.lora_shrink import shrink_tiles
+from weft.kernels.gpu.lora_tiles import expand_tiles, expand_tiles_silu
 from weft.kernels.gpu.lora_units import Shape
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import LoraAddition, LoraStep, add_lora_reference
@@ -30,80 +36,73 @@ TRIED: dict[str, tuple[int, list[Shape]]] = {
     "ahead": (
         FEW,
         [
-            Shape(512, 32, 8, registers=128),
-            Shape(256, 32, 4, registers=128),
-            Shape(256, 64, 4),
-            Shape(256, 64, 8, registers=128),
-            Shape(256, 128, 8, registers=128),
-            Shape(512, 64, 8),
-            Shape(512, 32, 8, each=2, registers=128),
-            Shape(512, 32, 8, each=4, registers=128),
-            Shape(256, 64, 8, each=2, registers=128),
+            Shape(512, 64, 8, each=2, registers=128),
+            Shape(512, 64, 8, each=2),
         ],
     ),
     "shrink 16": (
         FEW,
         [
-            Shape(128, 32, 4, stages=3),
             Shape(64, 64, 4, stages=4),
-            Shape(128, 64, 4, stages=3),
-            Shape(64, 128, 4, stages=4),
             Shape(128, 128, 8, stages=3),
-            Shape(64, 64, 4, each=2, stages=4),
         ],
     ),
     "expand 16": (
         FEW,
         [
-            Shape(64, 32, 4),
-            Shape(64, 32, 2, registers=128),
-            Shape(64, 64, 4, registers=128),
-            Shape(64, 64, 8, registers=128),
-            Shape(128, 32, 4, registers=128),
-            Shape(128, 64, 8, registers=128),
-            Shape(64, 128, 8),
+            Shape(32, 32, 2),
+            Shape(64, 64, 4),
+            Shape(64, 64, 8),
+            Shape(128, 32, 4),
+            Shape(128, 64, 4),
+            Shape(128, 64, 8),
+            Shape(64, 128, 4),
+            Shape(128, 128, 8),
         ],
     ),
     "silu 16": (
         FEW,
         [
-            Shape(64, 32, 4, registers=128),
-            Shape(128, 32, 8, registers=128),
-            Shape(256, 32, 8, registers=128),
+            Shape(64, 32, 4),
+            Shape(128, 32, 4),
             Shape(64, 64, 4, registers=128),
             Shape(128, 64, 4),
             Shape(128, 64, 8, registers=128),
-            Shape(128, 128, 8, registers=128),
+            Shape(256, 64, 8),
+            Shape(64, 128, 4),
         ],
     ),
     "silu 64": (
         MANY,
         [
-            Shape(64, 64, 8, each=4, registers=128),
-            Shape(64, 32, 8, each=8, registers=128),
+            Shape(64, 64, 8, registers=128),
+            Shape(64, 32, 8, registers=128),
             Shape(64, 32, 8, each=2, registers=128),
-            Shape(64, 32, 8, each=4),
-            Shape(64, 32, 4, each=4, registers=168),
-            Shape(64, 32, 4, each=1, registers=168),
-            Shape(128, 32, 8, each=4, registers=168),
-            Shape(128, 32, 8, each=1, registers=168),
-            Shape(64, 16, 8, each=4, registers=128),
-            Shape(32, 32, 4, each=8, registers=128),
+            Shape(64, 32, 8, each=4, registers=128),
+            Shape(64, 32, 4),
+            Shape(64, 32, 4, each=2, registers=168),
+            Shape(64, 64, 4),
+            Shape(32, 32, 4, registers=128),
+            Shape(32, 32, 4, each=4, registers=128),
+            Shape(32, 64, 4, registers=128),
+            Shape(64, 16, 4, registers=168),
+            Shape(128, 32, 8),
         ],
     ),
     "expand 64": (
         MANY,
         [
+            Shape(128, 64, 8, registers=128),
             Shape(128, 64, 8, each=2, registers=128),
-            Shape(128, 64, 8, each=4),
-            Shape(128, 32, 8, each=4, registers=128),
-            Shape(128, 32, 8, each=1, registers=128),
+            Shape(128, 32, 8, registers=128),
+            Shape(128, 32, 8, each=2, registers=128),
+            Shape(64, 32, 4, registers=128),
+            Shape(64, 32, 4, each=2, registers=128),
             Shape(64, 32, 4, each=4, registers=128),
-            Shape(64, 32, 4, each=1, registers=128),
-            Shape(64, 64, 4, each=4, registers=168),
-            Shape(128, 32, 4, each=2, registers=168),
-            Shape(128, 32, 4, each=4),
-            Shape(128, 16, 8, each=4, registers=128),
+            Shape(64, 64, 4, registers=128),
+            Shape(64, 64, 4, registers=168),
+            Shape(128, 32, 4, registers=168),
+            Shape(128, 16, 8, registers=128),
         ],
     ),
     "shrink 64": (
@@ -112,11 +111,11 @@ TRIED: dict[str, tuple[int, list[Shape]]] = {
             Shape(64, 64, 4, stages=4),
             Shape(64, 64, 4, stages=6),
             Shape(128, 64, 4, stages=3),
-            Shape(128, 64, 4, stages=4),
             Shape(128, 64, 8, stages=3),
             Shape(64, 32, 4, stages=4),
+            Shape(64, 32, 4, stages=6),
             Shape(128, 32, 4, stages=4),
-            Shape(128, 128, 8, stages=3),
+            Shape(128, 64, 8, stages=4),
         ],
     ),
 }
@@ -212,34 +211,86 @@ def warm(number: int, of: int) -> None:
         put(kernel, before)
 
 
+def each_alone(kernel: str, rows: int, loras: Sequence[LoraStep]) -> list[float]:
+    """`alone` of each mix."""
+    return [alone(kernel, rows, lora) for lora in loras]
+
+
+def alone(kernel: str, rows: int, lora: LoraStep) -> float:
+    """Microseconds of a layer's launches of a kernel by itself."""
+    options = launch_options(torch.device("cuda"), is_alone=True)
+    name, launches = kernel.split()[0], []
+    wanted = {"silu": ("gate_up",), "expand": ("qkv", "o", "down")}
+    for group in wanted.get(name, ("qkv", "o", "gate_up", "down")):
+        for layer in range(layers.LAYERS):
+            added = lora.of(group, layer)  # type: ignore[arg-type]
+            assert added is not None
+            x = layers.numbers(rows, added.parts[0].in_features)
+            if name == "shrink":
+                launches.append(partial(shrink_tiles, x, added, options))
+                continue
+            out = layers.numbers(rows, sum(part.out_features for part in added.parts))
+            ranks = shrink_tiles(x, added, options)
+            act = expand_tiles_silu if name == "silu" else expand_tiles
+            launches.append(partial(act, out, ranks, added, options))
+    return _replayed(launches) / layers.LAYERS
+
+
+def _replayed(launches: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of all in a graph."""
+    launches[0]()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    for _ in range(9):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
 def tune() -> None:
-    """Times each shape in whole layers; the best is kept."""
+    """Times each shape, of few rows in whole layers; the best is kept.
+
+    Whole layers of many rows differ by more from one run to the next.
+    """
     for rows in (FEW, MANY):
         q_len, kv_len = (512, 512) if rows == MANY else (1, 640)
         plain = layers.step_of(rows, q_len, kv_len, None)
+        loras = [layers.adapters_of(rows, *mix, are_sorted=rows == MANY) for mix in MIXES]
+        steps = [replace(plain, lora=lora) for lora in loras]
+
+        def whole(steps: list[DecoderStep] = steps, rows: int = rows) -> list[float]:
+            return [layers.Graph(step, rows).us(12) for step in steps]
+
         print(f"{rows} rows without adapters: {layers.Graph(plain, rows).us():.1f}", flush=True)
-        steps = [
-            replace(plain, lora=layers.adapters_of(rows, *mix, are_sorted=rows == MANY))
-            for mix in MIXES
-        ]
-        repeats = 12 if rows == FEW else 5
-        best = [layers.Graph(step, rows).us(repeats) for step in steps]
-        print(f"{rows} rows as it is: " + " ".join(f"{us:8.1f}" for us in best), flush=True)
+        print(f"{rows} rows as it is: " + " ".join(f"{us:8.1f}" for us in whole()), flush=True)
         for kernel, (used, shapes) in TRIED.items():
-            if used != rows:
-                continue
-            for shape in shapes:
-                before = put(kernel, shape)
-                found = [layers.Graph(step, rows).us(repeats) for step in steps]
-                is_better = sum(found) + found[0] < sum(best) + best[0]
-                times = " ".join(f"{us:8.1f}" for us in found)
-                print(f"{kernel:10} {times} {shape}{' *' if is_better else ''}", flush=True)
-                if is_better:
-                    best = found
-                else:
-                    put(kernel, before)
-        print(f"{rows} rows, best: " + " ".join(f"{us:8.1f}" for us in best), flush=True)
+            if used == rows:
+                each = partial(each_alone, kernel, rows, loras)
+                tune_one(kernel, shapes, whole if rows == FEW else each)
+        print(f"{rows} rows, best: " + " ".join(f"{us:8.1f}" for us in whole()), flush=True)
         layers.Graph(steps[0], rows).timeline()
+
+
+def tune_one(kernel: str, shapes: list[Shape], measure: Callable[[], list[float]]) -> None:
+    """Times the shape that a kernel has, and others; the best is kept."""
+    best = measure()
+    print(f"{kernel:10} " + " ".join(f"{us:8.1f}" for us in best) + " as it is", flush=True)
+    for shape in shapes:
+        before, found = put(kernel, shape), measure()
+        is_better = sum(found) + found[0] < sum(best) + best[0]
+        times = " ".join(f"{us:8.1f}" for us in found)
+        print(f"{kernel:10} {times} {shape}{' *' if is_better else ''}", flush=True)
+        if is_better:
+            best = found
+        else:
+            put(kernel, before)
 
 
 def main() -> None:

@@ -101,10 +101,11 @@ def _times_sixteen(
     is_rank = rank < 8 * count
     # Two rows are read at once with their number; those that are not there are not used.
     row = tl.load(entry + 1 + rank // 8).to(tl.int64) * 8 + rank % 8
+    # On its way while the ranks are added up.
+    at = b + row[:, None] * features + column[None, :]
+    tile = tl.load(at, mask=is_rank[:, None] & mask[None, :], other=0.0)
     number = tl.arange(0, BLOCK_SUMS)[:, None]
     at = ranks + number * stride + rank[None, :]
     given = tl.load(at, mask=(number < SUMS) & is_rank[None, :], other=0.0)
     given = tl.sum(given.to(tl.float32), axis=0)
-    at = b + row[:, None] * features + column[None, :]
-    tile = tl.load(at, mask=is_rank[:, None] & mask[None, :], other=0.0).to(tl.float32)
-    return tl.sum(tile * given[:, None], axis=0)
+    return tl.sum(tile.to(tl.float32) * given[:, None], axis=0)

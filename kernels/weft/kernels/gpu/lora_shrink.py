@@ -39,10 +39,10 @@ from weft.kernels.gpu.lora_units import (
 )
 from weft.kernels.lora import LoraAddition, LoraSegments
 
-AHEAD = Shape(512, 32, warps=8)
+AHEAD = Shape(512, 32, warps=8, each=4, registers=128)
 """Of few tokens, before the product: a program fetches all its A ahead."""
 SHAPES = {
-    16: Shape(64, 32, warps=4, stages=4),
+    16: Shape(128, 64, warps=4, stages=3),
     32: Shape(64, 64, warps=4, stages=4),
     64: Shape(64, 64, warps=8, stages=4),
 }
@@ -224,20 +224,30 @@ def _shrink_kernel(
     max_rows = pick(part, max_rows0, max_rows1, max_rows2)
     table = pick(part, table0, table1, table2) + layer * slots * max_rows
     if job == 0:
+        owner, row = units_of(table, max_rows, slot, count, begin, units, 0, RANKS, NOTED)
+        index = tl.arange(0, 8)[None, :]
+        listed = table + slot[:, None] * max_rows + index
+        some = tl.load(listed, mask=index < count[:, None], other=0)
         if IS_EARLY:
             wait_for_last(IS_DEPENDENT)
         tl.store(num_units + at, total_units)
+        # Even where there are no units: the first are read whether there are any or not.
+        rows += at * most + tl.arange(0, NOTED)
+        owners += at * (most // RANKS) + tl.arange(0, NOTED // RANKS)
+        tl.store(rows, row)
+        tl.store(owners, owner)
+        for start in range(NOTED, total_units * RANKS, NOTED):
+            owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, NOTED)
+            tl.store(rows + start, row)
+            tl.store(owners + start // RANKS, owner)
         entry = entries + (part * tokens + token) * entry_width
         tl.store(entry, count, mask=is_token)
-        for index in range(0, tl.max(count, axis=0)):
-            one = tl.load(table + slot * max_rows + index, mask=index < count, other=0)
-            tl.store(entry + 1 + index, one, mask=index < count)
-        # Once even where there are no units: the first are read whether there are any or not.
-        for start in range(0, tl.maximum(total_units * RANKS, 1), NOTED):
-            owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, NOTED)
-            tl.store(rows + at * most + start + tl.arange(0, NOTED), row)
-            unit = (at * most + start) // RANKS + tl.arange(0, NOTED // RANKS)
-            tl.store(owners + unit, owner)
+        to_list = entry[:, None] + 1 + index
+        tl.store(to_list, some, mask=index < count[:, None])
+        for start in range(8, tl.max(count, axis=0), 8):
+            is_there = start + index < count[:, None]
+            some = tl.load(listed + start, mask=is_there, other=0)
+            tl.store(to_list + start, some, mask=is_there)
         return
     split, first = (job - 1) % SPLITS, (job - 1) // SPLITS * GROUP
     if (part >= PRODUCTS) | (first >= total_units * RANKS):

@@ -36,7 +36,7 @@ from weft.kernels.gpu.lora_units import (
 from weft.kernels.lora import LoraAddition, LoraWeights
 
 SHAPES = {
-    16: Shape(64, 32, warps=4, registers=128),
+    16: Shape(64, 32, warps=4),
     32: Shape(64, 64, warps=4, registers=128),
     64: Shape(128, 64, warps=8, each=8, registers=128),
 }
@@ -71,14 +71,14 @@ def expand_tiles(
     """Adds the tokens' ranks times B to `out` [T, N]."""
     parts, segments = addition.parts, addition.segments
     tile = tile_of(out.shape[0])
-    shape = SHAPES[tile]
+    shape, sums = SHAPES[tile], shrunk.ranks.shape[0]
     blocks = sum(triton.cdiv(part.out_features, shape.block * shape.each) for part in parts)
     starts = [sum(unit_ranks(part) for part in parts[:n]) for n in range(len(parts))]
     _expand_kernel[(blocks, triton.cdiv(out.shape[0], tile))](
         out, *shrunk[:4], segments.order, segments.ordered, *three([p.b for p in parts]),
         *columns(parts), *three(starts), *shrunk.ranks.shape[1:], shrunk.rows.shape[2],
         out.shape[1], COLUMNS=shape.block, EACH=shape.each, TOKENS=tile, RANKS=UNIT,
-        GROUP=shape.group, SUMS=shrunk.ranks.shape[0],
+        GROUP=shape.group, SUMS=sums, BLOCK_SUMS=triton.next_power_of_2(sums),
         ALIGNMENT=column_alignment(parts, out.shape[1]), IS_EXACT=out.dtype == torch.float32,
         **shape.options(), **options,
     )  # fmt: skip
@@ -156,6 +156,15 @@ def _tile(values: tl.tensor, row: tl.tensor, features: tl.tensor, column: tl.ten
     return tl.load(at, mask=(row >= 0)[:, None] & (column < features)[None, :], other=0.0)
 
 
+@triton.jit
+def _turned_tile(
+    values: tl.tensor, row: tl.tensor, features: tl.tensor, column: tl.tensor
+) -> tl.tensor:
+    """The same as [COLUMNS, GROUP]."""
+    at = values + row.to(tl.int64)[None, :] * features + column[:, None]
+    return tl.load(at, mask=(row >= 0)[None, :] & (column < features)[:, None], other=0.0)
+
+
 @triton.jit(do_not_specialize=[*FREE, "start0", "start1", "start2", "most"])
 def _expand_kernel(
     out: tl.tensor,
@@ -188,6 +197,7 @@ def _expand_kernel(
     RANKS: tl.constexpr,
     GROUP: tl.constexpr,
     SUMS: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
@@ -205,8 +215,6 @@ def _expand_kernel(
     slot = tl.load(ordered + place, mask=place < tokens, other=0)
     token = tl.load(order + place, mask=place < tokens, other=0).to(tl.int64)
     row, owner = _first_noted(rows, owners, RANKS, GROUP)
-    if units == 0:
-        return
     b = pick(part, b0, b1, b2)
     features = aligned(pick(part, out0, out1, out2), ALIGNMENT)
     first = aligned(pick(part, column0, column1, column2), ALIGNMENT)
@@ -215,18 +223,21 @@ def _expand_kernel(
     width = aligned(width, RANKS)
     ranks += token * width + aligned(pick(part, start0, start1, start2), RANKS)
     stride = tokens * width
-    given = load_units(ranks, slot, owner, stride, SUMS, RANKS).to(b.dtype.element_ty)
     for number in range(EACH):
         column = begin + number * COLUMNS + tl.arange(0, COLUMNS)
-        mask = (slot > 0)[:, None] & (column < features)[None, :]
-        # On its way while B is.
+        # No return where there are no units: the rest would not be loaded before that is known.
+        mask = (slot > 0)[:, None] & (column < tl.where(units > 0, features, 0))[None, :]
+        # All that is loaded is on its way before the first of it is waited for.
         product = tl.load(to_row + column[None, :], mask=mask, other=0.0)
+        tile_b = _tile(b, row, features, column)
+        given = load_units(ranks, slot, owner, stride, SUMS, BLOCK_SUMS, RANKS)
         total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        total = dot(given, _tile(b, row, features, column), total, IS_EXACT)
+        total = dot(given.to(b.dtype.element_ty), tile_b, total, IS_EXACT)
         for start in range(GROUP, units * RANKS, GROUP):
             its, whose = _noted(rows, owners, start, units, RANKS, GROUP)
-            more = load_units(ranks, slot, whose, stride, SUMS, RANKS).to(b.dtype.element_ty)
-            total = dot(more, _tile(b, its, features, column), total, IS_EXACT)
+            tile_b = _tile(b, its, features, column)
+            given = load_units(ranks, slot, whose, stride, SUMS, BLOCK_SUMS, RANKS)
+            total = dot(given.to(b.dtype.element_ty), tile_b, total, IS_EXACT)
         total += product.to(tl.float32)
         tl.store(to_row + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
@@ -279,28 +290,32 @@ def _expand_silu_kernel(
         units2 = tl.load(num_units + 2 * tiles + tile)
         rows2, owners2 = rows1 + tiles * most, owners1 + tiles * (most // RANKS)
         row2, owner2 = _first_noted(rows2, owners2, RANKS, GROUP)
-        tile2 = _tile(a_down, row2, inner, block * COLUMNS + tl.arange(0, COLUMNS))
     ranks0 = ranks + token * aligned(width, RANKS)
     ranks1 = ranks0 + aligned(start1, RANKS)
-    given0 = load_units(ranks0, slot, owner0, 0, 1, RANKS)
-    given1 = load_units(ranks1, slot, owner1, 0, 1, RANKS)
     for number in range(EACH):
         column = (block * EACH + number) * COLUMNS + tl.arange(0, COLUMNS)
         mask = is_token[:, None] & (column < inner)[None, :]
         gate_at = both + token[:, None] * 2 * inner + column[None, :]
+        # All that is loaded is on its way before the first of it is waited for.
         gate = tl.load(gate_at, mask=mask, other=0.0)
         up = tl.load(gate_at + inner, mask=mask, other=0.0)
+        tile0, tile1 = _tile(b0, row0, inner, column), _tile(b1, row1, inner, column)
+        if a_down is not None:
+            tile2 = _turned_tile(a_down, row2, inner, column)
+        given0 = load_units(ranks0, slot, owner0, 0, 1, 1, RANKS)
+        given1 = load_units(ranks1, slot, owner1, 0, 1, 1, RANKS)
         to_gate = tl.zeros([TOKENS, COLUMNS], tl.float32)
         to_up = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        to_gate = dot(given0, _tile(b0, row0, inner, column), to_gate, IS_EXACT)
-        to_up = dot(given1, _tile(b1, row1, inner, column), to_up, IS_EXACT)
+        to_gate = dot(given0, tile0, to_gate, IS_EXACT)
+        to_up = dot(given1, tile1, to_up, IS_EXACT)
         for start in range(GROUP, tl.maximum(units0, units1) * RANKS, GROUP):
             its0, whose0 = _noted(rows0, owners0, start, units0, RANKS, GROUP)
             its1, whose1 = _noted(rows1, owners1, start, units1, RANKS, GROUP)
-            more0 = load_units(ranks0, slot, whose0, 0, 1, RANKS)
-            more1 = load_units(ranks1, slot, whose1, 0, 1, RANKS)
-            to_gate = dot(more0, _tile(b0, its0, inner, column), to_gate, IS_EXACT)
-            to_up = dot(more1, _tile(b1, its1, inner, column), to_up, IS_EXACT)
+            tile0, tile1 = _tile(b0, its0, inner, column), _tile(b1, its1, inner, column)
+            given0 = load_units(ranks0, slot, whose0, 0, 1, 1, RANKS)
+            given1 = load_units(ranks1, slot, whose1, 0, 1, 1, RANKS)
+            to_gate = dot(given0, tile0, to_gate, IS_EXACT)
+            to_up = dot(given1, tile1, to_up, IS_EXACT)
         to_gate += gate.to(tl.float32)
         to_up += up.to(tl.float32)
         product = (to_gate / (1.0 + tl.exp(-to_gate)) * to_up).to(out.dtype.element_ty)
@@ -308,9 +323,8 @@ def _expand_silu_kernel(
         if a_down is not None:
             to = down_ranks + (block * tokens + token) * aligned(down_width, RANKS)
             nothing = tl.zeros([TOKENS, GROUP], tl.float32)
-            store_units(to, slot, owner2, dot(product, tl.trans(tile2), nothing, IS_EXACT), RANKS)
+            store_units(to, slot, owner2, dot(product, tile2, nothing, IS_EXACT), RANKS)
             for start in range(GROUP, units2 * RANKS, GROUP):
                 its2, whose2 = _noted(rows2, owners2, start, units2, RANKS, GROUP)
-                more2 = _tile(a_down, its2, inner, column)
-                added = dot(product, tl.trans(more2), nothing, IS_EXACT)
-                store_units(to, slot, whose2, added, RANKS)
+                more2 = _turned_tile(a_down, its2, inner, column)
+                store_units(to, slot, whose2, dot(product, more2, nothing, IS_EXACT), RANKS)

@@ -106,6 +106,7 @@ def load_units(
     owner: tl.tensor,
     stride: int,
     SUMS: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
     RANKS: tl.constexpr,
 ) -> tl.tensor:
     """[T, UNITS * RANKS]: the tokens' ranks of some units, those of others' as 0.
@@ -115,11 +116,16 @@ def load_units(
         slot: [T].
         owner: [UNITS]: see `units_of`.
         stride: From one sum of the ranks to the next one.
+        SUMS: How many.
+        BLOCK_SUMS: A power of two, not less.
     """
     at, mask = own_ranks(ranks, slot, owner, RANKS)
-    total = tl.load(at, mask=mask, other=0.0)
-    for number in tl.static_range(1, SUMS):
-        total += tl.load(at + number * stride, mask=mask, other=0.0)
+    # All at once, in one load: the compiler would wait for each of several before the next one. A
+    # sum of one too, since it would move waiting up to right after the load otherwise.
+    number = tl.arange(0, BLOCK_SUMS)[:, None, None, None]
+    at_all = at[None, :, :, :] + number * stride
+    given = tl.load(at_all, mask=mask[None, :, :, :] & (number < SUMS), other=0.0)
+    total = tl.sum(given, axis=0)
     return tl.reshape(total, [slot.shape[0], owner.shape[0] * RANKS])
 
 

@@ -84,6 +84,8 @@ def _rms_norm_kernel(
     gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     wait_for_last(IS_DEPENDENT)
     row = tl.load(x + begin + column, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        stream = tl.load(residual + begin + column, mask=mask, other=0.0).to(tl.float32)
     if ranks is not None:
         token = tl.program_id(0)
         row += added_to_row(
@@ -92,7 +94,6 @@ def _rms_norm_kernel(
         )  # fmt: skip
     if residual is not None:
         # The stream is kept in its own dtype, and the norm sees the rounded sum.
-        stream = tl.load(residual + begin + column, mask=mask, other=0.0).to(tl.float32)
         total = (stream + row).to(residual.dtype.element_ty)
         tl.store(residual + begin + column, total, mask=mask)
         row = total.to(tl.float32)
