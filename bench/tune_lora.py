@@ -219,7 +219,8 @@ def each_alone(kernel: str, rows: int, loras: Sequence[LoraStep]) -> list[float]
 def alone(kernel: str, rows: int, lora: LoraStep) -> float:
     """Microseconds of a layer's launches of a kernel by itself."""
     options = launch_options(torch.device("cuda"), is_alone=True)
-    name, launches = kernel.split()[0], []
+    name = kernel.split()[0]
+    launches: list[Callable[[], object]] = []
     wanted = {"silu": ("gate_up",), "expand": ("qkv", "o", "down")}
     for group in wanted.get(name, ("qkv", "o", "gate_up", "down")):
         for layer in range(layers.LAYERS):
@@ -231,8 +232,10 @@ def alone(kernel: str, rows: int, lora: LoraStep) -> float:
                 continue
             out = layers.numbers(rows, sum(part.out_features for part in added.parts))
             ranks = shrink_tiles(x, added, options)
-            act = expand_tiles_silu if name == "silu" else expand_tiles
-            launches.append(partial(act, out, ranks, added, options))
+            if name == "silu":
+                launches.append(partial(expand_tiles_silu, out, ranks, added, options))
+            else:
+                launches.append(partial(expand_tiles, out, ranks, added, options))
     return _replayed(launches) / layers.LAYERS
 
 

@@ -85,7 +85,8 @@ def new_entries(rows: int, parts: Parts, device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def dot(values: tl.tensor, tile: tl.tensor, total: tl.tensor, IS_EXACT: tl.constexpr) -> tl.tensor:
-    """`total` and the product."""
+    """`total` and the product; values are taken as of the tile's dtype."""
+    values = values.to(tile.dtype)
     if IS_EXACT:
         total = tl.dot(values, tile, total, input_precision="ieee")
     else:

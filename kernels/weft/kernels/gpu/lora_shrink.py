@@ -232,22 +232,22 @@ def _shrink_kernel(
             wait_for_last(IS_DEPENDENT)
         tl.store(num_units + at, total_units)
         # Even where there are no units: the first are read whether there are any or not.
-        rows += at * most + tl.arange(0, NOTED)
-        owners += at * (most // RANKS) + tl.arange(0, NOTED // RANKS)
-        tl.store(rows, row)
-        tl.store(owners, owner)
+        to_rows = rows + at * most + tl.arange(0, NOTED)
+        to_owners = owners + at * (most // RANKS) + tl.arange(0, NOTED // RANKS)
+        tl.store(to_rows, row)
+        tl.store(to_owners, owner)
         for start in range(NOTED, total_units * RANKS, NOTED):
             owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, NOTED)
-            tl.store(rows + start, row)
-            tl.store(owners + start // RANKS, owner)
+            tl.store(to_rows + start, row)
+            tl.store(to_owners + start // RANKS, owner)
         entry = entries + (part * tokens + token) * entry_width
         tl.store(entry, count, mask=is_token)
         to_list = entry[:, None] + 1 + index
         tl.store(to_list, some, mask=index < count[:, None])
         for start in range(8, tl.max(count, axis=0), 8):
             is_there = start + index < count[:, None]
-            some = tl.load(listed + start, mask=is_there, other=0)
-            tl.store(to_list + start, some, mask=is_there)
+            more = tl.load(listed + start, mask=is_there, other=0)
+            tl.store(to_list + start, more, mask=is_there)
         return
     split, first = (job - 1) % SPLITS, (job - 1) // SPLITS * GROUP
     if (part >= PRODUCTS) | (first >= total_units * RANKS):

@@ -232,12 +232,12 @@ def _expand_kernel(
         tile_b = _tile(b, row, features, column)
         given = load_units(ranks, slot, owner, stride, SUMS, BLOCK_SUMS, RANKS)
         total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        total = dot(given.to(b.dtype.element_ty), tile_b, total, IS_EXACT)
+        total = dot(given, tile_b, total, IS_EXACT)
         for start in range(GROUP, units * RANKS, GROUP):
             its, whose = _noted(rows, owners, start, units, RANKS, GROUP)
             tile_b = _tile(b, its, features, column)
             given = load_units(ranks, slot, whose, stride, SUMS, BLOCK_SUMS, RANKS)
-            total = dot(given.to(b.dtype.element_ty), tile_b, total, IS_EXACT)
+            total = dot(given, tile_b, total, IS_EXACT)
         total += product.to(tl.float32)
         tl.store(to_row + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
