@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,14 +18,18 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 
 RANKS = [0, 8, 16, 3, 0, 40]
 """By slot."""
+MANY_RANKS = [0, 72, 40, 16, 88, 0]
+"""More than are noted at once (`lora_units`), if a tile has them all."""
 
 
-def parts_of(widths: tuple[int, ...], k: int, column: int = 0) -> list[LoraCase]:
+def parts_of(
+    widths: tuple[int, ...], k: int, column: int = 0, ranks: Sequence[int] = RANKS
+) -> list[LoraCase]:
     return [
         make_lora(
             k,
             width,
-            RANKS[:1] + random.sample(RANKS[1:], 5),
+            [*ranks[:1], *random.sample(ranks[1:], 5)],
             torch.float32,
             column=column + sum(widths[:n]),
         )
@@ -37,15 +42,18 @@ def add_all(out: torch.Tensor, cases: list[LoraCase], x: torch.Tensor, slots: li
         out.copy_(case.add(out, x.to(out.dtype), slots, 0))
 
 
+@pytest.mark.parametrize("ranks", [RANKS, MANY_RANKS], ids=["few", "many"])
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("tokens", [3, 21])
-def test_a_norm_adds_to_what_it_normalises(tokens: int) -> None:
+def test_a_norm_adds_to_what_it_normalises(tokens: int, is_ahead: bool, ranks: list[int]) -> None:
     fresh_seed()
     hidden, k, slots = 72, 600, draw_slots(tokens, len(RANKS))
-    cases = parts_of((hidden,), k)
+    cases = parts_of((hidden,), k, ranks=ranks)
     x, out = torch.randn(tokens, k), torch.randn(tokens, hidden)
     stream, weight = torch.randn(tokens, hidden), torch.randn(hidden)
-    added = LoraAddition((cases[0].weights,), 0, segments_of(slots, len(RANKS)))
-    found = add_rms_norm(out, stream.clone(), weight, 1e-5, Ranks(x, added).folded())
+    added = LoraAddition((cases[0].weights,), 0, segments_of(slots, len(RANKS)), is_ahead)
+    to_add = Ranks(x, added, is_ahead=is_ahead).folded()
+    found = add_rms_norm(out, stream.clone(), weight, 1e-5, to_add)
     exact, peer = out.double(), out.clone()
     add_all(exact, cases, x, slots)
     add_all(peer, cases, x, slots)
@@ -60,11 +68,28 @@ def test_a_norm_adds_to_what_it_normalises(tokens: int) -> None:
         assert torch.equal(one[plain], other[plain])
 
 
-def test_the_activation_brings_the_ranks_of_down() -> None:
+@pytest.mark.parametrize("ranks", [RANKS, MANY_RANKS], ids=["few", "many"])
+def test_ranks_that_come_before_a_product_of_several_parts(ranks: list[int]) -> None:
+    fresh_seed()
+    tokens, k, slots = 37, 1040, draw_slots(37, len(RANKS))
+    cases = parts_of((48, 24, 16), k, 0, ranks)
+    x, before = torch.randn(tokens, k), torch.randn(tokens, 96)
+    added = LoraAddition(tuple(c.weights for c in cases), 0, segments_of(slots, 8), True)
+    out, exact, peer = before.clone(), before.double(), before.clone()
+    Ranks(x, added, is_ahead=True).add_to(out)
+    add_all(exact, cases, x, slots)
+    add_all(peer, cases, x, slots)
+    assert_as_exact(out, peer, exact)
+    untouched = exact == before.double()
+    assert torch.equal(out[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("ranks", [RANKS, MANY_RANKS], ids=["few", "many"])
+def test_the_activation_brings_the_ranks_of_down(ranks: list[int]) -> None:
     fresh_seed()
     tokens, hidden, inner, k = 21, 24, 150, 16
     slots = draw_slots(tokens, len(RANKS))
-    cases, to_down = parts_of((inner, inner), k), parts_of((hidden,), inner)
+    cases, to_down = parts_of((inner, inner), k, 0, ranks), parts_of((hidden,), inner, 0, ranks)
     x, both, out = torch.randn(tokens, k), torch.randn(tokens, 2 * inner), torch.zeros(21, hidden)
     segments = segments_of(slots)
     added = LoraAddition(tuple(c.weights for c in cases), 0, segments)

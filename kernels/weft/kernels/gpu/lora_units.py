@@ -47,7 +47,7 @@ def tile_of(tokens: int) -> int:
 
 def unit_ranks(part: LoraWeights) -> int:
     """Ranks that a token has room for, whole units."""
-    return triton.cdiv(part.max_rank, UNIT) * UNIT
+    return -(-part.max_rank // UNIT) * UNIT
 
 
 @triton.jit
