@@ -189,7 +189,10 @@ def test_attention_of_few_rows_each(geometry: Geometry, dtype: torch.dtype) -> N
     for count, most in ((1, 8), (9, 4), (64, 2), (64, 6)):
         q_lens = [random.randint(1, most) for _ in range(count)]
         lengths = [(n, n + random.choice((0, 3, 63, 700))) for n in q_lens]
-        check(make_case(geometry, [*lengths, (0, 0)], dtype, CUDA))
+        # Torch sums few rows of float32 in another order, at times more exactly: 2.8 times at most
+        # in some hundred cases on an H200, 1.3 times on average.
+        factor = 3.0 if dtype == torch.float32 else 2.0
+        check(make_case(geometry, [*lengths, (0, 0)], dtype, CUDA), factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
