@@ -147,6 +147,7 @@ def main() -> None:
                     print(f"no step had all of {batch} requests with {drafts}: left out")
                 else:
                     costs.append(cost)
+                    print(f"{batch} requests, {drafts}: {cost.step_ms:.3f} ms", flush=True)
     report(arguments, dtype, rate, costs)
 
 
