@@ -114,7 +114,7 @@ def test_trees_of_a_head(model_dir: Path, draft_dir: Path, count: int) -> None:
         check_entries(storm, published, reference)
     finally:
         storm.close()
-    watched.check(reference, 10)
+    watched.check(reference, 4)
 
 
 @COUNTS

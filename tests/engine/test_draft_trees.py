@@ -273,12 +273,12 @@ def test_trees_are_those_of_highest_path_probability(model_dir: Path, draft_dir:
     with llm(model_dir) as plain:
         expected = plain.generate_all(prompts, params, stop)
     texts = texts_of(prompts, expected, params.seed)
-    given = {"draft_dir": draft_dir, "num_pages": 90, "poison_free_pages": True}
+    given = {"draft_dir": draft_dir, "num_pages": 140, "poison_free_pages": True}
     given |= {"overlap": random.choice(["off", "on"]), "draft_width": 4, "max_step_tokens": 600}
     with llm(model_dir, drafter="eagle3", **given) as drafting:
         watched = WatchedTrees(drafting.engine, TreeDrafter(texts, VOCAB, 0.8))
         same(drafting.generate_all(prompts, params, stop), expected)
-    watched.check(HeadReference(model_dir, draft_dir), 30)
+    watched.check(HeadReference(model_dir, draft_dir), 20)
 
 
 def test_trees_of_a_model_whose_layers_have_windows(tmp_path: Path, seed: int) -> None:

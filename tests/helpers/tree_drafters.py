@@ -23,6 +23,8 @@ SHAPES = (
     DraftShape(2, 2, 2),
     DraftShape(9, 1, 3),
 )
+MOST_PLACES = 20
+"""Behind a last token, where the trees of `SHAPES` and of a gate are grown."""
 MIXED = (0, 1, 3, 7, *SHAPES)
 """What a gate may choose from one step to the next."""
 
@@ -120,20 +122,19 @@ class WatchedTrees:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
-        depth = max((item.tree.depth for item in items if item.tree is not None), default=0)
         for item, tree in zip(items, self._drafter.draft(items), strict=True):
             if item.tree is None:
                 continue
             assert len(tree) <= item.max_drafts
             # Where there are no pages for all levels there are fewer.
             num_places = len(item.request.pages) * self._page_size - item.start - 1
-            if isinstance(tree, DraftTree) and num_places >= item.tree.width * (depth - 1):
+            if isinstance(tree, DraftTree) and num_places >= MOST_PLACES:
                 self.trees.append((item.request.tokens[: item.start + 1], item, tree))
         return self._known.draft(items)
 
     def check(self, reference: HeadReference, count: int) -> None:
         """Compares some trees with the head's, read plainly."""
-        assert len(self.trees) > count
+        assert len(self.trees) > count, len(self.trees)
         for tokens, item, tree in random.sample(self.trees, count):
             assert item.tree is not None
             known = reference.tree(tokens, item.tree.width, item.tree.depth)
@@ -142,10 +143,11 @@ class WatchedTrees:
                 paths.append((*paths[parent], token))
             best = sorted(known.values(), reverse=True)[: item.max_drafts]
             # Behind all that may be there are others, which are right by chance alone.
-            assert len(tree) >= len(best)
+            assert len(tree) >= len(best), (item, tree)
             kept = paths[1 : 1 + len(best)]
-            assert len(set(kept)) == len(best)
-            assert [known[path] for path in kept] == pytest.approx(best, abs=1e-4)
+            assert len(set(kept)) == len(best), (item, tree, tree.parents)
+            scores = [known.get(path, -float("inf")) for path in kept]
+            assert scores == pytest.approx(best, abs=1e-4), (item, tree, tree.parents)
 
 
 class PublishedPages:

@@ -168,7 +168,8 @@ class RunningPlans:
         num_places = min(shape.num_places, self._max_context_tokens - start - 1)
         shape = shape._replace(depth=min(shape.depth, num_left))
         num_places = self._grow_for_drafts(request, start, num_places) if num_left > 0 else 0
-        return VerifyItem(request, start, min(shape.num_drafts, num_places), shape)
+        tree = shape._replace(depth=min(shape.depth, num_left))
+        return VerifyItem(request, start, min(shape.num_drafts, num_places), tree)
 
     def _grow_for_drafts(self, request: Request, start: int, num_drafts: int) -> int:
         """Makes room for drafts behind position `start`, as far as nobody loses anything by it.
