@@ -166,7 +166,6 @@ class RunningPlans:
         # Most places are for drafts of which few are kept: they may lie behind the request's end.
         # All levels are grown, whatever may be accepted.
         num_places = min(shape.num_places, self._max_context_tokens - start - 1)
-        shape = shape._replace(depth=min(shape.depth, num_left))
         num_places = self._grow_for_drafts(request, start, num_places) if num_left > 0 else 0
         tree = shape._replace(depth=min(shape.depth, num_left))
         return VerifyItem(request, start, min(shape.num_drafts, num_places), tree)
