@@ -10,7 +10,7 @@ from weft.engine.drawing import Drawn
 from weft.engine.engine import Engine
 from weft.engine.llm import Sample
 from weft.engine.sampling.sampler import derive_seed
-from weft.engine.scheduler.plan import DraftShape, Plan, Run, VerifyItem
+from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request, State
 from weft.engine.speculative.chains import LATE, ChainArrays
 from weft.engine.speculative.eagle import EagleDrafter
@@ -167,11 +167,14 @@ class RandomGate:
 
     def __init__(self, shapes: Sequence[int | DraftShape]) -> None:
         self._shapes = shapes
+        self.last = NO_DRAFTS
+        """What was asked for last."""
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
         """See `DraftGate.shape`."""
         shape = random.choice(self._shapes)
-        return DraftShape.chain(shape) if isinstance(shape, int) else shape
+        self.last = DraftShape.chain(shape) if isinstance(shape, int) else shape
+        return self.last
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`."""

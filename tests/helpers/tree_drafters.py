@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from drafters import KnownDrafter, speculate
+from drafters import KnownDrafter, RandomGate, speculate
 from eagle3_cases import HeadReference
 from weft.engine.engine import Engine
 from weft.engine.memory.keys import PageKeys
@@ -23,8 +23,6 @@ SHAPES = (
     DraftShape(2, 2, 2),
     DraftShape(9, 1, 3),
 )
-MOST_PLACES = 20
-"""Behind a last token, where the trees of `SHAPES` and of a gate are grown."""
 MIXED = (0, 1, 3, 7, *SHAPES)
 """What a gate may choose from one step to the next."""
 
@@ -119,6 +117,8 @@ class WatchedTrees:
         self._page_size = engine.config.page_size
         speculate(engine, known, shapes)
         engine.pipeline._drafter = self
+        assert isinstance(engine.drafting.gate, RandomGate)
+        self._gate = engine.drafting.gate
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
@@ -128,7 +128,7 @@ class WatchedTrees:
             assert len(tree) <= item.max_drafts
             # Where there are no pages for all levels there are fewer.
             num_places = len(item.request.pages) * self._page_size - item.start - 1
-            if isinstance(tree, DraftTree) and num_places >= MOST_PLACES:
+            if isinstance(tree, DraftTree) and num_places >= self._gate.last.num_places:
                 self.trees.append((item.request.tokens[: item.start + 1], item, tree))
         return self._known.draft(items)
 
