@@ -24,7 +24,7 @@ from weft.engine.messages import Cancel, Inbox, Submit
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.runner.step import StepArrays
 from weft.engine.scheduler.acceptance import Acceptance
-from weft.engine.scheduler.plan import VerifyItem
+from weft.engine.scheduler.plan import DraftShape, VerifyItem
 from weft.engine.speculative.gate import DECAY, MeasuredGate
 from weft.engine.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 
@@ -92,7 +92,7 @@ class Watched:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         chains = self._drafter.draft(items)
-        for (request, start, max_drafts), chain in zip(items, chains, strict=True):
+        for (request, start, max_drafts, _), chain in zip(items, chains, strict=True):
             assert len(chain) in (0, max_drafts)
             self.chains.append((request.tokens[: start + 1], list(chain)))
         return self._known.draft(items)
@@ -213,7 +213,7 @@ def test_what_is_still_being_read_does_not_count_against_drafts(
     with llm(target_dir, drafter="model", draft_dir=target_dir) as drafting:
         gate = drafting.engine.drafting.gate
         assert isinstance(gate, MeasuredGate)
-        monkeypatch.setattr(gate, "max_drafts", lambda requests: 1)
+        monkeypatch.setattr(gate, "shape", lambda requests: DraftShape.chain(1))
         (sample,) = drafting.generate([long], GREEDY, STOP)
         assert sample.timeline is not None
         assert 0 < sample.timeline.num_drafted_tokens < NUM_NEW - 5
