@@ -241,7 +241,8 @@ def alone(kernel: str, rows: int, lora: LoraStep) -> float:
 
 def _replayed(launches: Sequence[Callable[[], object]]) -> float:
     """Median microseconds of all in a graph."""
-    launches[0]()
+    for launch in launches:  # Compiled, and loaded.
+        launch()
     torch.cuda.synchronize()
     graph, times = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):

@@ -156,7 +156,8 @@ def measure_needs(
         max_logits = max(max_requests * (1 + max_drafts), of_trees)
         step = largest_step(max_requests, max_step_tokens, max_context_tokens, layout, max_logits)
         if lora is not None:
-            step.adapter_slots = np.zeros(max_step_tokens, np.int32)
+            # Of all adapters, as they take most.
+            step.adapter_slots = np.arange(max_step_tokens, dtype=np.int32) % lora.max_slots
         runner.run(step)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:

@@ -82,7 +82,7 @@ def gate_up_silu(
 ) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for CUDA tensors; `weight` is [2 * I, K].
 
-    Rows are computed by the same kernels with adapters in the step and without.
+    The product is the same kernel's with adapters in the step and without.
     """
     _check(x, weight, None)
     if is_fixed:

@@ -45,6 +45,16 @@ NOTHING = (None, None, None, 0, 0, 0)
 """The arguments where nothing is added."""
 
 
+def ranks_at_once(columns: int, element_bytes: int) -> int:
+    """That a program multiplies with B at once: all of it is in registers, of 16 warps at most.
+
+    Args:
+        columns: Of the program, a power of two.
+        element_bytes: Of B.
+    """
+    return max(1, min(16, (1 << 17) // (columns * element_bytes)))
+
+
 @triton.jit
 def added_to_row(
     ranks: tl.tensor,
@@ -56,6 +66,7 @@ def added_to_row(
     stride: int,
     SUMS: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
     """What is added to some columns of a row's product of one part: [COLUMNS] float32.
 
@@ -69,21 +80,22 @@ def added_to_row(
         stride: From one sum of the ranks to the next one.
         SUMS: Sums.
         BLOCK_SUMS: A power of two, not less.
+        AT_ONCE: `ranks_at_once`.
     """
     count = tl.load(entry)
-    total = _times_sixteen(
-        ranks, entry, count, b, features, column, mask, 0, stride, SUMS, BLOCK_SUMS
+    total = _times_some(
+        ranks, entry, count, b, features, column, mask, 0, stride, SUMS, BLOCK_SUMS, AT_ONCE
     )
-    for start in range(16, 8 * count, 16):
-        total += _times_sixteen(
-            ranks, entry, count, b, features, column, mask, start, stride, SUMS,
-            BLOCK_SUMS,
+    for start in range(AT_ONCE, 8 * count, AT_ONCE):
+        total += _times_some(
+            ranks, entry, count, b, features, column, mask, start, stride, SUMS, BLOCK_SUMS,
+            AT_ONCE,
         )  # fmt: skip
     return total
 
 
 @triton.jit
-def _times_sixteen(
+def _times_some(
     ranks: tl.tensor,
     entry: tl.tensor,
     count: tl.tensor,
@@ -95,11 +107,12 @@ def _times_sixteen(
     stride: int,
     SUMS: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """Of sixteen ranks."""
-    rank = start + tl.arange(0, 16)
+    """Of the ranks from `start` on."""
+    rank = start + tl.arange(0, AT_ONCE)
     is_rank = rank < 8 * count
-    # Two rows are read at once with their number; those that are not there are not used.
+    # Rows that are not there are not used.
     row = tl.load(entry + 1 + rank // 8).to(tl.int64) * 8 + rank % 8
     # On its way while the ranks are added up.
     at = b + row[:, None] * features + column[None, :]

@@ -55,7 +55,7 @@ _MAX_SPLITS = 8
 _MAX_SUMS = 16
 """More would take whoever adds them up too long."""
 _MAX_COUNTERS = 512
-"""Products of more tiles and parts are not split."""
+"""At least _PROGRAMS: with more tiles and parts nothing is split."""
 
 
 class Shrunk(NamedTuple):
@@ -98,6 +98,7 @@ def shrink_tiles(
             computes x, and sums are left to be added up. Only of few tokens.
     """
     (tokens, depth), products, segments = x.shape, addition.parts, addition.segments
+    assert all(part.b_table is None for part in (*products, *following)), "A and B have one table"
     parts, tile = (*products, *following), tile_of(tokens)
     tiles = triton.cdiv(tokens, tile)
     is_ahead = is_ahead and tile == UNIT and depth <= _MAX_SUMS * AHEAD.block
@@ -113,6 +114,7 @@ def shrink_tiles(
     if is_ahead:
         shrunk = shrunk._replace(ranks=sums)
     elif splits > 1:
+        assert tiles * len(products) <= _MAX_COUNTERS
         arrived = _counters(x.device)
     groups = min(shape.each, triton.cdiv(shrunk.rows.shape[2], shape.group))
     _shrink_kernel[(tiles, len(parts), 1 + splits * groups)](
@@ -138,7 +140,7 @@ def _new_shrunk(
     parts, device = (*products, *following), x.device
     width, tiles = sum(unit_ranks(part) for part in products), triton.cdiv(tokens, tile)
     most = min(tile, segments.slots.shape[0]) * max(unit_ranks(part) for part in parts)
-    most = triton.cdiv(most, NOTED) * NOTED
+    most = max(1, triton.cdiv(most, NOTED)) * NOTED
     size = (len(parts), tiles)
     return Shrunk(
         torch.empty((1, tokens, width), dtype=x.dtype, device=device),

@@ -286,7 +286,7 @@ def _expand_silu_kernel(
     slot = tl.load(ordered + place, mask=is_token, other=0)
     token = tl.load(order + place, mask=is_token, other=0).to(tl.int64)
     if a_down is not None:
-        # Then there is one block of columns.
+        tl.static_assert(EACH == 1, "sums of down are one block's each")
         units2 = tl.load(num_units + 2 * tiles + tile)
         rows2, owners2 = rows1 + tiles * most, owners1 + tiles * (most // RANKS)
         row2, owner2 = _first_noted(rows2, owners2, RANKS, GROUP)

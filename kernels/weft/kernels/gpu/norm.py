@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.lora_fold import FOLDED, NOTHING, Folded, added_to_row
+from weft.kernels.gpu.lora_fold import FOLDED, NOTHING, Folded, added_to_row, ranks_at_once
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -53,6 +53,7 @@ def _launch(
         *(out, x, residual, weight, width, eps),
         *(NOTHING if added is None else added.arguments()),
         BLOCK=block, SUMS=sums, BLOCK_SUMS=block_sums,
+        AT_ONCE=ranks_at_once(block, x.element_size()),
         num_warps=max(1, min(16, block // (512 if added is None else 256))),
         **launch_options(x.device, is_alone=added is not None and added.is_alone),
     )  # fmt: skip
@@ -76,6 +77,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     begin = tl.program_id(0).to(tl.int64) * width
@@ -90,7 +92,7 @@ def _rms_norm_kernel(
         token = tl.program_id(0)
         row += added_to_row(
             ranks + token * rank_width, entries + token * entry_width, b, width,
-            column, mask, stride, SUMS, BLOCK_SUMS,
+            column, mask, stride, SUMS, BLOCK_SUMS, AT_ONCE,
         )  # fmt: skip
     if residual is not None:
         # The stream is kept in its own dtype, and the norm sees the rounded sum.
