@@ -202,11 +202,13 @@ def test_the_checks_see_a_mutation(
 ) -> None:
     # A chain and a star have the most and the fewest ancestors.
     shapes = [list(range(-1, 11)), [-1] + [0] * 11]
+    # Rows with children, whose own V is not loud, far behind their depth.
+    shapes += [[-1, 0, 0, 0, 0, 0, 0, 0, 5, 6, 7, 10]] * 2
     monkeypatch.setattr(tree_cases, "random_parents", lambda count: shapes.pop(0))
     earlier = 6 if "earlier" in change[0] else 0
     # Only with a window does a depth count, and only without one are tiles alike to all rows.
     window = 43 if "_depth" in change[0] or "bits" in change[0] else None
-    work = [Work(12 - earlier, 140, True, earlier), Work(12 - earlier, 70, True, earlier)]
+    work = [Work(12 - earlier, kv_len, True, earlier) for kv_len in (140, 70, 80, 90)]
     tree = make_tree_case(Geometry(2, 1, 16, 16), work, torch.float16)
     hide_unseen(tree, window)
     with kernel_module("decode_attention", tmp_path, change) as module:
