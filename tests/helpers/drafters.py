@@ -12,7 +12,8 @@ from weft.engine.llm import Sample
 from weft.engine.sampling.sampler import derive_seed
 from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request, State
-from weft.engine.speculative.chains import LATE, ChainArrays
+from weft.engine.speculative.captured import LATE
+from weft.engine.speculative.chains import ChainArrays
 from weft.engine.speculative.eagle import EagleDrafter
 
 

@@ -12,7 +12,7 @@ from eagle3_cases import HeadReference
 from weft.engine.engine import Engine
 from weft.engine.memory.keys import PageKeys
 from weft.engine.scheduler.plan import DraftShape, DraftTree, VerifyItem
-from weft.engine.speculative.chains import LATE
+from weft.engine.speculative.captured import LATE
 from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.speculative.tree_graphs import TreeArrays
 

@@ -107,7 +107,8 @@ class LoraPool:
             raise ConfigError(
                 f"lora_memory_bytes: {limits.memory_bytes:,} bytes for adapters do not fit: {error}"
             ) from error
-        self._groups: dict[str, tuple[LoraWeights, ...]] = {}
+        self._groups: dict[str, Any] = {}
+        """Of tuples of LoraWeights, by group."""
         for part in projections:
             weights = (*self._groups.get(part.group, ()), self._weights[part.name])
             self._groups[part.group] = weights
@@ -139,8 +140,7 @@ class LoraPool:
 
     def step(self, segments: LoraSegments) -> LoraStep:
         """What the layers are given for a step whose tokens are sorted so."""
-        groups: dict[str, Any] = dict(self._groups)
-        return LoraStep(segments=segments, **groups)
+        return LoraStep(segments=segments, **self._groups)
 
     def read(self, directory: str, *, is_lenient: bool) -> Weights:
         """See `AdapterStore.read`."""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
-from weft.engine.device_copies import PinnedBuffers
 from weft.engine.models.eagle3 import Eagle3Head
 from weft.engine.runner.step import Int64Array, PageTable
 from weft.engine.scheduler.plan import DraftShape, VerifyItem
-from weft.engine.speculative.chains import LATE, Capture, DevicePages, Graph
+from weft.engine.speculative.captured import (
+    LATE,
+    Capture,
+    DevicePages,
+    StaticColumns,
+    capture_each,
+)
 from weft.engine.speculative.drafted import DraftedModel
 from weft.kernels.draft_tree import DraftTrees
 from weft.kernels.step_rows import SlotTokens, chain_places
-
-logger = logging.getLogger(__name__)
 
 
 class TreeArrays(NamedTuple):
@@ -49,34 +49,10 @@ class TreeArrays(NamedTuple):
 
 
 class TreeBucket(NamedTuple):
-    """Which trees of how many requests a graph grows, and where its inputs lie."""
+    """Which trees of how many requests a graph grows."""
 
     shape: DraftShape
     requests: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all columns."""
-        return 4 * self.requests * 8
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The columns of `TreeArrays` in `flat`, [num_bytes] uint8, aligned to 8 bytes."""
-        return list(flat[: self.num_bytes].view(torch.int64).view(4, self.requests))
-
-    def write(self, host: npt.NDArray[np.uint8], arrays: TreeArrays, null_slot: int) -> None:
-        """Lays trees out, of as many requests or fewer; others are at position 0, where a head has
-        no entries.
-
-        Args:
-            host: At least [num_bytes].
-            arrays: The trees.
-            null_slot: Nobody's, whose page is the null page.
-        """
-        columns = host[: self.num_bytes].view(np.int64).reshape(4, self.requests)
-        count = len(arrays.slots)
-        for column, values, pad in zip(columns, arrays, (null_slot, 0, 1, 0), strict=True):
-            column[:count] = values
-            column[count:] = pad
 
 
 class StaticTrees:
@@ -107,20 +83,13 @@ class StaticTrees:
         self._known = known
         self._pages = pages
         self._page_size = page_size
-        self._pinned = PinnedBuffers(pool.device)
-        size = TreeBucket(DraftShape.chain(0), max_requests).num_bytes
-        self._bytes = torch.zeros(size, dtype=torch.uint8, device=pool.device)
+        # Requests that do not exist are at position 0, where a head has no entries.
+        self._columns = StaticColumns(pages, (0, 1, 0), max_requests)
         self._each = torch.arange(max_requests + 1, dtype=torch.int32, device=pool.device)
 
     def send(self, arrays: TreeArrays, bucket: TreeBucket) -> None:
-        """Sends inputs, padded to `bucket`, without waiting; in one copy unless there are new
-        pages."""
-        self._pages.send_pages()
-        buffer = self._pinned.take(bucket.num_bytes)
-        bucket.write(buffer.numpy(), arrays, self._pages.pages.shape[0] - 1)
-        sent = self._bytes[: bucket.num_bytes]
-        sent.copy_(buffer[: bucket.num_bytes], non_blocking=True)
-        self._pinned.sent()
+        """Sends inputs, padded to `bucket`, without waiting."""
+        self._columns.send(arrays, bucket.requests)
 
     def send_nothing(self, bucket: TreeBucket) -> None:
         """Inputs of no request, to capture with."""
@@ -130,7 +99,7 @@ class StaticTrees:
     def run(self, bucket: TreeBucket) -> torch.Tensor:
         """[2, nodes, requests] int64: tokens and words (`draft_tree`) of the trees of what was
         sent last, with this bucket."""
-        slots, starts, limits, max_depths = bucket.views(self._bytes)
+        slots, starts, limits, max_depths = self._columns.views(bucket.requests)
         pages, known, shape = self._pages.pages, self._known, bucket.shape
         num_places = 1 + shape.width * (shape.depth - 1)
         positions, places, _ = chain_places(
@@ -173,14 +142,7 @@ class TreeGraphs:
 
     def __init__(self, trees: StaticTrees, buckets: Sequence[TreeBucket], capture: Capture) -> None:
         self._trees = trees
-        self._graphs: dict[TreeBucket, tuple[Graph, torch.Tensor]] = {}
-        began = time.perf_counter()
-        for bucket in sorted(buckets, reverse=True):
-            trees.send_nothing(bucket)
-            self._graphs[bucket] = capture(lambda bucket=bucket: trees.run(bucket))  # type: ignore[misc]
-        logger.info(
-            "captured %d CUDA graphs of trees in %.1f s", len(buckets), time.perf_counter() - began
-        )
+        self._graphs = capture_each(buckets, trees.send_nothing, trees.run, capture, "trees")
 
     def bucket_of(self, shape: DraftShape, requests: int) -> TreeBucket:
         """The smallest that has room for trees; of those of fewer nodes none is deeper."""

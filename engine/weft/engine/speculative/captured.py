@@ -1,0 +1,115 @@
+"""Drafting as CUDA graphs: what they read of the requests, in fixed places, and their capture."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from weft.engine.device_copies import PinnedBuffers
+from weft.engine.runner.step import Int64Array
+
+logger = logging.getLogger(__name__)
+
+LATE = -1
+"""As a start: where the step under way ends, which only the device knows."""
+
+
+class DevicePages(Protocol):
+    """The page table as steps read it on the device."""
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """[max_requests + 1, max_pages] int32; the last row names the null page only."""
+
+    def send_pages(self) -> None:
+        """Sends what was entered on the host since."""
+
+
+class StaticColumns:
+    """Columns of int64, a number of each request in each, that stay where they are.
+
+    Args:
+        pages: On the same device.
+        paddings: Of requests that do not exist, in the columns behind the first, which holds slots.
+        max_requests: At most.
+    """
+
+    def __init__(self, pages: DevicePages, paddings: Sequence[int], max_requests: int) -> None:
+        self._pages = pages
+        # Nobody's slot, whose page is the null page.
+        self._paddings = (pages.pages.shape[0] - 1, *paddings)
+        device = pages.pages.device
+        self._pinned = PinnedBuffers(device)
+        size = len(self._paddings) * max_requests
+        self._flat = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def views(self, requests: int) -> list[torch.Tensor]:
+        """What was sent last for as many requests: [requests] each."""
+        count = len(self._paddings)
+        return list(self._flat[: count * requests].view(count, requests))
+
+    def send(self, columns: Sequence[Int64Array], requests: int) -> None:
+        """Sends columns padded to `requests`, without waiting; in one copy unless there are new
+        pages."""
+        self._pages.send_pages()
+        sent = self._flat[: len(self._paddings) * requests].view(torch.uint8)
+        buffer = self._pinned.take(len(sent))[: len(sent)]
+        host = buffer.numpy().view(np.int64).reshape(len(self._paddings), requests)
+        for column, values, padding in zip(host, columns, self._paddings, strict=True):
+            column[: len(values)] = values
+            column[len(values) :] = padding
+        sent.copy_(buffer, non_blocking=True)
+        self._pinned.sent()
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Does it again."""
+
+
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
+"""`StepGraphs.capture`."""
+
+
+class _Ordered(Protocol):
+    def __lt__(self, other: Any, /) -> bool: ...
+
+
+Bucket = TypeVar("Bucket", bound=_Ordered)
+Captured = dict[Bucket, tuple[Graph, torch.Tensor]]
+"""Graphs, and where each leaves its result."""
+
+
+def capture_each(
+    buckets: Iterable[Bucket],
+    send_nothing: Callable[[Bucket], None],
+    run: Callable[[Bucket], torch.Tensor],
+    capture: Capture,
+    what: str,
+) -> Captured[Bucket]:
+    """Captures work for each bucket, largest first.
+
+    The graphs share the memory of the steps' graphs, which are larger, so that each adds little
+    more than its list of launches; no plan of the device's memory counts them.
+
+    Args:
+        buckets: What for.
+        send_nothing: Sends inputs of no request.
+        run: The work.
+        capture: Makes a graph.
+        what: The work is, in the log.
+    """
+    graphs: Captured[Bucket] = {}
+    began = time.perf_counter()
+    for bucket in sorted(buckets, reverse=True):
+        send_nothing(bucket)
+        graphs[bucket] = capture(lambda bucket=bucket: run(bucket))  # type: ignore[misc]
+    seconds = time.perf_counter() - began
+    logger.info("captured %d CUDA graphs of %s in %.1f s", len(graphs), what, seconds)
+    return graphs
