@@ -211,7 +211,7 @@ def paged_attention_reference(
         at = rows
         if ancestors is not None:
             words, root = ancestors[first:end], first_row - earlier_rows
-            at = root + _depths(words, rows - root)
+            at = root + depths_of(words, rows - root)
         seen = first_position
         if window is not None:
             seen = max(first_position, int(at.min()) + 1 - window)
@@ -240,8 +240,16 @@ def paged_attention_reference(
     return out.flatten(1)
 
 
-def _depths(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """How many of its tree's rows each one sees before itself: words and rows [N], result [N]."""
+def depths_of(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """How deep rows lie in their trees: how many of its tree's rows each one sees before itself.
+
+    Args:
+        words: [N] int64: of `ancestors`.
+        rows: [N] int64: which of its tree's each one is.
+
+    Returns:
+        [N] int64; of a tree's row 0 it is 0.
+    """
     bits = torch.arange(64, device=words.device)
     is_seen = (words.unsqueeze(1) >> bits & 1 == 1) & (bits <= rows.unsqueeze(1))
     # The last bit stands for all behind it, too.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from weft.kernels.attention import depths_of
 
 
 class SlotTokens(NamedTuple):
@@ -89,20 +90,6 @@ def resolve_rows(
         words, behind = known.words.view(-1)[sources], sources // width
         step.ancestors[:count] = words
         step.positions[:count] += depths_of(words, behind) - behind
-
-
-def depths_of(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """How deep nodes lie in their trees.
-
-    Args:
-        words: [N] int64: which rows of its request each one sees.
-        rows: [N] int64: which of its request's it is, below 63.
-
-    Returns:
-        [N] int64; of a request's row 0 it is 0.
-    """
-    bits = torch.arange(63, device=words.device)
-    return ((words.unsqueeze(1) >> bits & 1) * (bits < rows.unsqueeze(1))).sum(dim=1)
 
 
 def accept_drafts(

@@ -13,6 +13,16 @@ import torch
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 
+def parent_of(word: int, row: int) -> int:
+    """The row that a row of a tree follows: the last of its ancestors; of row 0 it is -1.
+
+    Args:
+        word: Of the row; see `ancestors`.
+        row: Which of its request's it is.
+    """
+    return (word & (1 << row) - 1).bit_length() - 1
+
+
 def accept_trees(
     drawn: torch.Tensor, step: StepRows, verified: Verified, known: SlotTokens
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -38,8 +48,7 @@ def accept_trees(
     for request, rows in enumerate(verified.rows.tolist()):
         path = [0]
         for own, row in enumerate(rows):
-            # The nearest of its ancestors is the last one.
-            parent = (words[row] & (1 << own) - 1).bit_length() - 1
+            parent = parent_of(words[row], own)
             is_child = own > 0 and row >= 0 and parent == path[-1]
             if is_child and tokens[rows[parent]] == drafts[row] and tokens[row] >= 0:
                 path.append(own)

@@ -12,6 +12,7 @@ from weft.engine.runner.step import PageTable
 from weft.engine.scheduler.plan import DraftShape, DraftTree, VerifyItem
 from weft.engine.speculative.drafted import DraftedModel
 from weft.kernels.draft_tree import DraftTrees
+from weft.kernels.tree_rows import parent_of
 
 
 def tree_of(tokens: Sequence[int], words: Sequence[int]) -> DraftTree:
@@ -21,10 +22,7 @@ def tree_of(tokens: Sequence[int], words: Sequence[int]) -> DraftTree:
         tokens: Of the nodes.
         words: Which of its request's rows each one sees; see `draft_tree`.
     """
-    rows = enumerate(words, 1)
-    # The nearest of its ancestors is the last one.
-    parents = [(word & (1 << row) - 1).bit_length() - 1 for row, word in rows]
-    return DraftTree(tokens, parents)
+    return DraftTree(tokens, [parent_of(word, row) for row, word in enumerate(words, 1)])
 
 
 def step_shape(items: Sequence[VerifyItem]) -> DraftShape:
