@@ -26,8 +26,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -259,21 +259,23 @@ def settings_of(arguments: argparse.Namespace, adapter_bytes: int, count: int) -
     return settings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Figures:
     """All that was measured."""
 
-    speeds: dict[int, dict[int, list[Speed]]]
+    speeds: dict[int, dict[int, list[Speed]]] = field(default_factory=dict)
     """By rank and number of adapters."""
-    checked: tuple[int, int]
-    adapter_bytes: dict[int, int]
+    equal: int = 0
+    """First tokens that are those of the same request alone."""
+    compared: int = 0
+    adapter_bytes: dict[int, int] = field(default_factory=dict)
     """By rank."""
-    firsts: dict[str, list[float]]
-    between: dict[str, list[float]]
+    firsts: dict[str, list[float]] = field(default_factory=dict)
+    between: dict[str, list[float]] = field(default_factory=dict)
 
 
-def measure(arguments: argparse.Namespace, folder: Path, draw: random.Random) -> Figures:
-    """Runs everything; adapters of one rank at a time are on disk."""
+def measure(arguments: argparse.Namespace, folder: Path, draw: random.Random) -> Iterator[Figures]:
+    """Runs everything, adapters of one rank at a time on disk; yields what is known after each."""
     if arguments.model in MODELS:
         model_dir = write_config(folder, arguments.model)
     else:
@@ -285,7 +287,7 @@ def measure(arguments: argparse.Namespace, folder: Path, draw: random.Random) ->
         more = (arguments.change, arguments.device)
         return [write_adapter(path, model_dir, rank, i, *more) for i, path in enumerate(where)]
 
-    speeds, sizes, equal, compared = {}, {}, 0, 0
+    figures = Figures()
     # The largest first: the others fit where it does.
     ranks = sorted(arguments.ranks, reverse=True)
     most = max(1, *arguments.counts)
@@ -298,33 +300,33 @@ def measure(arguments: argparse.Namespace, folder: Path, draw: random.Random) ->
             if rank != ranks[0]:
                 paths = write(rank, most)
             adapters = [llm.load_adapter(path) for path in paths]
-            sizes[rank] = llm.engine.adapters.states()[0].num_bytes
-            speeds[rank], checked = throughput(llm, adapters, rank, arguments, draw)
-            equal, compared = equal + checked[0], compared + checked[1]
+            figures.adapter_bytes[rank] = llm.engine.adapters.states()[0].num_bytes
+            figures.speeds[rank], (equal, of) = throughput(llm, adapters, rank, arguments, draw)
+            figures.equal, figures.compared = figures.equal + equal, figures.compared + of
+            yield figures
             for adapter in adapters:
                 llm.unload_adapter(adapter)
     del llm
     gc.collect()
     if arguments.device != "cpu":
         torch.cuda.empty_cache()
-    firsts: dict[str, list[float]] = {}
-    between: dict[str, list[float]] = {}
     if arguments.gaps:
         rank = 16 if 16 in ranks else ranks[0]
-        settings = settings_of(arguments, sizes[rank], FEW)
+        size = figures.adapter_bytes[rank]
+        settings = settings_of(arguments, size, FEW)
         # Half of the adapters are in host memory, half of these on the device.
-        settings["lora_host_bytes"] = int((2 * FEW + 0.5) * sizes[rank])
+        settings["lora_host_bytes"] = int((2 * FEW + 0.5) * size)
         paths = write(rank, KNOWN)
         with LLM(model_dir, **settings) as llm:
             some = [llm.load_adapter(path) for path in paths]
-            firsts["none"] = [first_token_s(llm, b"", draw) for _ in range(20)][5:]
+            figures.firsts["none"] = [first_token_s(llm, b"", draw) for _ in range(20)][5:]
             for name in ("device", "host", "disk"):
-                firsts[name] = first_tokens(llm, some, name, 15, draw)
+                figures.firsts[name] = first_tokens(llm, some, name, 15, draw)
             rows = (("none", [], False), ("from disk", some, False), ("waited for", some, True))
             for name, used, blocks in 2 * rows:
                 found = gaps(llm, used, arguments, draw, blocks=blocks)
-                between.setdefault(name, []).extend(found)
-    return Figures(speeds, (equal, compared), sizes, firsts, between)
+                figures.between.setdefault(name, []).extend(found)
+        yield figures
 
 
 def main() -> int:
@@ -358,11 +360,15 @@ def main() -> int:
         setup["commit"] = arguments.commit
     if arguments.device != "cpu":
         setup["device"] = torch.cuda.get_device_name(arguments.device)
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    path = arguments.json or ROOT / "bench" / "results" / f"lora-{stamp}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     before = MachineUse.now()
     with tempfile.TemporaryDirectory(prefix="weft-lora-") as folder:
-        figures = measure(arguments, Path(folder), random.Random(arguments.seed))
-    setup["other_cores"] = MachineUse.now().others_since(before)
-    return report(arguments, setup, figures)
+        for figures in measure(arguments, Path(folder), random.Random(arguments.seed)):
+            setup["other_cores"] = MachineUse.now().others_since(before)
+            status = report(arguments, setup, figures, path)
+    return status
 
 
 def throughput_rows(console: Console, speeds: dict[int, list[Speed]], title: str) -> dict[int, Any]:
@@ -393,39 +399,52 @@ def throughput_rows(console: Console, speeds: dict[int, list[Speed]], title: str
     return rows
 
 
-def report(arguments: argparse.Namespace, setup: dict[str, Any], figures: Figures) -> int:
-    """Prints the tables and writes the JSON; 1 if what was timed was wrong."""
-    console, checked = Console(), figures.checked
-    rows: dict[str, Any] = {"throughput": {}, "first_token_ms": {}, "between_tokens_ms": {}}
-    rows["adapter_bytes"] = figures.adapter_bytes
-    for rank, speeds in sorted(figures.speeds.items()):
-        title = f"A batch of {arguments.batch}, rank {rank}, {arguments.change}"
-        rows["throughput"][rank] = throughput_rows(console, speeds, title)
+def latency_rows(console: Console, figures: Figures, running: int) -> dict[str, Any]:
+    """Prints first tokens and times between tokens; returns what of them the JSON keeps."""
     table = Table(title=f"First token of {FIRST_TOKEN_PROMPT} prompt tokens, alone")
     for column in ("adapter", "ms"):
         table.add_column(column, justify="right")
     for name, values in figures.firsts.items():
         table.add_row(name, describe(values))
-        rows["first_token_ms"][name] = [1e3 * value for value in values]
     console.print(table)
-    table = Table(title=f"Between tokens of {arguments.batch // 4} running requests")
+    table = Table(title=f"Between tokens of {running} running requests")
     for column in ("adapters of those that come", "p50 ms", "p99 ms"):
         table.add_column(column, justify="right")
+    between: dict[str, Any] = {}
     for name, values in figures.between.items():
         p50, p99 = (1e3 * float(np.percentile(values, q)) for q in (50, 99))
         table.add_row(name, f"{p50:.1f}", f"{p99:.1f}")
-        rows["between_tokens_ms"][name] = {"p50": p50, "p99": p99, "count": len(values)}
+        between[name] = {"p50": p50, "p99": p99, "count": len(values)}
     console.print(table)
+    firsts = {name: [1e3 * value for value in values] for name, values in figures.firsts.items()}
+    return {"first_token_ms": firsts, "between_tokens_ms": between}
+
+
+def report(
+    arguments: argparse.Namespace, setup: dict[str, Any], figures: Figures, path: Path
+) -> int:
+    """Prints the tables and writes the JSON; 1 if what was timed was wrong."""
+    console = Console()
+    rows: dict[int, dict[int, Any]] = {}
+    for rank, speeds in sorted(figures.speeds.items()):
+        title = f"A batch of {arguments.batch}, rank {rank}, {arguments.change}"
+        rows[rank] = throughput_rows(console, speeds, title)
+    latencies = latency_rows(console, figures, arguments.batch // 4) if figures.firsts else {}
+    checked = (figures.equal, figures.compared)
     for line in [
         *describe_lines(setup),
         f"first tokens equal to those of the same request alone: {checked[0]} of {checked[1]}",
         f"other programs kept {setup['other_cores']:.2f} cores busy",
     ]:
         console.print(line, soft_wrap=True, highlight=False)
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    path = arguments.json or ROOT / "bench" / "results" / f"lora-{stamp}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"command": " ".join(sys.argv), "setup": setup, "checked": checked, **rows}
+    content = {
+        "command": " ".join(sys.argv),
+        "setup": setup,
+        "checked": checked,
+        "adapter_bytes": figures.adapter_bytes,
+        "throughput": rows,
+        **latencies,
+    }
     path.write_text(json.dumps(content, indent=1) + "\n")
     console.print(f"written to {path}", soft_wrap=True, highlight=False)
     return 0 if checked[0] >= 0.9 * checked[1] else 1
