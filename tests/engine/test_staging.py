@@ -172,6 +172,50 @@ def test_many_prompts_share_a_small_area(start: Start, page_bytes: int) -> None:
     pair.settle()
 
 
+def test_prompts_that_come_together_are_filled_one_after_the_other(
+    start: Start, page_bytes: int
+) -> None:
+    """They do not share a small area: the first one's answer need not wait for the last one's."""
+    pair = start(staging_bytes=17 * page_bytes, prefill_chunk_tokens=2 * PAGE)
+    requests = [pair.submit(new_prompt(8)) for _ in range(6)]
+    pair.finish(*requests)
+    fills = [pair.answers[request].finished[0].timeline.fills for request in requests]
+    assert [len(leases) for leases in fills] == [1] * len(requests)
+    ends = [leases[0].end_s for leases in fills]
+    assert ends == sorted(ends)
+    pair.settle()
+
+
+def test_a_large_prompt_is_not_overtaken(start: Start, page_bytes: int) -> None:
+    """Small ones that come behind it wait until it has found room."""
+    pair = start(staging_bytes=17 * page_bytes, prefill_chunk_tokens=2 * PAGE)
+    before = [pair.submit(new_prompt(2)) for _ in range(7)]
+    large = pair.submit(new_prompt(14))
+    after = [pair.submit(new_prompt(2)) for _ in range(7)]
+    pair.finish(*before, large, *after)
+    fills = {
+        request: pair.answers[request].finished[0].timeline.fills[0]
+        for request in (*before, large, *after)
+    }
+    assert fills[large].end_token >= 8 * PAGE, "it began with little"
+    assert all(fills[large].start_s <= fills[request].start_s for request in after)
+    assert any(fills[request].start_s < fills[large].start_s for request in before)
+    pair.settle()
+
+
+def test_a_large_prompt_that_ends_lets_others_go_on(start: Start, page_bytes: int) -> None:
+    """It is cancelled while it waits for room."""
+    pair = start(staging_bytes=17 * page_bytes, prefill_chunk_tokens=2 * PAGE)
+    before = [pair.submit(new_prompt(2)) for _ in range(7)]
+    large = pair.submit(new_prompt(14))
+    after = [pair.submit(new_prompt(2)) for _ in range(7)]
+    pair.turn()
+    pair.send(cancels=[Cancel(session=1, request_id=large, attempt=1)])
+    pair.finish(*before, *after)
+    assert pair.answers[large].finished[0].reason == "cancelled"
+    pair.settle()
+
+
 @dataclass
 class Moved:
     """A copy: pages of the pool, and the orders between which it may be under way."""

@@ -31,6 +31,7 @@ from weft.engine.scheduler.state import FillCandidate, FillRecord, Request, Stat
 from weft.engine.transfer.audit import PageAudit
 from weft.engine.transfer.cost import FillCosts
 from weft.engine.transfer.fill import Fill, FillCounters, FillListener, FillState, OwnerPlane
+from weft.engine.transfer.fill_line import FillLine, enough_pages
 from weft.engine.transfer.handle import LEASE_ID_BYTES, FillEvent, KvHandle
 from weft.engine.transfer.landing import DirectLanding, Landing, StagedLanding
 from weft.engine.transfer.quarantine import QuarantineWatch
@@ -83,6 +84,7 @@ class OwnerFills:
             if plane.staging is None
             else StagedLanding(memory, plane.staging, config.max_fill_fraction)
         )
+        self._line = FillLine()
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
         self.listener: FillListener | None = None
         self.audit: PageAudit | None = None
@@ -119,24 +121,26 @@ class OwnerFills:
         return decision.is_remote
 
     def start(self, request: Request) -> bool:
-        """See `Fills.start`. Waits while the cap is reached."""
+        """See `Fills.start`. Waits while too little of the cap is free."""
         if id(request) in self._by_request:
             return True
-        if self._is_silent(request.candidates[0]):
-            return False
-        if self._is_blocked:
+        if self._is_silent(request.candidates[0]) or self._is_blocked:
             return False
         if any(fill.is_proven for fill in self._fills.values()):
             return True  # A fence is due: it waits for open fills to end, so none may begin.
         size = self._config.page_size
         wanted = (self._end_token(request) - request.num_computed) // size
-        num_pages = min(wanted, self._num_allowed_pages())
-        if num_pages < max(1, min(wanted, self._landing.least_pages)):
+        if not self._line.may_begin(request):
             return True
+        free, most = self._room()
+        num_pages = min(wanted, free)
+        if num_pages < enough_pages(wanted, most, self._landing.least_pages):
+            self._line.waits(request)
+            return True
+        self._line.began(request)
         pages = self._memory.allocate(num_pages, request.namespace, promised=True)
         request.num_promised_pages -= num_pages
-        now = self._clock()
-        lease_id = secrets.token_bytes(LEASE_ID_BYTES)
+        now, lease_id = self._clock(), secrets.token_bytes(LEASE_ID_BYTES)
         fill = Fill(
             lease_id=lease_id,
             request=request,
@@ -298,11 +302,12 @@ class OwnerFills:
             return min(end, request.candidates[0].match_tokens)
         return end
 
-    def _num_allowed_pages(self) -> int:
-        """Of a new fill; those in quarantine count: the others stay of use."""
-        fills = self._fills.values()
+    def _room(self) -> tuple[int, int]:
+        """Pages that a new fill may hold now, and at most; those in quarantine are of no use."""
+        fills, in_pool = self._fills.values(), self._landing.max_pool_pages()
         landing = self._landing.max_pages - sum(len(fill.landed) for fill in fills)
-        return min(landing, self._landing.max_pool_pages() - sum(len(f.pages) for f in fills))
+        free = min(landing, in_pool - sum(len(fill.pages) for fill in fills))
+        return free, min(self._landing.max_pages - self._num_quarantined_pages(), in_pool)
 
     def _num_quarantined_pages(self) -> int:
         return sum(
