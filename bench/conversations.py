@@ -60,7 +60,7 @@ POLICIES: dict[str, Pools] = {
     "prefix_hash": both("prefix_hash", "--prefix-tokens 128"),
     "cache_aware approximate": both("cache_aware", "--no-kv-events"),
     "cache_aware": both("cache_aware"),
-    "the defaults": Pools("cache_aware", "total_requests"),
+    "cache_aware, decode total_requests": Pools("cache_aware", "total_requests"),
 }
 LOADS = ("low", "high")
 NUM_WARM_UP = 12

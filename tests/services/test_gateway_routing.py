@@ -159,7 +159,7 @@ async def holds(mesh: Harness, ids: list[int], worker_id: str, expected: int) ->
 
 
 async def test_a_gap_in_the_events_is_healed_by_a_snapshot(tmp_path: Path) -> None:
-    async with gateway(tmp_path, unfilled, num_prefill=1) as mesh:
+    async with gateway(tmp_path, unfilled, num_prefill=1, decode_policy="total_requests") as mesh:
         filler = mesh.workers[-1]
         first, second, third = (prompt(4 * PAGE_SIZE + 1) for _ in range(3))
         filler.hold(first)

@@ -154,7 +154,7 @@ class GatewaySettings(ServiceSettings):
         "seconds",
     )
     decode_policy: DecodePolicyName = Field(
-        "total_requests", description="how decode workers are chosen"
+        "cache_aware", description="how decode workers are chosen"
     )
     prefill_policy: PrefillPolicyName = Field(
         "cache_aware", description="how prefill workers are ordered"
