@@ -450,8 +450,8 @@ def report(result: Result) -> None:
     found = result.agreement
     print(
         f"{found.checked_tokens} tokens of {found.checked_requests} timed requests against "
-        f"float32: {found.near_ties} others, largest gap {found.largest_gap_ulps:.2f} bfloat16 "
-        f"ulps (transformers in bfloat16: {found.peer_near_ties}, "
+        f"float32: {found.others} others, largest gap {found.largest_gap_ulps:.2f} bfloat16 "
+        f"ulps (transformers in bfloat16: {found.peer_others}, "
         f"{found.peer_largest_gap_ulps:.2f})",
         flush=True,
     )

@@ -33,11 +33,11 @@ class Agreement:
 
     checked_requests: int = 0
     checked_tokens: int = 0
-    near_ties: int = 0
+    others: int = 0
     """Checked tokens that are not the float32 reference's choice."""
     largest_gap_ulps: float = 0.0
     """Of the reference's logits of its choice and of the token, in bfloat16 steps."""
-    peer_near_ties: int = 0
+    peer_others: int = 0
     """The same of transformers in bfloat16, asked at the same places."""
     peer_largest_gap_ulps: float = 0.0
 
@@ -115,8 +115,8 @@ def _compare(
     peer_gaps = gaps_in_ulps(logits, peer_logits.argmax(-1))
     found.checked_requests += len(answers)
     found.checked_tokens += tokens.numel()
-    found.near_ties += int((gaps > 0).sum())
-    found.peer_near_ties += int((peer_gaps > 0).sum())
+    found.others += int((gaps > 0).sum())
+    found.peer_others += int((peer_gaps > 0).sum())
     found.largest_gap_ulps = max(found.largest_gap_ulps, float(gaps.max()))
     found.peer_largest_gap_ulps = max(found.peer_largest_gap_ulps, float(peer_gaps.max()))
 
