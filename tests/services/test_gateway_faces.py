@@ -176,6 +176,15 @@ async def test_seed_is_drawn_when_absent(mesh: Harness) -> None:
     assert all(submit.sampling.HasField("seed") for submit in mesh.workers[0].submits)
 
 
+async def test_prompts_of_a_request_draw_a_seed_each_unless_one_is_given(mesh: Harness) -> None:
+    for given in (None, 11):
+        body = {"prompt": ["the same"] * 4, "n": 2, "seed": given, "max_tokens": 2}
+        await mesh.json("Completions", body)
+    seeds = [submit.sampling.seed for submit in mesh.workers[0].submits]
+    assert len(set(seeds[:4])) == 4
+    assert seeds[4:] == [11] * 4
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_strings_are_never_shown(mesh: Harness, stream: bool) -> None:
     body = {"messages": USER, "stop": ["o wor", "🎉👩", "Hello there"]}

@@ -26,7 +26,7 @@ from weft.gateway.limits import ASSUMED_OUTPUT_TOKENS, Charge, RateLimits
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.model import ServedModel
 from weft.gateway.render import RenderPlan
-from weft.gateway.request import Adapter, GenerateRequest, PreparedPrompt
+from weft.gateway.request import Adapter, GenerateRequest, PreparedPrompt, Sampling
 from weft.gateway.request_log import GatewayRequestLog
 from weft.gateway.resume import ResumeLimits
 from weft.gateway.routing import RoutingRequest
@@ -286,8 +286,6 @@ class Pipeline:
         deadline: float,
     ) -> list[Generation]:
         request = account.request
-        seed = request.sampling.seed
-        seed = secrets.randbits(64) if seed is None else seed % 2**64
         limits = ResumeLimits(
             max_attempts=self._settings.max_attempts, timeout_s=self._settings.resume_timeout_s
         )
@@ -298,7 +296,7 @@ class Pipeline:
                 placing,
                 first_index=number * request.sampling.n,
                 model=served.model.name,
-                seed=seed,
+                seed=_seed(request.sampling),
                 plan=_plan(served.model, request, prompt),
                 router=served.router,
                 metrics=self._metrics,
@@ -386,6 +384,11 @@ def _warn(request: GenerateRequest, error: WeftError) -> None:
 
 def _name(tenant: Tenant | None) -> str:
     return "" if tenant is None else tenant.name
+
+
+def _seed(sampling: Sampling) -> int:
+    """Of one prompt. Each draws its own: equal prompts of a request get answers of their own."""
+    return secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
 
 
 def _plan(model: ServedModel, request: GenerateRequest, prompt: PreparedPrompt) -> RenderPlan:
