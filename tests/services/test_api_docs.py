@@ -10,7 +10,7 @@ from fake_decode import Script
 from gateway_harness import gateway
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from weft.common.adapters.manifest import AdapterExists
+from weft.common.adapters.manifest import AdapterExists, AdaptersOff
 from weft.engine import errors
 from weft.engine.errors import WeftError
 from weft.gateway.openai.parse import BodyTooLarge
@@ -43,7 +43,7 @@ def rows(text: str) -> list[list[str]]:
 def test_the_table_of_errors_is_complete() -> None:
     found = {value for value in vars(errors).values() if isinstance(value, type)}
     kinds = {cls for cls in found if issubclass(cls, WeftError)} - NEVER_SENT
-    kinds |= {BodyTooLarge, AdapterExists}
+    kinds |= {BodyTooLarge, AdapterExists, AdaptersOff}
     expected = {
         (f"`{cls.reason}`", str(cls.http_status), cls.grpc_code, "yes" if cls.retryable else "no")
         for cls in kinds

@@ -217,6 +217,30 @@ async def test_bounds_are_shown_as_they_are(
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": None}, "messages: must be array, not null"),
+        ({"temperature": True}, "temperature: must be number, not true"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role: is empty"),
+    ],
+)
+async def test_values_are_shown_as_json_has_them(
+    mesh: Harness, change: dict[str, Any], message: str
+) -> None:
+    error = await refused(mesh, "ChatCompletions", {"messages": USER, **change})
+    assert error.message == message
+
+
+@pytest.mark.parametrize("method", ["LoadLoraAdapter", "UnloadLoraAdapter"])
+async def test_adapters_where_they_are_off_are_the_callers_mistake(
+    mesh: Harness, method: str
+) -> None:
+    error = await refused(mesh, method, {"lora_name": "x", "lora_path": "y"})
+    assert (error.http_status, error.reason) == (400, "ADAPTERS_OFF")
+    assert "--adapter-root" in error.message
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"temperature": 100, "top_p": 1, "min_p": 1, "top_k": 2**31 - 1, "n": 128},

@@ -72,6 +72,13 @@ class AdapterExists(InvalidRequest):
     reason = "ADAPTER_EXISTS"
 
 
+class AdaptersOff(InvalidRequest):
+    """Nothing can be loaded or unloaded: the services run without an adapter root."""
+
+    reason = "ADAPTERS_OFF"
+    grpc_code = "FAILED_PRECONDITION"
+
+
 class LoadUnderWay(Overloaded):
     """Somebody else loads the name."""
 

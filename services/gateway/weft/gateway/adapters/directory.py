@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from weft.common.adapters.manifest import Entry, Manifest
+from weft.common.adapters.manifest import AdaptersOff, Entry, Manifest
 from weft.common.adapters.registry import Registry, Stamp
-from weft.engine.errors import ConfigError, WeftError
+from weft.engine.errors import WeftError
 from weft.gateway.request import Adapter
 
 _log = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ class AdapterDirectory:
         """Where adapters are registered.
 
         Raises:
-            ConfigError: There is none.
+            AdaptersOff: There is none.
         """
         if self._registry is None:
-            raise ConfigError(
+            raise AdaptersOff(
                 "this gateway knows no adapters: start it and its workers with --adapter-root",
                 stage="validate",
             )

@@ -112,6 +112,8 @@ def _explain(errors: list[ErrorDetails]) -> InvalidRequest:
     for item in same_field:
         if item["type"] == "too_long":
             return _failure(item, f"at most {item['ctx']['max_length']} are accepted")
+        if item["type"] == "string_too_short":
+            return _failure(item, "is empty")
     # Of the alternatives that a union tried, the one that got furthest says the most.
     deepest = max(len(_path(item)) for item in same_field)
     told = [item for item in same_field if len(_path(item)) == deepest]
@@ -141,6 +143,12 @@ class _Short(reprlib.Repr):
 
     def repr_dict(self, x: dict[object, object], level: int) -> str:
         return "{...}" if x else "{}"  # the library's sorts all keys
+
+    def repr_NoneType(self, x: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, x: bool, level: int) -> str:
+        return "true" if x else "false"
 
 
 def _short(value: object) -> str:
