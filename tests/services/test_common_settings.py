@@ -61,6 +61,27 @@ def test_weft_up_takes_a_directory_with_a_comma_and_no_surplus_name(
 
 
 @pytest.mark.parametrize(
+    "text", ["--deterministic", "--log-level=debug", "--draft-width 4", "--max-draft-tokens=4", ""]
+)
+def test_weft_up_passes_on_flags_of_services(text: str) -> None:
+    argv = ["--decode-args", text, "--log-level", "error", f"--prefill-args={text}"]
+    settings = load_settings(UpSettings, argv, {})
+    assert (settings.decode_args, settings.prefill_args) == (text, text)
+    assert settings.log_level == "error"
+    with pytest.raises(SystemExit):
+        load_settings(UpSettings, ["--decode-args"], {})
+
+
+def test_weft_up_wants_ports_that_do_not_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    ports = ["--rest-port", "9001", "--grpc-port", "9000"]
+    assert load_settings(UpSettings, ports, {}).rest_port == 9001
+    assert not load_settings(UpSettings, [*ports, "--gateways", "2", "--no-rest"], {}).rest
+    with pytest.raises(SystemExit):
+        load_settings(UpSettings, [*ports, "--gateways", "2"], {})
+    assert "--rest-port 9001 and --grpc-port 9000 overlap" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("argv", "environ", "expected"),
     [
         (["--ratio", "1.5"], {}, ["--ratio", "'1.5'", "less than or equal to 1", "share of"]),

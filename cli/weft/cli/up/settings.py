@@ -155,6 +155,15 @@ class UpSettings(Settings):
         return text
 
     @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        if self.rest and abs(self.rest_port - self.grpc_port) < self.gateways:
+            raise ValueError(
+                f"--rest-port {self.rest_port} and --grpc-port {self.grpc_port} overlap: REST and "
+                f"gRPC take ports of their own, {self.gateways} each (--gateways)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_adapters(self) -> Self:
         if self.adapter and self.adapter_root is None:
             raise ValueError("--adapter needs --adapter-root, the folder that its PATH is in")

@@ -286,8 +286,19 @@ def _parse_flags(cls: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
                 metavar=_metavar(field),
                 action="append" if _is_list(field) else "store",
             )
-    given = vars(parser.parse_args(list(argv)))
+    given = vars(parser.parse_args(_join_flags(cls, argv)))
     return {name: _parse_flag(cls.model_fields.get(name), value) for name, value in given.items()}
+
+
+def _join_flags(cls: type[Settings], argv: Sequence[str]) -> list[str]:
+    """`--x-args=TEXT` for `--x-args TEXT`: argparse takes a TEXT like `--one` for a flag of ours."""
+    takers = {_flag(name) for name in cls.model_fields if name.endswith("_args")}
+    joined: list[str] = []
+    rest = iter(argv)
+    for word in rest:
+        text = next(rest, None) if word in takers else None
+        joined.append(word if text is None else f"{word}={text}")
+    return joined
 
 
 def _parse_flag(field: FieldInfo | None, value: Any) -> Any:
