@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import random
 from collections.abc import AsyncIterator
@@ -310,6 +312,23 @@ async def test_completion_logprobs(mesh: Harness) -> None:
     events = await mesh.events("Completions", body)
     parts = [e["choices"][0]["logprobs"] for e in events if e["choices"][0]["logprobs"]]
     assert [offset for part in parts for offset in part["text_offset"]] == lengths
+
+
+async def test_completion_logprobs_of_parts_of_characters(mesh: Harness) -> None:
+    body = {"prompt": "x", "logprobs": 20, "max_tokens": 500}
+    choice = (await mesh.json("Completions", body))["choices"][0]
+    logprobs, text = choice["logprobs"], choice["text"]
+    vocabulary = mesh.app.model.vocabulary
+    parts = [vocabulary.token_bytes(token_id) for token_id in mesh.ids(text)]
+    ends = list(itertools.accumulate(map(len, parts), initial=0))
+    starts = list(itertools.accumulate((len(char.encode()) for char in text), initial=0))
+    expected = [bisect.bisect_right(starts, end) - 1 for end in ends[:-1]]
+    assert any(start not in starts for start in ends)  # a token that begins within a character
+    assert logprobs["text_offset"][: len(parts)] == expected
+    halves = {name for name in logprobs["tokens"] if name.startswith("bytes:")}
+    assert halves
+    assert not any("\ufffd" in name for top in logprobs["top_logprobs"] for name in top)
+    assert all(len(top) >= 20 for top in logprobs["top_logprobs"])
 
 
 async def test_typed_face(mesh: Harness) -> None:

@@ -45,17 +45,20 @@ def completion_logprobs(
         offset: Characters of the choice's text before them.
 
     Returns:
-        The object, and the offset behind the entries.
+        The object, and the offset behind the entries. A token that begins within a character has
+        that character's offset.
     """
     tokens: list[str] = []
     offsets: list[int] = []
     alternatives: list[dict[str, float]] = []
     for entry in entries:
-        token = vocabulary.token_text(entry.token_id)
+        token = _completion_token(vocabulary, entry.token_id)
         tokens.append(token)
-        offsets.append(offset)
-        offset += len(token)
-        top = {vocabulary.token_text(t.token_id): _finite(t.logprob) for t in entry.top}
+        data = vocabulary.token_bytes(entry.token_id)
+        begun = [byte & 0xC0 != 0x80 for byte in data]  # UTF-8: a character begins here
+        offsets.append(offset if not begun or begun[0] else max(0, offset - 1))
+        offset += sum(begun)
+        top = {_completion_token(vocabulary, t.token_id): _finite(t.logprob) for t in entry.top}
         top.setdefault(token, _finite(entry.logprob))
         alternatives.append(top)
     return {
@@ -64,6 +67,15 @@ def completion_logprobs(
         "top_logprobs": alternatives,
         "text_offset": offsets,
     }, offset
+
+
+def _completion_token(vocabulary: Vocabulary, token_id: int) -> str:
+    r"""Names of their own for parts of characters, such as `bytes:\xe4\xbd`: they are keys too."""
+    data = vocabulary.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _finite(logprob: float) -> float:
