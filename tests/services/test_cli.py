@@ -29,7 +29,8 @@ def weft(*arguments: str) -> "asyncio.Future[Process]":
 
 async def run(*arguments: str, typed: str = "") -> tuple[int, str, str]:
     process = await weft(*arguments)
-    out, err = await asyncio.wait_for(process.communicate(typed.encode()), 60)
+    keys = typed.encode("utf-8", "surrogateescape")
+    out, err = await asyncio.wait_for(process.communicate(keys), 60)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
@@ -79,6 +80,17 @@ async def test_chat_streams_and_remembers(tmp_path: Path) -> None:
     assert [text.count(echo.text) for text in said] == [0, 1, 0]
     assert all("Be kind." in text for text in said)
     assert "third" in said[2]
+
+
+async def test_what_is_typed_in_another_encoding_is_asked_as_it_can_be(tmp_path: Path) -> None:
+    echo = Echo("Bonjour")
+    async with gateway(tmp_path, echo) as harness:
+        echo.harness = harness
+        latin = "caf\udce9\n"  # b"caf\xe9"
+        status, out, err = await run("chat", "--address", harness.app.server.address, typed=latin)
+        assert status == 0, err
+        assert echo.text in out
+        assert "caf\ufffd" in harness.tokenizer.decode(echo.prompts[0])
 
 
 async def test_ctrl_c_stops_the_answer_not_the_chat(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from weft.cli.channel import (
     find_gateway,
     open_blocking_channel,
 )
+from weft.cli.numbers import MAX_SECONDS, number
 from weft.engine.errors import ConfigError
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -157,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     for action in (load, unload):
         action.add_argument(
             "--timeout",
-            type=float,
+            type=number(0, MAX_SECONDS),
             default=120.0,
             metavar="S",
             help="for the workers to load it, or for its requests to end (default 120)",

@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from weft.cli.numbers import MAX_DAYS, whole_number
 from weft.common.authorize import SERVICES
 from weft.common.tls import TlsFiles, service_name
 from weft.engine.errors import ConfigError, WeftError
@@ -180,7 +181,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="further DNS name or IP address of gateway, REST edge and Valkey; may be repeated",
     )
-    parser.add_argument("--days", type=int, default=90, help="lifetime of the certificates")
+    parser.add_argument(
+        "--days",
+        type=whole_number(1, MAX_DAYS),
+        default=90,
+        help="lifetime of the certificates",
+    )
     return parser
 
 

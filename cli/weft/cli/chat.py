@@ -21,6 +21,7 @@ from weft.cli.channel import (
     explain,
     open_blocking_channel,
 )
+from weft.cli.numbers import whole_number
 from weft.engine.errors import ConfigError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -139,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     add_address_flag(parser)
     parser.add_argument("--model", help="name of the model; default: the first that is served")
     parser.add_argument("--temperature", type=float, help="0 = always the likeliest token")
-    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
+    parser.add_argument(
+        "--max-tokens", type=whole_number(1, 2**31 - 1), help="longest answer, in tokens"
+    )
     parser.add_argument("--system", help="system message")
     return parser
 
@@ -174,5 +177,7 @@ def _lines() -> Iterator[str]:
         except KeyboardInterrupt:
             sys.stdout.write("\n(/quit ends)\n")
             continue
+        # A terminal or a file of another encoding: its bytes came as lone surrogates.
+        line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         if line:
             yield line

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from weft.cli.numbers import MAX_DAYS, whole_number
 from weft.engine.errors import ConfigError, WeftError
 from weft.gateway.keys import KeyEntry, new_key, read_keys, write_keys
 
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--adapters", action="store_true", help="let its owner load and unload LoRA adapters"
     )
-    add.add_argument("--days", type=int, help="lifetime; default: no end")
+    add.add_argument("--days", type=whole_number(1, MAX_DAYS), help="lifetime; default: no end")
     listing = actions.add_parser("list", help="show keys, without their secrets")
     listing.add_argument(
         "--hashes", action="store_true", help="as the setting `api_key_hashes` takes them"

@@ -37,6 +37,10 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `weft`; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for argument in arguments:
+        if not _is_text(argument):
+            sys.stderr.write(f"weft: {argument!r} is not valid UTF-8\n")
+            return 2
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         sys.stdout.write(_help())
@@ -53,6 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(arguments[1:])
     except KeyboardInterrupt:
         return 130
+
+
+def _is_text(argument: str) -> bool:
+    """Other bytes reach Python as lone surrogates, which no message can carry."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _help() -> str:

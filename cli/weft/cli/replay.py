@@ -30,6 +30,7 @@ from weft.cli.channel import (
     explain,
     open_channel,
 )
+from weft.cli.numbers import MAX_SECONDS, number, whole_number
 from weft.common.requestlog import LoggedPrompt, read_log
 from weft.engine.errors import ConfigError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         identity = cli_identity(arguments.tls_dir)
-        with arguments.file.open(encoding="utf-8") as file:
+        with arguments.file.open(encoding="utf-8", errors="replace") as file:
             prompts = list(read_log(file))[: arguments.limit]
 
         async def run() -> list[Result]:
@@ -226,23 +227,30 @@ def _parser() -> argparse.ArgumentParser:
     add_address_flag(parser)
     parser.add_argument(
         "--speed",
-        type=float,
+        type=number(0, 1e6),
         default=0.0,
         metavar="X",
         help="1 = at the times of the log, 2 = twice as fast; 0 = as fast as it goes (default)",
     )
     parser.add_argument(
         "--concurrency",
-        type=int,
+        type=whole_number(1, 4096),
         default=16,
         metavar="N",
         help="requests under way at once (default 16)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="of each request (default 600)"
+        "--timeout",
+        type=number(0, MAX_SECONDS),
+        default=600.0,
+        metavar="S",
+        help="of each request (default 600)",
     )
     parser.add_argument(
-        "--limit", type=int, default=None, metavar="N", help="the first N requests only"
+        "--limit",
+        type=whole_number(1, 2**31 - 1),
+        metavar="N",
+        help="the first N requests only",
     )
     parser.add_argument("--json", action="store_true", help="every result, as JSON")
     return parser

@@ -291,7 +291,7 @@ def _parse_flags(cls: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _join_flags(cls: type[Settings], argv: Sequence[str]) -> list[str]:
-    """`--x-args=TEXT` for `--x-args TEXT`: argparse takes a TEXT like `--one` for a flag of ours."""
+    """`--x-args=TEXT` for `--x-args TEXT`: argparse takes a TEXT like `--one` for a flag."""
     takers = {_flag(name) for name in cls.model_fields if name.endswith("_args")}
     joined: list[str] = []
     rest = iter(argv)
