@@ -177,6 +177,11 @@ def test_a_taken_port_and_a_taken_folder_name_their_flags(tmp_path: Path) -> Non
     with locked_state_folder(tmp_path):
         told = refused("--grpc-port", port, "--state-dir", str(tmp_path))
     assert "--state-dir" in told
+    unwritable = tmp_path / "unwritable"
+    (unwritable / "admin-token").mkdir(parents=True)
+    told = refused("--grpc-port", port, "--state-dir", str(unwritable))
+    assert f"cannot use {unwritable}: " in told
+    assert "Traceback" not in told
 
 
 def refused(*flags: str) -> str:

@@ -139,6 +139,35 @@ def test_a_failed_start_ends_the_others(start: Callable[..., Mesh]) -> None:
     wait_gone(mesh.pids())
 
 
+def test_a_service_that_cannot_be_started_again_is_tried_until_it_can(
+    start: Callable[..., Mesh],
+) -> None:
+    mesh = start("decode-0:worker", "prefill-0:worker")
+    mesh.ready()
+    log = mesh.folder / "prefill-0.log"
+    log.unlink()
+    log.mkdir()  # stands for whatever the system refuses
+    os.kill(mesh.started("prefill-0")["pid"], signal.SIGKILL)
+    refused = mesh.until(lambda e: "could not be started" in e.get("how", ""))
+    assert (refused["name"], str(log) in refused["how"]) == ("prefill-0", True)
+    assert is_alive(mesh.started("decode-0")["pid"])
+    log.rmdir()
+    assert is_alive(mesh.started("prefill-0", 2)["pid"])
+    assert mesh.end(signal.SIGINT) == 0
+
+
+def test_a_service_that_cannot_be_started_at_first_ends_the_others(
+    start: Callable[..., Mesh], tmp_path: Path
+) -> None:
+    (tmp_path / "gateway.log").mkdir()
+    mesh = start("decode-0:worker", "gateway")
+    assert mesh.process.wait(120) == 1
+    failure = mesh.until(lambda e: e.get("event") == "failed")
+    assert failure["name"] == "gateway"
+    assert "could not be started" in failure["how"]
+    wait_gone(mesh.pids())
+
+
 @pytest.mark.parametrize("hurry", [False, True])
 def test_a_stubborn_service_is_killed(start: Callable[..., Mesh], hurry: bool) -> None:
     mesh = start("decode-0:worker:stubborn", "gateway:stubborn")

@@ -49,10 +49,15 @@ class ServiceSpec:
 class ExitedEarly(Exception):
     """A service ended before it was ready."""
 
-    def __init__(self, name: str, status: int) -> None:
+    def __init__(self, name: str, how: str) -> None:
+        """`how` is what became of it, in words."""
         self.name = name
-        self.how = f"{describe_status(status)} before it was ready"
-        super().__init__(f"{name} {self.how}")
+        self.how = how
+        super().__init__(f"{name} {how}")
+
+
+class NotStarted(ExitedEarly):
+    """The system gave no process, or no file for its log: memory, ids or disk are used up."""
 
 
 def describe_status(status: int) -> str:
@@ -101,6 +106,9 @@ class ServiceProcess:
         """Starts the process; needs a running loop and the main thread.
 
         The parent-death signal follows the thread that forked, so that has to be one that lasts.
+
+        Raises:
+            NotStarted: There is no process.
         """
         self.spec = spec
         self.ready: ReadyFile | None = None
@@ -108,18 +116,13 @@ class ServiceProcess:
         self._engine: ProcessWatch | None = None
         self._follower: asyncio.Task[None] | None = None
         self._progress_file = spec.ready_file.with_suffix(".progress")
-        self._remove_files()
-        launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
-        with spec.log_file.open("ab") as log:
-            self._popen = subprocess.Popen(
-                [*launcher, *spec.command, "--ready-file", str(spec.ready_file)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C in the terminal is the supervisor's to handle, in its order.
-                start_new_session=True,
-            )
-        self._server = ProcessWatch(self._popen.pid)
+        try:
+            self._remove_files()
+            self._popen, self._server = _spawn(spec)
+        except OSError as error:
+            raise NotStarted(
+                spec.name, f"could not be started: {error.strerror} ({spec.log_file})"
+            ) from error
         self._reaper = asyncio.create_task(self._reap())
 
     @property
@@ -148,7 +151,8 @@ class ServiceProcess:
                 on_progress(*loaded)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._server.gone.wait(), _POLL_S)
-        raise ExitedEarly(self.spec.name, await self.gone())
+        how = describe_status(await self.gone())
+        raise ExitedEarly(self.spec.name, f"{how} before it was ready")
 
     async def gone(self) -> int:
         """Waits until the server and its engine are gone, both for sure; the exit status.
@@ -206,6 +210,28 @@ class ServiceProcess:
     def _remove_files(self) -> None:
         self.spec.ready_file.unlink(missing_ok=True)
         self._progress_file.unlink(missing_ok=True)
+
+
+def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
+    """The process of a service, watched; its folders are made again if somebody removed them."""
+    for folder in (spec.log_file.parent, spec.ready_file.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
+    with spec.log_file.open("ab") as log:
+        popen = subprocess.Popen(
+            [*launcher, *spec.command, "--ready-file", str(spec.ready_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C in the terminal is the supervisor's to handle, in its order.
+            start_new_session=True,
+        )
+    try:
+        return popen, ProcessWatch(popen.pid)
+    except OSError:
+        popen.kill()
+        popen.wait()
+        raise
 
 
 def read_progress(file: Path) -> tuple[int, int, str] | None:

@@ -53,9 +53,7 @@ def locked_state_folder(root: Path) -> Iterator[StateFolder]:
             path.mkdir(parents=True, exist_ok=True)
         lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(
-            f"cannot use {root}: {error.strerror}; choose another folder with --state-dir"
-        ) from error
+        raise _unusable(root, error) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,12 +62,21 @@ def locked_state_folder(root: Path) -> Iterator[StateFolder]:
                 f"a mesh is already running in {root}; stop it, or give this one another "
                 "--state-dir"
             ) from error
-        for old in (*folder.logs.glob("*.log"), *folder.run.iterdir()):
-            old.unlink()
-        _write_token(folder.admin_token)
+        try:
+            for old in (*folder.logs.glob("*.log"), *folder.run.iterdir()):
+                old.unlink()
+            _write_token(folder.admin_token)
+        except OSError as error:
+            raise _unusable(root, error) from error
         yield folder
     finally:
         os.close(lock)  # and with it the lock
+
+
+def _unusable(root: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot use {root}: {error.strerror}; choose another folder with --state-dir"
+    )
 
 
 def _write_token(path: Path) -> None:
