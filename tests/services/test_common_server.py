@@ -155,6 +155,22 @@ async def test_malformed_messages_are_invalid_argument(server: ServiceServer) ->
             assert isinstance(from_rpc_error(caught.value), InvalidRequest)
 
 
+async def test_a_drain_that_fails_ends_the_server_and_is_told() -> None:
+    server = ServiceServer(ServiceSettings(), CollectorRegistry())
+    await server.start([])
+
+    async def drain() -> None:
+        raise KeyError("of the drain")
+
+    serving = asyncio.create_task(server.run_until_signal(drain))
+    server.request_stop()
+    with pytest.raises(KeyError, match="of the drain"):
+        await asyncio.wait_for(serving, 60)
+    for address in (server.address, server.metrics_address):
+        with pytest.raises(OSError):
+            await asyncio.open_connection(*address.rsplit(":", 1))
+
+
 async def test_port_in_use_is_a_clear_error(server: ServiceServer) -> None:
     port = int(server.address.rsplit(":", 1)[1])
     other = ServiceServer(ServiceSettings(port=port, metrics_port=None), CollectorRegistry())
@@ -193,6 +209,8 @@ async def main() -> int:
     request_id.set("r1")
     async def drain() -> None:
         print("drained", flush=True)
+        if settings.drain_grace_s == 17:
+            raise KeyError("of the drain")
     await server.run_until_signal(drain)
     return 0
 
@@ -200,10 +218,12 @@ sys.exit(run(main()))
 """
 
 
-def test_process_drains_on_sigterm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_good", [True, False])
+def test_process_drains_on_sigterm(tmp_path: Path, is_good: bool) -> None:
     ready = tmp_path / "ready.json"
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), "--ready-file", str(ready)],
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), "--ready-file", str(ready)]
+        + ([] if is_good else ["--drain-grace-s", "17"]),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -221,10 +241,11 @@ def test_process_drains_on_sigterm(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=20)
     finally:
         process.kill()
-    assert process.returncode == 0, err
+    assert process.returncode == (0 if is_good else 1), err
     assert "drained" in out
-    record = json.loads(err.splitlines()[0])
+    record, *others = map(json.loads, err.splitlines())
     assert record["message"] == "draining"
     assert record["signal"] == "SIGTERM"
     assert record["request_id"] == "r1"
     assert record["service"] == "demo"
+    assert ["of the drain" in json.dumps(other) for other in others] == ([] if is_good else [True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -199,3 +200,24 @@ async def test_a_store_that_loses_its_arena_drains_and_ends(
                 assert (await caller.stats()).quarantined_pages == count
                 assert not running.done()
     assert await asyncio.wait_for(running, 60) == QUARANTINE_STATUS
+
+
+async def test_a_watch_that_fails_is_no_quarantine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(*_: object) -> None:
+        raise KeyError("of the watch")
+
+    monkeypatch.setattr(main, "_end_by_quarantine", fails)
+    # The test runner's handlers stay.
+    monkeypatch.setattr(main, "configure_logging", lambda *_: None)
+    ready = tmp_path / "ready.json"
+    settings = KvStoreSettings(memory_bytes=1 << 16, metrics_port=None, ready_file=ready)
+    running = asyncio.create_task(main.run_store(settings))
+    async with asyncio.timeout(60):
+        while not ready.exists():
+            await asyncio.sleep(0.02)
+        signal.raise_signal(signal.SIGTERM)
+        assert await running == 0
+    failures = [str(record.exc_info) for record in caplog.records if record.exc_info]
+    assert ["of the watch" in failure for failure in failures] == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -169,3 +170,54 @@ async def test_a_filler_that_does_not_answer_a_stop_is_left(
         assert said.filler_events[0].event.kind == "broken"
         assert "stop" in said.filler_events[0].event.message
         await client.close()
+
+
+class Calls:
+    """Channels whose calls take `num_writes` messages, and then end with `error` on a write."""
+
+    def __init__(self, num_writes: int, error: type[Exception]) -> None:
+        self.num_left = num_writes
+        self.error = error
+        self.has_ended = asyncio.Event()
+
+    def stream_stream(self, *_: object, **__: object) -> Any:
+        return lambda: self
+
+    async def write(self, _: object) -> None:
+        self.num_left -= 1
+        if self.num_left < 0:
+            self.has_ended.set()
+            raise self.error("no more")
+
+    async def read(self) -> object:
+        await self.has_ended.wait()
+        return grpc.aio.EOF
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("num_writes", [0, 1])
+@pytest.mark.parametrize("error", [grpc.aio.UsageError, asyncio.InvalidStateError, KeyError])
+async def test_a_write_to_a_fill_that_has_ended_is_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_writes: int,
+    error: type[Exception],
+) -> None:
+    """The first write or a renewal; what is no end of a stream is logged beside it."""
+    calls = Calls(num_writes, error)
+    monkeypatch.setattr(fill_client, "open_channel", lambda *_: calls)
+    engine: Any = FakeEngine()
+    client = FillClient(engine)
+    lease_id = secrets.token_bytes(16)
+    client.run(command("start", lease_id, "nowhere:1"))
+    client.run(command("renew", lease_id, "nowhere:1"))
+    async with asyncio.timeout(60):
+        while client.sizes()["fill_tasks"]:
+            await asyncio.sleep(0.01)
+    (said,) = engine.said
+    assert said.filler_events[0].event.kind == "broken"
+    gc.collect()  # asyncio tells then of what nobody took
+    logged = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert logged == ([error] if error is KeyError else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -225,6 +226,9 @@ class ServiceServer:
 
         Args:
             drain: Lets running work finish; it gets `drain_grace_s` at most.
+
+        Raises:
+            Exception: What `drain` raised; everything has been stopped nevertheless.
         """
         loop = asyncio.get_running_loop()
         received: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -244,6 +248,8 @@ class ServiceServer:
                 stopping.cancel()
                 await asyncio.gather(stopping, return_exceptions=True)
                 await self.grpc.stop(0)
+            else:
+                stopping.result()
         finally:
             signalled.cancel()
             wanted.cancel()
@@ -251,7 +257,11 @@ class ServiceServer:
                 loop.remove_signal_handler(number)
 
     async def stop(self, drain: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Refuses new work, lets `drain` finish within the grace, ends what is left."""
+        """Refuses new work, lets `drain` finish within the grace, ends what is left.
+
+        Raises:
+            Exception: What `drain` raised, once everything has ended.
+        """
         self._is_stopping = True
         await self.set_serving(False)
         grace = self._settings.drain_grace_s
@@ -262,7 +272,15 @@ class ServiceServer:
                 await asyncio.wait_for(drain(), grace)
             except TimeoutError:
                 _log.warning("requests were still running when the grace ended")
-        await self.grpc.stop(max(0.0, min(1.0, deadline - loop.time())))
+            except Exception:
+                await self._close(deadline)
+                raise
+        await self._close(deadline)
+
+    async def _close(self, deadline: float) -> None:
+        """Ends the ports, and exports what is left of the spans."""
+        now = asyncio.get_running_loop().time()
+        await self.grpc.stop(max(0.0, min(1.0, deadline - now)))
         if self._admin is not None:
             await self._admin.stop()
         if self._health_only is not None:
@@ -287,10 +305,19 @@ def _state(is_good: bool) -> health_pb2.HealthCheckResponse.ServingStatus.ValueT
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:
-    """Runs a service's main coroutine on uvloop where there is one; returns its exit status."""
-    try:
+    """Runs a service's main coroutine on uvloop where there is one; returns its exit status.
+
+    That is 1 after a failure that the service did not expect, which is logged.
+    """
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    # Not built for every platform: the standard loop serves, more slowly.
+    with contextlib.suppress(ImportError):
         import uvloop
-    except ImportError:  # not built for this platform: the standard loop serves, more slowly
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+
+        loop_factory = uvloop.new_event_loop
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(main)
+    except Exception:
+        _log.exception("the service ends: it failed")
+        return 1

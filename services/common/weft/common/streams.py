@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
+import grpc
 from weft.engine.errors import DeadlineExceeded
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 """A caller that opens a stream has its first message at hand."""
+WRITE_AFTER_END = (grpc.aio.UsageError, asyncio.InvalidStateError)
+"""What gRPC raises for a write when the stream has just ended."""
 T = TypeVar("T")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from weft.common.adapters.registry import Registry
 from weft.common.server import ServiceServer
+from weft.common.tasks import log_failure
 from weft.common.tls import load_identity
 from weft.common.tracing import make_tracer
 from weft.engine.errors import ConfigError
@@ -37,7 +38,6 @@ from weft.gateway.served import Catalogue, Served
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.slo import LatencyGate
 from weft.gateway.slo.turnstile import Turnstile
-from weft.gateway.tasks import log_failure
 from weft.gateway.tenants import Tenants
 from weft.gateway.trace_fan_out import TraceFanOut
 from weft.gateway.typed_face import TypedFace

@@ -14,6 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from weft.common.breaker import Breaker
 from weft.common.channel import open_channel
 from weft.common.errors import from_rpc_error
+from weft.common.tasks import log_failure, run_together
 from weft.common.tls import Identity
 from weft.engine.errors import Draining, Internal, PeerUnavailable, WeftError
 from weft.engine.memory.layout import PlaneLayout
@@ -24,7 +25,6 @@ from weft.gateway.pool import Pool
 from weft.gateway.routing import LoadEstimate, Speed, WorkerView
 from weft.gateway.session import Backoff, DecodeSession
 from weft.gateway.settings import GatewaySettings
-from weft.gateway.tasks import log_failure, run_together
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from weft.common.tasks import log_failure
 from weft.engine import faults
 from weft.engine.errors import Internal, Overloaded, PeerUnavailable, WeftError
 from weft.gateway.metrics import GatewayMetrics
@@ -16,7 +17,6 @@ from weft.gateway.routing import RoutingRequest
 from weft.gateway.sample import Sample
 from weft.gateway.session import Backoff
 from weft.gateway.submit import submit_messages
-from weft.gateway.tasks import log_failure
 from weft.gateway.trace import AttemptTrace, RequestTrace
 from weft.v1 import common_pb2, decode_pb2
 

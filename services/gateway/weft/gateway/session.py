@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import grpc
 from weft.common.errors import from_error_detail, from_rpc_error
+from weft.common.streams import WRITE_AFTER_END
+from weft.common.tasks import run_together
 from weft.engine.errors import PeerUnavailable, WeftError
-from weft.gateway.tasks import run_together
 from weft.v1 import decode_pb2, decode_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -129,8 +130,7 @@ class DecodeSession:
                 await self._serve(backoff)
             except grpc.aio.AioRpcError as error:
                 self.problem = f"session broke: {from_rpc_error(error)}"
-            # What grpc raises for a write when the stream has just ended.
-            except (grpc.aio.UsageError, asyncio.InvalidStateError):
+            except WRITE_AFTER_END:
                 self.problem = "the worker ended the session"
             except (PeerUnavailable, TimeoutError) as error:
                 self.problem = str(error) or "the worker did not answer hello"

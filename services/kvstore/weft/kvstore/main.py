@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -13,6 +12,7 @@ from weft.common.listen import keep_nixl_on_loopback
 from weft.common.logging import configure_logging
 from weft.common.server import QUARANTINE_STATUS, ServiceServer, run
 from weft.common.settings import load_settings
+from weft.common.tasks import has_returned, start_logged
 from weft.engine.errors import WeftError
 from weft.kvstore.admin import StoreAdmin
 from weft.kvstore.metrics import StoreCollector
@@ -62,12 +62,13 @@ async def run_store(settings: KvStoreSettings) -> int:
         "ready",
         extra={"address": server.address, "store_id": store_id, "epoch": f"{store.epoch:016x}"},
     )
-    fencing = asyncio.create_task(_end_by_quarantine(server, store, settings))
-    await server.run_until_signal(store.drain)
-    status = QUARANTINE_STATUS if fencing.done() else 0
-    fencing.cancel()
-    await store.close()
-    return status
+    fencing = start_logged(_end_by_quarantine(server, store, settings))
+    try:
+        await server.run_until_signal(store.drain)
+        return QUARANTINE_STATUS if has_returned(fencing) else 0
+    finally:
+        fencing.cancel()
+        await store.close()
 
 
 async def _end_by_quarantine(

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import numpy as np
+from weft.common.tasks import start_logged
 from weft.common.tracing import make_tracer
 from weft.engine.clock import monotonic
 from weft.engine.errors import Draining
@@ -73,8 +74,8 @@ class KvStore:
         """Quarantine has held too much of the arena for longer than a put may take: no agent that
         is to be destroyed takes that long, and only the end of this process frees the pages."""
         self._tasks = [
-            self._loop.create_task(self._tick()),
-            self._loop.create_task(self._close_idle_agents()),
+            start_logged(self._tick()),
+            start_logged(self._close_idle_agents()),
         ]
 
     async def warm_up(self) -> str | None:

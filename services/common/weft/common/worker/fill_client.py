@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import grpc
 from weft.common.channel import open_channel
 from weft.common.spans import lease_span_id, parse_traceparent
+from weft.common.streams import WRITE_AFTER_END
+from weft.common.tasks import start_logged
 from weft.common.tls import Identity
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fills import LEASE_STATE_NAMES, event_from_proto, handle_to_proto
@@ -96,7 +98,7 @@ class FillClient:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = start_logged(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -133,7 +135,7 @@ class FillClient:
             async with asyncio.timeout_at(open_fill.stop_by) as open_fill.deadline:
                 for message in await _passed(faults.FILL_START, start):
                     await call.write(message)
-                writing = asyncio.create_task(_forward(open_fill.controls, call))
+                writing = start_logged(_forward(open_fill.controls, call))
                 while isinstance(received := await call.read(), kv_pb2.FillEvent):
                     event = event_from_proto(received)
                     if event.kind in LAST_EVENTS:
@@ -146,7 +148,7 @@ class FillClient:
             last = FillEvent(kind="broken", message=why)
         except grpc.aio.AioRpcError as error:
             last = FillEvent(kind="broken", message=f"{error.code().name}: {error.details()}")
-        except asyncio.InvalidStateError as error:  # a write when the stream has just ended
+        except WRITE_AFTER_END as error:
             last = FillEvent(kind="broken", message=str(error))
         except InjectedFault as error:
             last = FillEvent(kind="broken", message=error.message)
@@ -193,7 +195,7 @@ async def _forward(
     call: grpc.aio.StreamStreamCall[kv_pb2.FillControl, kv_pb2.FillEvent],
 ) -> None:
     """Sends renewals and stops until the stream ends; its end is told by the reading side."""
-    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, InjectedFault):
+    with contextlib.suppress(grpc.aio.AioRpcError, *WRITE_AFTER_END, InjectedFault):
         while True:
             control = await controls.get()
             is_stop = control.WhichOneof("control") == "stop"

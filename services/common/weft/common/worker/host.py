@@ -14,6 +14,7 @@ from weft.common.listen import keep_nixl_on_loopback
 from weft.common.logging import configure_logging
 from weft.common.requestlog import LoggedPrompt
 from weft.common.server import QUARANTINE_STATUS, ServiceServer
+from weft.common.tasks import has_returned, start_logged
 from weft.common.tls import load_identity
 from weft.common.tracing import make_tracer
 from weft.common.worker.adapters import AdapterFollower, open_registry
@@ -214,15 +215,15 @@ async def run_worker(
         about = {"worker_id": worker_id, "role": role, "info": _describe(info)}
         watchdog = Watchdog(settings, engine, dumps, service.open_requests, about)
     serving = asyncio.create_task(server.run_until_signal(drain))
-    fencing = asyncio.create_task(_end_by_quarantine(server, engine, settings))
-    watching = [asyncio.create_task(_tell_liveness(server, engine)), fencing]
+    fencing = start_logged(_end_by_quarantine(server, engine, settings))
+    watching = [start_logged(_tell_liveness(server, engine)), fencing]
     if adapters is not None:
-        watching.append(asyncio.create_task(adapters.run()))
+        watching.append(start_logged(adapters.run()))
     if watchdog is not None:
-        watching.append(asyncio.create_task(watchdog.run()))
+        watching.append(start_logged(watchdog.run()))
     ends: set[asyncio.Future[Any]] = {serving, engine.gone}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    status = QUARANTINE_STATUS if fencing.done() else 0
+    status = QUARANTINE_STATUS if has_returned(fencing) else 0
     for task in watching:
         task.cancel()
     if not serving.done():
@@ -243,6 +244,8 @@ async def run_worker(
     await engine.stop()
     if dumps is not None:
         dumps.close()
+    if not serving.cancelled():
+        serving.result()
     return status
 
 

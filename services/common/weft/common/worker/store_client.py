@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from weft.common.tasks import start_logged
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.store_replica import Held, Stored
 from weft.engine import faults
@@ -80,7 +81,7 @@ class StoreClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = start_logged(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from weft.common.adapters.manifest import Entry, LoadUnderWay, Manifest, check_name
+from weft.common.tasks import log_failure
 from weft.engine.errors import (
     AdapterError,
     AdapterNotFound,
@@ -24,7 +25,6 @@ from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.holders import Holder, holders, serving_holders
 from weft.gateway.fleet import Fleet
 from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.tasks import log_failure
 from weft.gateway.validate import invalid
 
 _log = logging.getLogger(__name__)

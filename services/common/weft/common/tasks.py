@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
@@ -23,7 +25,19 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
         task.result()
 
 
-def log_failure(task: asyncio.Task[None]) -> None:
+def start_logged(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Starts a background task; a failure is logged when it happens, whoever awaits it or not."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(log_failure)
+    return task
+
+
+def has_returned(task: asyncio.Task[Any]) -> bool:
+    """A task has come to its end: it does not run, was not cancelled and did not fail."""
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def log_failure(task: asyncio.Task[Any]) -> None:
     """Done-callback of background tasks: a failure is logged, never lost."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("background task failed", exc_info=error)
