@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from weft.common.worker.frames import HEADER, FromEngine, frame, parse_from_engine
-from weft.decode.convert import batch_to_proto
+from weft.decode.events import batch_to_proto
 from weft.engine.config import EngineConfig
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.engine import Engine

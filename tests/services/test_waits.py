@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,11 +22,12 @@ from weft.common.settings import ServiceSettings
 from weft.common.tracing import make_tracer
 from weft.common.worker import fill_client
 from weft.common.worker.fill_client import FillClient
+from weft.decode import session as decode_session
 from weft.decode.service import DecodeService
 from weft.engine.errors import PeerUnavailable
 from weft.engine.messages import FillCommand, Inbox
 from weft.engine.transfer.handle import KvHandle
-from weft.v1 import decode_pb2, decode_pb2_grpc, kvstore_pb2
+from weft.v1 import common_pb2, decode_pb2, decode_pb2_grpc, kvstore_pb2
 
 
 class Thing:
@@ -36,7 +38,9 @@ class Thing:
 
 
 class FakeEngine:
-    """Takes what a fill client has to say."""
+    """Takes what a service has to say."""
+
+    loop_age_s = 0.0
 
     def __init__(self) -> None:
         self.said: list[Inbox] = []
@@ -73,6 +77,19 @@ async def decode_service(*, is_gone: bool = False) -> AsyncIterator[Any]:
         await server.stop(0)
 
 
+@asynccontextmanager
+async def session_of(stub: Any) -> AsyncIterator[Any]:
+    """An open Session."""
+    session = stub.Session(timeout=120)
+    hello = decode_pb2.SessionRequest.Hello(gateway_id="g", gateway_epoch=1)
+    await session.write(decode_pb2.SessionRequest(hello=hello))
+    assert (await session.read()).welcome.worker_id == "decode-here"
+    try:
+        yield session
+    finally:
+        session.cancel()
+
+
 async def check_refused(call: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await asyncio.wait_for(call.read(), 60)
@@ -96,15 +113,64 @@ async def test_a_session_without_a_hello_is_refused(monkeypatch: pytest.MonkeyPa
     async with decode_service() as stub:
         await check_refused(stub.Session(timeout=120))
         # One that says hello is welcome, however long it takes for the rest.
-        session = stub.Session(timeout=120)
-        hello = decode_pb2.SessionRequest.Hello(gateway_id="g", gateway_epoch=1)
-        await session.write(decode_pb2.SessionRequest(hello=hello))
-        assert (await session.read()).welcome.worker_id == "decode-here"
-        reading = asyncio.create_task(session.read())
-        await asyncio.sleep(1)
-        assert not reading.done()
-        session.cancel()
+        async with session_of(stub) as session:
+            reading = asyncio.create_task(session.read())
+            await asyncio.sleep(1)
+            assert not reading.done()
         await asyncio.gather(reading, return_exceptions=True)
+
+
+def submit_of(request_id: str, announced: int, ids: list[int]) -> decode_pb2.SessionRequest:
+    submit = decode_pb2.Submit(request_id=request_id, attempt=1, prompt_length=announced)
+    submit.prompt.ids.extend(ids)
+    return decode_pb2.SessionRequest(submit=submit)
+
+
+async def test_a_submit_whose_parts_do_not_come_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_session, "PARTS_TIMEOUT_S", 0.3)
+    async with decode_service() as stub, session_of(stub) as session:
+        await session.write(submit_of("whole", 2, [5, 6]))
+        await session.write(submit_of("parts", 3, [5, 6]))
+        await asyncio.sleep(0.5)
+        ping = decode_pb2.SessionRequest.Ping(nonce=1)
+        await session.write(decode_pb2.SessionRequest(ping=ping))
+        (failed,) = (await asyncio.wait_for(session.read(), 60)).failed
+        assert (failed.request_id, failed.error.code) == ("parts", "DEADLINE_EXCEEDED")
+
+
+@pytest.mark.parametrize("kind", ["prompt", "sample", "unknown sample"])
+async def test_parts_beyond_what_was_announced_fail_their_request(kind: str) -> None:
+    """Also while something else of it is missing."""
+    ids = list(range(random.randrange(2, 9)))
+    async with decode_service() as stub, session_of(stub) as session:
+        request = submit_of("much", 5, [1, 2])
+        request.submit.progress.add(sample=1, num_tokens=2)
+        await session.write(request)
+        key = {"request_id": "much", "attempt": 1}
+        tokens = common_pb2.TokenIds(ids=[*ids, 1, 2])
+        if kind == "prompt":
+            part = decode_pb2.PromptPart(**key, tokens=tokens)
+            await session.write(decode_pb2.SessionRequest(prompt_part=part))
+        else:
+            sample = 1 if kind == "sample" else 2
+            part = decode_pb2.GeneratedPart(**key, sample=sample, tokens=tokens)
+            await session.write(decode_pb2.SessionRequest(generated_part=part))
+        (failed,) = (await asyncio.wait_for(session.read(), 60)).failed
+        assert (failed.request_id, failed.error.code) == ("much", "INVALID_REQUEST")
+        assert failed.error.param == ("prompt" if kind == "prompt" else "progress")
+        # The Session goes on, and what comes later for that request is nobody's.
+        for part_ids in ([3, 4, 5], [3]):
+            part = decode_pb2.PromptPart(**key, tokens=common_pb2.TokenIds(ids=part_ids))
+            await session.write(decode_pb2.SessionRequest(prompt_part=part))
+        await session.write(submit_of("over", 1, [1, 2]))
+        (failed,) = (await asyncio.wait_for(session.read(), 60)).failed
+        assert failed.request_id == "over"
+        await session.write(submit_of("x" * 65, 1, [1, 2]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(session.read(), 60)
+        assert from_rpc_error(caught.value).reason == "INVALID_REQUEST"
 
 
 async def test_a_fill_without_a_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

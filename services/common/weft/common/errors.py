@@ -54,8 +54,8 @@ def error_detail(error: WeftError) -> common_pb2.ErrorDetail:
         stage=error.stage,
         worker_id=error.worker_id,
         attempt=error.attempt,
-        message=_cut(error.message, _MAX_MESSAGE_BYTES),
-        param=_cut(error.param or "", _MAX_PARAM_BYTES),
+        message=cut(error.message, _MAX_MESSAGE_BYTES),
+        param=cut(error.param or "", _MAX_PARAM_BYTES),
     )
 
 
@@ -161,7 +161,7 @@ def _from_status(data: bytes) -> WeftError | None:
     return error
 
 
-def _cut(text: str, max_bytes: int) -> str:
+def cut(text: str, max_bytes: int) -> str:
     """The text's beginning, with whole characters."""
     data = text.encode("utf-8", "replace")
     if len(data) <= max_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from weft.engine.errors import InvalidRequest
 from weft.v1 import decode_pb2
@@ -13,13 +13,13 @@ MAX_SAMPLES = 128
 
 
 class Assembly:
-    """One Submit and the tokens that have arrived for it."""
+    """One Submit and the tokens that have arrived for it: never more than it announced."""
 
     def __init__(self, message: decode_pb2.Submit) -> None:
         """Takes the first message; `is_complete` says whether parts are to follow.
 
         Raises:
-            InvalidRequest: It announces too much.
+            InvalidRequest: It announces too much, or brings more than it announces.
         """
         progress = message.progress
         total = message.prompt_length + sum(entry.num_tokens for entry in progress)
@@ -28,27 +28,39 @@ class Assembly:
         if len({entry.sample for entry in progress}) < len(progress) or len(progress) > MAX_SAMPLES:
             raise InvalidRequest("one entry a sample at most", param="progress")
         self.message = message
-        self.prompt = list(message.prompt.ids)
-        self.generated = {entry.sample: list(entry.tokens.ids) for entry in progress}
-        self._missing = {entry.sample: entry.num_tokens for entry in progress}
-        for sample, ids in self.generated.items():
-            self._missing[sample] -= len(ids)
+        self.prompt: list[int] = []
+        self.generated: dict[int, list[int]] = {entry.sample: [] for entry in progress}
+        self._announced = {entry.sample: entry.num_tokens for entry in progress}
+        self._num_missing = total
+        self.add_prompt(message.prompt.ids)
+        for entry in progress:
+            self.add_generated(entry.sample, entry.tokens.ids)
 
     @property
     def is_complete(self) -> bool:
         """Nothing is missing."""
-        return len(self.prompt) >= self.message.prompt_length and not any(
-            missing > 0 for missing in self._missing.values()
-        )
+        return self._num_missing == 0
 
-    def add_prompt(self, ids: Iterable[int]) -> None:
-        """The next part of the prompt."""
-        self.prompt += ids
+    def add_prompt(self, ids: Sequence[int]) -> None:
+        """The next part of the prompt.
 
-    def add_generated(self, sample: int, ids: Iterable[int]) -> None:
-        """The next part of what a sample has generated; one without an entry is left out."""
-        known = self.generated.get(sample)
-        if known is not None:
-            before = len(known)
-            known += ids
-            self._missing[sample] -= len(known) - before
+        Raises:
+            InvalidRequest: It is more than was announced.
+        """
+        self._add(ids, self.prompt, self.message.prompt_length, "prompt")
+
+    def add_generated(self, sample: int, ids: Sequence[int]) -> None:
+        """The next part of what a sample has generated.
+
+        Raises:
+            InvalidRequest: It is more than was announced; of a sample without an entry, anything.
+        """
+        known = self.generated.get(sample, [])
+        self._add(ids, known, self._announced.get(sample, 0), "progress")
+
+    def _add(self, ids: Sequence[int], known: list[int], announced: int, param: str) -> None:
+        if len(known) + len(ids) > announced:
+            message = f"{len(known) + len(ids)} tokens came, {announced} were announced"
+            raise InvalidRequest(message, param=param)
+        known += ids
+        self._num_missing -= len(ids)

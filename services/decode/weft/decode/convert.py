@@ -1,23 +1,12 @@
-"""The Session contract at the edge: protobuf to plain values and back, checked on the way in."""
+"""Submits at the edge: protobuf to plain values, checked on the way in."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 
-from weft.common.durations import duration
-from weft.common.errors import error_detail, grpc_code
-from weft.common.worker.fills import TRANSPORTS
 from weft.decode.assembly import Assembly
-from weft.engine.errors import InvalidRequest, WeftError, error_class
-from weft.engine.messages import (
-    Failed,
-    Finished,
-    SampleProgress,
-    SessionBatch,
-    Submit,
-    Tokens,
-)
+from weft.engine.errors import InvalidRequest
+from weft.engine.messages import SampleProgress, Submit
 from weft.engine.request import (
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
@@ -28,28 +17,14 @@ from weft.engine.request import (
     Constraint,
     SamplingParams,
     StopCriteria,
-    TokenLogprob,
 )
-from weft.engine.scheduler.state import FillCandidate, FillRecord, Timeline
+from weft.engine.scheduler.state import FillCandidate
 from weft.engine.transfer.handle import ADAPTER_DIGEST_BYTES
 from weft.v1 import common_pb2, decode_pb2
 
 MAX_ID_BYTES = 64
 MAX_CANDIDATES = 64
 MAX_TIMEOUT_S = 86_400.0
-MAX_EVENT_BYTES = 256 << 10
-"""Bound of one SessionEvent."""
-SOURCES = {
-    "prefill": common_pb2.FILL_SOURCE_PREFILL,
-    "kvstore": common_pb2.FILL_SOURCE_KVSTORE,
-    "host": common_pb2.FILL_SOURCE_HOST,
-    "disk": common_pb2.FILL_SOURCE_DISK,
-}
-REASONS = {
-    "stop": common_pb2.FINISH_REASON_STOP,
-    "length": common_pb2.FINISH_REASON_LENGTH,
-    "cancelled": common_pb2.FINISH_REASON_CANCELLED,
-}
 
 
 def submit_from_proto(assembly: Assembly, session: int) -> Submit:
@@ -170,157 +145,3 @@ def _stop(message: common_pb2.StopCriteria) -> StopCriteria:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
     )
-
-
-def merge_batches(batches: Iterable[SessionBatch]) -> SessionBatch:
-    """Everything not sent yet as one batch; consecutive tokens of a sample become one entry."""
-    merged = SessionBatch(session=-1)
-    last: dict[tuple[str, int, int], Tokens] = {}
-    for batch in batches:
-        merged.accepted += batch.accepted
-        for tokens in batch.tokens:
-            key = (tokens.request_id, tokens.attempt, tokens.sample)
-            known = last.get(key)
-            if known is not None and tokens.first_index == known.first_index + len(known.ids):
-                known.ids.extend(tokens.ids)
-                known.logprobs.extend(tokens.logprobs)
-            else:
-                last[key] = tokens
-                merged.tokens.append(tokens)
-        merged.preempted += batch.preempted
-        merged.finished += batch.finished
-        merged.failed += batch.failed
-        merged.pongs += batch.pongs
-    return merged
-
-
-def batch_to_proto(
-    batch: SessionBatch, worker_id: str, loop_age_s: float
-) -> list[decode_pb2.SessionEvent]:
-    """A batch as events below the size bound, token deltas first, ends last."""
-    event = decode_pb2.SessionEvent()
-    events = [event]
-    size = 0
-    for tokens in batch.tokens:
-        # A log-probability entry is at most 20 alternatives of about 10 bytes.
-        size += 48 + 5 * len(tokens.ids) + 260 * len(tokens.logprobs)
-        if size > MAX_EVENT_BYTES:
-            event, size = decode_pb2.SessionEvent(), 0
-            events.append(event)
-        _add_tokens(event, tokens)
-    for accepted in batch.accepted:
-        events[0].accepted.add(request_id=accepted.request_id, attempt=accepted.attempt)
-    for preempted in batch.preempted:
-        event.preempted.add(
-            request_id=preempted.request_id, attempt=preempted.attempt, sample=preempted.sample
-        )
-    for finished in batch.finished:
-        _add_finished(event, finished, worker_id)
-    for failed in batch.failed:
-        _add_failed(event, failed, worker_id)
-    if batch.pongs:
-        event.pong.nonce = batch.pongs[-1].nonce
-        event.pong.loop_age.CopyFrom(duration(loop_age_s))
-        for pong in batch.pongs:
-            for request_id, attempt in pong.unknown:
-                event.pong.unknown.add(request_id=request_id, attempt=attempt)
-    return events
-
-
-def _add_tokens(event: decode_pb2.SessionEvent, tokens: Tokens) -> None:
-    out = event.tokens.add(
-        request_id=tokens.request_id,
-        attempt=tokens.attempt,
-        sample=tokens.sample,
-        first_index=tokens.first_index,
-        ids=tokens.ids,
-    )
-    for logprob in tokens.logprobs:
-        _add_logprob(out, logprob)
-
-
-def _add_logprob(out: decode_pb2.SessionEvent.Tokens, logprob: TokenLogprob) -> None:
-    entry = out.logprobs.add(token_id=logprob.token_id, logprob=logprob.logprob)
-    for token_id, value in logprob.top:
-        entry.top.add(token_id=token_id, logprob=value)
-
-
-def _add_finished(event: decode_pb2.SessionEvent, finished: Finished, worker_id: str) -> None:
-    out = event.finished.add(
-        request_id=finished.request_id,
-        attempt=finished.attempt,
-        sample=finished.sample,
-        reason=REASONS[finished.reason],
-        completion_tokens=finished.completion_tokens,
-        cached_prompt_tokens=finished.cached_prompt_tokens,
-        timeline=timeline_to_proto(finished.timeline, worker_id),
-    )
-    if finished.stop_token_id is not None:
-        out.stop_token_id = finished.stop_token_id
-
-
-def _add_failed(event: decode_pb2.SessionEvent, failed: Failed, worker_id: str) -> None:
-    failure = failed.failure
-    error: WeftError = error_class(failure.reason)(
-        failure.message,
-        stage=failure.stage,
-        param=failure.param,
-        worker_id=worker_id,
-        attempt=failed.attempt,
-    )
-    out = event.failed.add(
-        request_id=failed.request_id,
-        attempt=failed.attempt,
-        error=error_detail(error),
-        grpc_code=grpc_code(error),
-    )
-    if failure.retry_after_s is not None:
-        out.retry_after.CopyFrom(duration(failure.retry_after_s))
-
-
-def timeline_to_proto(timeline: Timeline, worker_id: str) -> common_pb2.Timeline:
-    """A timeline for the wire."""
-    out = common_pb2.Timeline(
-        queued_time=duration(timeline.admitted_s or 0.0),
-        matched_tokens=timeline.matched_tokens,
-        local_prefill_tokens=timeline.local_prefill_tokens,
-        fills=_fills(timeline.fills),
-        steps=timeline.num_steps,
-        preemptions=timeline.num_preemptions,
-        worker_id=worker_id,
-        drafted_tokens=timeline.num_drafted_tokens,
-        accepted_tokens=timeline.num_accepted_tokens,
-        tree_steps=timeline.num_tree_steps,
-    )
-    if timeline.first_token_s is not None:
-        out.first_token_time.CopyFrom(duration(timeline.first_token_s))
-    if timeline.finish_s is not None:
-        out.finish_time.CopyFrom(duration(timeline.finish_s))
-    if timeline.remote_cost_s is not None:
-        out.remote_cost_s = timeline.remote_cost_s
-    if timeline.local_cost_s is not None:
-        out.local_cost_s = timeline.local_cost_s
-    return out
-
-
-def _fills(records: Sequence[FillRecord]) -> list[common_pb2.FillTimeline]:
-    return [
-        common_pb2.FillTimeline(
-            source=SOURCES[record.source],
-            worker_id=record.worker_id,
-            transport=TRANSPORTS.get(record.transport, common_pb2.TRANSPORT_KIND_UNSPECIFIED),
-            start_token=record.start_token,
-            end_token=record.end_token,
-            accepted_tokens=record.accepted_tokens,
-            computed_tokens=record.computed_tokens,
-            bytes=record.bytes,
-            start_time=duration(record.start_s),
-            end_time=duration(record.end_s),
-            first_write_posted_time=duration(record.first_write_posted_s),
-            last_chunk_computed_time=duration(record.last_chunk_computed_s),
-            last_write_complete_time=duration(record.last_write_complete_s),
-            failure=record.failure,
-            filler_failed=record.filler_failed,
-        )
-        for record in records
-    ]

@@ -10,9 +10,16 @@ from typing import Any
 import grpc
 from weft.common.worker.engine_client import EngineClient
 from weft.decode.assembly import Assembly
-from weft.decode.convert import batch_to_proto, merge_batches, submit_from_proto
+from weft.decode.convert import MAX_ID_BYTES, submit_from_proto
+from weft.decode.events import batch_to_proto, merge_batches
 from weft.engine import faults
-from weft.engine.errors import InvalidRequest, Overloaded, PeerUnavailable, WeftError
+from weft.engine.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PeerUnavailable,
+    WeftError,
+)
 from weft.engine.messages import (
     Cancel,
     Failed,
@@ -28,6 +35,8 @@ from weft.v1 import decode_pb2
 logger = logging.getLogger(__name__)
 
 MAX_PARTIAL_SUBMITS = 256
+PARTS_TIMEOUT_S = 30.0
+"""From the first message of a submit to its last: a gateway sends them one after the other."""
 MAX_ASKED = 2000
 DRAIN_TIMEOUT_S = 5.0
 """A gateway that takes nothing for this long loses its Session."""
@@ -63,7 +72,8 @@ class Session:
         self._silence_timeout_s = max(SILENCE_TIMEOUT_S, MISSED_PINGS * ping_interval_s)
         self._unsent: list[SessionBatch] = []
         self._has_unsent = asyncio.Event()
-        self._partial: dict[tuple[str, int], Assembly] = {}
+        self._partial: dict[tuple[str, int], tuple[Assembly, float]] = {}
+        """With the loop's time at which they are given up; the oldest is the first."""
         self._end: WeftError | None = None
 
     @property
@@ -95,9 +105,11 @@ class Session:
 
         Raises:
             PeerUnavailable: it is silent: its process or its host is stopped, or the network cut.
+            InvalidRequest: it breaks the contract where no request can be failed for it.
         """
         while (request := await self._next(requests)) is not None:
             kind = request.WhichOneof("request")
+            self._give_up_late()
             if kind == "submit":
                 if faults.SESSION_SUBMIT.is_armed:
                     for submit in await faults.SESSION_SUBMIT.repeat_async(request.submit):
@@ -105,9 +117,9 @@ class Session:
                     continue
                 self._submit(request.submit)
             elif kind == "prompt_part":
-                self._prompt_part(request.prompt_part)
+                self._part(request.prompt_part)
             elif kind == "generated_part":
-                self._generated_part(request.generated_part)
+                self._part(request.generated_part)
             elif kind == "cancel":
                 self._cancel(request.cancel)
             elif kind == "ping":
@@ -118,6 +130,8 @@ class Session:
     def _ping(self, message: decode_pb2.SessionRequest.Ping) -> None:
         if len(message.asked) > MAX_ASKED:
             raise InvalidRequest(f"a ping asks for at most {MAX_ASKED} requests", param="asked")
+        if any(len(key.request_id.encode()) > MAX_ID_BYTES for key in message.asked):
+            raise InvalidRequest(f"request_id: at most {MAX_ID_BYTES} bytes", param="asked")
         asked = [(key.request_id, key.attempt) for key in message.asked]
         ping = Ping(
             session=self._number,
@@ -171,26 +185,45 @@ class Session:
             full = Overloaded("too many requests are coming in parts", stage="queue")
             self._refuse(message, full)
             return
-        self._partial[message.request_id, message.attempt] = assembly
-        self._start_if_complete(assembly)
+        key = (message.request_id, message.attempt)
+        self._partial.pop(key, None)  # of a duplicate: it begins anew
+        if assembly.is_complete:
+            self._start(assembly)
+        else:
+            deadline = asyncio.get_running_loop().time() + PARTS_TIMEOUT_S
+            self._partial[key] = (assembly, deadline)
 
-    def _prompt_part(self, part: decode_pb2.PromptPart) -> None:
-        assembly = self._partial.get((part.request_id, part.attempt))
-        if assembly is not None:
-            assembly.add_prompt(part.tokens.ids)
-            self._start_if_complete(assembly)
-
-    def _generated_part(self, part: decode_pb2.GeneratedPart) -> None:
-        assembly = self._partial.get((part.request_id, part.attempt))
-        if assembly is not None:
-            assembly.add_generated(part.sample, part.tokens.ids)
-            self._start_if_complete(assembly)
-
-    def _start_if_complete(self, assembly: Assembly) -> None:
-        if not assembly.is_complete:
+    def _part(self, part: decode_pb2.PromptPart | decode_pb2.GeneratedPart) -> None:
+        key = (part.request_id, part.attempt)
+        if key not in self._partial:
             return
+        assembly, _ = self._partial[key]
+        try:
+            if isinstance(part, decode_pb2.PromptPart):
+                assembly.add_prompt(part.tokens.ids)
+            else:
+                assembly.add_generated(part.sample, part.tokens.ids)
+        except InvalidRequest as error:
+            del self._partial[key]
+            self._refuse(assembly.message, error)
+            return
+        if assembly.is_complete:
+            del self._partial[key]
+            self._start(assembly)
+
+    def _give_up_late(self) -> None:
+        """Refuses submits whose parts have not come in time; any message, a ping too, looks."""
+        now = asyncio.get_running_loop().time()
+        while self._partial:
+            key, (assembly, deadline) = next(iter(self._partial.items()))
+            if now < deadline:
+                return
+            del self._partial[key]
+            why = f"the parts of the request did not come within {PARTS_TIMEOUT_S:g} s"
+            self._refuse(assembly.message, DeadlineExceeded(why, stage="session"))
+
+    def _start(self, assembly: Assembly) -> None:
         message = assembly.message
-        del self._partial[message.request_id, message.attempt]
         try:
             submit = submit_from_proto(assembly, self._number)
         except InvalidRequest as error:
@@ -200,6 +233,9 @@ class Session:
             self._engine.send(Inbox(submits=[submit]))
 
     def _refuse(self, message: decode_pb2.Submit, error: WeftError) -> None:
+        """Fails one request; the Session, where its id is none that an event may repeat."""
+        if len(message.request_id.encode()) > MAX_ID_BYTES:
+            raise error
         failed = Failed(
             request_id=message.request_id, attempt=message.attempt, failure=failure_of(error)
         )

@@ -1,0 +1,240 @@
+"""A step's results at the edge: plain values to events of a Session, none above the size bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from weft.common.durations import duration
+from weft.common.errors import cut, error_detail, grpc_code
+from weft.common.worker.fills import TRANSPORTS
+from weft.engine.errors import WeftError, error_class
+from weft.engine.messages import Failed, Finished, Pong, SessionBatch, Tokens
+from weft.engine.request import TokenLogprob
+from weft.engine.scheduler.state import FillRecord, Timeline
+from weft.v1 import common_pb2, decode_pb2
+
+MAX_EVENT_BYTES = 256 << 10
+"""Bound of one SessionEvent."""
+MAX_FILLS = 128
+"""Of one timeline; of more, the newest are told."""
+_MAX_ERROR_BYTES = 1024
+_MAX_WORKER_BYTES = 256
+"""Of each of these: their texts are the most of their bytes."""
+_MAX_UNKNOWN = 2000
+"""Attempts of one pong: of 80 bytes."""
+# What entries take at most: an id has 64 bytes, a number 5, a tag with a length up to 4.
+_KEY_BYTES = 96
+_TOKEN_BYTES = 5
+_LOGPROB_BYTES = 16
+_ALTERNATIVE_BYTES = 13
+_ENTRY_BYTES = 8
+"""Of an entry beside its own bytes."""
+SOURCES = {
+    "prefill": common_pb2.FILL_SOURCE_PREFILL,
+    "kvstore": common_pb2.FILL_SOURCE_KVSTORE,
+    "host": common_pb2.FILL_SOURCE_HOST,
+    "disk": common_pb2.FILL_SOURCE_DISK,
+}
+REASONS = {
+    "stop": common_pb2.FINISH_REASON_STOP,
+    "length": common_pb2.FINISH_REASON_LENGTH,
+    "cancelled": common_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+class _Events:
+    """Events under construction, one after the other."""
+
+    def __init__(self) -> None:
+        self.all = [decode_pb2.SessionEvent()]
+        self._num_bytes = 0
+
+    def room(self, num_bytes: int) -> decode_pb2.SessionEvent:
+        """The event that the next entry, of so many bytes at most, belongs to."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_EVENT_BYTES:
+            self.all.append(decode_pb2.SessionEvent())
+            self._num_bytes = num_bytes
+        return self.all[-1]
+
+
+def merge_batches(batches: Iterable[SessionBatch]) -> SessionBatch:
+    """Everything not sent yet as one batch; consecutive tokens of a sample become one entry."""
+    merged = SessionBatch(session=-1)
+    last: dict[tuple[str, int, int], Tokens] = {}
+    for batch in batches:
+        merged.accepted += batch.accepted
+        for tokens in batch.tokens:
+            key = (tokens.request_id, tokens.attempt, tokens.sample)
+            known = last.get(key)
+            if known is not None and _follows(tokens, known):
+                known.ids.extend(tokens.ids)
+                known.logprobs.extend(tokens.logprobs)
+            else:
+                last[key] = tokens
+                merged.tokens.append(tokens)
+        merged.preempted += batch.preempted
+        merged.finished += batch.finished
+        merged.failed += batch.failed
+        merged.pongs += batch.pongs
+    return merged
+
+
+def _follows(tokens: Tokens, known: Tokens) -> bool:
+    """One entry can hold both: it has log-probabilities for all of its tokens, or for none."""
+    is_next = tokens.first_index == known.first_index + len(known.ids)
+    return is_next and bool(tokens.logprobs) == bool(known.logprobs)
+
+
+def batch_to_proto(
+    batch: SessionBatch, worker_id: str, loop_age_s: float
+) -> list[decode_pb2.SessionEvent]:
+    """A batch as events below the size bound, ends after the tokens that they follow."""
+    events = _Events()
+    for accepted in batch.accepted:
+        events.room(_KEY_BYTES).accepted.add(
+            request_id=accepted.request_id, attempt=accepted.attempt
+        )
+    for tokens in batch.tokens:
+        _add_tokens(events, tokens)
+    for preempted in batch.preempted:
+        events.room(_KEY_BYTES).preempted.add(
+            request_id=preempted.request_id, attempt=preempted.attempt, sample=preempted.sample
+        )
+    for finished in batch.finished:
+        end = _finished(finished, worker_id)
+        events.room(_ENTRY_BYTES + end.ByteSize()).finished.append(end)
+    for failed in batch.failed:
+        failure = _failed(failed, worker_id)
+        events.room(_ENTRY_BYTES + failure.ByteSize()).failed.append(failure)
+    if batch.pongs:
+        _add_pongs(events, batch.pongs, loop_age_s)
+    return events.all
+
+
+def _add_tokens(events: _Events, tokens: Tokens) -> None:
+    """One entry, or as many as its size asks for."""
+    request_id, attempt, sample, first_index, ids, logprobs = tokens
+    token_bytes = _TOKEN_BYTES
+    if logprobs:
+        most = max(len(logprob.top) for logprob in logprobs)
+        token_bytes += _LOGPROB_BYTES + _ALTERNATIVE_BYTES * most
+    num_bytes = _KEY_BYTES + token_bytes * len(ids)
+    if num_bytes > MAX_EVENT_BYTES:
+        half = len(ids) // 2
+        head = tokens._replace(ids=ids[:half], logprobs=logprobs[:half])
+        _add_tokens(events, head)
+        _add_tokens(
+            events,
+            tokens._replace(
+                first_index=first_index + half, ids=ids[half:], logprobs=logprobs[half:]
+            ),
+        )
+        return
+    out = events.room(num_bytes).tokens.add(
+        request_id=request_id, attempt=attempt, sample=sample, first_index=first_index, ids=ids
+    )
+    for logprob in logprobs:
+        _add_logprob(out, logprob)
+
+
+def _add_logprob(out: decode_pb2.SessionEvent.Tokens, logprob: TokenLogprob) -> None:
+    entry = out.logprobs.add(token_id=logprob.token_id, logprob=logprob.logprob)
+    for token_id, value in logprob.top:
+        entry.top.add(token_id=token_id, logprob=value)
+
+
+def _add_pongs(events: _Events, pongs: Sequence[Pong], loop_age_s: float) -> None:
+    """The last of them, with what all of them do not know."""
+    unknown = [
+        decode_pb2.Attempt(request_id=request_id, attempt=attempt)
+        for pong in pongs
+        for request_id, attempt in pong.unknown
+    ]
+    for start in range(0, max(1, len(unknown)), _MAX_UNKNOWN):
+        out = decode_pb2.SessionEvent.Pong(
+            nonce=pongs[-1].nonce,
+            loop_age=duration(loop_age_s),
+            unknown=unknown[start : start + _MAX_UNKNOWN],
+        )
+        events.room(_ENTRY_BYTES + out.ByteSize()).pong.MergeFrom(out)
+
+
+def _finished(finished: Finished, worker_id: str) -> decode_pb2.SessionEvent.Finished:
+    return decode_pb2.SessionEvent.Finished(
+        request_id=finished.request_id,
+        attempt=finished.attempt,
+        sample=finished.sample,
+        reason=REASONS[finished.reason],
+        stop_token_id=finished.stop_token_id,
+        completion_tokens=finished.completion_tokens,
+        cached_prompt_tokens=finished.cached_prompt_tokens,
+        timeline=timeline_to_proto(finished.timeline, worker_id),
+    )
+
+
+def _failed(failed: Failed, worker_id: str) -> decode_pb2.SessionEvent.Failed:
+    failure = failed.failure
+    error: WeftError = error_class(failure.reason)(
+        failure.message,
+        stage=failure.stage,
+        param=failure.param,
+        worker_id=worker_id,
+        attempt=failed.attempt,
+    )
+    retry_after_s = failure.retry_after_s
+    return decode_pb2.SessionEvent.Failed(
+        request_id=failed.request_id,
+        attempt=failed.attempt,
+        error=error_detail(error),
+        grpc_code=grpc_code(error),
+        retry_after=None if retry_after_s is None else duration(retry_after_s),
+    )
+
+
+def timeline_to_proto(timeline: Timeline, worker_id: str) -> common_pb2.Timeline:
+    """A timeline for the wire."""
+    out = common_pb2.Timeline(
+        queued_time=duration(timeline.admitted_s or 0.0),
+        matched_tokens=timeline.matched_tokens,
+        local_prefill_tokens=timeline.local_prefill_tokens,
+        fills=_fills(timeline.fills),
+        steps=timeline.num_steps,
+        preemptions=timeline.num_preemptions,
+        worker_id=worker_id,
+        drafted_tokens=timeline.num_drafted_tokens,
+        accepted_tokens=timeline.num_accepted_tokens,
+        tree_steps=timeline.num_tree_steps,
+    )
+    if timeline.first_token_s is not None:
+        out.first_token_time.CopyFrom(duration(timeline.first_token_s))
+    if timeline.finish_s is not None:
+        out.finish_time.CopyFrom(duration(timeline.finish_s))
+    if timeline.remote_cost_s is not None:
+        out.remote_cost_s = timeline.remote_cost_s
+    if timeline.local_cost_s is not None:
+        out.local_cost_s = timeline.local_cost_s
+    return out
+
+
+def _fills(records: Sequence[FillRecord]) -> list[common_pb2.FillTimeline]:
+    return [
+        common_pb2.FillTimeline(
+            source=SOURCES[record.source],
+            worker_id=cut(record.worker_id, _MAX_WORKER_BYTES),
+            transport=TRANSPORTS.get(record.transport, common_pb2.TRANSPORT_KIND_UNSPECIFIED),
+            start_token=record.start_token,
+            end_token=record.end_token,
+            accepted_tokens=record.accepted_tokens,
+            computed_tokens=record.computed_tokens,
+            bytes=record.bytes,
+            start_time=duration(record.start_s),
+            end_time=duration(record.end_s),
+            first_write_posted_time=duration(record.first_write_posted_s),
+            last_chunk_computed_time=duration(record.last_chunk_computed_s),
+            last_write_complete_time=duration(record.last_write_complete_s),
+            failure=cut(record.failure, _MAX_ERROR_BYTES),
+            filler_failed=record.filler_failed,
+        )
+        for record in records[-MAX_FILLS:]
+    ]

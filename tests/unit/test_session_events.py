@@ -1,0 +1,148 @@
+"""Events of a Session stay below their bound, and lose and reorder nothing."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from weft.decode.events import MAX_EVENT_BYTES, MAX_FILLS, batch_to_proto, merge_batches
+from weft.engine.messages import (
+    Accepted,
+    Failed,
+    Failure,
+    Finished,
+    Pong,
+    Preempted,
+    SessionBatch,
+    Tokens,
+)
+from weft.engine.request import MAX_TOP_LOGPROBS, TokenLogprob
+from weft.engine.scheduler.state import FillRecord, Timeline
+from weft.v1 import decode_pb2
+
+LARGE = 2**32 - 1
+"""Of numbers that take most room."""
+
+
+def request_id(number: int) -> str:
+    return f"{number:016x}" + "é" * 24
+
+
+def events_of(batch: SessionBatch) -> list[decode_pb2.SessionEvent]:
+    events = batch_to_proto(batch, "w" * 64, 1.5)
+    sizes = [event.ByteSize() for event in events]
+    assert max(sizes) <= MAX_EVENT_BYTES
+    # Not one for each entry either.
+    assert sum(sizes) > (len(sizes) - 1) * MAX_EVENT_BYTES // 4
+    return events
+
+
+def logprob(token: int, num_top: int) -> TokenLogprob:
+    top = tuple((LARGE - rank, -float(rank)) for rank in range(num_top))
+    return TokenLogprob(token_id=token, logprob=-1.5, top=top)
+
+
+def tokens_of(number: int, count: int, first_index: int = 0, num_top: int | None = None) -> Tokens:
+    ids = [random.randrange(2**31, 2**32) for _ in range(count)]
+    logprobs = [] if num_top is None else [logprob(token, num_top) for token in ids]
+    return Tokens(request_id(number), LARGE, LARGE, first_index, ids, logprobs)
+
+
+def fill_record(index: int) -> FillRecord:
+    return FillRecord(
+        source="prefill",
+        worker_id="w" * 64,
+        transport="nixl",
+        start_token=index,
+        end_token=LARGE,
+        start_s=1e5 / 3,
+        end_s=1e6 / 3,
+        bytes=2**63,
+        failure="é" * 5000,
+    )
+
+
+@pytest.mark.parametrize("num_top", [None, 0, MAX_TOP_LOGPROBS])
+def test_tokens_of_one_entry_are_split(num_top: int | None) -> None:
+    many = 400_000 if num_top is None else 100_000 // (1 + num_top)
+    sent = [tokens_of(1, many, 7, num_top), tokens_of(2, 1, 0, num_top), tokens_of(3, 300)]
+    got: dict[str, list[int]] = defaultdict(list)
+    firsts = {request_id(1): 7, request_id(2): 0, request_id(3): 0}
+    events = events_of(SessionBatch(session=1, tokens=list(sent)))
+    assert len(events) > 1
+    alternatives = 0
+    for event in events:
+        for tokens in event.tokens:
+            assert tokens.first_index == firsts[tokens.request_id] + len(got[tokens.request_id])
+            assert (tokens.attempt, tokens.sample) == (LARGE, LARGE)
+            got[tokens.request_id] += tokens.ids
+            if tokens.logprobs:
+                assert [entry.token_id for entry in tokens.logprobs] == tokens.ids
+            alternatives += sum(len(entry.top) for entry in tokens.logprobs)
+    assert got == {tokens.request_id: tokens.ids for tokens in sent}
+    assert alternatives == (many + 1) * (num_top or 0)
+
+
+def test_every_kind_of_entry_counts() -> None:
+    keys = [(request_id(number), LARGE) for number in range(5_000)]
+    timeline = Timeline(
+        submitted_at=0.0, fills=[fill_record(index) for index in range(MAX_FILLS + 50)]
+    )
+    failure = Failure(
+        reason="INTERNAL", message="é" * 5000, stage="decode", param="p" * 900, retry_after_s=1.0
+    )
+    batch = SessionBatch(
+        session=1,
+        accepted=[Accepted(request_id=key, attempt=attempt) for key, attempt in keys],
+        tokens=[tokens_of(number, 1) for number in range(5_000)],
+        preempted=[Preempted(request_id=k, attempt=a, sample=LARGE) for k, a in keys],
+        finished=[
+            Finished(
+                request_id=key,
+                attempt=attempt,
+                sample=1,
+                reason="stop",
+                stop_token_id=0,
+                completion_tokens=LARGE,
+                cached_prompt_tokens=LARGE,
+                timeline=timeline if index < 3 else Timeline(submitted_at=0.0),
+            )
+            for index, (key, attempt) in enumerate(keys)
+        ],
+        failed=[Failed(request_id=k, attempt=a, failure=failure) for k, a in keys[:500]],
+        pongs=[Pong(nonce=1, unknown=keys[:2000]), Pong(nonce=2**64 - 1, unknown=keys[2000:])],
+    )
+    events = events_of(batch)
+    whole = decode_pb2.SessionEvent()
+    for event in events:
+        if event.HasField("pong"):
+            assert event.pong.nonce == 2**64 - 1
+        whole.MergeFrom(event)
+    for entries in (whole.accepted, whole.preempted, whole.finished, whole.pong.unknown):
+        assert [(entry.request_id, entry.attempt) for entry in entries] == keys
+    assert [tokens.ids for tokens in whole.tokens] == [tokens.ids for tokens in batch.tokens]
+    assert [entry.request_id for entry in whole.failed] == [key for key, _ in keys[:500]]
+    assert whole.failed[0].retry_after.ToSeconds() == 1
+    assert all(entry.HasField("stop_token_id") for entry in whole.finished)
+    told = [fill.start_token for fill in whole.finished[0].timeline.fills]
+    assert told == list(range(50, MAX_FILLS + 50)), "the newest"
+    # A pong follows what was said of the attempts asked for, and ends what they had.
+    kinds = [[field.name for field, _ in event.ListFields()] for event in events]
+    first_pong = next(index for index, names in enumerate(kinds) if "pong" in names)
+    assert all(names == ["pong"] for names in kinds[first_pong + 1 :])
+
+
+def test_merged_tokens_keep_their_log_probabilities() -> None:
+    """What a duplicate submit is answered with has none; the next step's tokens have."""
+    repeated, stepped, next_step = (
+        tokens_of(1, 3),
+        tokens_of(1, 1, 3, num_top=2),
+        tokens_of(1, 2, 4, num_top=2),
+    )
+    expected = repeated.ids + stepped.ids + next_step.ids
+    batches = [SessionBatch(session=1, tokens=[t]) for t in (repeated, stepped, next_step)]
+    (event,) = events_of(merge_batches(batches))
+    assert [len(tokens.ids) for tokens in event.tokens] == [3, 3]
+    assert [token for tokens in event.tokens for token in tokens.ids] == expected
+    assert [entry.token_id for entry in event.tokens[1].logprobs] == expected[3:]
