@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from weft.common.requestlog import (
     to_line,
 )
 from weft.engine.errors import ConfigError
+from weft.gateway.app import GatewayApp
 from weft.v1 import common_pb2, decode_pb2, gateway_pb2
 
 ANSWER = " one two three"
@@ -70,6 +72,23 @@ async def replay(harness: Harness, *arguments: str) -> tuple[int, list[dict[str,
     output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode is not None
     return process.returncode, json.loads(output)
+
+
+async def test_a_log_is_closed_though_a_task_of_the_gateway_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(_: object) -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(GatewayApp, "_open_to_edges", fails)
+    script = Scripted()
+    path = tmp_path / "requests.jsonl"
+    async with gateway(tmp_path, script, wait=False, request_log=path) as harness:
+        script.harness = harness
+        await harness.wait(lambda: not any(s.problem() for s in harness.app.catalogue))
+        await ask(harness, "alpha")
+    assert len(lines_of(path)) == 1
+    assert not [t for t in threading.enumerate() if t.name == "request-log"]
 
 
 SAMPLING = common_pb2.SamplingParams(temperature=0.7, top_p=0.9, n=2, logit_bias={5: 1.5})

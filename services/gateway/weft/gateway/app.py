@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from weft.common.adapters.registry import Registry
 from weft.common.server import ServiceServer
-from weft.common.tasks import log_failure
+from weft.common.tasks import start_logged
 from weft.common.tls import load_identity
 from weft.common.tracing import make_tracer
 from weft.engine.errors import ConfigError
@@ -267,13 +267,10 @@ class GatewayApp:
         """
         await self.adapters.refresh()
         await self.server.start(SERVICES)
-        self._adapter_task = asyncio.create_task(self._adapter_manager.run())
-        self._adapter_task.add_done_callback(log_failure)
-        self._fleet_task = asyncio.create_task(self.fleet.run())
-        self._fleet_task.add_done_callback(log_failure)
+        self._adapter_task = start_logged(self._adapter_manager.run())
+        self._fleet_task = start_logged(self.fleet.run())
         await self.server.set_serving(True, but=(_EDGES_FACE,))
-        self._open_task = asyncio.create_task(self._open_to_edges())
-        self._open_task.add_done_callback(log_failure)
+        self._open_task = start_logged(self._open_to_edges())
         self.server.write_ready_file()
         _log.info(
             "gateway ready",
@@ -316,11 +313,11 @@ class GatewayApp:
     async def close(self) -> None:
         """Lets workers and threads go, after the server has stopped."""
         await self._adapter_manager.close()
-        for task in (self._open_task, self._adapter_task, self._fleet_task):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        tasks = [t for t in (self._open_task, self._adapter_task, self._fleet_task) if t]
+        for task in tasks:
+            task.cancel()
+        # One that failed has said so when it did.
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._openai.close()
         for served in self.catalogue:
             served.turnstile.close()
