@@ -119,8 +119,15 @@ class ServiceServer:
             service_names: Full names of the services added, for health and reflection.
 
         Raises:
-            ConfigError: A port is taken or an address cannot be bound.
+            ConfigError: A port is taken or an address cannot be bound; nothing listens then.
         """
+        try:
+            await self._start(service_names)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self, service_names: Sequence[str]) -> None:
         spans = TraceServicer(self._tracer, self._fan_out)
         for server in (self.grpc, self.admin_grpc):
             if server is not None:

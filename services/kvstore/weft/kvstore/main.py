@@ -39,9 +39,19 @@ async def run_store(settings: KvStoreSettings) -> int:
     configure_logging("kvstore", settings.log_level, settings.log_format)
     store_id = settings.store_id or f"kvstore-{settings.port or os.getpid()}"
     keep_nixl_on_loopback(settings.host)
-    store: KvStore | None = None
     try:
         store = KvStore(settings, store_id)
+    except WeftError as error:
+        logger.error("%s", error.message)
+        return 1
+    try:
+        return await _serve(settings, store)
+    finally:
+        await store.close()
+
+
+async def _serve(settings: KvStoreSettings, store: KvStore) -> int:
+    try:
         if why := await store.warm_up():
             logger.warning("digests are computed without native code, some 25x slower: %s", why)
         registry = CollectorRegistry()
@@ -53,14 +63,16 @@ async def run_store(settings: KvStoreSettings) -> int:
         settings.tell_of_pages("nixl" in store.transport.names)
     except WeftError as error:
         logger.error("%s", error.message)
-        if store is not None:
-            await store.close()
         return 1
     await server.set_serving(True)
-    server.write_ready_file(worker_id=store_id, epoch=store.epoch, role="kvstore")
+    server.write_ready_file(worker_id=store.store_id, epoch=store.epoch, role="kvstore")
     logger.info(
         "ready",
-        extra={"address": server.address, "store_id": store_id, "epoch": f"{store.epoch:016x}"},
+        extra={
+            "address": server.address,
+            "store_id": store.store_id,
+            "epoch": f"{store.epoch:016x}",
+        },
     )
     fencing = start_logged(_end_by_quarantine(server, store, settings))
     try:
@@ -68,7 +80,6 @@ async def run_store(settings: KvStoreSettings) -> int:
         return QUARANTINE_STATUS if has_returned(fencing) else 0
     finally:
         fencing.cancel()
-        await store.close()
 
 
 async def _end_by_quarantine(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -72,6 +73,253 @@ class RoleService(Protocol):
         ...
 
 
+class Front(NamedTuple):
+    """What is there once the engine runs: the server, and what answers on it."""
+
+    server: ServiceServer
+    service: RoleService
+    servicer: WorkerServicer
+    info: EngineInfo
+
+
+class Worker:
+    """The server process of a worker, and its engine process.
+
+    Use: `front = await start()`, then `await serve(front)`; `await close()` in any case.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: Role,
+        make_service: Callable[[WorkerContext], RoleService],
+    ) -> None:
+        """Makes what needs no engine; nothing runs yet.
+
+        Args:
+            settings: Of the worker.
+            role: Its role.
+            make_service: Makes the role's own service, once the engine runs.
+
+        Raises:
+            ConfigError: The settings are not valid.
+        """
+        self._settings = settings
+        self._role: Role = role
+        self._make_service = make_service
+        self._worker_id = settings.worker_id or f"{role}-{settings.port or os.getpid()}"
+        config = settings.engine_config(role, self._worker_id)
+        registry = open_registry(settings.adapter_root)
+        self._identity = load_identity(settings)
+        self._dumps: CrashDumps | None = None
+        if settings.crash_dir is not None:
+            self._dumps = CrashDumps(settings.crash_dir, settings.max_crash_dumps, self._worker_id)
+        keep_nixl_on_loopback(settings.host)
+        self._engine = EngineClient(
+            config,
+            self._on_outbox,
+            _progress_writer(settings),
+            self._dumps.live if self._dumps else None,
+            log_level=settings.log_level,
+            log_format=settings.log_format,
+        )
+        self._queries = Queries(self._engine)
+        self._tracer = make_tracer(settings, self._worker_id)
+        self._fills = FillClient(self._engine, self._identity)
+        self._adapters: AdapterFollower | None = None
+        if registry is not None:
+            send = self._engine.send
+            self._adapters = AdapterFollower(registry, settings.served_name, send)
+        self._store: StoreClient | None = None
+        self._kv_feed: KvFeed | None = None
+        self._service: RoleService | None = None
+        self._closing = contextlib.AsyncExitStack()
+
+    async def start(self) -> Front:
+        """Starts the engine, then the server, which does not say yet that it serves.
+
+        Raises:
+            WeftError: The worker cannot start.
+        """
+        if self._dumps is not None:
+            self._closing.callback(self._dumps.close)
+        self._closing.push_async_callback(self._engine.stop)
+        self._closing.push_async_callback(self._fills.close)
+        info = await self._engine.start()
+        self._kv_feed = KvFeed(self._worker_id, info.epoch)
+        for notice in info.notices:
+            logger.warning(notice)
+        if not self._settings.page_digests:
+            logger.warning("pages are not checked: damage on their way goes unnoticed")
+        self._settings.tell_of_pages("nixl" in info.transports)
+        if self._settings.kvstore:
+            self._store = self._store_client(info)
+            self._closing.push_async_callback(self._store.close)
+        # Only now: the engine is spawned before gRPC's threads exist.
+        registry = self._metrics(info)
+        server = ServiceServer(
+            self._settings,
+            registry,
+            admin=WorkerAdmin(self._engine, self._queries, self._sizes),
+            identity=self._identity,
+            tracer=self._tracer,
+        )
+        front = self._front(server, info, self._kv_feed)
+        self._service = front.service
+        await server.start((front.service.name, "weft.v1.WorkerService"))
+        self._closing.push_async_callback(server.close_export)
+        self._closing.push_async_callback(server.grpc.stop, 0)
+        return front
+
+    async def serve(self, front: Front) -> int:
+        """Serves until a signal, the engine's death or the loss of the pool to quarantine.
+
+        Returns:
+            The exit status.
+
+        Raises:
+            Exception: What the drain raised.
+        """
+        server = front.server
+        await self._tell_ready(front)
+
+        async def drain() -> None:
+            await front.servicer.drain(max(0.0, self._settings.drain_grace_s - HAND_BACK_S))
+
+        watchdog = self._watchdog(front)
+        serving = asyncio.create_task(server.run_until_signal(drain))
+        fencing = start_logged(_end_by_quarantine(server, self._engine, self._settings))
+        watching = [start_logged(_tell_liveness(server, self._engine)), fencing]
+        if self._adapters is not None:
+            watching.append(start_logged(self._adapters.run()))
+        if watchdog is not None:
+            watching.append(start_logged(watchdog.run()))
+        ends: set[asyncio.Future[Any]] = {serving, self._engine.gone}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in watching:
+                task.cancel()
+            if not serving.done():
+                await self._say_last_words(front, watchdog)
+                return 1
+            serving.result()
+            return QUARANTINE_STATUS if has_returned(fencing) else 0
+        finally:
+            for task in (serving, *watching):
+                task.cancel()
+            await asyncio.gather(serving, *watching, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Ends everything that `start` began, however far it came."""
+        await self._closing.aclose()
+
+    def _on_outbox(self, outbox: Outbox) -> None:
+        """Hands what a step of the engine brought to those concerned."""
+        self._queries.on_outbox(outbox)
+        if self._adapters is not None:
+            self._adapters.on_outbox(outbox)
+        if outbox.kv_changes and self._kv_feed is not None:
+            self._kv_feed.take(outbox.kv_changes)
+        for command in outbox.fill_commands:
+            self._fills.run(command)
+        if self._store is not None:
+            for lookup in outbox.store_lookups:
+                self._store.look_up(lookup)
+            for put in outbox.store_puts:
+                self._store.put(put)
+        if self._service is not None:
+            self._service.on_outbox(outbox)
+
+    def _sizes(self) -> dict[str, int]:
+        service = {} if self._service is None else self._service.sizes()
+        return {**self._fills.sizes(), **service}
+
+    def _store_client(self, info: EngineInfo) -> StoreClient:
+        replicas = [
+            StoreReplica(
+                self._fills, address, self._worker_id, info.epoch, info.page_bytes, self._tracer
+            )
+            for address in self._settings.kvstores
+        ]
+        return StoreClient(self._engine, replicas)
+
+    def _metrics(self, info: EngineInfo) -> CollectorRegistry:
+        registry = CollectorRegistry()
+        registry.register(
+            EngineCollector(
+                lambda: self._engine.load,
+                lambda: self._engine.loop_age_s,
+                lambda: () if self._adapters is None else self._adapters.states,
+            )
+        )
+        ProcessCollector(namespace="weft_engine", pid=lambda: info.engine_pid, registry=registry)
+        return registry
+
+    def _front(self, server: ServiceServer, info: EngineInfo, kv_feed: KvFeed) -> Front:
+        """The services, added to the server."""
+        settings = self._settings
+        service = self._make_service(
+            WorkerContext(
+                settings=settings,
+                engine=self._engine,
+                info=info,
+                worker_id=self._worker_id,
+                queries=self._queries,
+                tracer=self._tracer,
+            )
+        )
+        servicer = WorkerServicer(
+            self._engine,
+            self._queries,
+            info,
+            kv_feed,
+            ROLES[self._role],
+            self._worker_id,
+            settings.served_name,
+            os.getpid(),
+            settings.kvstores,
+            settings.advertise,
+            self._adapters,
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
+        service.add_to(server.grpc)
+        return Front(server, service, servicer, info)
+
+    async def _tell_ready(self, front: Front) -> None:
+        server, info = front.server, front.info
+        await server.set_serving(True)
+        server.write_ready_file(
+            engine_pid=info.engine_pid,
+            worker_id=self._worker_id,
+            epoch=info.epoch,
+            role=self._role,
+        )
+        logger.info(
+            "ready",
+            extra={
+                "address": server.address,
+                "worker_id": self._worker_id,
+                "epoch": f"{info.epoch:016x}",
+            },
+        )
+
+    def _watchdog(self, front: Front) -> Watchdog | None:
+        if self._dumps is None:
+            return None
+        about = {"worker_id": self._worker_id, "role": self._role, "info": _describe(front.info)}
+        requests = front.service.open_requests
+        return Watchdog(self._settings, self._engine, self._dumps, requests, about)
+
+    async def _say_last_words(self, front: Front, watchdog: Watchdog | None) -> None:
+        """One process of a worker never outlives the other: says so on every stream."""
+        why = self._engine.gone.result()
+        logger.error("the engine died: %s", why)
+        front.service.on_engine_gone(why)
+        if watchdog is not None:
+            await watchdog.dump_crash(why)
+        await asyncio.sleep(LAST_WORDS_S)
+
+
 async def run_worker(
     settings: WorkerSettings,
     role: Role,
@@ -81,172 +329,25 @@ async def run_worker(
 
     Returns:
         The exit status.
+
+    Raises:
+        Exception: What nobody expected, once everything has ended.
     """
     configure_logging(role, settings.log_level, settings.log_format)
-    worker_id = settings.worker_id or f"{role}-{settings.port or os.getpid()}"
-    service: RoleService | None = None
-
-    def on_outbox(outbox: Outbox) -> None:
-        queries.on_outbox(outbox)
-        if adapters is not None:
-            adapters.on_outbox(outbox)
-        if outbox.kv_changes and kv_feed is not None:
-            kv_feed.take(outbox.kv_changes)
-        for command in outbox.fill_commands:
-            fills.run(command)
-        if store is not None:
-            for lookup in outbox.store_lookups:
-                store.look_up(lookup)
-            for put in outbox.store_puts:
-                store.put(put)
-        if service is not None:
-            service.on_outbox(outbox)
-
-    def sizes() -> dict[str, int]:
-        return {**fills.sizes(), **(service.sizes() if service is not None else {})}
-
     try:
-        config = settings.engine_config(role, worker_id)
-        registry_of_adapters = open_registry(settings.adapter_root)
-        identity = load_identity(settings)
+        worker = Worker(settings, role, make_service)
     except ConfigError as error:
         logger.error("settings are not valid: %s", error.message)
         return 2
-    dumps: CrashDumps | None = None
     try:
-        if settings.crash_dir is not None:
-            dumps = CrashDumps(settings.crash_dir, settings.max_crash_dumps, worker_id)
-    except ConfigError as error:
-        logger.error("settings are not valid: %s", error.message)
-        return 2
-    keep_nixl_on_loopback(settings.host)
-    engine = EngineClient(
-        config,
-        on_outbox,
-        _progress_writer(settings),
-        dumps.live if dumps else None,
-        log_level=settings.log_level,
-        log_format=settings.log_format,
-    )
-    queries = Queries(engine)
-    tracer = make_tracer(settings, worker_id)
-    fills = FillClient(engine, identity)
-    store: StoreClient | None = None
-    kv_feed: KvFeed | None = None
-    adapters: AdapterFollower | None = None
-    if registry_of_adapters is not None:
-        adapters = AdapterFollower(registry_of_adapters, settings.served_name, engine.send)
-    try:
-        info = await engine.start()
-        kv_feed = KvFeed(worker_id, info.epoch)
-        # Only now: the engine is spawned before gRPC's threads exist.
-        registry = CollectorRegistry()
-        server = ServiceServer(
-            settings,
-            registry,
-            admin=WorkerAdmin(engine, queries, sizes),
-            identity=identity,
-            tracer=tracer,
-        )
-        for notice in info.notices:
-            logger.warning(notice)
-        if not settings.page_digests:
-            logger.warning("pages are not checked: damage on their way goes unnoticed")
-        settings.tell_of_pages("nixl" in info.transports)
-        if settings.kvstore:
-            replicas = [
-                StoreReplica(fills, address, worker_id, info.epoch, info.page_bytes, tracer)
-                for address in settings.kvstores
-            ]
-            store = StoreClient(engine, replicas)
-        service = make_service(
-            WorkerContext(
-                settings=settings,
-                engine=engine,
-                info=info,
-                worker_id=worker_id,
-                queries=queries,
-                tracer=tracer,
-            )
-        )
-        servicer = WorkerServicer(
-            engine,
-            queries,
-            info,
-            kv_feed,
-            ROLES[role],
-            worker_id,
-            settings.served_name,
-            os.getpid(),
-            settings.kvstores,
-            settings.advertise,
-            adapters,
-        )
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
-        service.add_to(server.grpc)
-        registry.register(
-            EngineCollector(
-                lambda: engine.load,
-                lambda: engine.loop_age_s,
-                lambda: () if adapters is None else adapters.states,
-            )
-        )
-        engine_pid = info.engine_pid
-        ProcessCollector(namespace="weft_engine", pid=lambda: engine_pid, registry=registry)
-        await server.start((service.name, "weft.v1.WorkerService"))
-    except WeftError as error:
-        logger.error("%s", error.message)
-        await engine.stop()
-        return 1
-    await server.set_serving(True)
-    server.write_ready_file(
-        engine_pid=info.engine_pid, worker_id=worker_id, epoch=info.epoch, role=role
-    )
-    logger.info(
-        "ready",
-        extra={"address": server.address, "worker_id": worker_id, "epoch": f"{info.epoch:016x}"},
-    )
-
-    async def drain() -> None:
-        await servicer.drain(max(0.0, settings.drain_grace_s - HAND_BACK_S))
-
-    watchdog: Watchdog | None = None
-    if dumps is not None:
-        about = {"worker_id": worker_id, "role": role, "info": _describe(info)}
-        watchdog = Watchdog(settings, engine, dumps, service.open_requests, about)
-    serving = asyncio.create_task(server.run_until_signal(drain))
-    fencing = start_logged(_end_by_quarantine(server, engine, settings))
-    watching = [start_logged(_tell_liveness(server, engine)), fencing]
-    if adapters is not None:
-        watching.append(start_logged(adapters.run()))
-    if watchdog is not None:
-        watching.append(start_logged(watchdog.run()))
-    ends: set[asyncio.Future[Any]] = {serving, engine.gone}
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    status = QUARANTINE_STATUS if has_returned(fencing) else 0
-    for task in watching:
-        task.cancel()
-    if not serving.done():
-        # One process of a worker never outlives the other: say so on every stream, then end.
-        logger.error("the engine died: %s", engine.gone.result())
-        service.on_engine_gone(engine.gone.result())
-        if watchdog is not None:
-            await watchdog.dump_crash(engine.gone.result())
-        await asyncio.sleep(LAST_WORDS_S)
-        serving.cancel()
-        await server.grpc.stop(0)
-        await server.close_export()
-        status = 1
-    await asyncio.gather(serving, *watching, return_exceptions=True)
-    if store is not None:
-        await store.close()
-    await fills.close()
-    await engine.stop()
-    if dumps is not None:
-        dumps.close()
-    if not serving.cancelled():
-        serving.result()
-    return status
+        try:
+            front = await worker.start()
+        except WeftError as error:
+            logger.error("%s", error.message)
+            return 1
+        return await worker.serve(front)
+    finally:
+        await worker.close()
 
 
 def _describe(info: EngineInfo) -> dict[str, object]:
