@@ -125,7 +125,7 @@ def put(kernel: str, shape: Shape) -> Shape:
     """Launches a kernel so from here on; returns how it was."""
     name, _, tile = kernel.partition(" ")
     if name == "ahead":
-        before, lora_shrink.AHEAD = lora_shrink.AHEAD, shape
+        before, lora_shrink.AHEAD[16] = lora_shrink.AHEAD[16], shape
         return before
     tables = {
         "shrink": lora_shrink.SHAPES,

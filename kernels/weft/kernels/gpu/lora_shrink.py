@@ -39,8 +39,8 @@ from weft.kernels.gpu.lora_units import (
 )
 from weft.kernels.lora import LoraAddition, LoraSegments
 
-AHEAD = Shape(512, 32, warps=8, each=4, registers=128)
-"""Of few tokens, before the product: a program fetches all its A ahead."""
+AHEAD = {16: Shape(512, 32, warps=8, each=4, registers=128)}
+"""By tokens of a tile, before the product: a program fetches all its A ahead."""
 SHAPES = {
     16: Shape(128, 64, warps=4, stages=3),
     32: Shape(64, 64, warps=4, stages=4),
@@ -101,8 +101,9 @@ def shrink_tiles(
     assert all(part.b_table is None for part in (*products, *following)), "A and B have one table"
     parts, tile = (*products, *following), tile_of(tokens)
     tiles = triton.cdiv(tokens, tile)
-    is_ahead = is_ahead and tile == UNIT and depth <= _MAX_SUMS * AHEAD.block
-    shape = AHEAD if is_ahead else SHAPES[tile]
+    ahead = AHEAD.get(tile) if is_ahead else None
+    is_ahead = ahead is not None and depth <= _MAX_SUMS * ahead.block
+    shape = ahead if ahead is not None and is_ahead else SHAPES[tile]
     splits = triton.cdiv(depth, shape.block)
     if not is_ahead:
         splits = splits_of(tiles * len(products), depth, _LEAST_SPLIT_K, _MAX_SPLITS, _PROGRAMS)
