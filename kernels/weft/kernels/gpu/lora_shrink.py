@@ -227,30 +227,11 @@ def _shrink_kernel(
     max_rows = pick(part, max_rows0, max_rows1, max_rows2)
     table = pick(part, table0, table1, table2) + layer * slots * max_rows
     if job == 0:
-        owner, row = units_of(table, max_rows, slot, count, begin, units, 0, RANKS, NOTED)
-        index = tl.arange(0, 8)[None, :]
-        listed = table + slot[:, None] * max_rows + index
-        some = tl.load(listed, mask=index < count[:, None], other=0)
-        if IS_EARLY:
-            wait_for_last(IS_DEPENDENT)
-        tl.store(num_units + at, total_units)
-        # Even where there are no units: the first are read whether there are any or not.
-        to_rows = rows + at * most + tl.arange(0, NOTED)
-        to_owners = owners + at * (most // RANKS) + tl.arange(0, NOTED // RANKS)
-        tl.store(to_rows, row)
-        tl.store(to_owners, owner)
-        for start in range(NOTED, total_units * RANKS, NOTED):
-            owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, NOTED)
-            tl.store(to_rows + start, row)
-            tl.store(to_owners + start // RANKS, owner)
-        entry = entries + (part * tokens + token) * entry_width
-        tl.store(entry, count, mask=is_token)
-        to_list = entry[:, None] + 1 + index
-        tl.store(to_list, some, mask=index < count[:, None])
-        for start in range(8, tl.max(count, axis=0), 8):
-            is_there = start + index < count[:, None]
-            more = tl.load(listed + start, mask=is_there, other=0)
-            tl.store(to_list + start, more, mask=is_there)
+        _note(
+            num_units + at, rows + at * most, owners + at * (most // RANKS),
+            entries + (part * tokens + token) * entry_width, is_token, table, max_rows, slot,
+            count, begin, units, total_units, IS_DEPENDENT, RANKS, NOTED, IS_EARLY,
+        )  # fmt: skip
         return
     split, first = (job - 1) % SPLITS, (job - 1) // SPLITS * GROUP
     if (part >= PRODUCTS) | (first >= total_units * RANKS):
@@ -258,7 +239,8 @@ def _shrink_kernel(
     a = pick(part, a0, a1, a2)
     wide0, wide1 = (max_rows0 * 8 + RANKS - 1) // RANKS, (max_rows1 * 8 + RANKS - 1) // RANKS
     width = aligned(width, RANKS)
-    to = sums + (split * tokens + token) * width + RANKS * before(part, wide0, wide1)
+    own = RANKS * before(part, wide0, wide1)
+    to = sums + (split * tokens + token) * width + own
     given = x + token[:, None] * K
     PART: tl.constexpr = ((K + SPLITS * TILE - 1) // (SPLITS * TILE)) * TILE
     if IS_AHEAD:
@@ -281,17 +263,75 @@ def _shrink_kernel(
         tl.debug_barrier()
         arrivals = SPLITS * tl.minimum((total_units * RANKS + GROUP - 1) // GROUP, GROUPS)
         if tl.atomic_add(arrived + at, 1) == arrivals - 1:
-            whole_to = token[:, None] * width + RANKS * before(part, wide0, wide1)
-            for start in range(0, 8 * tl.max(count, axis=0), RANKS):
-                rank_on = start + tl.arange(0, RANKS)
-                mask_on = rank_on[None, :] < ((8 * count + RANKS - 1) // RANKS * RANKS)[:, None]
-                to_on = whole_to + rank_on[None, :]
-                whole = tl.zeros([TOKENS, RANKS], tl.float32)
-                for number in tl.static_range(SPLITS):
-                    one_sum = sums + number * tokens * width + to_on
-                    whole += tl.load(one_sum, mask=mask_on, other=0.0, volatile=True)
-                tl.store(ranks + to_on, whole.to(ranks.dtype.element_ty), mask=mask_on)
+            to_own = token[:, None] * width + own
+            _add_up(ranks, sums, to_own, count, tokens * width, TOKENS, RANKS, SPLITS)
             tl.store(arrived + at, 0)
+
+
+@triton.jit
+def _note(
+    num_units: tl.tensor,
+    rows: tl.tensor,
+    owners: tl.tensor,
+    entry: tl.tensor,
+    is_token: tl.tensor,
+    table: tl.tensor,
+    max_rows: tl.tensor,
+    slot: tl.tensor,
+    count: tl.tensor,
+    begin: tl.tensor,
+    units: tl.tensor,
+    total_units: tl.tensor,
+    IS_DEPENDENT: tl.constexpr,
+    RANKS: tl.constexpr,
+    NOTED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """Notes the units of a tile's part, and its tokens' entries ([TOKENS] pointers)."""
+    owner, row = units_of(table, max_rows, slot, count, begin, units, 0, RANKS, NOTED)
+    index = tl.arange(0, 8)[None, :]
+    listed = table + slot[:, None] * max_rows + index
+    some = tl.load(listed, mask=index < count[:, None], other=0)
+    if IS_EARLY:
+        wait_for_last(IS_DEPENDENT)
+    tl.store(num_units, total_units)
+    # Even where there are no units: the first are read whether there are any or not.
+    to_rows, to_owners = rows + tl.arange(0, NOTED), owners + tl.arange(0, NOTED // RANKS)
+    tl.store(to_rows, row)
+    tl.store(to_owners, owner)
+    for start in range(NOTED, total_units * RANKS, NOTED):
+        owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, NOTED)
+        tl.store(to_rows + start, row)
+        tl.store(to_owners + start // RANKS, owner)
+    tl.store(entry, count, mask=is_token)
+    to_list = entry[:, None] + 1 + index
+    tl.store(to_list, some, mask=index < count[:, None])
+    for start in range(8, tl.max(count, axis=0), 8):
+        is_there = start + index < count[:, None]
+        more = tl.load(listed + start, mask=is_there, other=0)
+        tl.store(to_list + start, more, mask=is_there)
+
+
+@triton.jit
+def _add_up(
+    ranks: tl.tensor,
+    sums: tl.tensor,
+    own: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    TOKENS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    """The ranks of a tile's part, in a fixed order; `own` [TOKENS, 1] is where each token's are."""
+    for start in range(0, 8 * tl.max(count, axis=0), RANKS):
+        rank = start + tl.arange(0, RANKS)
+        mask = rank[None, :] < ((8 * count + RANKS - 1) // RANKS * RANKS)[:, None]
+        at = own + rank[None, :]
+        whole = tl.zeros([TOKENS, RANKS], tl.float32)
+        for number in tl.static_range(SPLITS):
+            whole += tl.load(sums + number * stride + at, mask=mask, other=0.0, volatile=True)
+        tl.store(ranks + at, whole.to(ranks.dtype.element_ty), mask=mask)
 
 
 @triton.jit
