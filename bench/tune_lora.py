@@ -36,8 +36,8 @@ TRIED: dict[str, tuple[int, list[Shape]]] = {
     "ahead": (
         FEW,
         [
-            Shape(512, 64, 8, each=2, registers=128),
-            Shape(512, 64, 8, each=2),
+            Shape(512, 64, 8, sharers=2, registers=128),
+            Shape(512, 64, 8, sharers=2),
         ],
     ),
     "shrink 16": (
@@ -77,13 +77,13 @@ TRIED: dict[str, tuple[int, list[Shape]]] = {
         [
             Shape(64, 64, 8, registers=128),
             Shape(64, 32, 8, registers=128),
-            Shape(64, 32, 8, each=2, registers=128),
-            Shape(64, 32, 8, each=4, registers=128),
+            Shape(64, 32, 8, blocks=2, registers=128),
+            Shape(64, 32, 8, blocks=4, registers=128),
             Shape(64, 32, 4),
-            Shape(64, 32, 4, each=2, registers=168),
+            Shape(64, 32, 4, blocks=2, registers=168),
             Shape(64, 64, 4),
             Shape(32, 32, 4, registers=128),
-            Shape(32, 32, 4, each=4, registers=128),
+            Shape(32, 32, 4, blocks=4, registers=128),
             Shape(32, 64, 4, registers=128),
             Shape(64, 16, 4, registers=168),
             Shape(128, 32, 8),
@@ -93,12 +93,12 @@ TRIED: dict[str, tuple[int, list[Shape]]] = {
         MANY,
         [
             Shape(128, 64, 8, registers=128),
-            Shape(128, 64, 8, each=2, registers=128),
+            Shape(128, 64, 8, blocks=2, registers=128),
             Shape(128, 32, 8, registers=128),
-            Shape(128, 32, 8, each=2, registers=128),
+            Shape(128, 32, 8, blocks=2, registers=128),
             Shape(64, 32, 4, registers=128),
-            Shape(64, 32, 4, each=2, registers=128),
-            Shape(64, 32, 4, each=4, registers=128),
+            Shape(64, 32, 4, blocks=2, registers=128),
+            Shape(64, 32, 4, blocks=4, registers=128),
             Shape(64, 64, 4, registers=128),
             Shape(64, 64, 4, registers=168),
             Shape(128, 32, 4, registers=168),
@@ -156,8 +156,9 @@ def products(kernel: str, rows: int, lora: LoraStep) -> Iterator[tuple[str, floa
         if group == "gate_up":
             out, folded, right = _activated(x, added, lora, few)
         else:
-            ranks = Ranks(x, added, is_ahead=True)
-            if group == "o" and few:
+            is_folded = group == "o" and few
+            ranks = Ranks(x, added, is_ahead=True, is_folded=is_folded)
+            if is_folded:
                 folded = ranks.folded()
             else:
                 ranks.add_to(out)

@@ -54,7 +54,7 @@ def test_a_norm_adds_to_what_it_normalises(
     x, out = torch.randn(tokens, k), torch.randn(tokens, hidden)
     stream, weight = torch.randn(tokens, hidden), torch.randn(hidden)
     added = LoraAddition((cases[0].weights,), 0, segments_of(slots, len(RANKS)), is_ahead)
-    to_add = Ranks(x, added, is_ahead=is_ahead).folded()
+    to_add = Ranks(x, added, is_ahead=is_ahead, is_folded=True).folded()
     found = add_rms_norm(out, stream.clone(), weight, 1e-5, to_add)
     exact, peer = out.double(), out.clone()
     add_all(exact, cases, x, slots)

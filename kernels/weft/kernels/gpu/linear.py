@@ -68,7 +68,7 @@ def linear_to_fold(
 ) -> tuple[torch.Tensor, Folded]:
     """`linear` of at most MAX_FOLDED_ROWS, and what is still to be added to it."""
     _check(x, weight, None)
-    ranks = Ranks(x, lora, is_ahead=True)
+    ranks = Ranks(x, lora, is_ahead=True, is_folded=True)
     return _product(x, weight, bias, None, None), ranks.folded()
 
 

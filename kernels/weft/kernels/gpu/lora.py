@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from weft.kernels.gpu.dependent_launch import launch_options
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
+from weft.kernels.gpu.lora_parts import new_entries
 from weft.kernels.gpu.lora_rows import expand_rows, of_tokens, shrink_rows
 from weft.kernels.gpu.lora_shrink import Shrunk, shrink_tiles
 from weft.kernels.gpu.lora_tiles import expand_tiles, expand_tiles_silu
@@ -35,6 +36,7 @@ class Ranks:
         down: Of the product that follows, if `silu_of` is to compute its ranks as well.
         is_ahead: They come before the product instead, where that takes less: it would leave too
             little of the device to them.
+        is_folded: They are for `folded`, and for nothing else.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Ranks:
         down: LoraAddition | None = None,
         *,
         is_ahead: bool = False,
+        is_folded: bool = False,
     ) -> None:
         if not x.is_contiguous():
             raise ValueError("x must be contiguous")
@@ -56,11 +59,14 @@ class Ranks:
         self._is_forked = not is_ahead and is_forking(x.device)
         options = self._options = launch_options(x.device, is_alone=self._is_forked)
 
-        def shrink() -> Shrunk | tuple[torch.Tensor, torch.Tensor]:
+        def shrink() -> Shrunk | tuple[torch.Tensor, torch.Tensor | None]:
             if not self._is_few:
-                return shrink_tiles(x, addition, options, following, is_ahead=is_ahead)
+                how = {"is_ahead": is_ahead, "is_folded": is_folded}
+                return shrink_tiles(x, addition, options, following, **how)
             slots = of_tokens(addition.segments.token_slots)
-            return shrink_rows(x, addition.parts, addition.layer, slots, options)
+            parts, layer = addition.parts, addition.layer
+            entries = new_entries(self._tokens, parts, x.device) if is_folded else None
+            return shrink_rows(x, parts, layer, slots, options, entries=entries), entries
 
         self._ranks = None
         if self._tokens:
@@ -69,10 +75,10 @@ class Ranks:
     def folded(self) -> Folded:
         """What is to be added by a kernel that reads the product next; T at least 1, one part."""
         assert self._ranks is not None
-        ranks, (part,) = self._ranks.join(), self._addition.parts
-        if isinstance(ranks, Shrunk):
-            return Folded(ranks.ranks, ranks.entries, part, self._is_forked)
-        return Folded(*ranks, part, self._is_forked)
+        found, (part,) = self._ranks.join(), self._addition.parts
+        ranks, entries = (found.ranks, found.entries) if isinstance(found, Shrunk) else found
+        assert entries is not None
+        return Folded(ranks, entries, part, self._is_forked)
 
     def add_to(self, out: torch.Tensor, *, is_new: bool = False) -> None:
         """Adds what adapters add to `out` [T, N].
@@ -109,4 +115,5 @@ class Ranks:
             return expand_tiles_silu(both, ranks, self._addition, self._options).out, None
         (down,) = self._down.parts
         out, to_down = expand_tiles_silu(both, ranks, self._addition, self._options, down)
-        return out, Folded(to_down, ranks.entries[2:], down)
+        assert ranks.entries is not None
+        return out, Folded(to_down, ranks.entries, down)

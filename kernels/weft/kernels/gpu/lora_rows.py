@@ -20,7 +20,6 @@ from weft.kernels.gpu.lora_parts import (
     column_alignment,
     columns,
     max_rows,
-    new_entries,
     new_ranks,
     part_of,
     pick,
@@ -63,7 +62,7 @@ def add_by_rows(
 ) -> None:
     """`weft.kernels.lora.add_lora` for few tokens."""
     slots = of_tokens(addition.segments.token_slots)
-    ranks, _ = shrink_rows(x, addition.parts, addition.layer, slots, options)
+    ranks = shrink_rows(x, addition.parts, addition.layer, slots, options)
     expand_rows(out, ranks, addition.parts, addition.layer, slots, options)
 
 
@@ -74,7 +73,8 @@ def shrink_rows(
     slots: RowSlots,
     options: LaunchOptions,
     x_top_k: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    entries: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The ranks of each row by itself.
 
     Args:
@@ -84,26 +84,25 @@ def shrink_rows(
         slots: Of R rows.
         options: Of the launch.
         x_top_k: Rows that have one input.
+        entries: Are written, if given.
 
     Returns:
-        [splits, R, ranks of all parts] float32, to be added up; and [parts, R, ...]: see
-        `new_entries`.
+        [splits, R, ranks of all parts] float32, to be added up.
     """
     depth, rows = x.shape[1], x.shape[0] * x_top_k
     most = max(max_rows(part) for part in parts)
     places = max(1, min(most, _PROGRAMS // (rows * len(parts))))
     splits = splits_of(rows * len(parts) * places, depth, _LEAST_SPLIT_K, _MAX_SPLITS)
     ranks = new_ranks(rows, parts, splits, x.device)
-    entries = new_entries(rows, parts, x.device)
     _shrink_kernel[(rows, len(parts) * places, splits)](
         ranks, entries, x, slots.token_slots, slots.ids, *three([p.a for p in parts]),
         *tables(parts, [p.table for p in parts]), layer, parts[0].table.shape[1], ranks.shape[2],
-        entries.shape[2], K=depth, EXPERTS=slots.experts, TOP_K=slots.top_k,
-        ARE_EQUAL=slots.are_equal, X_TOP_K=x_top_k, SPLITS=splits, PLACES=places,
+        0 if entries is None else entries.shape[2], K=depth, EXPERTS=slots.experts,
+        TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal, X_TOP_K=x_top_k, SPLITS=splits, PLACES=places,
         TILE=min(1024, triton.next_power_of_2(triton.cdiv(depth, splits))),
         num_warps=4, **options,
     )  # fmt: skip
-    return ranks, entries
+    return ranks
 
 
 def expand_rows(
@@ -214,9 +213,11 @@ def _shrink_kernel(
     token, split = tl.program_id(0), tl.program_id(2)
     part, place = tl.program_id(1) // PLACES, tl.program_id(1) % PLACES
     slot = slot_of(token, token_slots, ids, EXPERTS, TOP_K, ARE_EQUAL)
-    entry = entries + (part * tl.num_programs(0) + token) * entry_width
+    if entries is not None:
+        entry = entries + (part * tl.num_programs(0) + token) * entry_width
     if slot == 0:
-        tl.store(entry, 0)
+        if entries is not None:
+            tl.store(entry, 0)
         return
     at = layer * slots + slot
     table = pick(part, table0, table1, table2)
@@ -228,10 +229,12 @@ def _shrink_kernel(
     to = ranks + (split * tl.num_programs(0) + token) * width
     to += 8 * before(part, max_rows0, max_rows1)
     count = tl.load(pick(part, counts0, counts1, counts2) + at)
-    tl.store(entry, count)
+    if entries is not None:
+        tl.store(entry, count)
     for index in range(place, count, PLACES):
         one = tl.load(table + index)
-        tl.store(entry + 1 + index, one)
+        if entries is not None:
+            tl.store(entry + 1 + index, one)
         row = one.to(tl.int64)
         begin = pick(part, a0, a1, a2) + (row * 8 + rank[:, None]) * K
         total = tl.zeros([8, TILE], tl.float32)

@@ -39,7 +39,7 @@ from weft.kernels.gpu.lora_units import (
 )
 from weft.kernels.lora import LoraAddition, LoraSegments
 
-AHEAD = {16: Shape(512, 32, warps=8, each=4, registers=128)}
+AHEAD = {16: Shape(512, 32, warps=8, sharers=4, registers=128)}
 """By tokens of a tile, before the product: a program fetches all its A ahead."""
 SHAPES = {
     16: Shape(128, 64, warps=4, stages=3),
@@ -63,6 +63,7 @@ class Shrunk(NamedTuple):
 
     A unit is up to 16 ranks of one of the tile's adapters; those of a tile follow each other. The
     parts of a product that follows come last: of them there are units and entries, and no ranks.
+    Of what is folded, a token's rows of B are found by its entry: there are no units.
     """
 
     ranks: torch.Tensor
@@ -75,8 +76,8 @@ class Shrunk(NamedTuple):
     rank. Those of the first NOTED ranks, and so on, are always there."""
     owners: torch.Tensor
     """[parts, tiles, the most units] int32: see `units_of`."""
-    entries: torch.Tensor
-    """[parts, T, 1 + rows]: see `new_entries`."""
+    entries: torch.Tensor | None
+    """[parts, T, 1 + rows]: see `new_entries`; of parts that are folded, None without any."""
 
 
 def shrink_tiles(
@@ -86,6 +87,7 @@ def shrink_tiles(
     following: Parts = (),
     *,
     is_ahead: bool = False,
+    is_folded: bool = False,
 ) -> Shrunk:
     """The ranks of each token of x [T, K].
 
@@ -96,6 +98,8 @@ def shrink_tiles(
         following: Of a later product, whose units and entries are noted as well.
         is_ahead: What little each program needs of A is fetched while the kernel ahead of it still
             computes x, and sums are left to be added up. Only of few tokens.
+        is_folded: What is added is left to the kernel that reads the product; with nothing
+            following.
     """
     (tokens, depth), products, segments = x.shape, addition.parts, addition.segments
     assert all(part.b_table is None for part in (*products, *following)), "A and B have one table"
@@ -107,7 +111,7 @@ def shrink_tiles(
     splits = triton.cdiv(depth, shape.block)
     if not is_ahead:
         splits = splits_of(tiles * len(products), depth, _LEAST_SPLIT_K, _MAX_SPLITS, _PROGRAMS)
-    shrunk = _new_shrunk(tokens, tile, products, following, segments, x)
+    shrunk = _new_shrunk(x, products, following, segments, is_folded=is_folded)
     sums, arrived = shrunk.ranks, shrunk.ranks
     if is_ahead or splits > 1:
         size = (splits, *shrunk.ranks.shape[1:])
@@ -117,13 +121,14 @@ def shrink_tiles(
     elif splits > 1:
         assert tiles * len(products) <= _MAX_COUNTERS
         arrived = _counters(x.device)
-    groups = min(shape.each, triton.cdiv(shrunk.rows.shape[2], shape.group))
+    groups = min(shape.sharers, triton.cdiv(shrunk.rows.shape[2], shape.group))
     _shrink_kernel[(tiles, len(parts), 1 + splits * groups)](
         *shrunk, sums, arrived, x, segments.order, segments.ordered, *three([p.a for p in parts]),
         *tables(parts, [p.table for p in parts]), addition.layer, parts[0].table.shape[1],
-        *shrunk.ranks.shape[1:], shrunk.rows.shape[2], shrunk.entries.shape[2],
-        PRODUCTS=len(products), K=depth, TILE=min(shape.block, triton.next_power_of_2(depth)),
-        TOKENS=tile, RANKS=UNIT, GROUP=shape.group, GROUPS=groups, NOTED=NOTED, SPLITS=splits,
+        *shrunk.ranks.shape[1:], shrunk.rows.shape[2],
+        0 if shrunk.entries is None else shrunk.entries.shape[2], PRODUCTS=len(products), K=depth,
+        TILE=min(shape.block, triton.next_power_of_2(depth)), TOKENS=tile, RANKS=UNIT,
+        GROUP=shape.group, GROUPS=groups, NOTED=NOTED, SPLITS=splits, IS_FOLDED=is_folded,
         IS_AHEAD=is_ahead, IS_EARLY=is_ahead and addition.are_given,
         IS_EXACT=x.dtype == torch.float32, **shape.options(), **options,
     )  # fmt: skip
@@ -131,24 +136,25 @@ def shrink_tiles(
 
 
 def _new_shrunk(
-    tokens: int,
-    tile: int,
+    x: torch.Tensor,
     products: Parts,
     following: Parts,
     segments: LoraSegments,
-    x: torch.Tensor,
+    *,
+    is_folded: bool,
 ) -> Shrunk:
-    parts, device = (*products, *following), x.device
+    parts, device, tokens = (*products, *following), x.device, x.shape[0]
+    tile, listed = tile_of(tokens), products if is_folded else following
     width, tiles = sum(unit_ranks(part) for part in products), triton.cdiv(tokens, tile)
     most = min(tile, segments.slots.shape[0]) * max(unit_ranks(part) for part in parts)
     most = max(1, triton.cdiv(most, NOTED)) * NOTED
-    size = (len(parts), tiles)
+    size = (0 if is_folded else len(parts), tiles)
     return Shrunk(
         torch.empty((1, tokens, width), dtype=x.dtype, device=device),
         torch.empty(size, dtype=torch.int32, device=device),
         torch.empty((*size, most), dtype=torch.int32, device=device),
         torch.empty((*size, most // UNIT), dtype=torch.int32, device=device),
-        new_entries(tokens, parts, device),
+        new_entries(tokens, listed, device) if listed else None,
     )
 
 
@@ -201,6 +207,7 @@ def _shrink_kernel(
     GROUPS: tl.constexpr,
     NOTED: tl.constexpr,
     SPLITS: tl.constexpr,
+    IS_FOLDED: tl.constexpr,
     IS_AHEAD: tl.constexpr,
     IS_EARLY: tl.constexpr,
     IS_EXACT: tl.constexpr,
@@ -227,11 +234,16 @@ def _shrink_kernel(
     max_rows = pick(part, max_rows0, max_rows1, max_rows2)
     table = pick(part, table0, table1, table2) + layer * slots * max_rows
     if job == 0:
-        _note(
-            num_units + at, rows + at * most, owners + at * (most // RANKS),
-            entries + (part * tokens + token) * entry_width, is_token, table, max_rows, slot,
-            count, begin, units, total_units, IS_DEPENDENT, RANKS, NOTED, IS_EARLY,
-        )  # fmt: skip
+        FIRST: tl.constexpr = 0 if IS_FOLDED else PRODUCTS
+        if entries is not None:
+            entry = entries + ((part - FIRST) * tokens + token) * entry_width
+            is_listed = tl.where(is_token, part, -1) >= FIRST
+            _list(entry, table + slot * max_rows, count, is_listed, IS_EARLY, IS_DEPENDENT)
+        if not IS_FOLDED:
+            _note(
+                num_units + at, rows + at * most, owners + at * (most // RANKS), table, max_rows,
+                slot, count, begin, units, total_units, RANKS, NOTED, IS_EARLY, IS_DEPENDENT,
+            )  # fmt: skip
         return
     split, first = (job - 1) % SPLITS, (job - 1) // SPLITS * GROUP
     if (part >= PRODUCTS) | (first >= total_units * RANKS):
@@ -273,8 +285,6 @@ def _note(
     num_units: tl.tensor,
     rows: tl.tensor,
     owners: tl.tensor,
-    entry: tl.tensor,
-    is_token: tl.tensor,
     table: tl.tensor,
     max_rows: tl.tensor,
     slot: tl.tensor,
@@ -282,16 +292,13 @@ def _note(
     begin: tl.tensor,
     units: tl.tensor,
     total_units: tl.tensor,
-    IS_DEPENDENT: tl.constexpr,
     RANKS: tl.constexpr,
     NOTED: tl.constexpr,
     IS_EARLY: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """Notes the units of a tile's part, and its tokens' entries ([TOKENS] pointers)."""
+    """Notes the units of a tile's part."""
     owner, row = units_of(table, max_rows, slot, count, begin, units, 0, RANKS, NOTED)
-    index = tl.arange(0, 8)[None, :]
-    listed = table + slot[:, None] * max_rows + index
-    some = tl.load(listed, mask=index < count[:, None], other=0)
     if IS_EARLY:
         wait_for_last(IS_DEPENDENT)
     tl.store(num_units, total_units)
@@ -303,7 +310,25 @@ def _note(
         owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, NOTED)
         tl.store(to_rows + start, row)
         tl.store(to_owners + start // RANKS, owner)
-    tl.store(entry, count, mask=is_token)
+
+
+@triton.jit
+def _list(
+    entry: tl.tensor,
+    at_row: tl.tensor,
+    count: tl.tensor,
+    is_listed: tl.tensor,
+    IS_EARLY: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+) -> None:
+    """Writes the entries of a tile's tokens ([TOKENS] pointers) from their rows of the table."""
+    count = tl.where(is_listed, count, 0)
+    index = tl.arange(0, 8)[None, :]
+    listed = at_row[:, None] + index
+    some = tl.load(listed, mask=index < count[:, None], other=0)
+    if IS_EARLY:
+        wait_for_last(IS_DEPENDENT)
+    tl.store(entry, count, mask=is_listed)
     to_list = entry[:, None] + 1 + index
     tl.store(to_list, some, mask=index < count[:, None])
     for start in range(8, tl.max(count, axis=0), 8):

@@ -38,13 +38,13 @@ from weft.kernels.lora import LoraAddition, LoraWeights
 SHAPES = {
     16: Shape(64, 32, warps=4),
     32: Shape(64, 64, warps=4, registers=128),
-    64: Shape(128, 64, warps=8, each=8, registers=128),
+    64: Shape(128, 64, warps=8, blocks=8, registers=128),
 }
 """By tokens of a tile."""
 SILU_SHAPES = {
     16: Shape(128, 32, warps=4, registers=128),
     32: Shape(128, 64, warps=4, registers=128),
-    64: Shape(64, 64, warps=8, each=8, registers=128),
+    64: Shape(64, 64, warps=8, blocks=8, registers=128),
 }
 """By tokens of a tile, where the activation is taken as well."""
 
@@ -72,12 +72,12 @@ def expand_tiles(
     parts, segments = addition.parts, addition.segments
     tile = tile_of(out.shape[0])
     shape, sums = SHAPES[tile], shrunk.ranks.shape[0]
-    blocks = sum(triton.cdiv(part.out_features, shape.block * shape.each) for part in parts)
+    blocks = sum(triton.cdiv(part.out_features, shape.block * shape.blocks) for part in parts)
     starts = [sum(unit_ranks(part) for part in parts[:n]) for n in range(len(parts))]
     _expand_kernel[(blocks, triton.cdiv(out.shape[0], tile))](
         out, *shrunk[:4], segments.order, segments.ordered, *three([p.b for p in parts]),
         *columns(parts), *three(starts), *shrunk.ranks.shape[1:], shrunk.rows.shape[2],
-        out.shape[1], COLUMNS=shape.block, EACH=shape.each, TOKENS=tile, RANKS=UNIT,
+        out.shape[1], COLUMNS=shape.block, EACH=shape.blocks, TOKENS=tile, RANKS=UNIT,
         GROUP=shape.group, SUMS=sums, BLOCK_SUMS=triton.next_power_of_2(sums),
         ALIGNMENT=column_alignment(parts, out.shape[1]), IS_EXACT=out.dtype == torch.float32,
         **shape.options(), **options,
@@ -105,7 +105,7 @@ def expand_tiles_silu(
     out = torch.empty((tokens, inner), dtype=both.dtype, device=both.device)
     tile = tile_of(tokens)
     shape = SILU_SHAPES[tile]
-    blocks = triton.cdiv(inner, shape.block * shape.each)
+    blocks = triton.cdiv(inner, shape.block * shape.blocks)
     down_ranks = torch.empty(
         (blocks, tokens, 0 if down is None else unit_ranks(down)),
         dtype=torch.float32,
@@ -114,7 +114,7 @@ def expand_tiles_silu(
     _expand_silu_kernel[(blocks, triton.cdiv(tokens, tile))](
         out, both, down_ranks, *shrunk[:4], segments.order, segments.ordered, gate.b, up.b,
         None if down is None else down.a, inner, unit_ranks(gate), tokens, shrunk.ranks.shape[2],
-        down_ranks.shape[2], shrunk.rows.shape[2], COLUMNS=shape.block, EACH=shape.each,
+        down_ranks.shape[2], shrunk.rows.shape[2], COLUMNS=shape.block, EACH=shape.blocks,
         TOKENS=tile, RANKS=UNIT, GROUP=shape.group, ALIGNMENT=alignment_of(inner),
         IS_EXACT=both.dtype == torch.float32, **shape.options(), **options,
     )  # fmt: skip

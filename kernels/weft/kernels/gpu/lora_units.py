@@ -25,9 +25,10 @@ class Shape(NamedTuple):
     group: int
     """Ranks that are taken at once, a power of two, UNIT to NOTED."""
     warps: int
-    each: int = 1
-    """Blocks of columns that a program takes one after the other; programs that share a tile's
-    groups of ranks."""
+    blocks: int = 1
+    """Of columns, that a program takes one after the other."""
+    sharers: int = 1
+    """Programs that share a tile's groups of ranks."""
     stages: int = 1
     registers: int | None = None
     """Of a thread, at most; with more, too few programs run at once."""

@@ -45,9 +45,9 @@ def gate_up_additions(
     is_shared = all(part.is_a_shared for part in lora.w13)
     if is_shared:
         of_tokens = RowSlots(lora.token_slots, ids, experts, are_equal=True)
-        ranks, _ = shrink_rows(x, lora.w13, lora.layer, of_tokens, options)
+        ranks = shrink_rows(x, lora.w13, lora.layer, of_tokens, options)
     else:
-        ranks, _ = shrink_rows(x, lora.w13, lora.layer, slots, options, top_k)
+        ranks = shrink_rows(x, lora.w13, lora.layer, slots, options, top_k)
     is_whole = sum(part.out_features for part in lora.w13) == 2 * inner
     make = torch.empty if is_whole else torch.zeros
     added = make((pairs, 2 * inner), dtype=x.dtype, device=x.device)
@@ -87,7 +87,7 @@ def down_additions(
         return None
     (rows, top_k), (part,) = ids.shape, lora.w2
     slots = RowSlots(lora.token_slots, ids, experts, top_k)
-    ranks, _ = shrink_rows(inner, lora.w2, lora.layer, slots, options)
+    ranks = shrink_rows(inner, lora.w2, lora.layer, slots, options)
     out = onto
     if out is None:
         out = torch.empty((rows, hidden), dtype=torch.float32, device=inner.device)
