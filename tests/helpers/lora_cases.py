@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
 from weft.kernels.lora import LoraSegments, LoraWeights, rank_rows, sort_tokens
 
 POISON_ROW = np.iinfo(np.int32).min // 2
+
+
+def poison_new_memory(patch: pytest.MonkeyPatch) -> None:
+    """What adapters' kernels on a GPU take to compute in is NaN, or a number that is nobody's."""
+    # Here: the modules need Triton.
+    from weft.kernels.gpu import lora_parts, lora_rows, lora_shrink, lora_tiles
+
+    for module in (lora_parts, lora_rows, lora_shrink, lora_tiles):
+        patch.setattr(module, "torch", _PoisonedTorch())
+
+
+class _PoisonedTorch:
+    """`torch` with poison in new memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        """See `torch.empty`."""
+        out = torch.empty(*size, **options)
+        return out.fill_(float("nan") if out.is_floating_point() else POISON_ROW)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
-from lora_cases import POISON_ROW, LoraCase, draw_slots, make_lora, segments_of
+from lora_cases import LoraCase, draw_slots, make_lora, poison_new_memory, segments_of
 from weft.kernels.gpu import lora_shrink, lora_tiles
 from weft.kernels.lora import LoraAddition
 
@@ -19,17 +18,6 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 
 RANKS = [0, 8, 16, 3, 0, 24]
 """By slot."""
-
-
-def poison(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """What a kernel does not write is NaN, or a number that is nobody's."""
-    empty = torch.empty
-
-    def patched(*size: Any, **options: Any) -> torch.Tensor:
-        out = empty(*size, **options)
-        return out.fill_(float("nan") if out.is_floating_point() else POISON_ROW)
-
-    monkeypatch.setattr(module.torch, "empty", patched)
 
 
 def parts_of(widths: tuple[int, ...], k: int, dtype: torch.dtype) -> list[LoraCase]:
@@ -69,13 +57,14 @@ def test_additions(
 ) -> None:
     fresh_seed()
     cases = parts_of(widths, k, torch.float32)
-    with kernel_module("lora", tmp_path) as module, monkeypatch.context() as patch:
-        poison(patch, module)
+    poison_new_memory(monkeypatch)
+    with kernel_module("lora", tmp_path) as module:
         check(module, cases, draw_slots(tokens, len(RANKS)), torch.float32, spare=3)
 
 
-def test_in_half_precision(tmp_path: Path) -> None:
+def test_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
+    poison_new_memory(monkeypatch)
     with kernel_module("lora", tmp_path) as module:
         for tokens in (3, 21):
             cases = parts_of((40, 24), 72, torch.float16)
@@ -88,6 +77,7 @@ def test_tiles_of_any_adapters(
     slots: list[int], tile: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh_seed()
+    poison_new_memory(monkeypatch)
     with kernel_module("lora_tiles", tmp_path) as module:
         for changed in (module, lora_shrink):
             monkeypatch.setattr(changed, "tile_of", lambda tokens: tile)
@@ -104,15 +94,16 @@ def test_additions_to_an_embedding(
     ids, before = torch.randint(vocabulary, (tokens,)), torch.randn(tokens, 40)
     out, one_hot = before.clone(), torch.nn.functional.one_hot(ids, vocabulary)
     addition = LoraAddition((case.weights,), 0, segments_of(slots))
-    with kernel_module("embedding_lora", tmp_path) as module, monkeypatch.context() as patch:
-        poison(patch, module)
+    poison_new_memory(monkeypatch)
+    with kernel_module("embedding_lora", tmp_path) as module:
         module.add_embedding_lora(out, ids, addition)
     exact = case.add(before.double(), one_hot.double(), slots, 0)
     assert_as_exact(out, case.add(before, one_hot.float(), slots, 0), exact)
 
 
-def test_sums_of_gate_and_up_before_the_activation() -> None:
+def test_sums_of_gate_and_up_before_the_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
+    poison_new_memory(monkeypatch)
     inner, slots = 70, draw_slots(21, len(RANKS))
     cases = parts_of((inner, inner), 24, torch.float32)
     x, both = torch.randn(21, 24), torch.randn(21, 2 * inner)
@@ -152,7 +143,7 @@ def test_a_mutated_kernel_is_noticed(
         kernel_module(name, tmp_path, (original, replacement)) as module,
         monkeypatch.context() as patch,
     ):
-        poison(patch, module)
+        poison_new_memory(patch)
         changed = module
         if name == "lora_shrink":
             patch.setattr(lora_tiles, "shrink_tiles", module.shrink_tiles)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from kernel_checks import assert_as_exact, fresh_seed
-from lora_cases import LoraCase, draw_slots, make_lora, segments_of
+from lora_cases import LoraCase, draw_slots, make_lora, poison_new_memory, segments_of
 from weft.kernels.gpu.lora import Ranks
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import LoraAddition
@@ -16,10 +16,17 @@ from weft.kernels.norm import add_rms_norm_reference
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
+
 RANKS = [0, 8, 16, 3, 0, 40]
 """By slot."""
 MANY_RANKS = [0, 72, 40, 16, 88, 0]
 """More than are noted at once (`lora_units`), if a tile has them all."""
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no kernel writes must not matter."""
+    poison_new_memory(monkeypatch)
 
 
 def parts_of(

@@ -1,0 +1,47 @@
+"""Whole decoder layers with adapters at real sizes, captured and not, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_checks import assert_as_exact, fresh_seed
+from lora_cases import poison_new_memory
+from lora_layers import LayersCase, Sizes, make_layers
+from weft.kernels.decoder_layer import decoder_layers
+from weft.kernels.side_stream import rehearsal
+
+pytestmark = pytest.mark.needs("cuda")
+
+RANKS = [0, 8, 16, 5, 0, 64, 32, 1, 16]
+"""By slot."""
+SIZES = [
+    Sizes(hidden=1024, inner=2816, heads=8, kv_heads=2, dim=128),
+    Sizes(hidden=5120, inner=3456, heads=8, kv_heads=1, dim=128),
+]
+
+
+def run(case: LayersCase) -> torch.Tensor:
+    return decoder_layers(case.hidden.clone(), case.stack, case.step(case.lora))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=["1024", "5120"])
+@pytest.mark.parametrize("rows", [5, 8, 9, 16, 64, 128, 129])
+def test_rows_with_adapters(rows: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides of every number of rows at which adapters take another way."""
+    fresh_seed()
+    case = make_layers(sizes, rows, RANKS, torch.bfloat16, "cuda")
+    exact, peer = case.written_out(torch.float64), case.written_out(torch.bfloat16)
+    with torch.inference_mode():
+        with rehearsal():
+            run(case)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(case)
+        for _ in range(10):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert_as_exact(out, peer, exact)
+        captured = out.clone()
+        with monkeypatch.context() as patch:
+            poison_new_memory(patch)
+            assert torch.equal(run(case), captured)
