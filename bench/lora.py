@@ -64,7 +64,9 @@ class Speed:
     tokens_per_s: float
     """From the first prompt to the last token."""
     step_s: float
-    """Of a step in which all requests decode, on average."""
+    """Of a step in which all requests decode, on average; NaN without any."""
+    prompts_s: float
+    """Until all requests have their first token."""
 
 
 def prompts_of(
@@ -115,7 +117,8 @@ def run_batch(
             last, num_steps = time.perf_counter(), num_steps + 1
     seconds = time.perf_counter() - began
     count = sum(len(ids) for ids in found)
-    return Speed(count / seconds, (last - all_began) / max(1, num_steps)), found
+    step_s = (last - all_began) / num_steps if num_steps else float("nan")
+    return Speed(count / seconds, step_s, all_began - began), found
 
 
 def throughput(
@@ -256,6 +259,8 @@ def settings_of(arguments: argparse.Namespace, adapter_bytes: int, count: int) -
         settings["dummy_weights"] = True
     if arguments.num_pages:
         settings["num_pages"] = arguments.num_pages
+    if arguments.step_tokens:
+        settings["max_step_tokens"] = settings["prefill_chunk_tokens"] = arguments.step_tokens
     return settings
 
 
@@ -348,6 +353,9 @@ def main() -> int:
     parser.add_argument(
         "--gaps", type=int, default=200, help="between tokens, that are measured; 0: none, nor TTFT"
     )
+    parser.add_argument(
+        "--step-tokens", type=int, help="of prompts, in a step; default: the engine's"
+    )
     parser.add_argument("--num-pages", type=int, help="of the KV pool; default: what fits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
@@ -374,19 +382,24 @@ def main() -> int:
 def throughput_rows(console: Console, speeds: dict[int, list[Speed]], title: str) -> dict[int, Any]:
     """Prints the table of a rank; returns what of it the JSON keeps."""
     table = Table(title=title)
-    for column in ("adapters", "tokens/s", "of the base's", "ms between tokens", "of the base's"):
+    for column in ("adapters", "tokens/s", "ms between tokens", "ms to all first tokens"):
         table.add_column(column, justify="right")
+        if column != "adapters":
+            table.add_column("of the base's", justify="right")
     rows: dict[int, Any] = {}
     for count, values in sorted(speeds.items()):
         pairs = list(zip(values, speeds[0], strict=True))
         shares = [value.tokens_per_s / base.tokens_per_s for value, base in pairs]
         slower = [value.step_s / base.step_s for value, base in pairs]
+        later = [value.prompts_s / base.prompts_s for value, base in pairs]
         table.add_row(
             str(count),
             describe([value.tokens_per_s for value in values], 1),
             describe(shares, 100) + " %",
             describe([value.step_s for value in values]),
             describe(slower, 100) + " %",
+            describe([value.prompts_s for value in values]),
+            describe(later, 100) + " %",
         )
         rows[count] = {
             "tokens_per_s": statistics.median(value.tokens_per_s for value in values),
@@ -394,6 +407,8 @@ def throughput_rows(console: Console, speeds: dict[int, list[Speed]], title: str
             "shares": shares,
             "step_ms": 1e3 * statistics.median(value.step_s for value in values),
             "step_ratio": statistics.median(slower),
+            "prompts_ms": 1e3 * statistics.median(value.prompts_s for value in values),
+            "prompts_ratio": statistics.median(later),
         }
     console.print(table)
     return rows
