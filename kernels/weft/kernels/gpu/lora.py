@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 from weft.kernels.gpu.dependent_launch import launch_options
-from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
+from weft.kernels.gpu.lora_fold import Folded
 from weft.kernels.gpu.lora_parts import new_entries
 from weft.kernels.gpu.lora_rows import expand_rows, of_tokens, shrink_rows
-from weft.kernels.gpu.lora_shrink import Shrunk, shrink_tiles
+from weft.kernels.gpu.lora_shrink import Shrunk, can_be_ahead, shrink_tiles
 from weft.kernels.gpu.lora_tiles import expand_tiles, expand_tiles_silu
 from weft.kernels.lora import LoraAddition
 from weft.kernels.side_stream import Beside, is_forking
@@ -55,7 +55,7 @@ class Ranks:
         self._is_few = self._tokens <= MAX_ROWS
         self._down = None if self._is_few else down
         following = () if self._down is None else self._down.parts
-        is_ahead = is_ahead and not self._is_few and self._tokens <= MAX_FOLDED_ROWS
+        is_ahead = is_ahead and not self._is_few and can_be_ahead(*x.shape)
         self._is_forked = not is_ahead and is_forking(x.device)
         options = self._options = launch_options(x.device, is_alone=self._is_forked)
 

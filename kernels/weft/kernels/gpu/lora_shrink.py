@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS
 from weft.kernels.gpu.lora_parts import (
     FREE,
     Parts,
@@ -80,6 +81,12 @@ class Shrunk(NamedTuple):
     """[parts, T, 1 + rows]: see `new_entries`; of parts that are folded, None without any."""
 
 
+def can_be_ahead(tokens: int, depth: int) -> bool:
+    """Whether the ranks of so many tokens [depth] may come before their product."""
+    shape = AHEAD.get(tile_of(tokens))
+    return shape is not None and tokens <= MAX_FOLDED_ROWS and depth <= _MAX_SUMS * shape.block
+
+
 def shrink_tiles(
     x: torch.Tensor,
     addition: LoraAddition,
@@ -97,7 +104,7 @@ def shrink_tiles(
         options: Of the launch.
         following: Of a later product, whose units and entries are noted as well.
         is_ahead: What little each program needs of A is fetched while the kernel ahead of it still
-            computes x, and sums are left to be added up. Only of few tokens.
+            computes x, and sums are left to be added up. Only where they `can_be_ahead`.
         is_folded: What is added is left to the kernel that reads the product; with nothing
             following.
     """
@@ -105,9 +112,8 @@ def shrink_tiles(
     assert all(part.b_table is None for part in (*products, *following)), "A and B have one table"
     parts, tile = (*products, *following), tile_of(tokens)
     tiles = triton.cdiv(tokens, tile)
-    ahead = AHEAD.get(tile) if is_ahead else None
-    is_ahead = ahead is not None and depth <= _MAX_SUMS * ahead.block
-    shape = ahead if ahead is not None and is_ahead else SHAPES[tile]
+    assert not is_ahead or can_be_ahead(tokens, depth)
+    shape = (AHEAD if is_ahead else SHAPES)[tile]
     splits = triton.cdiv(depth, shape.block)
     if not is_ahead:
         splits = splits_of(tiles * len(products), depth, _LEAST_SPLIT_K, _MAX_SPLITS, _PROGRAMS)
