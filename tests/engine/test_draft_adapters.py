@@ -15,7 +15,7 @@ from eagle3_cases import WatchedHead, check_chains
 from merged_adapters import merged, read
 from safetensors.torch import load_file, save_file
 from tiny_adapters import make_adapter
-from tiny_drafts import DRAFT_RANK, make_draft_adapter, make_tiny_draft
+from tiny_drafts import DRAFT_RANK, make_draft_adapter, make_tiny_draft, merged_head
 from tiny_models import make_tiny, tiny_config
 from weft.engine.engine import Engine
 from weft.engine.errors import AdapterError
@@ -43,19 +43,6 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 @pytest.fixture(scope="module")
 def draft_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
     return make_tiny_draft(tmp_path_factory.mktemp("d"), target_dir, seed + 1)
-
-
-def merged_head(path: Path, draft_dir: Path, adapter: Path) -> Path:
-    """The head with a draft adapter's products in its weights; alpha / r is 16 / DRAFT_RANK."""
-    shutil.copytree(draft_dir, path)
-    tensors, halves = (
-        load_file(f) for f in (path / "model.safetensors", adapter / "adapter_model.safetensors")
-    )
-    for module in MODULES:
-        a, b = (halves[f"base_model.model.midlayer.{module}.lora_{half}.weight"] for half in "AB")
-        tensors[f"midlayer.{module}.weight"] += 16 / DRAFT_RANK * (b @ a)
-    save_file(tensors, path / "model.safetensors")
-    return path
 
 
 def llm(target_dir: Path, **settings: Any) -> LLM:

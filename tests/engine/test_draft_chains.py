@@ -3,69 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from captured_drafts import Recorded, capture, capture_chains
 from drafters import KnownDrafter, KnownGraphs, texts_of
 from eagle3_cases import WatchedHead, check_chains
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
-from weft.engine.engine import Engine
 from weft.engine.llm import LLM
 from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.runner.step import PageTable
 from weft.engine.speculative.chains import ChainGraphs, ChainShape, StaticChains, chain_shapes
-from weft.engine.speculative.drafted import DraftedModel
-from weft.engine.speculative.eagle import EagleDrafter
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 PAGE = 8
 VOCAB = 517
 MAX_REQUESTS = 11
-
-
-class HostPages:
-    """A device's page table that is the host's."""
-
-    def __init__(self, table: PageTable) -> None:
-        self.pages = torch.from_numpy(table.pages)
-
-    def send_pages(self) -> None:
-        """There is nothing to send."""
-
-
-class Recorded:
-    """As a graph: the result is always in the same place."""
-
-    num_replays = 0
-
-    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
-        self._run, self.result = run, run()
-
-    def replay(self) -> None:
-        Recorded.num_replays += 1
-        self.result.copy_(self._run())
-
-
-def capture(run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
-    recorded = Recorded(run)
-    return recorded, recorded.result
-
-
-def capture_chains(engine: Engine, max_drafts: int) -> None:
-    """Gives an engine's drafter what it has on a GPU."""
-    drafter, runner = engine.drafting.drafter, engine.pipeline._runner
-    assert isinstance(drafter, EagleDrafter)
-    model = runner._model
-    assert isinstance(model, DraftedModel)
-    shapes = chain_shapes(max_drafts, MAX_REQUESTS)
-    pages = HostPages(runner.page_table)
-    static = StaticChains(model, runner.pool, runner.known, pages, PAGE, max(shapes))
-    with torch.inference_mode():
-        drafter._graphs = ChainGraphs(static, shapes, capture)
 
 
 @pytest.mark.parametrize("num_pages", [None, 24], ids=["room", "few-pages"])
@@ -133,14 +88,18 @@ def test_steps_behind_steps_whose_outcome_the_host_does_not_know(
         assert engine.memory.counts().used == 0
 
 
+@pytest.mark.parametrize("has_lora", [False, True])
 @pytest.mark.parametrize(("max_drafts", "max_requests"), [(1, 1), (5, 64), (16, 100), (6, 257)])
-def test_every_chain_has_a_graph_that_is_hardly_larger(max_drafts: int, max_requests: int) -> None:
-    shapes = chain_shapes(max_drafts, max_requests)
+def test_every_chain_has_a_graph_that_is_hardly_larger(
+    max_drafts: int, max_requests: int, has_lora: bool
+) -> None:
+    shapes = chain_shapes(max_drafts, max_requests, has_lora=True)
     assert len(set(shapes)) == len(shapes)
     graphs = ChainGraphs(_NoChains(), shapes, capture)
     for requests in range(1, max_requests + 1):
         for depth in range(1, max_drafts + 1):
-            shape = graphs.shape_of(depth, requests)
+            shape = graphs.shape_of(depth, requests, has_lora=has_lora)
+            assert shape.has_lora == has_lora
             assert depth <= shape.depth <= max_drafts
             assert requests <= shape.requests < 2 * requests or shape.requests == 1
 
@@ -154,4 +113,4 @@ class _NoChains(StaticChains):
 
     def run(self, shape: ChainShape) -> torch.Tensor:
         """Is nothing."""
-        return torch.zeros(shape, dtype=torch.int64)
+        return torch.zeros((shape.depth, shape.requests), dtype=torch.int64)

@@ -4,11 +4,12 @@ the host later than to the device."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from captured_drafts import Recorded, capture, capture_trees
 from drafters import KnownGraphs, RandomGate, texts_of
 from eagle3_cases import HeadReference
 from tiny_drafts import make_tiny_draft
@@ -17,10 +18,7 @@ from tree_drafters import KnownTreeGraphs, TreeDrafter, WatchedTrees
 from weft.engine.engine import Engine
 from weft.engine.llm import LLM
 from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.runner.step import PageTable
 from weft.engine.scheduler.plan import DraftShape
-from weft.engine.speculative.drafted import DraftedModel
-from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.speculative.gate import tree_shapes
 from weft.engine.speculative.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 
@@ -57,47 +55,6 @@ def settings(draft_dir: Path | None = None) -> dict[str, object]:
     return given
 
 
-class HostPages:
-    """A device's page table that is the host's."""
-
-    def __init__(self, table: PageTable) -> None:
-        self.pages = torch.from_numpy(table.pages)
-
-    def send_pages(self) -> None:
-        """There is nothing to send."""
-
-
-class Recorded:
-    """As a graph: the result is always in the same place."""
-
-    num_replays = 0
-
-    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
-        self._run, self.result = run, run()
-
-    def replay(self) -> None:
-        Recorded.num_replays += 1
-        self.result.copy_(self._run())
-
-
-def capture(run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
-    recorded = Recorded(run)
-    return recorded, recorded.result
-
-
-def capture_trees(engine: Engine) -> None:
-    """Gives an engine's drafter what it has on a GPU."""
-    drafter, runner = engine.drafting.drafter, engine.pipeline._runner
-    assert isinstance(drafter, EagleDrafter)
-    model = runner._model
-    assert isinstance(model, DraftedModel)
-    pages = HostPages(runner.page_table)
-    static = StaticTrees(model, runner.pool, runner.known, pages, PAGE, MAX_REQUESTS)
-    buckets = [TreeBucket(shape, size) for shape in SHAPES for size in (1, 2, MAX_REQUESTS)]
-    with torch.inference_mode():
-        drafter._tree_graphs = TreeGraphs(static, buckets, capture)
-
-
 @pytest.mark.parametrize("num_pages", [None, 40], ids=["room", "few-pages"])
 def test_padded_trees_are_the_heads(
     target_dir: Path, draft_dir: Path, num_pages: int | None
@@ -109,7 +66,7 @@ def test_padded_trees_are_the_heads(
         expected = plain.generate_all(prompts, params, stop)
     known = TreeDrafter(texts_of(prompts, expected, 5), VOCAB, 0.6)
     with LLM(target_dir, num_pages=num_pages, **settings(draft_dir)) as drafting:
-        capture_trees(drafting.engine)
+        capture_trees(drafting.engine, SHAPES, MAX_REQUESTS)
         watched = WatchedTrees(drafting.engine, known, (0, 3, *SHAPES))
         before = Recorded.num_replays
         for _ in range(2):  # The second time on a warm cache.
@@ -169,7 +126,7 @@ def test_trees_up_to_the_last_position_of_the_model(
     texts = texts_of(prompts, expected, 0)
     with LLM(target_dir, **settings(draft_dir)) as drafting:
         if is_captured:
-            capture_trees(drafting.engine)
+            capture_trees(drafting.engine, SHAPES, MAX_REQUESTS)
         WatchedTrees(drafting.engine, TreeDrafter(texts, VOCAB, 0.6), SHAPES)
         groups = drafting.generate_all(prompts, greedy, stop)
         assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]

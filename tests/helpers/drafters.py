@@ -142,7 +142,7 @@ class KnownGraphs:
         """See `ChainGraphs.forward`."""
         owners = {request.slot: request for request in self._running}
         drafts = torch.empty((depth, len(arrays.slots)), dtype=torch.int64)
-        for column, (slot, start, _) in enumerate(zip(*arrays, strict=True)):
+        for column, (slot, start, *_) in enumerate(zip(*arrays, strict=True)):
             self.num_late += start == LATE
             begin = int(self._known.starts[slot]) if start == LATE else int(start)
             request = owners[int(slot)]

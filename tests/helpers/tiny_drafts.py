@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,19 @@ def make_draft_adapter(folder: Path, draft_dir: Path, seed: int, **settings: Any
         tensors[f"{name}_B.weight"] = 0.3 * torch.randn(out, DRAFT_RANK, generator=generator)
     modules = [module.rpartition(".")[2] for module in MODULES]
     return write_adapter(folder, tensors, r=DRAFT_RANK, target_modules=modules, **settings)
+
+
+def merged_head(path: Path, draft_dir: Path, adapter: Path) -> Path:
+    """The head with a draft adapter's products in its weights; alpha / r is 16 / DRAFT_RANK."""
+    shutil.copytree(draft_dir, path)
+    tensors, halves = (
+        load_file(f) for f in (path / "model.safetensors", adapter / "adapter_model.safetensors")
+    )
+    for module in MODULES:
+        a, b = (halves[f"base_model.model.midlayer.{module}.lora_{half}.weight"] for half in "AB")
+        tensors[f"midlayer.{module}.weight"] += 16 / DRAFT_RANK * (b @ a)
+    save_file(tensors, path / "model.safetensors")
+    return path
 
 
 def tiny_draft_config(target: dict[str, Any], **overrides: Any) -> dict[str, Any]:

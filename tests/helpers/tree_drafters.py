@@ -212,7 +212,7 @@ class KnownTreeGraphs:
         owners = {request.slot: request for request in self._running}
         size = (shape.num_drafts, len(arrays.slots))
         found = torch.empty((2, *size), dtype=torch.int64)
-        for column, (slot, start, _, max_depth) in enumerate(zip(*arrays, strict=True)):
+        for column, (slot, start, _, max_depth, _) in enumerate(zip(*arrays, strict=True)):
             self.num_late += start == LATE
             begin = int(self._known.starts[slot]) if start == LATE else int(start)
             request = owners[int(slot)]

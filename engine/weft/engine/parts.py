@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import secrets
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from weft.engine.memory.layout import PlaneLayout
 from weft.engine.memory.radix_cache import RadixCache
 from weft.engine.messages import EngineInfo, StoreLookup, StorePut
 from weft.engine.models.decoder_only import DecoderOnlyLM
+from weft.engine.models.eagle3 import Eagle3Head, adaptable_shapes
 from weft.engine.models.loader import LoadedModel, load_model
 from weft.engine.runner.graphs import TREE_REQUESTS, Progress, says_what_lacks_memory
 from weft.engine.runner.memory_plan import (
@@ -38,6 +40,7 @@ from weft.engine.scheduler.state import Request
 from weft.engine.speculative.adapted import AdaptedDrafter
 from weft.engine.speculative.chains import ChainGraphs, StaticChains, chain_shapes
 from weft.engine.speculative.draft_model import DraftModel, load_draft_model
+from weft.engine.speculative.draft_rows import AdapterRows, DraftAdapterFiles
 from weft.engine.speculative.drafted import DraftedModel, load_drafted
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
@@ -135,7 +138,7 @@ def load_parts(
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = _staging_memory(config, layout.page_bytes, device) if is_staged else None
-    lora = _lora_pool(config, loaded, device)
+    lora = _lora_pool(config, loaded, drafted, device)
     num_pages, num_draft_pages, plan = _size_pools(
         config, loaded, layout, limit, device, lora, draft
     )
@@ -160,7 +163,7 @@ def load_parts(
     if draft is not None:
         drafter = draft.drafter(num_draft_pages, max_tokens, device, progress)
     elif drafted is not None and config.drafter in HEAD_DRAFTERS:
-        drafter = _head_drafter(config, drafted, runner, wake)
+        drafter = _head_drafter(config, drafted, runner, lora, wake)
     sampling_device, faults = _sampling_device(loaded.config.vocab_size, device)
     window: PoolWindow = DirectWindow(runner.pool_bytes)
     if lanes is not None and staging is not None:
@@ -273,15 +276,19 @@ def _describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
 
 
 def _head_drafter(
-    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, wake: Callable[[], None]
+    config: EngineConfig,
+    drafted: DraftedModel,
+    runner: ModelRunner,
+    lora: LoraPool | None,
+    wake: Callable[[], None],
 ) -> Drafter:
-    """The head as drafter. Captured where steps are, it drafts for all requests alike.
+    """The head as drafter, captured where steps are; else it is copied for each draft adapter.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
     """
-    graphs = _chain_graphs(config, drafted, runner)
-    trees = _tree_graphs(config, drafted, runner)
+    graphs = _chain_graphs(config, drafted, runner, lora)
+    trees = _tree_graphs(config, drafted, runner, lora)
 
     def of(model: DraftedModel) -> EagleDrafter:
         return EagleDrafter(model, runner.pool, runner.page_table, config.page_size, graphs, trees)
@@ -294,28 +301,36 @@ def _head_drafter(
 
 
 def _chain_graphs(
-    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner
+    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, lora: LoraPool | None
 ) -> ChainGraphs | None:
     if runner.graphs is None or runner.inputs is None or drafted.head.kind != "eagle3":
         return None
-    shapes = chain_shapes(config.max_draft_tokens, config.max_running_requests)
+    most = config.max_running_requests
+    adapters = None if lora is None else AdapterRows(lora, runner.pool.device, most, [1])
+    shapes = chain_shapes(config.max_draft_tokens, most, has_lora=lora is not None)
     chains = StaticChains(
-        drafted, runner.pool, runner.known, runner.inputs, config.page_size, max(shapes)
+        drafted, runner.pool, runner.known, runner.inputs, config.page_size, max(shapes), adapters
     )
     with says_what_lacks_memory("drafts"):
         return ChainGraphs(chains, shapes, runner.graphs.capture)
 
 
 def _tree_graphs(
-    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner
+    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, lora: LoraPool | None
 ) -> TreeGraphs | None:
     shapes = tree_shapes(config.draft_width)
     if not shapes or runner.graphs is None or runner.inputs is None:
         return None
     most = min(max(TREE_REQUESTS), config.max_running_requests)
     sizes = sorted({min(size, most) for size in TREE_REQUESTS})
-    trees = StaticTrees(drafted, runner.pool, runner.known, runner.inputs, config.page_size, most)
-    buckets = [TreeBucket(shape, size) for shape in shapes for size in sizes]
+    adapters = None
+    if lora is not None:
+        adapters = AdapterRows(lora, runner.pool.device, most, [1, config.draft_width])
+    trees = StaticTrees(
+        drafted, runner.pool, runner.known, runner.inputs, config.page_size, most, adapters
+    )
+    kinds = (False,) if lora is None else (False, True)
+    buckets = [TreeBucket(*of) for of in itertools.product(shapes, sizes, kinds)]
     with says_what_lacks_memory("trees of drafts"):
         return TreeGraphs(trees, buckets, runner.graphs.capture)
 
@@ -330,15 +345,30 @@ def _tree_rows(config: EngineConfig) -> list[int]:
     return [1 + shape.num_drafts for shape in tree_shapes(config.draft_width)]
 
 
-def _lora_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoraPool | None:
+def _lora_pool(
+    config: EngineConfig, loaded: LoadedModel, drafted: DraftedModel | None, device: torch.device
+) -> LoraPool | None:
     """The memory for adapters; None where none are served."""
     if not config.enable_lora:
         return None
     dtype: torch.dtype = getattr(torch, loaded.dtype)
+    drafts = _draft_adapters(config, drafted, device)
     projections = projections_of(loaded.config, config.lora_projections)
+    projections += () if drafts is None else drafts.projections
     limits = plan_lora(config, projections, dtype)
     model, rank = loaded.config, config.max_lora_rank
-    return LoraPool(limits, projections, model, config.model_dir, rank, dtype, device)
+    return LoraPool(limits, projections, model, config.model_dir, rank, dtype, device, drafts)
+
+
+def _draft_adapters(
+    config: EngineConfig, drafted: DraftedModel | None, device: torch.device
+) -> DraftAdapterFiles | None:
+    """What adapters may bring for the head, where drafts will be captured."""
+    if device.type != "cuda" or not config.cuda_graphs or config.drafter != "eagle3":
+        return None
+    if drafted is None or not isinstance(drafted.head, Eagle3Head):
+        return None
+    return DraftAdapterFiles(adaptable_shapes(drafted.head.config))
 
 
 def _size_pools(

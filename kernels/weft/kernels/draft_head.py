@@ -15,6 +15,7 @@ import torch
 from weft.kernels import cpu
 from weft.kernels.attention import fits_native, paged_attention
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
+from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import rms_norm
 from weft.kernels.rope import rope_and_cache
 
@@ -295,6 +296,9 @@ class DraftChains:
     """[R + 1] int32: 0, 1, 2 ..."""
     max_kv_len: int
     """A bound of `kv_lens`."""
+    lora: LoraStep | None = None
+    """What adapters add to the head's layer, number 0; then every step runs all requests. For heads
+    of EAGLE-3."""
 
 
 def draft_chain(
@@ -324,7 +328,7 @@ def draft_chain(
     """
     native = _native_for(state, w, pool)
     depth, requests = chains.positions.shape
-    if native is None or depth > MAX_NATIVE_DEPTH:
+    if native is None or depth > MAX_NATIVE_DEPTH or chains.lora is not None:
         return draft_chain_reference(state, token_ids, w, chains, pool, layer)
     _check(state, (requests, w.hidden_size), w.fc.dtype, "state")
     _check(token_ids, (requests,), torch.int64, "token_ids")
@@ -376,6 +380,7 @@ def draft_chain_reference(
             cu_q_lens=chains.one_row_each[: count + 1],
             kv_lens=chains.kv_lens[step, :count],
             max_kv_len=chains.max_kv_len,
+            lora=chains.lora,
         )
         state, logits = draft_turn(state[:count], token_ids[:count], w, rows, pool, layer)
         token_ids = _choose(logits, w.target_ids, tokens[step, :count])
@@ -401,6 +406,8 @@ class TurnRows:
     ancestors: torch.Tensor | None = None
     """[T] int64; None: each row sees all before it."""
     earlier_rows: int = 0
+    lora: LoraStep | None = None
+    """What the adapters of these rows add to the head's layer, number 0."""
 
 
 def draft_turn(
@@ -424,7 +431,8 @@ def draft_turn(
     Returns:
         The head's states [T, H], and its logits [T, draft vocabulary] float32.
     """
-    qkv = linear(_join(w, token_ids, state), w.qkv)
+    lora = rows.lora
+    qkv = linear(_join(w, token_ids, state), w.qkv, lora=addition_to(lora, "qkv", 0))
     mixed = paged_attention(
         _store(qkv, w, w.num_heads, rows.positions, rows.slots, pool, layer),
         pool,
@@ -439,9 +447,10 @@ def draft_turn(
         ancestors=rows.ancestors,
         earlier_rows=rows.earlier_rows,
     )
-    state = linear(mixed, w.o, state)
-    inner = gate_up_silu(rms_norm(state, w.post_norm, w.eps), w.gate_up)
-    state = linear(inner, w.down, state)
+    state = linear(mixed, w.o, state, lora=addition_to(lora, "o", 0))
+    normed = rms_norm(state, w.post_norm, w.eps)
+    inner = gate_up_silu(normed, w.gate_up, addition_to(lora, "gate_up", 0))
+    state = linear(inner, w.down, state, lora=addition_to(lora, "down", 0))
     logits = linear(rms_norm(state, w.norm, w.eps), w.lm_head, out_dtype=torch.float32)
     return state, logits
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from weft.kernels.draft_head import DraftHeadWeight, TurnRows, draft_turn
+from weft.kernels.lora import LoraStep
 
 _LAST_BIT = 62
 """Of a word; ranks of nodes that are not kept count as this one."""
@@ -46,6 +47,10 @@ class DraftTrees:
     """[R + 1] int32: 0, 1, 2 ..."""
     max_kv_len: int
     """Bound of all lengths."""
+    root_lora: LoraStep | None = None
+    """What adapters add to the head's layer, number 0, for the R rows of the first turn."""
+    lora: LoraStep | None = None
+    """The same for the R * width rows of the others, one request after the other."""
 
     @property
     def num_grown(self) -> int:
@@ -139,6 +144,7 @@ def _turns(trees: DraftTrees) -> list[TurnRows]:
             cu_q_lens=trees.cu_q_lens,
             kv_lens=(trees.starts + 1).int(),
             max_kv_len=trees.max_kv_len,
+            lora=trees.root_lora,
         )
     ]
     if trees.depth == 1:
@@ -165,6 +171,7 @@ def _turns(trees: DraftTrees) -> list[TurnRows]:
                 max_kv_len=trees.max_kv_len,
                 max_q_len=width,
                 earlier_rows=width * level,
+                lora=trees.lora,
             )
         )
     return turns

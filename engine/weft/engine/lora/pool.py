@@ -5,15 +5,19 @@ It is all taken at start, before the KV pool is sized, and never moves: captured
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from weft.engine.config import EngineConfig
 from weft.engine.errors import AdapterError, ConfigError, ModelError
+from weft.engine.lora.adapter import Adapter, LoraPair
+from weft.engine.lora.files import DRAFT_FOLDER
 from weft.engine.lora.formats import read_adapter
 from weft.engine.lora.host_cache import Weights
 from weft.engine.lora.limits import LoraLimits
@@ -25,6 +29,8 @@ from weft.engine.lora.weights import Half, HostWeights, host_weights
 from weft.engine.models.checkpoint import Checkpoint
 from weft.engine.models.config import ModelConfig
 from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_RANK = 16
 """Of the adapters that the default of `lora_memory_bytes` has room for."""
@@ -63,6 +69,25 @@ def plan_lora(
     )
 
 
+class DraftParts(Protocol):
+    """What adapters may change of the head that drafts."""
+
+    projections: tuple[Projection, ...]
+    """Of one layer, number 0, in groups of `LoraStep`."""
+
+    def read(self, folder: Path, max_rank: int) -> Mapping[str, LoraPair]:
+        """What an adapter brings for it, scaled, in float32.
+
+        Args:
+            folder: That the adapter brings it in; need not be there.
+            max_rank: Of each change.
+
+        Returns:
+            By `Projection.kind`; nothing where it cannot be used, which is logged.
+        """
+        ...
+
+
 class LoraPool:
     """Rows and tables; implements `weft.engine.lora.manager.AdapterStore`.
 
@@ -77,6 +102,8 @@ class LoraPool:
         max_rank: Of an adapter.
         dtype: Of the model.
         device: Of the model.
+        drafts: Adapters may bring these changes of a draft head, whose projections are among
+            `projections`; None: they are not looked at.
 
     Raises:
         ConfigError: There is not enough memory.
@@ -91,6 +118,7 @@ class LoraPool:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        drafts: DraftParts | None = None,
     ) -> None:
         self.limits = limits
         self._projections = {part.name: part for part in projections}
@@ -109,9 +137,14 @@ class LoraPool:
             ) from error
         self._groups: dict[str, Any] = {}
         """Of tuples of LoraWeights, by group."""
+        self._draft_groups: dict[str, Any] = {}
+        """The same of a draft head."""
         for part in projections:
-            weights = (*self._groups.get(part.group, ()), self._weights[part.name])
-            self._groups[part.group] = weights
+            groups = self._draft_groups if part.is_draft else self._groups
+            groups[part.group] = (*groups.get(part.group, ()), self._weights[part.name])
+        self._drafts = drafts
+        self.has_drafts = np.zeros(self.max_slots, np.bool_)
+        """[max_slots]: the adapter in the slot brought changes of the draft head."""
         self._stream = _new_stream(device) if self._is_cuda else None
 
     def _new(self, part: Projection, device: torch.device) -> LoraWeights:
@@ -142,6 +175,10 @@ class LoraPool:
         """What the layers are given for a step whose tokens are sorted so."""
         return LoraStep(segments=segments, **self._groups)
 
+    def draft_step(self, segments: LoraSegments) -> LoraStep:
+        """The same for the layer of a draft head, number 0."""
+        return LoraStep(segments=segments, **self._draft_groups)
+
     def read(self, directory: str, *, is_lenient: bool) -> Weights:
         """See `AdapterStore.read`."""
         with torch.inference_mode():
@@ -155,12 +192,29 @@ class LoraPool:
                 is_lenient=is_lenient,
             )
             parts = tuple(self._projections.values())
+            adapter = self._with_drafts(adapter, Path(directory) / DRAFT_FOLDER)
             try:
                 return host_weights(
                     adapter, parts, self._max_rank, self._own_weight, is_pinned=self._is_cuda
                 )
             except AdapterError as error:
                 raise AdapterError(f"adapter {directory}: {error.message}") from error
+
+    def _with_drafts(self, adapter: Adapter, folder: Path) -> Adapter:
+        """An adapter with what it changes of the draft head, if that fits."""
+        if self._drafts is None:
+            return adapter
+        pairs = self._drafts.read(folder, self._max_rank)
+        for kind, pair in pairs.items():
+            num_rows = -(-pair.rank // ROW_RANK)
+            if num_rows > self.limits.num_rows[kind]:
+                logger.warning("drafts go without %s: no room for %d rows", folder, num_rows)
+                return adapter
+        own = {
+            (0, kind): LoraPair(pair.a.to(self._dtype), pair.b.to(self._dtype))
+            for kind, pair in pairs.items()
+        }
+        return replace(adapter, modules={**adapter.modules, **own})
 
     def _own_weight(self, name: str) -> torch.Tensor | None:
         """See `OwnWeight`."""
@@ -202,6 +256,8 @@ class LoraPool:
                 _write_half(target.a, target.table[:, slots], rows, given.a)
                 _write_half(target.b, target.rows_of_b[:, slots], rows_of_b, given.b)
                 target.counts[:, slots].copy_(torch.from_numpy(given.counts))
+        kinds = (self._projections[name] for name in weights.kinds)
+        self.has_drafts[place.slot] = any(projection.is_draft for projection in kinds)
         if self._stream is not None:
             self._stream.synchronize()
 

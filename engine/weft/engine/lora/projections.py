@@ -38,6 +38,8 @@ class Projection:
     """There is memory for one A for all experts of a layer,"""
     is_b_shared: bool = False
     """or for one B."""
+    is_draft: bool = False
+    """Of the head that drafts, and not of the model."""
 
     @property
     def is_expert(self) -> bool:

@@ -102,7 +102,7 @@ def host_weights(
         names = [f"{kind} of experts" if is_expert else kind for kind, is_expert in wanted - known]
         raise AdapterError(
             f"it changes {', '.join(sorted(names))}, for which no memory is set aside here: "
-            f"lora_projections names {', '.join(part.name for part in projections)}"
+            f"lora_projections names {', '.join(p.name for p in projections if not p.is_draft)}"
         )
     max_rows = -(-max_rank // ROW_RANK)
     most: list[int] = []  # Rows of the vocabulary have become ranks.
@@ -114,7 +114,8 @@ def host_weights(
         a = _half([c.a if c else None for c in changes], *sizes, is_pinned=is_pinned)
         b = _half([c.b.mT if c else None for c in changes], *sizes, is_pinned=is_pinned)
         ranks = np.array([change.rank if change else 0 for change in changes], np.int32)
-        most.append(int(ranks.max()))
+        if not part.is_draft:
+            most.append(int(ranks.max()))
         counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)
         kinds[part.name] = KindRows(a, b, counts.astype(np.int32))
     return HostWeights(adapter.digest, max([adapter.rank, *most]), kinds)

@@ -20,6 +20,7 @@ from weft.engine.speculative.captured import (
     StaticColumns,
     capture_each,
 )
+from weft.engine.speculative.draft_rows import AdapterRows
 from weft.engine.speculative.drafted import DraftedModel
 from weft.engine.speculative.gate import depths_up_to
 from weft.kernels.draft_head import DraftChains
@@ -35,17 +36,20 @@ class ChainArrays(NamedTuple):
     """[R]: positions of the last tokens; LATE: where the device knows."""
     limits: Int64Array
     """[R]: positions from which on there are no pages."""
+    adapter_slots: Int64Array
+    """[R]: of their adapters; 0: none."""
 
     @classmethod
     def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> ChainArrays:
         """Enters the requests' pages into the table."""
-        columns: list[tuple[int, int, int]] = []
+        columns: list[tuple[int, int, int, int]] = []
         for request, start, *_ in items:
             table.extend(request.slot, request.pages)
             last = request.num_prompt_tokens + request.max_tokens
             limit = min(len(request.pages) * page_size, last)
-            columns.append((request.slot, LATE if request.starts_late else start, limit))
-        return cls(*np.array(columns, np.int64).reshape(-1, 3).T)
+            start = LATE if request.starts_late else start
+            columns.append((request.slot, start, limit, request.adapter_slot))
+        return cls(*np.array(columns, np.int64).reshape(-1, 4).T)
 
 
 class ChainShape(NamedTuple):
@@ -53,14 +57,23 @@ class ChainShape(NamedTuple):
 
     depth: int
     requests: int
+    has_lora: bool = False
+    """Requests may have draft adapters."""
 
 
-def chain_shapes(max_drafts: int, max_requests: int) -> list[ChainShape]:
-    """Chains that are captured, smallest first: for all numbers of drafts that the gate compares,
-    and powers of two of requests."""
+def chain_shapes(max_drafts: int, max_requests: int, *, has_lora: bool = False) -> list[ChainShape]:
+    """Chains that are captured: for all numbers of drafts that the gate compares, and powers of two
+    of requests.
+
+    Args:
+        max_drafts: Of a request.
+        max_requests: Of a step.
+        has_lora: Each is captured with draft adapters too.
+    """
     sizes = [1 << power for power in range(max_requests.bit_length()) if 1 << power < max_requests]
     depths = [depth for depth in depths_up_to(max_drafts) if depth > 0]
-    return [ChainShape(depth, size) for depth in depths for size in [*sizes, max_requests]]
+    shapes = [ChainShape(depth, size) for depth in depths for size in [*sizes, max_requests]]
+    return [*shapes, *(shape._replace(has_lora=True) for shape in shapes)] if has_lora else shapes
 
 
 class StaticChains:
@@ -73,6 +86,7 @@ class StaticChains:
         pages: On the same device.
         page_size: Token positions a page.
         largest: Of the shapes to come.
+        adapters: Columns of one row a request; None: no shape has any.
     """
 
     def __init__(
@@ -83,6 +97,7 @@ class StaticChains:
         pages: DevicePages,
         page_size: int,
         largest: ChainShape,
+        adapters: AdapterRows | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -93,15 +108,24 @@ class StaticChains:
         self._columns = StaticColumns(pages, (0, 1), largest.requests)
         each = torch.arange(largest.requests + 1, dtype=torch.int32, device=pool.device)
         self._one_row_each = each
+        self._adapters = adapters
+
+    def needs_lora(self, arrays: ChainArrays) -> bool:
+        """Some of these requests have draft adapters."""
+        return self._adapters is not None and self._adapters.are_used(arrays.adapter_slots)
 
     def send(self, arrays: ChainArrays, shape: ChainShape) -> None:
         """Sends inputs, padded to `shape`, without waiting."""
-        self._columns.send(arrays, shape.requests)
+        *columns, adapter_slots = arrays
+        self._columns.send(columns, shape.requests)
+        if shape.has_lora:
+            assert self._adapters is not None, "a shape has adapters, and there are none"
+            self._adapters.send(adapter_slots, shape.requests)
 
     def send_nothing(self, shape: ChainShape) -> None:
         """Inputs of no request, to capture with."""
         nothing = np.zeros(0, np.int64)
-        self.send(ChainArrays(nothing, nothing, nothing), shape)
+        self.send(ChainArrays(*[nothing] * 4), shape)
 
     def run(self, shape: ChainShape) -> torch.Tensor:
         """[depth, requests] int64: drafts for what was sent last, with this shape."""
@@ -111,6 +135,9 @@ class StaticChains:
         positions, places, kv_lens = chain_places(
             slots, starts, limits, known.starts, pages, shape.depth, self._page_size
         )
+        lora = None
+        if shape.has_lora and self._adapters is not None:
+            (lora,) = self._adapters.steps(shape.requests)
         chains = DraftChains(
             positions=positions,
             slots=places,
@@ -119,6 +146,7 @@ class StaticChains:
             page_table=table,
             one_row_each=self._one_row_each[: shape.requests + 1],
             max_kv_len=pages.shape[1] * self._page_size,
+            lora=lora,
         )
         state = self._model.kept.index_select(0, slots)
         last = known.tokens[0].index_select(0, slots)
@@ -142,9 +170,13 @@ class ChainGraphs:
         self._chains = chains
         self._graphs = capture_each(shapes, chains.send_nothing, chains.run, capture, "drafts")
 
-    def shape_of(self, depth: int, requests: int) -> ChainShape:
+    def shape_of(self, depth: int, requests: int, *, has_lora: bool = False) -> ChainShape:
         """The smallest that has room for chains."""
-        return min(s for s in self._graphs if s.depth >= depth and s.requests >= requests)
+        return min(
+            shape
+            for shape in self._graphs
+            if shape.depth >= depth and shape.requests >= requests and shape.has_lora == has_lora
+        )
 
     def forward(self, arrays: ChainArrays, depth: int) -> torch.Tensor:
         """Starts chains of `depth` drafts or more.
@@ -152,7 +184,8 @@ class ChainGraphs:
         Returns:
             [depth, R] int64 on the device or larger, valid until the next chains or step.
         """
-        shape = self.shape_of(depth, len(arrays.slots))
+        has_lora = self._chains.needs_lora(arrays)
+        shape = self.shape_of(depth, len(arrays.slots), has_lora=has_lora)
         self._chains.send(arrays, shape)
         graph, found = self._graphs[shape]
         graph.replay()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from weft.engine.errors import AdapterError
+from weft.engine.lora.adapter import LoraPair
 from weft.engine.lora.files import AdapterFiles, TensorEntry, open_adapter
 from weft.engine.lora.peft_config import PeftConfig
 
@@ -43,6 +44,12 @@ def read_draft_adapter(
     Raises:
         AdapterError: It cannot be used.
     """
+    pairs = read_draft_pairs(folder, shapes)
+    return {module: pair.b @ pair.a for module, pair in pairs.items()}
+
+
+def read_draft_pairs(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraPair]:
+    """`read_draft_adapter` as the factors of each change, in float32."""
     with open_adapter(folder) as files:
         config = PeftConfig.parse(files.config, folder)
         halves: dict[str, dict[str, torch.Tensor]] = {}
@@ -71,19 +78,19 @@ def read_draft_adapter(
                 raise AdapterError(f"draft adapter {folder}: {name} is there twice, as {module}")
             halves[module][half] = _tensor(files, name, entry)
         files.check_unchanged()
-    return {m: _product(folder, m, pair, config) for m, pair in halves.items()}
+    return {m: _scaled(folder, m, pair, config) for m, pair in halves.items()}
 
 
-def _product(
+def _scaled(
     folder: Path, module: str, pair: Mapping[str, torch.Tensor], config: PeftConfig
-) -> torch.Tensor:
+) -> LoraPair:
     a, b = (pair.get(half) for half in "AB")
     if a is None or b is None or a.shape[0] != b.shape[1]:
         raise AdapterError(f"draft adapter {folder}: A and B of {module} do not fit together")
-    change = config.scaling_of([module], a.shape[0]) * (b @ a)
-    if not change.isfinite().all():
+    b = config.scaling_of([module], a.shape[0]) * b
+    if not (b @ a).isfinite().all():
         raise AdapterError(f"draft adapter {folder}: {module} has values that are not finite")
-    return change
+    return LoraPair(a, b)
 
 
 def _tensor(files: AdapterFiles, name: str, entry: TensorEntry) -> torch.Tensor:

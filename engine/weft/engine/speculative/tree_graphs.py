@@ -18,6 +18,7 @@ from weft.engine.speculative.captured import (
     StaticColumns,
     capture_each,
 )
+from weft.engine.speculative.draft_rows import AdapterRows
 from weft.engine.speculative.drafted import DraftedModel
 from weft.kernels.draft_tree import DraftTrees
 from weft.kernels.step_rows import SlotTokens, chain_places
@@ -34,18 +35,20 @@ class TreeArrays(NamedTuple):
     """[R]: positions from which on there are no pages."""
     max_depths: Int64Array
     """[R]: so many drafts of each may be right at once."""
+    adapter_slots: Int64Array
+    """[R]: of their adapters; 0: none."""
 
     @classmethod
     def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> TreeArrays:
         """Enters the requests' pages into the table."""
-        columns: list[tuple[int, int, int, int]] = []
+        columns: list[tuple[int, int, int, int, int]] = []
         for item in items:
             request = item.request
             table.extend(request.slot, request.pages)
             start = LATE if request.starts_late else item.start
             limit = len(request.pages) * page_size
-            columns.append((request.slot, start, limit, item.max_accepted))
-        return cls(*np.array(columns, np.int64).reshape(-1, 4).T)
+            columns.append((request.slot, start, limit, item.max_accepted, request.adapter_slot))
+        return cls(*np.array(columns, np.int64).reshape(-1, 5).T)
 
 
 class TreeBucket(NamedTuple):
@@ -53,6 +56,8 @@ class TreeBucket(NamedTuple):
 
     shape: DraftShape
     requests: int
+    has_lora: bool = False
+    """Requests may have draft adapters."""
 
 
 class StaticTrees:
@@ -65,6 +70,8 @@ class StaticTrees:
         pages: On the same device.
         page_size: Token positions a page.
         max_requests: Of a step with trees.
+        adapters: Columns of one row a request, and of as many as trees are wide; None: no bucket
+            has any.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class StaticTrees:
         pages: DevicePages,
         page_size: int,
         max_requests: int,
+        adapters: AdapterRows | None = None,
     ) -> None:
         assert isinstance(model.head, Eagle3Head), "only EAGLE-3 heads grow trees"
         self._head = model.head
@@ -86,15 +94,24 @@ class StaticTrees:
         # Requests that do not exist are at position 0, where a head has no entries.
         self._columns = StaticColumns(pages, (0, 1, 0), max_requests)
         self._each = torch.arange(max_requests + 1, dtype=torch.int32, device=pool.device)
+        self._adapters = adapters
+
+    def needs_lora(self, arrays: TreeArrays) -> bool:
+        """Some of these requests have draft adapters."""
+        return self._adapters is not None and self._adapters.are_used(arrays.adapter_slots)
 
     def send(self, arrays: TreeArrays, bucket: TreeBucket) -> None:
         """Sends inputs, padded to `bucket`, without waiting."""
-        self._columns.send(arrays, bucket.requests)
+        *columns, adapter_slots = arrays
+        self._columns.send(columns, bucket.requests)
+        if bucket.has_lora:
+            assert self._adapters is not None, "a bucket has adapters, and there are none"
+            self._adapters.send(adapter_slots, bucket.requests)
 
     def send_nothing(self, bucket: TreeBucket) -> None:
         """Inputs of no request, to capture with."""
         nothing = np.zeros(0, np.int64)
-        self.send(TreeArrays(nothing, nothing, nothing, nothing), bucket)
+        self.send(TreeArrays(*[nothing] * 5), bucket)
 
     def run(self, bucket: TreeBucket) -> torch.Tensor:
         """[2, nodes, requests] int64: tokens and words (`draft_tree`) of the trees of what was
@@ -110,6 +127,9 @@ class StaticTrees:
         lacking = num_places // self._page_size + 1 - table.shape[1]
         if lacking > 0:
             table = functional.pad(table, (0, lacking))
+        root_lora = lora = None
+        if bucket.has_lora and self._adapters is not None:
+            root_lora, lora = self._adapters.steps(bucket.requests)
         trees = DraftTrees(
             width=shape.width,
             depth=shape.depth,
@@ -121,6 +141,8 @@ class StaticTrees:
             page_table=table,
             cu_q_lens=self._each[: bucket.requests + 1],
             max_kv_len=table.shape[1] * self._page_size,
+            root_lora=root_lora,
+            lora=lora,
         )
         state = self._kept.index_select(0, slots)
         last = known.tokens[0].index_select(0, slots)
@@ -144,7 +166,7 @@ class TreeGraphs:
         self._trees = trees
         self._graphs = capture_each(buckets, trees.send_nothing, trees.run, capture, "trees")
 
-    def bucket_of(self, shape: DraftShape, requests: int) -> TreeBucket:
+    def bucket_of(self, shape: DraftShape, requests: int, *, has_lora: bool = False) -> TreeBucket:
         """The smallest that has room for trees; of those of fewer nodes none is deeper."""
         return min(
             bucket
@@ -152,6 +174,7 @@ class TreeGraphs:
             if bucket.requests >= requests
             and bucket.shape.num_drafts >= shape.num_drafts
             and bucket.shape.width == shape.width
+            and bucket.has_lora == has_lora
         )
 
     def forward(self, arrays: TreeArrays, shape: DraftShape) -> torch.Tensor:
@@ -161,7 +184,8 @@ class TreeGraphs:
             [2, nodes, R] int64 on the device or larger (`StaticTrees.run`), valid until the next
             drafts or step.
         """
-        bucket = self.bucket_of(shape, len(arrays.slots))
+        has_lora = self._trees.needs_lora(arrays)
+        bucket = self.bucket_of(shape, len(arrays.slots), has_lora=has_lora)
         self._trees.send(arrays, bucket)
         graph, found = self._graphs[bucket]
         graph.replay()

@@ -1,0 +1,98 @@
+"""A head's drafts as a GPU's graphs make them, on a CPU: recorded, and replayed in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from weft.engine.engine import Engine
+from weft.engine.runner.runner import ModelRunner
+from weft.engine.runner.step import PageTable
+from weft.engine.scheduler.plan import DraftShape
+from weft.engine.speculative.adapted import AdaptedDrafter
+from weft.engine.speculative.chains import ChainGraphs, StaticChains, chain_shapes
+from weft.engine.speculative.draft_rows import AdapterRows
+from weft.engine.speculative.drafted import DraftedModel
+from weft.engine.speculative.eagle import EagleDrafter
+from weft.engine.speculative.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
+
+
+class HostPages:
+    """A device's page table that is the host's."""
+
+    def __init__(self, table: PageTable) -> None:
+        self.pages = torch.from_numpy(table.pages)
+
+    def send_pages(self) -> None:
+        """There is nothing to send."""
+
+
+class Recorded:
+    """As a graph: the result is always in the same place."""
+
+    num_replays = 0
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self._run, self.result = run, run()
+        self.num_own = 0
+        """Replays of this one."""
+
+    def replay(self) -> None:
+        """See `Graph.replay`."""
+        Recorded.num_replays += 1
+        self.num_own += 1
+        self.result.copy_(self._run())
+
+
+def capture(run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
+    """See `StepGraphs.capture`."""
+    recorded = Recorded(run)
+    return recorded, recorded.result
+
+
+def capture_chains(engine: Engine, max_drafts: int) -> ChainGraphs:
+    """Gives an engine's drafter what it has on a GPU."""
+    drafter, model, runner = _parts_of(engine)
+    most = engine.config.max_running_requests
+    lora = runner._lora
+    adapters = None if lora is None else AdapterRows(lora, runner.device, most, [1])
+    shapes = chain_shapes(max_drafts, most, has_lora=lora is not None)
+    pages, size = HostPages(runner.page_table), engine.config.page_size
+    static = StaticChains(model, runner.pool, runner.known, pages, size, max(shapes), adapters)
+    with torch.inference_mode():
+        graphs = drafter._graphs = ChainGraphs(static, shapes, capture)
+    return graphs
+
+
+def capture_trees(engine: Engine, shapes: Sequence[DraftShape], max_requests: int) -> TreeGraphs:
+    """The same of trees."""
+    drafter, model, runner = _parts_of(engine)
+    lora, rows_each = runner._lora, [1, shapes[0].width]
+    adapters = None
+    if lora is not None:
+        adapters = AdapterRows(lora, runner.device, max_requests, rows_each)
+    pages, size = HostPages(runner.page_table), engine.config.page_size
+    static = StaticTrees(model, runner.pool, runner.known, pages, size, max_requests, adapters)
+    sizes = {size for size in (1, 2) if size < max_requests} | {max_requests}
+    buckets = [TreeBucket(shape, size) for shape in shapes for size in sorted(sizes)]
+    if lora is not None:
+        buckets += [bucket._replace(has_lora=True) for bucket in buckets]
+    with torch.inference_mode():
+        graphs = drafter._tree_graphs = TreeGraphs(static, buckets, capture)
+    return graphs
+
+
+def num_replays(graphs: ChainGraphs | TreeGraphs, *, has_lora: bool) -> int:
+    """Of the graphs with draft adapters, or without."""
+    captured = graphs._graphs.items()
+    return sum(graph.num_own for key, (graph, _) in captured if key.has_lora == has_lora)
+
+
+def _parts_of(engine: Engine) -> tuple[EagleDrafter, DraftedModel, ModelRunner]:
+    drafter, runner = engine.drafting.drafter, engine.pipeline._runner
+    if isinstance(drafter, AdaptedDrafter):  # Where drafts are captured there is none.
+        drafter.close()
+        engine.drafting.drafter = engine.pipeline._drafter = drafter = drafter._plain
+    assert isinstance(drafter, EagleDrafter)
+    assert isinstance(runner._model, DraftedModel)
+    return drafter, runner._model, runner
