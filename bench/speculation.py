@@ -1,11 +1,13 @@
 """What drafts bring: the engine with and without, by kind of text and number of streams.
 
 Engines without drafts, with n-gram drafts and with an EAGLE-3 head run the same held-out prompts in
-turn, greedily. Tokens are checked afterwards by a float32 run of transformers.
+turn, greedily. Each row, a kind of text and a number of streams, is printed and kept as it is done.
+Tokens are checked afterwards by a float32 run of transformers.
 
     python bench/speculation.py                                    the demo model and its head
     python bench/speculation.py --model DIR --draft DIR --device cuda --streams 1,8,64
     python bench/speculation.py --drafters none,ngram
+    python bench/speculation.py --drafters none,eagle3 --draft-width 1,4     chains beside trees
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +43,18 @@ DRAFT = ROOT / "drafts" / "smollm2-135m-eagle3"
 PROMPTS = ROOT / "scripts" / "draft_training" / "held_out.json"
 """That the head was not trained on."""
 DRAFTERS = ("none", "ngram", "eagle3")
+CHAINS = "eagle3"
+COLUMNS = ("drafter", "tokens/s", "of none", "of chains", "a step", "drafts right", "trees")
 POOL_BYTES = 512 << 20
+
+
+Row = tuple[str, int]
+"""Kind of text, and number of streams."""
 
 
 @dataclass
 class Cell:
-    """One drafter, kind of text and number of streams."""
+    """One engine, kind of text and number of streams."""
 
     rates: list[float] = field(default_factory=list)
     """Tokens a second, by turn."""
@@ -54,11 +63,17 @@ class Cell:
     accepted: int = 0
     verifies: int = 0
     """Steps of requests in which drafts were verified."""
+    trees: int = 0
+    """Of these, such with trees."""
 
     @property
     def accepted_length(self) -> float:
         """Tokens of a request in a step with drafts, on average."""
         return 1 + self.accepted / self.verifies if self.verifies else 1.0
+
+    def shares_of(self, base: Cell) -> list[float]:
+        """Of another engine's tokens a second, by turn."""
+        return [rate / other for rate, other in zip(self.rates, base.rates, strict=True)]
 
 
 def main() -> int:
@@ -69,33 +84,31 @@ def main() -> int:
     setup = describe_setup(dtype, torch.get_num_threads())
     if arguments.device != "cpu":
         setup["gpu"] = torch.cuda.get_device_name()
-    cells: dict[tuple[str, str, int], Cell] = {}
+    report = Report(arguments, setup)
     answers: dict[tuple[int, ...], list[list[int]]] = {}
+    rows = list(product(arguments.streams, prompts))
     with ExitStack() as stack, Progress(transient=True) as progress:
+        loading = progress.add_task("loading", total=len(arguments.engines))
         engines = {}
-        for drafter in arguments.drafters:
-            settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}
-            settings |= {"drafter": drafter, "kv_memory_bytes": arguments.pool_bytes}
-            settings |= {"max_draft_tokens": arguments.max_draft_tokens}
-            if drafter == "eagle3":
-                settings |= {"draft_dir": arguments.draft, "draft_width": arguments.draft_width}
-            elif drafter == "model":
-                settings["draft_dir"] = arguments.draft_model
-            engines[drafter] = stack.enter_context(LLM(model_dir, **settings))
-        total = len(engines) * len(prompts) * len(arguments.streams) * (arguments.turns + 1)
+        for name, settings in arguments.engines.items():
+            given = settings | {"dtype": dtype}
+            engines[name] = stack.enter_context(LLM(model_dir, **given))
+            progress.advance(loading)
+        total = len(engines) * len(rows) * (arguments.turns + 1)
         timing = progress.add_task("timing", total=total)
         before = MachineUse.now()
-        for turn in range(arguments.turns + 1):
-            for kind, texts in prompts.items():
-                for streams in arguments.streams:
-                    for drafter, llm in engines.items():
-                        cell = cells.setdefault((drafter, kind, streams), Cell())
-                        run(llm, texts, streams, arguments.tokens, cell, answers, is_warm=turn > 0)
-                        progress.advance(timing)
-        setup["other_cores"] = MachineUse.now().others_since(before)
-        depths = {name: llm.engine.drafting.depths() for name, llm in engines.items()}
+        for streams, kind in rows:
+            cells = {name: Cell() for name in engines}
+            for turn in range(arguments.turns + 1):
+                for name, llm in engines.items():
+                    texts, cell = prompts[kind], cells[name]
+                    run(llm, texts, streams, arguments.tokens, cell, answers, is_warm=turn > 0)
+                    progress.advance(timing)
+            report.depths = {name: llm.engine.drafting.depths() for name, llm in engines.items()}
+            setup["other_cores"] = MachineUse.now().others_since(before)
+            report.add((kind, streams), cells)
     verdict = judge(model_dir, dtype, answers)
-    return report(arguments, setup, cells, depths, verdict)
+    return report.end(verdict)
 
 
 def read_prompts(path: Path, model_dir: Path, number: int) -> dict[str, list[list[int]]]:
@@ -138,6 +151,7 @@ def run(
     cell.drafted += after["drafted_tokens"] - counters["drafted_tokens"]
     cell.accepted += after["accepted_tokens"] - counters["accepted_tokens"]
     cell.verifies += after["verified_runs"] - counters["verified_runs"]
+    cell.trees += after["tree_runs"] - counters["tree_runs"]
     for prompt, sample in zip(chosen, samples, strict=True):
         known = answers.setdefault(tuple(prompt), [])
         if sample.token_ids not in known:
@@ -154,48 +168,86 @@ def judge(model_dir: Path, dtype: str, answers: dict[tuple[int, ...], list[list[
     return verdict
 
 
-def report(
-    arguments: argparse.Namespace,
-    setup: dict[str, Any],
-    cells: dict[tuple[str, str, int], Cell],
-    depths: dict[str, dict[int, int]],
-    verdict: Verdict,
-) -> int:
-    """Prints the table and writes the JSON."""
-    console, rows = Console(), []
-    table = Table(title=f"Drafts, greedy answers of at most {arguments.tokens} tokens")
-    for column in ("drafter", "text", "streams", "tokens/s", "of none", "a step", "drafts right"):
-        table.add_column(column, justify="left" if column in ("drafter", "text") else "right")
-    for (drafter, kind, streams), cell in sorted(cells.items(), key=lambda item: item[0][2]):
-        base = cells.get(("none", kind, streams), cell)
-        shares = [rate / other for rate, other in zip(cell.rates, base.rates, strict=True)]
-        right = f"{cell.accepted / cell.drafted:.0%}" if cell.drafted else "-"
-        table.add_row(
-            *(drafter, kind, str(streams), f"{statistics.median(cell.rates):.1f}"),
-            f"{statistics.median(shares):.2f} [{min(shares):.2f}-{max(shares):.2f}]",
-            *(f"{cell.accepted_length:.2f}", right),
-        )
-        row = {"drafter": drafter, "text": kind, "streams": streams, "rates": cell.rates}
-        row |= {"shares": shares, "share": statistics.median(shares)}
-        row |= {"accepted_length": cell.accepted_length, "drafted": cell.drafted}
-        rows.append(row | {"accepted": cell.accepted, "tokens": cell.tokens})
-    console.print(table)
-    for line in [
-        "a step: tokens of a request in a step that had drafts; spread over turns",
-        f"drafts that the gate settled on, by number of requests: {depths}",
-        f"tokens: {verdict.exact} exact, {verdict.near_ties} near ties, {verdict.wrong} wrong",
-        *describe_lines(setup),
-        f"other programs kept {setup['other_cores']:.2f} cores busy",
-    ]:
-        console.print(line, soft_wrap=True, highlight=False)
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    path = arguments.json or ROOT / "bench" / "results" / f"speculation-{stamp}.json"
-    content = {"command": " ".join(sys.argv), "setup": setup, "rows": rows, "depths": depths}
-    content["checked"] = {"exact": verdict.exact, "near_ties": verdict.near_ties}
-    content["checked"] |= {"wrong": verdict.wrong, "missing": verdict.missing}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(f"written to {path}", soft_wrap=True, highlight=False)
-    return 0 if verdict.is_right else 1
+class Report:
+    """The table and the JSON, which are told as they come: a run that is ended loses nothing."""
+
+    def __init__(self, arguments: argparse.Namespace, setup: dict[str, Any]) -> None:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        self._path = arguments.json or ROOT / "bench" / "results" / f"speculation-{stamp}.json"
+        self._setup = setup
+        self._console = Console(width=110)
+        self._rows: list[dict[str, Any]] = []
+        self._checked: dict[str, int] | None = None
+        self.depths: dict[str, dict[int, int]] = {}
+        """Drafts that each gate has settled on, by number of requests."""
+        self._console.print(f"Drafts, greedy answers of at most {arguments.tokens} tokens")
+        for line in describe_lines(setup):
+            self._console.print(line, soft_wrap=True, highlight=False)
+
+    def add(self, row: Row, cells: dict[str, Cell]) -> None:
+        """Prints what all engines did, and keeps it."""
+        kind, streams = row
+        table = Table(title=f"{kind}, {streams} at once")
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column == "drafter" else "right")
+        for name, cell in cells.items():
+            right = f"{cell.accepted / cell.drafted:.0%}" if cell.drafted else "-"
+            bases = [base for base in ("none", CHAINS) if base in cells]
+            shares = {base: cell.shares_of(cells[base]) for base in bases}
+            table.add_row(
+                *(name, f"{statistics.median(cell.rates):.1f}"),
+                *(_spread(shares.get("none")), _spread(shares.get(CHAINS))),
+                *(f"{cell.accepted_length:.2f}", right),
+                f"{cell.trees / cell.verifies:.0%}" if cell.verifies else "-",
+            )
+            self._rows.append(_described(name, row, cell, shares))
+        self._console.print(table)
+        self._write()
+
+    def end(self, verdict: Verdict) -> int:
+        """Prints what is to be known of all rows; 1 if a timed token is wrong."""
+        self._checked = {"exact": verdict.exact, "near_ties": verdict.near_ties}
+        self._checked |= {"wrong": verdict.wrong, "missing": verdict.missing}
+        self._write()
+        for line in [
+            "of none, of chains: medians over turns, and spread",
+            "a step: tokens of a request in a step that had drafts; trees: of such steps",
+            f"drafts that the gate settled on, by number of requests: {self.depths}",
+            f"tokens: {verdict.exact} exact, {verdict.near_ties} near ties, {verdict.wrong} wrong",
+            f"other programs kept {self._setup['other_cores']:.2f} cores busy",
+            f"written to {self._path}",
+        ]:
+            self._console.print(line, soft_wrap=True, highlight=False)
+        return 0 if verdict.is_right else 1
+
+    def _write(self) -> None:
+        content = {
+            "command": " ".join(sys.argv),
+            "setup": self._setup,
+            "rows": self._rows,
+            "depths": self.depths,
+            "checked": self._checked,
+        }
+        beside = self._path.with_suffix(".part")
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(self._path)
+
+
+def _described(name: str, row: Row, cell: Cell, shares: dict[str, list[float]]) -> dict[str, Any]:
+    kind, streams = row
+    found: dict[str, Any] = {"drafter": name, "text": kind, "streams": streams}
+    found |= {"rates": cell.rates, "accepted_length": cell.accepted_length}
+    for base, values in shares.items():
+        found[f"shares_of_{base}"] = values
+        found[f"share_of_{base}"] = statistics.median(values)
+    counts = {"drafted": cell.drafted, "accepted": cell.accepted, "tokens": cell.tokens}
+    return found | counts | {"verifies": cell.verifies, "trees": cell.trees}
+
+
+def _spread(shares: Sequence[float] | None) -> str:
+    if shares is None:
+        return "-"
+    return f"{statistics.median(shares):.2f} [{min(shares):.2f}-{max(shares):.2f}]"
 
 
 def parse() -> argparse.Namespace:
@@ -211,7 +263,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
     parser.add_argument("--turns", type=int, default=5, help="timed turns, after one to warm up")
     parser.add_argument("--max-draft-tokens", type=int, default=5)
-    parser.add_argument("--draft-width", type=int, default=1, help="of eagle3; 1: chains alone")
+    parser.add_argument(
+        "--draft-width", default="1", help="of eagle3, by commas, an engine each; 1: chains alone"
+    )
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES, help="KV of each engine")
@@ -222,7 +276,26 @@ def parse() -> argparse.Namespace:
     if unknown := set(arguments.drafters) - set(known):
         parser.error(f"--drafters: {', '.join(sorted(unknown))}: none of {', '.join(known)}")
     arguments.streams = [int(number) for number in arguments.streams.split(",")]
+    arguments.engines = engines_of(arguments)
     return arguments
+
+
+def engines_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Settings of each engine, by its name in the table."""
+    common: dict[str, Any] = {"device": arguments.device, "kv_memory_bytes": arguments.pool_bytes}
+    common["max_draft_tokens"] = arguments.max_draft_tokens
+    engines: dict[str, dict[str, Any]] = {}
+    for drafter in arguments.drafters:
+        settings = common | {"drafter": drafter}
+        if drafter == "model":
+            settings["draft_dir"] = arguments.draft_model
+        if drafter != "eagle3":
+            engines[drafter] = settings
+            continue
+        for width in map(int, arguments.draft_width.split(",")):
+            name = CHAINS if width == 1 else f"trees of width {width}"
+            engines[name] = settings | {"draft_dir": arguments.draft, "draft_width": width}
+    return engines
 
 
 if __name__ == "__main__":
