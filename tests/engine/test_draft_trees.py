@@ -397,6 +397,27 @@ def test_requests_of_all_kinds_in_one_batch(
         check_pages(drafting)
 
 
+def test_a_fixed_gate_drafts_in_every_step(model_dir: Path, draft_dir: Path) -> None:
+    """Trees for four requests, chains for five, whatever comes of them; the text is the same."""
+    params, stop = PARAMS["greedy"], StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    prompts = random_prompts(5, PAGE)
+    given = {"drafter": "eagle3", "draft_dir": draft_dir, "draft_gate": "fixed"}
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    with llm(model_dir, draft_width=4, max_step_tokens=600, **given) as drafting:
+        for count in (4, 5):
+            before = drafting.engine.counters()
+            same(drafting.generate_all(prompts[:count], params, stop), expected[:count])
+            after = drafting.engine.counters()
+            runs, trees, accepted = (
+                after[name] - before[name]
+                for name in ("verified_runs", "tree_runs", "accepted_tokens")
+            )
+            # A text's first token comes from its prompt's step, and there may be prompts beside.
+            assert runs + accepted >= count * (NUM_NEW - 4)
+            assert trees > 0.8 * runs if count == 4 else trees < 0.5 * runs
+
+
 def test_settings_that_grow_no_trees_are_refused(model_dir: Path, draft_dir: Path) -> None:
     for settings in (
         {"drafter": "ngram"},

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -107,6 +107,22 @@ def write_adapter(path: Path, tensors: Mapping[str, torch.Tensor], **settings: A
     (path / CONFIG_FILE).write_text(json.dumps(config))
     save_file(dict(tensors), path / WEIGHTS_FILE, metadata={"format": "pt"})
     return path
+
+
+def make_leaning_adapter(path: Path, model_dir: Path, token_ids: Sequence[int], seed: int) -> Path:
+    """An adapter of a dense model's last layer with which a few tokens come far more often."""
+    tensors = load_file(model_dir / "model.safetensors")
+    layer = json.loads((model_dir / "config.json").read_text())["num_hidden_layers"] - 1
+    module = f"model.layers.{layer}.mlp.down_proj"
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    rows = head[list(token_ids)]
+    # Which of them is likely depends on the context; all others are as they were, beside them.
+    directions = 100 * rows / rows.norm(dim=1, keepdim=True)
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(len(rows), tensors[f"{module}.weight"].shape[1], generator=generator)
+    halves = {"A": a, "B": directions.T.contiguous()}
+    named = {f"{PREFIX}{module}.lora_{half}.weight": tensor for half, tensor in halves.items()}
+    return write_adapter(path, named, r=len(rows), target_modules=["down_proj"])
 
 
 def make_adapter(

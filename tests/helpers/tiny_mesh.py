@@ -36,6 +36,7 @@ class TinyMesh(LocalMesh):
         max_context_tokens: Of the model.
         gateways: How many.
         has_draft: Pages hold the KV of a random head too.
+        draft_vocab_size: Tokens that it can draft.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TinyMesh(LocalMesh):
         max_context_tokens: int = 2048,
         gateways: int = 1,
         has_draft: bool = False,
+        draft_vocab_size: int = 150,
     ) -> None:
         self.model_dir = make_tiny(
             "llama",
@@ -57,13 +59,14 @@ class TinyMesh(LocalMesh):
         )
         places = ["--model", str(self.model_dir), "--dtype", "float32"]
         if has_draft:
-            head = make_tiny_draft(
+            self.draft_dir = make_tiny_draft(
                 folder / "draft",
                 self.model_dir,
                 max_position_embeddings=max_context_tokens,
+                draft_vocab_size=draft_vocab_size,
                 eagle_aux_hidden_state_layer_ids=[0, 0, 0],
             )
-            places += ["--draft-dir", str(head)]
+            places += ["--draft-dir", str(self.draft_dir)]
         super().__init__(folder, *places, *flags, gateways=gateways)
 
     def services(self) -> list[str]:

@@ -26,7 +26,7 @@ from mesh_adapters import TIMEOUT_S, copies, listed, load, post, serving, unload
 from metric_names import documented
 from safetensors.torch import load_file, save_file
 from storm_checks import Scale, room_flags, weather
-from tiny_adapters import CONFIG_FILE, WEIGHTS_FILE, make_adapter
+from tiny_adapters import CONFIG_FILE, WEIGHTS_FILE, make_adapter, make_leaning_adapter
 from tiny_drafts import make_draft_adapter, make_tiny_draft
 from tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from tiny_models import make_tiny, tiny_config
@@ -74,13 +74,16 @@ def mesh(
     room = room_flags(STORM, tmp_path_factory.mktemp("probe"))
     mesh = TinyMesh(
         tmp_path_factory.mktemp("mesh"),
-        *(f"--decode-args={room}", f"--prefill-args={room}"),
+        # Drafts are verified whether they pay or not.
+        f"--decode-args={room} --draft-width 4 --draft-gate fixed",
+        f"--prefill-args={room}",
         *("--decode", "2", "--adapter-root", str(root), "--adapter", "first=first"),
         *("--adapter", f"second={root / 'second'}", "--local-prefill-max-tokens", "0"),
         *("--gateway-args", "--decode-policy round_robin --adapter-linger-s 0.3"),
         *("--drafter", "eagle3"),
         max_context_tokens=4096,
         has_draft=True,
+        draft_vocab_size=4,
     )
     wait_until(lambda: has_started(mesh), 180, lambda: mesh.text)
     yield mesh
@@ -166,14 +169,27 @@ class Stream:
     error: str = ""
     worker_id: str = ""
     num_lost: int = 0
+    num_trees: int = 0
+    """Steps that verified trees, of the attempt that came to the end."""
+    num_accepted: int = 0
+    """Drafts, of that attempt."""
 
 
-def stream(mesh: TinyMesh, model: str, prompt: list[int], seen: Stream) -> Stream:
+GREEDY = common_pb2.SamplingParams(temperature=0)
+
+
+def stream(
+    mesh: TinyMesh,
+    model: str,
+    prompt: list[int],
+    seen: Stream,
+    sampling: common_pb2.SamplingParams = GREEDY,
+) -> Stream:
     """Follows an answer over gRPC to its end."""
     request = gateway_pb2.CompleteRequest(
         model=model,
         token_ids=common_pb2.TokenIds(ids=prompt),
-        sampling=common_pb2.SamplingParams(temperature=0),
+        sampling=sampling,
         stop=common_pb2.StopCriteria(max_tokens=NUM_LONG, ignore_eos=True),
         stream=True,
     )
@@ -185,6 +201,8 @@ def stream(mesh: TinyMesh, model: str, prompt: list[int], seen: Stream) -> Strea
                 if message.HasField("timeline"):
                     seen.worker_id = message.timeline.worker_id
                     seen.num_lost = len(message.timeline.lost_attempts)
+                    seen.num_trees = message.timeline.tree_steps
+                    seen.num_accepted = message.timeline.accepted_tokens
         except grpc.RpcError as error:
             seen.error = str(error.details())
     return seen
@@ -388,6 +406,47 @@ def test_a_stream_that_loses_its_worker_keeps_its_adapter(
     else:
         raise AssertionError(f"{NUM_TRIES} times the kill came too late to show anything")
     wait_held(mesh, WORKERS, list(set(serving(mesh).values())))
+
+
+def test_drafts_in_trees_change_no_text_through_a_kill(mesh: TinyMesh, root: Path) -> None:
+    """Prompts are filled by the prefill worker; some requests have an adapter, others none. The
+    head can draft a few tokens only, to which the adapter leans: so many drafts are accepted."""
+    tensors = load_file(mesh.draft_dir / "model.safetensors")
+    drafted = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
+    make_leaning_adapter(root / "leaning", mesh.model_dir, drafted, random.randrange(2**31))
+    make_draft_adapter(root / "leaning" / DRAFT_FOLDER, mesh.draft_dir, random.randrange(2**31))
+    assert load(mesh, "leaning", "leaning").status_code == 200
+    asks = [
+        (model, prompt_of(), common_pb2.SamplingParams(temperature=1, seed=random.getrandbits(60)))
+        for model in ("leaning", "leaning", "leaning", MODEL)
+    ]
+    with ThreadPoolExecutor(len(asks)) as pool:
+        expected = []
+        for model, prompt, sampling in asks:
+            plain = common_pb2.SamplingParams(speculate=False)
+            plain.MergeFrom(sampling)
+            expected.append(pool.submit(stream, mesh, model, prompt, Stream(), plain))
+        texts = [done.result(TIMEOUT_S).text for done in expected]
+        for _ in range(NUM_TRIES):
+            seen = [Stream() for _ in asks]
+            running = [
+                pool.submit(stream, mesh, model, prompt, one, sampling)
+                for (model, prompt, sampling), one in zip(asks, seen, strict=True)
+            ]
+            wait_until(lambda seen=seen: all(one.text or one.error for one in seen), 60)
+            kill(mesh, "decode-1")
+            assert [(done.result(TIMEOUT_S).text, done.result().error) for done in running] == [
+                (text, "") for text in texts
+            ]
+            mesh.wait_healthy()
+            print([(one.num_lost, one.num_trees, one.num_accepted) for one in seen])
+            if any(one.num_lost for one in seen):
+                break
+        else:
+            raise AssertionError(f"{NUM_TRIES} times the kill came too late to show anything")
+    assert sum(one.num_trees for one in seen) > NUM_LONG // 4
+    assert sum(one.num_accepted for one in seen if not one.num_lost) > NUM_LONG // 10
+    assert unload(mesh, "leaning").status_code == 200
 
 
 @pytest.mark.full

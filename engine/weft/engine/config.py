@@ -12,6 +12,7 @@ from weft.engine.scheduler.policies import PolicyName
 
 Role = Literal["decode", "prefill"]
 DrafterName = Literal["none", "ngram", "eagle", "eagle3", "model"]
+DraftGateName = Literal["measured", "fixed"]
 HEAD_DRAFTERS = ("eagle", "eagle3")
 """That draft with the head in `draft_dir`, which must be of that kind; eagle is EAGLE-1 and 2."""
 
@@ -137,6 +138,9 @@ class EngineConfig:
     draft_width: int = 1
     """With eagle3: drafts may form trees, so many nodes of each level with as many children each,
     and up to 31 a step; whether they pay is measured. 1: chains alone."""
+    draft_gate: DraftGateName = "measured"
+    """How many drafts are made: measured, as many as bring the most tokens a second; or fixed,
+    always the most, in trees if they may form trees and a step has few requests."""
     poison_free_pages: bool = False
     """Fill pages with NaN when they become free (tests)."""
     deterministic: bool = False

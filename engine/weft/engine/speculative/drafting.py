@@ -12,6 +12,7 @@ from weft.engine.scheduler.state import Request
 from weft.engine.speculative.adapted import AdaptedDrafter
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
+from weft.engine.speculative.fixed_gate import FixedGate
 from weft.engine.speculative.gate import MeasuredGate
 from weft.engine.speculative.model_drafter import ModelDrafter
 from weft.engine.speculative.ngram import NgramDrafter
@@ -36,7 +37,8 @@ class Drafting:
             self.drafter = draft_model
         self.gate: DraftGate | None = None
         if self.drafter is not None:
-            self.gate = MeasuredGate(config.max_draft_tokens, config.draft_width)
+            kind = MeasuredGate if config.draft_gate == "measured" else FixedGate
+            self.gate = kind(config.max_draft_tokens, config.draft_width)
         self._max_chain = config.max_draft_tokens
         self._draws_on_device = draws_on_device
         is_head = isinstance(self.drafter, EagleDrafter) and self.drafter.is_on_device

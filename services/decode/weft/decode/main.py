@@ -12,7 +12,7 @@ from weft.common.settings import load_settings
 from weft.common.worker.host import run_worker
 from weft.common.worker.settings import WorkerSettings
 from weft.decode.service import DecodeService
-from weft.engine.config import DrafterName
+from weft.engine.config import DrafterName, DraftGateName
 
 
 class DecodeSettings(WorkerSettings):
@@ -35,6 +35,11 @@ class DecodeSettings(WorkerSettings):
         le=6,
         description="with eagle3, drafts may form trees, so many children a node and up to 31 "
         "drafts of a request in one step, where that is measured to pay; 1 = chains alone",
+    )
+    draft_gate: DraftGateName = Field(
+        "measured",
+        description="measured: as many drafts as are measured to bring the most tokens a second; "
+        "fixed: always the most, whether they pay or not",
     )
     local_prefill_max_tokens: int | None = Field(
         None,
