@@ -1,6 +1,6 @@
 """Time of the GPU's kernels against the memory and matmul rates measured in the same run.
 
-    python bench/gpu_kernels.py [--only trees] [--out DIR]
+    python bench/gpu_kernels.py [--only trees|rows] [--out DIR]
 
 Each row is the median of graph replays over inputs that rotate beyond the L2 cache.
 """
@@ -348,23 +348,30 @@ def bench_windows(bench: Bench, window: int = 4096) -> None:
 def main() -> None:
     """Runs everything and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["trees"], help="part to run; all if it is left out")
+    parser.add_argument("--only", choices=["trees", "rows"], help="part to run; default: all")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
     with torch.inference_mode():
         bench = Bench()
+        if arguments.only != "trees":
+            bench_light(bench)
         if arguments.only is None:
-            bench_all_but_trees(bench)
-        bench_trees(bench)
+            bench_heavy(bench)
+        if arguments.only != "rows":
+            bench_trees(bench)
     report(bench, arguments.out)
 
 
-def bench_all_but_trees(bench: Bench) -> None:
-    """Single kernels at the sizes of models that are served."""
+def bench_light(bench: Bench) -> None:
+    """What only moves rows and pages."""
     for tokens in (64, 4096):
         bench_rows(bench, tokens)
     # Pages of 16 positions of Llama-3.1-8B.
     bench_digests(bench, 2 << 20, 512)
+
+
+def bench_heavy(bench: Bench) -> None:
+    """Products and attention, at the sizes of models that are served."""
     for rows in (1, 16, 64):
         bench_linears(bench, rows)
     for rows in (1, 16, 64, 4096):

@@ -55,7 +55,7 @@ def start_pair(start: Start, **options: Any) -> tuple[NixlProcess, NixlProcess, 
 
 
 LANES = ["", "tcp"]
-PAIR_PAGES, PAIR_PAGE_BYTES = 64, 60_004
+PAIR_PAGES, PAIR_PAGE_BYTES = 64, 60_008
 Pair = tuple[NixlProcess, NixlProcess, dict[str, Any]]
 
 

@@ -45,7 +45,7 @@ def scattered(count: int, of: int) -> list[int]:
 @pytest.mark.parametrize("lanes", LANES)
 def test_scattered_pages_are_read_and_no_others_change(start: Start, lanes: str) -> None:
     num_pages = 48
-    source, reader, target = start_pair(start, num_pages=num_pages, page_bytes=60_004, lanes=lanes)
+    source, reader, target = start_pair(start, num_pages=num_pages, page_bytes=60_008, lanes=lanes)
     there = source.call("digests")
     for count in (1, 7, num_pages):
         reader.call("randomise")

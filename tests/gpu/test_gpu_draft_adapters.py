@@ -23,7 +23,7 @@ pytestmark = pytest.mark.needs("cuda")
 
 STOP = StopCriteria(max_tokens=3 * PAGE, ignore_eos=True)
 SETTINGS: dict[str, Any] = {
-    **{"device": "cuda", "num_pages": 200, "max_running_requests": 8, "max_step_tokens": 256},
+    **{"device": "cuda", "num_pages": 200, "max_running_requests": 4, "max_step_tokens": 256},
     **{"max_context_tokens": 256, "poison_free_pages": True, "lora_memory_bytes": 8 << 20},
 }
 

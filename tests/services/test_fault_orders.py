@@ -100,7 +100,7 @@ async def test_orders_are_obeyed_while_a_step_is_delayed(engine: Engine) -> None
 @pytest.mark.parametrize("kind", ["stall", "delay"])
 async def test_a_store_serves_while_a_fill_is_held_up(kind: str) -> None:
     async with store_here() as (_, address), StoreCaller(address) as caller:
-        chain, contents = Chain(4), random_pages(4, 4100)
+        chain, contents = Chain(4), random_pages(4, 4104)
         await caller.put_data(chain, range(4), contents)
         delay_s = FOR_EVER_S if kind == "stall" else 3.0
         STORE_FILL.arm(FaultSpec(point="store.fill", kind=kind, delay_s=delay_s))
@@ -121,7 +121,7 @@ async def test_a_store_serves_while_a_fill_is_held_up(kind: str) -> None:
 async def test_a_fill_that_is_stopped_while_it_is_held_up_begins_nothing() -> None:
     async with store_here() as (_, address), StoreCaller(address) as caller:
         chain = Chain(4)
-        await caller.put_data(chain, range(4), random_pages(4, 4100))
+        await caller.put_data(chain, range(4), random_pages(4, 4104))
         STORE_FILL.arm(FaultSpec(point="store.fill", kind="stall", delay_s=FOR_EVER_S))
         try:
             call = await caller.open_fill(fill_handle(chain, 0, 4, caller.epoch))

@@ -28,7 +28,7 @@ from weft.engine.transfer.digest import digest_pages_numpy
 from weft.kvstore.store import KvStore
 from weft.v1 import kv_pb2, kvstore_pb2
 
-PAGE_BYTES = 4100
+PAGE_BYTES = 4104
 Here = tuple[KvStore, StoreCaller]
 
 

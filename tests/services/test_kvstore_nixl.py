@@ -21,7 +21,7 @@ from weft.common.errors import from_rpc_error
 from weft.v1 import kv_pb2, kvstore_pb2
 
 pytestmark = pytest.mark.needs("nixl")
-PAGE_BYTES, NUM_PAGES = 60_004, 48
+PAGE_BYTES, NUM_PAGES = 60_008, 48
 LARGE_BYTES = 1 << 20
 Start = Callable[..., NixlProcess]
 

@@ -1,9 +1,9 @@
 """Digests of a pool's pages, where the pool lies.
 
-The digest of a page is the sum, modulo 2**64, of mix(w, i) over its little-endian 32-bit words w, i
+The digest of a page is the sum, modulo 2**64, of mix(w, i) over its little-endian 64-bit words w, i
 being the word's index in the global page; mix is the output function of SplitMix64 (Steele, Lea,
-Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) of `i << 32 | w`. Sums wrap and
-may be taken in any order, so every device finds the same bits.
+Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) of its i-th state and w. Sums
+wrap and may be taken in any order, so every device finds the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def page_digests(pool: Tensor, pages: Tensor, word_offset: int = 0) -> Tensor:
     """Digests of some pages, left on the pool's device.
 
     Args:
-        pool: `[num_pages, ...]`, contiguous; a page is a multiple of 4 bytes; not changed.
+        pool: `[num_pages, ...]`, contiguous; a page is a multiple of 8 bytes; not changed.
         pages: int64 `[n]` on the pool's device: page numbers, in any order, repetitions allowed.
             Each must be in the pool.
         word_offset: Index of a page's first word in the global page.
@@ -35,7 +35,7 @@ def page_digests(pool: Tensor, pages: Tensor, word_offset: int = 0) -> Tensor:
     Raises:
         ValueError: A shape, dtype or device does not fit, or an index has more than 32 bits.
     """
-    rows = page_words(pool, pages)
+    rows = _words(pool, pages)
     if word_offset < 0 or word_offset + rows.shape[1] > MAX_PAGE_WORDS:
         raise ValueError(f"word indices from {word_offset} on do not fit 32 bits")
     if pool.is_cuda and len(pages):
@@ -47,12 +47,20 @@ def page_digests(pool: Tensor, pages: Tensor, word_offset: int = 0) -> Tensor:
 
 def page_digests_reference(pool: Tensor, pages: Tensor, word_offset: int = 0) -> Tensor:
     """`page_digests` in eager torch, any device; the CPU's form too."""
-    words = page_words(pool, pages)[pages].long() & 0xFFFFFFFF
+    words = _words(pool, pages)[pages]
     index = torch.arange(word_offset, word_offset + words.shape[1], device=pool.device)
-    z = (index << 32 | words) + _signed(INCREMENT)
+    z = words + (index + 1) * _signed(INCREMENT)
     for shift, factor in FACTORS:
         z = (z ^ _shifted(z, shift)) * _signed(factor)
     return (z ^ _shifted(z, LAST_SHIFT)).sum(dim=1)
+
+
+def _words(pool: Tensor, pages: Tensor) -> Tensor:
+    """int64 `[num_pages, words of a page]`."""
+    halves = page_words(pool, pages)
+    if halves.shape[1] % 2:
+        raise ValueError(f"a page of {4 * halves.shape[1]} bytes is not a number of 8-byte words")
+    return halves.view(torch.int64)
 
 
 def _shifted(z: Tensor, shift: int) -> Tensor:

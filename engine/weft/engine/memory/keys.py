@@ -7,7 +7,8 @@ from array import array
 from collections.abc import Sequence
 from sys import byteorder
 
-HASH_VERSION = 1
+HASH_VERSION = 2
+"""Of keys and digests: workers of another version take no pages from this one."""
 ROOT_KEY = bytes(32)
 """Parent of a prompt's first page."""
 TOKEN_BYTES = 4

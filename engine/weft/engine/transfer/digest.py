@@ -1,18 +1,19 @@
 """Digests of pages: a 64-bit checksum that travels beside the bytes and is checked on arrival.
 
-The digest of a page is the sum, modulo 2**64, of mix(w, i) over the page's little-endian 32-bit
+The digest of a page is the sum, modulo 2**64, of mix(w, i) over the page's little-endian 64-bit
 words w, i being the word's index in the *global* page (order head, layer, part, position, dim):
 
-    mix(w, i):  z = (i * 2**32 + w) + 0x9E3779B97F4A7C15
+    mix(w, i):  z = w + (i + 1) * 0x9E3779B97F4A7C15
                 z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
                 z = (z ^ (z >> 27)) * 0x94D049BB133111EB
                 z ^ (z >> 31)                               (all modulo 2**64)
 
 That is the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-generators, OOPSLA 2014). For a fixed i it is a bijection, so that a change confined to one word is
-always seen; other changes go unseen with a chance of about 2**-64. Zero words count, and a word's
-place matters. Sums of disjoint ranges add up to the digest of the whole, in any order: tensor
-parallel ranks digest their own heads with `word_offset`, and any device may split the work.
+generators, OOPSLA 2014) of its i-th state and the word. For a fixed i it is a bijection, so that a
+change confined to one word is always seen; other changes go unseen with a chance of about 2**-64.
+Zero words count, and a word's place matters. Sums of disjoint ranges add up to the digest of the
+whole, in any order: tensor parallel ranks digest their own heads with `word_offset`, and any device
+may split the work.
 
 It detects faults, not attacks: anyone can make a page of a given digest.
 """
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from weft.kernels.build import NativeLibrary, load_native
 
-WORD_BYTES = 4
+WORD_BYTES = 8
 MAX_PAGE_WORDS = 1 << 32
 """An index has 32 bits."""
 
@@ -65,7 +66,7 @@ def digest_pages(
         uint64 `[len(pages)]`, in the order of `pages`.
 
     Raises:
-        ValueError: Shape, page number or offset does not fit; page_bytes is no multiple of 4.
+        ValueError: Shape, page number or offset does not fit; page_bytes is no multiple of 8.
     """
     numbers = _check(pool, pages, word_offset)
     library = native_digest().library
@@ -126,17 +127,17 @@ def _numpy_digests(
     num_words = pool.shape[1] // WORD_BYTES
     for start in range(0, num_words, _NUMPY_CHUNK_WORDS):
         end = min(start + _NUMPY_CHUNK_WORDS, num_words)
-        index = np.arange(word_offset + start, word_offset + end, dtype=np.uint64) << np.uint64(32)
+        number_of = np.arange(word_offset + start + 1, word_offset + end + 1, dtype=np.uint64)
+        states = number_of * np.uint64(0x9E3779B97F4A7C15)
         for k, number in enumerate(numbers):
-            words = pool[number, start * WORD_BYTES : end * WORD_BYTES].view("<u4")
+            words = pool[number, start * WORD_BYTES : end * WORD_BYTES].view("<u8")
             # A slice, since numpy warns when a scalar wraps.
-            digests[k : k + 1] += _mix(index | words).sum(dtype=np.uint64)
+            digests[k : k + 1] += _mix(states + words).sum(dtype=np.uint64)
     return digests
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser, in place. Array arithmetic wraps without a warning."""
-    z += np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z ^= z >> np.uint64(shift)
         z *= np.uint64(factor)

@@ -190,7 +190,7 @@ class PoolRegion:
         if self.memory_type not in MEMORY_TYPES:
             raise ValueError(f"memory_type must be one of {MEMORY_TYPES}, not {self.memory_type}")
         if self.address <= 0 or self.page_bytes <= 0 or self.page_bytes % WORD_BYTES:
-            raise ValueError("a pool needs an address and a page size that is a multiple of 4")
+            raise ValueError("a pool needs an address and a page size that is a multiple of 8")
         if not 0 < self.num_pages <= MAX_PAGES:
             raise ValueError(f"num_pages {self.num_pages} out of range")
 
