@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -407,17 +408,27 @@ def test_an_engine_ends_though_its_disk_never_answers(model_dir: Path, tmp_path:
     prompt = prompt_of(LENGTH)
     with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
         bench.ask(prompt)
+    others = set(threading.enumerate())
     bench = Bench(model_dir, disk_cache_dir=tmp_path)
     for path in [path for path in tmp_path.rglob("*.*") if path.is_file()]:
         path.unlink()
         os.mkfifo(path)
     bench.pair.submit(prompt)
-    for _ in range(10):
-        bench.pair.turn()
+
+    def is_stuck() -> bool:
+        bench.pair.clock.offset_s += 3.0
+        return bench.counters("disk")["stalls"] == 1
+
+    bench.pair.run(is_stuck)
     bench.pair.close()
+    left = [thread for thread in threading.enumerate() if thread not in others]
+    assert left
     for path in tmp_path.rglob("*.*"):  # The thread that was left ends too.
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    for thread in left:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_a_request_that_waits_for_a_filler_may_go_on_with_a_load(

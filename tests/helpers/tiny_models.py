@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import string
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-EOS_TOKEN_ID = 2
+from weft.cli.chaos.tiny import EOS_TOKEN_ID, write_tokenizer
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -68,7 +60,7 @@ def make_tiny(
     (path / "generation_config.json").write_text(json.dumps(generation))
     save_weights(path, tiny_weights(config, seed), shards)
     if tokenizer:
-        write_tokenizer(path, config["vocab_size"])
+        write_tokenizer(path, config["vocab_size"], max_context_tokens=2048)
     return path
 
 
@@ -193,65 +185,3 @@ def save_weights(path: Path, weights: dict[str, torch.Tensor], shards: int = 1) 
     total = sum(tensor.nbytes for tensor in weights.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """A byte-level BPE: specials, 256 bytes, then pairs of letters up to the vocabulary's size."""
-    letters = string.ascii_lowercase + string.ascii_uppercase
-    pairs = list(product(letters, letters))[: max(0, vocab_size - len(SPECIAL_TOKENS) - 256)]
-    symbols = [*SPECIAL_TOKENS, *_byte_symbols(), *("".join(pair) for pair in pairs)]
-    byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": index,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for index, token in enumerate(SPECIAL_TOKENS)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {**byte_level, "add_prefix_space": False},
-        "post_processor": None,
-        "decoder": {**byte_level, "add_prefix_space": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {symbol: index for index, symbol in enumerate(symbols)},
-            "merges": [list(pair) for pair in pairs],
-        },
-    }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (path / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "bos_token": SPECIAL_TOKENS[1],
-                "chat_template": CHAT_TEMPLATE,
-                "clean_up_tokenization_spaces": False,
-                "eos_token": SPECIAL_TOKENS[EOS_TOKEN_ID],
-                "model_max_length": 2048,
-                "pad_token": SPECIAL_TOKENS[0],
-                "tokenizer_class": "PreTrainedTokenizerFast",
-            }
-        )
-    )
-
-
-def _byte_symbols() -> list[str]:
-    """The visible character that byte-level BPE writes for each byte, in byte order."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

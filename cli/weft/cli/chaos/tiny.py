@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
+from string import ascii_letters
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,8 @@ from safetensors.numpy import save_file
 
 TINY_NAME = "tiny"
 VOCAB_SIZE = 320
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+EOS_TOKEN_ID = 2
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM, _LAYERS = 64, 128, 4, 2, 16, 2
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -40,7 +43,7 @@ def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> 
         "attention_bias": False,
         "bos_token_id": 1,
         "dtype": "float32",
-        "eos_token_id": 2,
+        "eos_token_id": EOS_TOKEN_ID,
         "head_dim": _DIM,
         "hidden_act": "silu",
         "hidden_size": _HIDDEN,
@@ -58,7 +61,7 @@ def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> 
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tensors = _weights(np.random.default_rng(seed))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder, max_context_tokens)
+    write_tokenizer(folder, VOCAB_SIZE, max_context_tokens)
     return folder
 
 
@@ -88,12 +91,17 @@ def _weights(random: np.random.Generator) -> dict[str, NDArray[np.float32]]:
     return {**weights, "model.norm.weight": norm(), "lm_head.weight": linear(VOCAB_SIZE, _HIDDEN)}
 
 
-def _write_tokenizer(folder: Path, max_context_tokens: int) -> None:
-    """A byte-level tokenizer: specials, the 256 bytes, then pairs of letters."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    num_pairs = VOCAB_SIZE - len(_SPECIAL) - 256
-    pairs = [a + b for a in letters for b in letters][:num_pairs]
-    symbols = [*_SPECIAL, *_byte_symbols(), *pairs]
+def write_tokenizer(folder: Path, vocab_size: int, max_context_tokens: int) -> None:
+    """Writes a byte-level tokenizer: specials, the 256 bytes, then pairs of letters.
+
+    Args:
+        folder: Of the model.
+        vocab_size: Its tokens, 2,963 at most; never less than specials and bytes.
+        max_context_tokens: Longest prompt plus output.
+    """
+    num_pairs = max(0, vocab_size - len(SPECIAL_TOKENS) - 256)
+    pairs = list(product(ascii_letters, ascii_letters))[:num_pairs]
+    symbols = [*SPECIAL_TOKENS, *_byte_symbols(), *("".join(pair) for pair in pairs)]
     byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
     tokenizer = {
         "version": "1.0",
@@ -109,7 +117,7 @@ def _write_tokenizer(folder: Path, max_context_tokens: int) -> None:
                 "normalized": False,
                 "special": True,
             }
-            for index, token in enumerate(_SPECIAL)
+            for index, token in enumerate(SPECIAL_TOKENS)
         ],
         "normalizer": None,
         "pre_tokenizer": {**byte_level, "add_prefix_space": False},
@@ -129,12 +137,12 @@ def _write_tokenizer(folder: Path, max_context_tokens: int) -> None:
         },
     }
     settings = {
-        "bos_token": _SPECIAL[1],
+        "bos_token": SPECIAL_TOKENS[1],
         "chat_template": _CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
-        "eos_token": _SPECIAL[2],
+        "eos_token": SPECIAL_TOKENS[EOS_TOKEN_ID],
         "model_max_length": max_context_tokens,
-        "pad_token": _SPECIAL[0],
+        "pad_token": SPECIAL_TOKENS[0],
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

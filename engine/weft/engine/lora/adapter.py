@@ -85,11 +85,6 @@ class Adapter:
         }
         return sum(storages.values())
 
-    @property
-    def shares_experts(self) -> bool:
-        """Shared outer: one A for gate and up and one B for down, for all experts of a layer."""
-        return any(pair.a.shape[0] == 1 or pair.b.shape[0] == 1 for pair in self.experts.values())
-
     def _tensors(self) -> Iterator[torch.Tensor]:
         for pair in self.modules.values():
             yield from (pair.a, pair.b)

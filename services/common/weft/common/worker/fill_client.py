@@ -16,7 +16,12 @@ from weft.common.streams import WRITE_AFTER_END
 from weft.common.tasks import start_logged
 from weft.common.tls import Identity
 from weft.common.worker.engine_client import EngineClient
-from weft.common.worker.fills import LEASE_STATE_NAMES, event_from_proto, handle_to_proto
+from weft.common.worker.fills import (
+    LAST_EVENTS,
+    LEASE_STATE_NAMES,
+    event_from_proto,
+    handle_to_proto,
+)
 from weft.engine import faults
 from weft.engine.errors import InjectedFault, PeerUnavailable
 from weft.engine.messages import FillCommand, FillerEvent, Inbox, LeaseAnswer
@@ -25,7 +30,6 @@ from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-LAST_EVENTS = frozenset({"declined", "stopped", "done", "failed", "broken"})
 QUERY_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 20.0
 """A filler that was told to stop has answered by then: posted writes have had the time to end, and
@@ -138,7 +142,7 @@ class FillClient:
                 writing = start_logged(_forward(open_fill.controls, call))
                 while isinstance(received := await call.read(), kv_pb2.FillEvent):
                     event = event_from_proto(received)
-                    if event.kind in LAST_EVENTS:
+                    if event.kind in LAST_EVENTS or event.kind == "broken":
                         last = event
                         break
                     for passed in await _passed(faults.FILL_EVENT_IN, event):

@@ -10,14 +10,12 @@ from typing import Protocol
 from weft.common.spans import Tracer
 from weft.common.streams import first_message
 from weft.common.worker.fill_trace import FillTrace
-from weft.common.worker.fills import event_to_proto, handle_from_proto
+from weft.common.worker.fills import LAST_EVENTS, event_to_proto, handle_from_proto
 from weft.engine import faults
 from weft.engine.errors import InvalidRequest, PeerUnavailable
 from weft.engine.messages import FillReply, FillStart
 from weft.engine.transfer.handle import FillEvent
 from weft.v1 import kv_pb2
-
-LAST_EVENTS = frozenset({"declined", "stopped", "done", "failed"})
 
 
 class FillPort(Protocol):

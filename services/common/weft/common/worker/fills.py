@@ -39,6 +39,8 @@ LEASE_STATES = {
     "fence_needed": kv_pb2.LEASE_STATE_FENCE_NEEDED,
 }
 LEASE_STATE_NAMES = {number: name for name, number in LEASE_STATES.items()}
+LAST_EVENTS = frozenset({"declined", "stopped", "done", "failed"})
+"""Kinds after which a filler says no more; `broken` is what others make of a stream that ends."""
 _DECLINE_NAMES = {number: name for name, number in DECLINES.items()}
 _TRANSPORT_NAMES = {number: name for name, number in TRANSPORTS.items()}
 
