@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import random
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from weft.engine.config import NEVER_SHIP_TOKENS, EngineConfig
+from pydantic import TypeAdapter, ValidationError
+from weft.decode.main import DecodeSettings
+from weft.engine.config import BOUNDS, NEVER_SHIP_TOKENS, Bound, EngineConfig
 from weft.engine.errors import ConfigError
 
 ALONE: dict[str, Any] = {
@@ -59,3 +64,44 @@ def test_steps_on_a_gpu_have_room_for_decodes_beside_their_prompts() -> None:
     assert EngineConfig(**ALONE).decodes_beside == 0
     assert EngineConfig(**ALONE, device="cuda:1").decodes_beside == 64
     assert EngineConfig(**ALONE, device="cuda", max_running_requests=5).decodes_beside == 5
+
+
+def beyond(bound: Bound) -> list[float]:
+    """Numbers next to a bound, on the wrong side."""
+    found = [math.nan]
+    found += [] if bound.ge is None else [bound.ge - 1]
+    found += [] if bound.gt is None else [bound.gt]
+    return found + ([] if bound.le is None else [math.nextafter(bound.le, math.inf)])
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_each_number_has_its_bounds(name: str) -> None:
+    """Also in the settings of the service that has it."""
+    setting = DecodeSettings.model_fields.get(name)
+    check = TypeAdapter(Annotated[float, *setting.metadata]) if setting else None
+    for value in beyond(BOUNDS[name]):
+        with pytest.raises(ConfigError, match=f"^{name} = {value}: must be [<>]=? [^;]*$"):
+            EngineConfig(**ALONE | {name: value})
+        if check is not None:
+            with pytest.raises(ValidationError):
+                check.validate_python(value)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    names = random.sample(sorted(BOUNDS), 5)
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**ALONE | dict.fromkeys(names, -1))
+    told = [problem.split(" = ")[0] for problem in caught.value.message.split("; ")]
+    assert sorted(told) == sorted(names)
+    with pytest.raises(ConfigError, match=r"prefill_chunk_tokens.*; lease_s.*; draft_width"):
+        EngineConfig(**ALONE, prefill_chunk_tokens=17, lease_s=1, renew_interval_s=1, draft_width=2)
+
+
+def test_what_has_no_bound_is_no_number() -> None:
+    """A number that is added gets its bounds, or a reason to have none."""
+    numbers = {
+        field.name
+        for field in fields(EngineConfig)
+        if {"int", "float"} & set(str(field.type).replace("|", " ").split())
+    }
+    assert numbers == set(BOUNDS)

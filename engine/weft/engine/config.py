@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from weft.engine.errors import ConfigError
 from weft.engine.memory.eviction import EvictionName
@@ -24,6 +25,68 @@ MAX_DECODES_BESIDE = 64
 """Rows of a large step hardly cost more for so many others."""
 NEVER_SHIP_TOKENS = 1 << 40
 """As `local_prefill_max_tokens`: every prompt is prefilled locally."""
+
+
+class Bound(NamedTuple):
+    """What a number may be, by itself."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is within; NaN never is."""
+        return (
+            value == value
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+        )
+
+    def __str__(self) -> str:
+        limits = ((">=", self.ge), (">", self.gt), ("<=", self.le))
+        return " and ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
+
+
+BOUNDS: Mapping[str, Bound] = {
+    "page_size": Bound(ge=1, le=256),
+    "kv_memory_bytes": Bound(ge=1 << 16),
+    "num_pages": Bound(ge=4),
+    "max_context_tokens": Bound(ge=2),
+    "max_running_requests": Bound(ge=1, le=4096),
+    "max_waiting_requests": Bound(ge=1),
+    "max_queued_fill_tokens": Bound(ge=0),
+    "max_step_tokens": Bound(ge=16),
+    "prefill_chunk_tokens": Bound(ge=1),
+    "inter_token_target_s": Bound(gt=0),
+    "ageing_s": Bound(gt=0, le=1e6),
+    "preemption_threshold": Bound(ge=1, le=2_000_000),
+    "max_fill_fraction": Bound(gt=0, le=1),
+    "max_quarantine_fraction": Bound(ge=0, le=1),
+    "local_prefill_max_tokens": Bound(ge=0),
+    "lease_s": Bound(gt=0, le=3600),
+    "renew_interval_s": Bound(gt=0),
+    "fill_progress_timeout_s": Bound(gt=0),
+    "staging_bytes": Bound(ge=1 << 12),
+    "num_threads": Bound(ge=1, le=1024),
+    "session_pool_share": Bound(ge=0, le=1),
+    "session_tenant_share": Bound(gt=0, le=1),
+    "session_ttl_s": Bound(gt=0, le=7 * 86_400),
+    "host_cache_bytes": Bound(ge=0),
+    "disk_cache_bytes": Bound(ge=1 << 12),
+    "write_through_threshold": Bound(ge=0),
+    "load_back_threshold": Bound(ge=0),
+    "max_lora_rank": Bound(ge=1, le=512),
+    "max_loras": Bound(ge=1, le=1024),
+    "lora_memory_bytes": Bound(ge=1),
+    "lora_host_bytes": Bound(ge=1),
+    "max_draft_tokens": Bound(ge=1, le=32),
+    "draft_width": Bound(ge=1, le=6),
+    "constraint_compile_s": Bound(gt=0, le=600),
+    "constraint_compile_bytes": Bound(ge=1 << 26),
+    "constraint_cache_bytes": Bound(ge=1 << 20),
+}
+"""Of the numbers among an engine's settings, by name; None is none. Services have the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,123 +227,62 @@ class EngineConfig:
     """Random weights instead of the checkpoint's (benchmarks)."""
 
     def __post_init__(self) -> None:
-        problems = [
-            ("page_size", self.page_size, 1 <= self.page_size <= 256, "1..256"),
-            (
-                "max_running_requests",
-                self.max_running_requests,
-                self.max_running_requests >= 1,
-                ">= 1",
-            ),
-            (
-                "max_waiting_requests",
-                self.max_waiting_requests,
-                self.max_waiting_requests >= 1,
-                ">= 1",
-            ),
+        values = ((name, getattr(self, name), bound) for name, bound in BOUNDS.items())
+        wrong = [
+            f"{name} = {value}: must be {bound}"
+            for name, value, bound in values
+            if value is not None and not bound.allows(value)
+        ]
+        # What fields must be to each other says little while one is wrong by itself.
+        wrong = wrong or [
+            f"{name} = {getattr(self, name)}: must be {wanted}"
+            for name, is_good, wanted in self._relations()
+            if not is_good
+        ]
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+
+    def _relations(self) -> list[tuple[str, bool, str]]:
+        """What fields must be to each other: name, whether it is, and what in words."""
+        chains = self.draft_width == 1
+        return [
             (
                 "prefill_chunk_tokens",
-                self.prefill_chunk_tokens,
-                self.prefill_chunk_tokens >= self.page_size
-                and self.prefill_chunk_tokens % self.page_size == 0,
+                self.prefill_chunk_tokens % self.page_size == 0,
                 f"a multiple of page_size ({self.page_size})",
             ),
             (
                 "max_step_tokens",
-                self.max_step_tokens,
                 self.max_step_tokens >= max(self.prefill_chunk_tokens, self.max_running_requests),
                 "at least prefill_chunk_tokens and max_running_requests",
             ),
             (
-                "max_fill_fraction",
-                self.max_fill_fraction,
-                0 < self.max_fill_fraction <= 1,
-                "(0, 1]",
-            ),
-            (
-                "max_quarantine_fraction",
-                self.max_quarantine_fraction,
-                0 <= self.max_quarantine_fraction <= 1,
-                "[0, 1]",
-            ),
-            (
-                "inter_token_target_s",
-                self.inter_token_target_s,
-                self.inter_token_target_s > 0,
-                "> 0",
-            ),
-            ("ageing_s", self.ageing_s, self.ageing_s > 0, "> 0"),
-            (
-                "preemption_threshold",
-                self.preemption_threshold,
-                self.preemption_threshold is None or self.preemption_threshold >= 1,
-                ">= 1, or none",
-            ),
-            (
                 "page_digests",
-                self.page_digests,
                 self.page_digests or not self.has_store,
                 "on beside a KV store, which takes no unchecked pages",
             ),
-            ("host_cache_bytes", self.host_cache_bytes, self.host_cache_bytes >= 0, ">= 0"),
-            (
-                "write_through_threshold",
-                self.write_through_threshold,
-                self.write_through_threshold >= 0,
-                ">= 0",
-            ),
-            (
-                "load_back_threshold",
-                self.load_back_threshold,
-                self.load_back_threshold is None or self.load_back_threshold >= 0,
-                ">= 0, or none",
-            ),
-            ("lease_s", self.lease_s, self.lease_s > self.renew_interval_s, "> renew_interval_s"),
-            ("max_lora_rank", self.max_lora_rank, 1 <= self.max_lora_rank <= 512, "1..512"),
-            ("max_loras", self.max_loras, 1 <= self.max_loras <= 1024, "1..1024"),
-            (
-                "lora_memory_bytes",
-                self.lora_memory_bytes,
-                self.lora_memory_bytes is None or self.lora_memory_bytes > 0,
-                "> 0",
-            ),
-            ("lora_host_bytes", self.lora_host_bytes, self.lora_host_bytes > 0, "> 0"),
+            ("lease_s", self.lease_s > self.renew_interval_s, "> renew_interval_s"),
             (
                 "drafter",
-                self.drafter,
                 self.drafter in ("none", "ngram") or self.draft_dir is not None,
                 "another one, or draft_dir given",
             ),
-            ("max_draft_tokens", self.max_draft_tokens, 1 <= self.max_draft_tokens <= 32, "1..32"),
-            ("draft_width", self.draft_width, 1 <= self.draft_width <= 6, "1..6"),
             (
                 "draft_width",
-                self.draft_width,
-                self.draft_width == 1 or self.drafter == "eagle3",
+                chains or self.drafter == "eagle3",
                 "1 unless drafter = eagle3: only such heads grow trees",
             ),
             (
                 "draft_width",
-                self.draft_width,
-                self.draft_width == 1 or not self.deterministic,
+                chains or not self.deterministic,
                 "1 with deterministic: rows of trees are summed up in another order",
             ),
             (
                 "max_step_tokens",
-                self.max_step_tokens,
-                self.draft_width == 1 or self.max_step_tokens >= self._tree_rows,
+                chains or self.max_step_tokens >= self._tree_rows,
                 f">= {self._tree_rows} with draft_width > 1",
             ),
-            (
-                "staging_bytes",
-                self.staging_bytes,
-                self.staging_bytes is None or self.staging_bytes > 0,
-                "> 0",
-            ),
         ]
-        for name, value, is_good, wanted in problems:
-            if not is_good:
-                raise ConfigError(f"{name} = {value}: must be {wanted}")
 
     @property
     def head_dir(self) -> Path | None:

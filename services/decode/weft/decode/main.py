@@ -10,7 +10,7 @@ from pydantic import Field
 from weft.common.server import run
 from weft.common.settings import load_settings
 from weft.common.worker.host import run_worker
-from weft.common.worker.settings import WorkerSettings
+from weft.common.worker.settings import WorkerSettings, engine_field
 from weft.decode.service import DecodeService
 from weft.engine.config import DrafterName, DraftGateName
 
@@ -26,14 +26,13 @@ class DecodeSettings(WorkerSettings):
         "is measured to pay: eagle3 or eagle (the head in draft_dir, of that kind), model (a "
         "smaller model of the same vocabulary there), or ngram, which looks in the request's text",
     )
-    max_draft_tokens: int = Field(
-        5, ge=1, le=32, description="drafts of a request in one step at most that form a chain"
+    max_draft_tokens: int = engine_field(
+        "max_draft_tokens", 5, "drafts of a request in one step at most that form a chain"
     )
-    draft_width: int = Field(
+    draft_width: int = engine_field(
+        "draft_width",
         1,
-        ge=1,
-        le=6,
-        description="with eagle3, drafts may form trees, so many children a node and up to 31 "
+        "with eagle3, drafts may form trees, so many children a node and up to 31 "
         "drafts of a request in one step, where that is measured to pay; 1 = chains alone",
     )
     draft_gate: DraftGateName = Field(
@@ -41,14 +40,14 @@ class DecodeSettings(WorkerSettings):
         description="measured: as many drafts as are measured to bring the most tokens a second; "
         "fixed: always the most, whether they pay or not",
     )
-    local_prefill_max_tokens: int | None = Field(
+    local_prefill_max_tokens: int | None = engine_field(
+        "local_prefill_max_tokens",
         None,
-        ge=0,
-        description="prompt remainders of at most this many tokens are prefilled here, longer ones "
+        "prompt remainders of at most this many tokens are prefilled here, longer ones "
         "by prefill workers; 0 = ship whenever there is a full page; none = by measured cost",
     )
-    max_fill_fraction: float = Field(
-        0.3, gt=0, le=1, description="share of the KV pool that remote fills may reserve"
+    max_fill_fraction: float = engine_field(
+        "max_fill_fraction", 0.3, "share of the KV pool that remote fills may reserve"
     )
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from weft.common.settings import PageSettings
-from weft.engine.config import EngineConfig, Role
+from weft.engine.config import BOUNDS, EngineConfig, Role
 from weft.engine.memory.eviction import EvictionName
 from weft.engine.scheduler.policies import PolicyName
 
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
 """Of steps, where nothing is set: what keeps the device busy."""
+
+
+def engine_field(name: str, default: Any, description: str) -> Any:
+    """A setting that is the engine's of the same name, with its bounds."""
+    bound = BOUNDS[name]
+    return Field(default, ge=bound.ge, gt=bound.gt, le=bound.le, description=description)
 
 
 class WorkerSettings(PageSettings):
@@ -33,37 +39,39 @@ class WorkerSettings(PageSettings):
         "auto", description="what weights and KV are held in; auto = what the machine does fast"
     )
     device: str = Field("cpu", description="torch device")
-    page_size: int = Field(16, ge=1, le=256, description="tokens a KV page")
-    kv_memory_bytes: int | None = Field(
+    page_size: int = engine_field("page_size", 16, "tokens a KV page")
+    kv_memory_bytes: int | None = engine_field(
+        "kv_memory_bytes",
         None,
-        ge=1 << 16,
-        description="size of the KV pool, in bytes; default 1 GiB, on a GPU what is left there",
+        "size of the KV pool, in bytes; default 1 GiB, on a GPU what is left there",
     )
-    num_pages: int | None = Field(
-        None, ge=4, description="size of the KV pool in pages, instead of kv_memory_bytes"
+    num_pages: int | None = engine_field(
+        "num_pages", None, "size of the KV pool in pages, instead of kv_memory_bytes"
     )
-    max_context_tokens: int | None = Field(
-        None, ge=2, description="longest prompt plus output in tokens; default the model's"
+    max_context_tokens: int | None = engine_field(
+        "max_context_tokens", None, "longest prompt plus output in tokens; default the model's"
     )
-    max_running_requests: int | None = Field(
-        None, ge=1, le=4096, description="requests in one step; default 64, on a GPU 256"
+    max_running_requests: int | None = engine_field(
+        "max_running_requests", None, "requests in one step; default 64, on a GPU 256"
     )
-    max_waiting_requests: int = Field(1024, ge=1, description="requests queued behind those")
-    max_step_tokens: int | None = Field(
+    max_waiting_requests: int = engine_field(
+        "max_waiting_requests", 1024, "requests queued behind those"
+    )
+    max_step_tokens: int | None = engine_field(
+        "max_step_tokens",
         None,
-        ge=16,
-        description="new tokens in one step; default 512, on a GPU 8192 (there up to 64 running "
+        "new tokens in one step; default 512, on a GPU 8192 (there up to 64 running "
         "requests' tokens come beside them)",
     )
-    prefill_chunk_tokens: int | None = Field(
+    prefill_chunk_tokens: int | None = engine_field(
+        "prefill_chunk_tokens",
         None,
-        ge=1,
-        description="largest chunk of one prompt in a step, in tokens; default 256, on a GPU 4096",
+        "largest chunk of one prompt in a step, in tokens; default 256, on a GPU 4096",
     )
-    inter_token_target_s: float = Field(
+    inter_token_target_s: float = engine_field(
+        "inter_token_target_s",
         0.1,
-        gt=0,
-        description="what prompts may add to a step that others decode in, in seconds: their "
+        "what prompts may add to a step that others decode in, in seconds: their "
         "chunks are cut to it",
     )
     scheduling_policy: PolicyName = Field(
@@ -71,18 +79,16 @@ class WorkerSettings(PageSettings):
         description="who is admitted next: first come first served, longest cached prefix, most "
         "urgent priority, or fair (the tenant that was served the fewest tokens)",
     )
-    ageing_s: float = Field(
+    ageing_s: float = engine_field(
+        "ageing_s",
         30.0,
-        gt=0,
-        le=1e6,
-        description="waiting that counts as one level of priority, and after which a longer "
+        "waiting that counts as one level of priority, and after which a longer "
         "prefix does not overtake, in seconds",
     )
-    preemption_threshold: int | None = Field(
+    preemption_threshold: int | None = engine_field(
+        "preemption_threshold",
         10,
-        ge=1,
-        le=2_000_000,
-        description="with scheduling_policy = priority: levels by which a request must be more "
+        "with scheduling_policy = priority: levels by which a request must be more "
         "urgent than a running one to take its place; none = it never does",
     )
     overlap: Literal["auto", "on", "off"] = Field(
@@ -95,37 +101,40 @@ class WorkerSettings(PageSettings):
         description="capture steps on a GPU as CUDA graphs at start; off: less memory and a faster "
         "start, much slower steps",
     )
-    num_threads: int | None = Field(
-        None, ge=1, le=1024, description="compute threads; default all cores"
+    num_threads: int | None = engine_field(
+        "num_threads", None, "compute threads; default all cores"
     )
     kvstore: str = Field(
         "",
         max_length=4096,
         description="KV store, host:port; its replicas with commas between; empty = none is there",
     )
-    lease_s: float = Field(10.0, gt=0, le=3600, description="life of a fill's lease, in seconds")
-    renew_interval_s: float = Field(3.0, gt=0, description="between lease renewals, in seconds")
-    fill_progress_timeout_s: float = Field(
-        5.0, gt=0, description="a fill without progress is given to another filler, in seconds"
+    lease_s: float = engine_field("lease_s", 10.0, "life of a fill's lease, in seconds")
+    renew_interval_s: float = engine_field(
+        "renew_interval_s", 3.0, "between lease renewals, in seconds"
     )
-    max_quarantine_fraction: float = Field(
+    fill_progress_timeout_s: float = engine_field(
+        "fill_progress_timeout_s",
+        5.0,
+        "a fill without progress is given to another filler, in seconds",
+    )
+    max_quarantine_fraction: float = engine_field(
+        "max_quarantine_fraction",
         0.1,
-        ge=0,
-        le=1,
-        description="share of the KV pool that may be in quarantine; a worker that has had more in "
+        "share of the KV pool that may be in quarantine; a worker that has had more in "
         "it for longer than a lease lasts drains and ends, to be started again; 1 = never",
     )
     deterministic: bool = Field(
         False, description="same bits alone, in any batch and in any chunks, or refuse to start"
     )
-    constraint_compile_s: float = Field(
-        10.0, gt=0, le=600, description="to compile one constraint of output, in processor seconds"
+    constraint_compile_s: float = engine_field(
+        "constraint_compile_s", 10.0, "to compile one constraint of output, in processor seconds"
     )
-    constraint_compile_bytes: int = Field(
-        1 << 30, ge=1 << 26, description="memory to compile one constraint, in bytes"
+    constraint_compile_bytes: int = engine_field(
+        "constraint_compile_bytes", 1 << 30, "memory to compile one constraint, in bytes"
     )
-    constraint_cache_bytes: int = Field(
-        256 << 20, ge=1 << 20, description="compiled constraints that are kept, in bytes"
+    constraint_cache_bytes: int = engine_field(
+        "constraint_cache_bytes", 256 << 20, "compiled constraints that are kept, in bytes"
     )
     early_compiler: bool = Field(
         True,
@@ -137,14 +146,14 @@ class WorkerSettings(PageSettings):
         description="folder in which gateways register LoRA adapters; this worker loads what is "
         "registered for its model; none = it serves the base model alone",
     )
-    max_lora_rank: int = Field(64, ge=1, le=512, description="largest rank of an adapter")
-    max_loras: int = Field(
-        16, ge=1, le=1024, description="adapters on the device at once, and so in one step"
+    max_lora_rank: int = engine_field("max_lora_rank", 64, "largest rank of an adapter")
+    max_loras: int = engine_field(
+        "max_loras", 16, "adapters on the device at once, and so in one step"
     )
-    lora_memory_bytes: int | None = Field(
+    lora_memory_bytes: int | None = engine_field(
+        "lora_memory_bytes",
         None,
-        ge=1,
-        description="device memory of adapters, in bytes; default what max_loras adapters of rank "
+        "device memory of adapters, in bytes; default what max_loras adapters of rank "
         "16 take that change every projection",
     )
     lora_projections: str = Field(
@@ -154,10 +163,10 @@ class WorkerSettings(PageSettings):
         "where all of them share A of gate and up and B of down; default the first seven, as far "
         "as the model has them",
     )
-    lora_host_bytes: int = Field(
+    lora_host_bytes: int = engine_field(
+        "lora_host_bytes",
         4 << 30,
-        ge=1 << 20,
-        description="host memory of adapters, in bytes; those beyond it are read from disk again",
+        "host memory of adapters, in bytes; those beyond it are read from disk again",
     )
     prefix_cache: bool = Field(True, description="reuse KV of earlier prompts")
     kv_eviction_policy: EvictionName = Field(
@@ -166,46 +175,41 @@ class WorkerSettings(PageSettings):
         "most recently used, first in, last in (filo), of least urgent requests, or slru: those "
         "never found again before the others",
     )
-    session_pool_share: float = Field(
+    session_pool_share: float = engine_field(
+        "session_pool_share",
         0.25,
-        ge=0,
-        le=1,
-        description="share of the KV pool that chat sessions may have pinned, which is given up "
+        "share of the KV pool that chat sessions may have pinned, which is given up "
         "last; 0 = sessions pin nothing",
     )
-    session_tenant_share: float = Field(
-        1.0, gt=0, le=1, description="of that share, what the sessions of one tenant may have"
+    session_tenant_share: float = engine_field(
+        "session_tenant_share", 1.0, "of that share, what the sessions of one tenant may have"
     )
-    session_ttl_s: float = Field(
+    session_ttl_s: float = engine_field(
+        "session_ttl_s",
         600.0,
-        gt=0,
-        le=7 * 86400,
-        description="a session in which no request has ended for so long loses its pins, in "
-        "seconds",
+        "a session in which no request has ended for so long loses its pins, in seconds",
     )
-    host_cache_bytes: int = Field(
-        0,
-        ge=0,
-        description="host memory for KV pages that the pool gives up, in bytes; 0 = none",
+    host_cache_bytes: int = engine_field(
+        "host_cache_bytes", 0, "host memory for KV pages that the pool gives up, in bytes; 0 = none"
     )
     disk_cache_dir: Path | None = Field(
         None,
         description="folder for KV pages on local disk, which outlive the worker; each worker has "
         "a folder of its id in it; none = none are kept",
     )
-    disk_cache_bytes: int = Field(
-        10 << 30, ge=1 << 12, description="KV pages on disk at most, in bytes"
+    disk_cache_bytes: int = engine_field(
+        "disk_cache_bytes", 10 << 30, "KV pages on disk at most, in bytes"
     )
-    write_through_threshold: int = Field(
+    write_through_threshold: int = engine_field(
+        "write_through_threshold",
         0,
-        ge=0,
-        description="requests that find a KV page before it is copied to host memory, disk and KV "
+        "requests that find a KV page before it is copied to host memory, disk and KV "
         "store; 0 = it is when it is computed; what the pool gives up goes to host memory anyway",
     )
-    load_back_threshold: int | None = Field(
+    load_back_threshold: int | None = engine_field(
+        "load_back_threshold",
         None,
-        ge=0,
-        description="tokens from which pages are loaded from tiers or the KV store; none = where "
+        "tokens from which pages are loaded from tiers or the KV store; none = where "
         "that is faster than computing them, as measured",
     )
     draft_dir: Path | None = Field(
@@ -222,10 +226,10 @@ class WorkerSettings(PageSettings):
         description="check pages that arrive against digests of their sender; off, damage on the "
         "way goes unnoticed",
     )
-    staging_bytes: int | None = Field(
+    staging_bytes: int | None = engine_field(
+        "staging_bytes",
         None,
-        ge=1 << 12,
-        description="memory that pages pass through on their way from and to a KV pool on a GPU, "
+        "memory that pages pass through on their way from and to a KV pool on a GPU, "
         "in bytes; default 2 GiB, or as much as a pool whose size is given",
     )
     staging_memory: Literal["auto", "host", "device"] = Field(
