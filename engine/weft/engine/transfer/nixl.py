@@ -23,12 +23,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from weft.engine.clock import Clock, monotonic
 from weft.engine.transfer.handle import NixlTargetInfo
 from weft.engine.transfer.nixl_binding import is_destroyed, load_binding, nixl_available
-from weft.engine.transfer.nixl_peer import PeerKey, TransferHandle, new_agent_name
+from weft.engine.transfer.nixl_peer import Operation, PeerKey, TransferHandle, new_agent_name
 from weft.engine.transfer.nixl_pool import PeerPool
 from weft.engine.transfer.nixl_wire import (
     NoOneSidedLane,
@@ -165,11 +165,13 @@ class ReceiveAgent:
         )
 
 
-class SendAgents:
-    """A filler's agents, one a peer, made on first use and closed when idle. Thread-safe.
+class _Agents:
+    """One agent a peer, made on first use and closed when idle. Thread-safe.
 
     Every call here may take milliseconds or copy megabytes: not for an event loop.
     """
+
+    _operation: ClassVar[Operation]
 
     def __init__(
         self,
@@ -184,7 +186,7 @@ class SendAgents:
 
         Args:
             name: Role and worker, for logs; without spaces.
-            region: The pool that pages are written from; must outlive this object.
+            region: The pool that pages are written from or read into; must outlive this object.
             max_peers: Most agents at once. The longest unused idle one makes room for a new one.
             idle_s: `close_idle` closes agents that were not used for this long.
             clock: Monotonic seconds.
@@ -193,7 +195,39 @@ class SendAgents:
             TransportMismatch: NIXL is not usable here.
         """
         self._region = region
-        self._peers = PeerPool("WRITE", name, region, max_peers, idle_s, clock)
+        self._peers = PeerPool(self._operation, name, region, max_peers, idle_s, clock)
+
+    def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> bool:
+        """Destroys a peer's agent, so that this process sends it, and takes from it, nothing more.
+
+        Returns:
+            Whether something was unfinished or had failed. Of writes: then bytes that the kernel
+            or the network had taken can still arrive until the owner reopens its receive agent,
+            and pages stay in quarantine. Of reads: nothing is put down any more in either case.
+
+        Raises:
+            TransferError: A post did not return within `timeout_s`, or the agent would not die.
+                It may go on; call again, or end the process.
+        """
+        return self._peers.close_peer(peer_key, timeout_s)
+
+    def close_idle(self) -> int:
+        """Closes agents unused for `idle_s` with nothing pending; returns how many."""
+        return self._peers.close_idle()
+
+    def close(self) -> bool:
+        """Closes all peers; True if that of any of them returned True."""
+        return self._peers.close()
+
+    def describe(self) -> str:
+        """One line on the transport and the lanes to each peer, for people."""
+        return self._peers.describe()
+
+
+class SendAgents(_Agents):
+    """A filler's agents, which write to owners' pools."""
+
+    _operation = "WRITE"
 
     def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None:
         """Checks a target and makes the peer's agent (32 ms, the first one 0.5 s) ahead of writes.
@@ -243,62 +277,11 @@ class SendAgents:
         """Writes to a peer that are not complete. 0: all that was posted has arrived or failed."""
         return self._peers.num_pending(peer_key)
 
-    def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> bool:
-        """Destroys a peer's agent, so that this process sends it nothing more.
 
-        Returns:
-            Whether writes were unfinished or had failed: then bytes that the kernel or the
-            network had taken can still arrive until the owner reopens its receive agent, and
-            pages stay in quarantine. False: nothing can arrive any more.
+class ReadAgents(_Agents):
+    """A store's agents, which read other processes' pools."""
 
-        Raises:
-            TransferError: A post did not return within `timeout_s`, or the agent would not die.
-                It may still write; call again, or end the process.
-        """
-        return self._peers.close_peer(peer_key, timeout_s)
-
-    def close_idle(self) -> int:
-        """Closes agents unused for `idle_s` without pending writes; returns how many."""
-        return self._peers.close_idle()
-
-    def close(self) -> bool:
-        """Closes all peers; True if that of any of them returned True."""
-        return self._peers.close()
-
-    def describe(self) -> str:
-        """One line on the transport and the lanes to each peer, for people."""
-        return self._peers.describe()
-
-
-class ReadAgents:
-    """A store's agents that read other processes' pools, one a peer. Thread-safe.
-
-    Every call here may take milliseconds or copy megabytes: not for an event loop.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        region: PoolRegion,
-        *,
-        max_peers: int = 64,
-        idle_s: float = 300.0,
-        clock: Clock = monotonic,
-    ) -> None:
-        """Makes no agent yet.
-
-        Args:
-            name: Role and service, for logs; without spaces.
-            region: The pool that pages are read into; must outlive this object.
-            max_peers: Most agents at once. The longest unused idle one makes room for a new one.
-            idle_s: `close_idle` closes agents that were not used for this long.
-            clock: Monotonic seconds.
-
-        Raises:
-            TransportMismatch: NIXL is not usable here.
-        """
-        self._region = region
-        self._peers = PeerPool("READ", name, region, max_peers, idle_s, clock)
+    _operation = "READ"
 
     def check(self, target: NixlTargetInfo) -> None:
         """Checks what a source says about its pool; dials nothing.
@@ -340,24 +323,3 @@ class ReadAgents:
             num_destinations=self._region.num_pages,
         )
         return self._peers.post(peer_key, target, (local, remote), b"")
-
-    def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> None:
-        """Destroys a peer's agent. Once this returns, no read from that peer puts down anything.
-
-        Raises:
-            TransferError: A post did not return within `timeout_s`, or the agent would not die.
-                It may go on reading; call again, or end the process.
-        """
-        self._peers.close_peer(peer_key, timeout_s)
-
-    def close_idle(self) -> int:
-        """Closes agents unused for `idle_s` without pending reads; returns how many."""
-        return self._peers.close_idle()
-
-    def close(self) -> None:
-        """Closes all peers."""
-        self._peers.close()
-
-    def describe(self) -> str:
-        """One line on the transport and the lanes from each peer, for people."""
-        return self._peers.describe()
