@@ -126,6 +126,23 @@ async def test_a_signal_ends_a_worker(worker: Host) -> None:
     worker.check_ended()
 
 
+async def test_a_worker_that_says_it_is_ready_waits_for_signals(
+    worker: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers: list[object] = []
+    write = host.ServiceServer.write_ready_file
+
+    def note(server: host.ServiceServer, **extra: object) -> None:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        write(server, **extra)
+
+    monkeypatch.setattr(host.ServiceServer, "write_ready_file", note)
+    running = await worker.ready()
+    signal.raise_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(running, 60) == 0
+    assert signal.SIG_DFL not in handlers
+
+
 async def test_a_service_that_cannot_be_made_leaves_no_engine(worker: Host) -> None:
     def make_service(_: object) -> Any:
         raise KeyError("a fault")

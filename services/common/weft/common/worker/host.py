@@ -181,7 +181,6 @@ class Worker:
             Exception: What the drain raised.
         """
         server = front.server
-        await self._tell_ready(front)
 
         async def drain() -> None:
             await front.servicer.drain(max(0.0, self._settings.drain_grace_s - HAND_BACK_S))
@@ -196,6 +195,9 @@ class Worker:
             watching.append(start_logged(watchdog.run()))
         ends: set[asyncio.Future[Any]] = {serving, self._engine.gone}
         try:
+            # Whoever learns that it is ready may end it at once, well: it waits for signals first.
+            await asyncio.sleep(0)
+            await self._tell_ready(front)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in watching:
                 task.cancel()
