@@ -8,12 +8,14 @@ Tokens are checked afterwards by a float32 run of transformers.
     python bench/speculation.py --model DIR --draft DIR --device cuda --streams 1,8,64
     python bench/speculation.py --drafters none,ngram
     python bench/speculation.py --drafters none,eagle3 --draft-width 1,4     chains beside trees
+    python bench/speculation.py --drafters none,eagle3 --adapter adapters/pirate
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import time
@@ -23,7 +25,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -35,6 +38,7 @@ from serving.systems import Answer
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from weft.engine.llm import LLM
+from weft.engine.lora.files import DRAFT_FOLDER
 from weft.engine.models.demo import resolve_model
 from weft.engine.models.dtypes import resolve_dtype
 from weft.engine.request import StopCriteria
@@ -44,8 +48,18 @@ PROMPTS = ROOT / "scripts" / "draft_training" / "held_out.json"
 """That the head was not trained on."""
 DRAFTERS = ("none", "ngram", "eagle3")
 CHAINS = "eagle3"
+ADAPTED = "draft adapter"
+"""In the names of engines that draft with the adapter's own."""
 COLUMNS = ("drafter", "tokens/s", "of none", "of chains", "a step", "drafts right", "trees")
 POOL_BYTES = 512 << 20
+
+
+class Served(NamedTuple):
+    """An engine, and what its requests have."""
+
+    llm: LLM
+    adapter: bytes
+    """Digest; empty: none."""
 
 
 Row = tuple[str, int]
@@ -91,8 +105,9 @@ def main() -> int:
         loading = progress.add_task("loading", total=len(arguments.engines))
         engines = {}
         for name, settings in arguments.engines.items():
-            given = settings | {"dtype": dtype}
-            engines[name] = stack.enter_context(LLM(model_dir, **given))
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            llm = stack.enter_context(LLM(model_dir, **settings, dtype=dtype))
+            engines[name] = Served(llm, load_adapter(llm, name, arguments.adapter, folder))
             progress.advance(loading)
         total = len(engines) * len(rows) * (arguments.turns + 1)
         timing = progress.add_task("timing", total=total)
@@ -100,15 +115,36 @@ def main() -> int:
         for streams, kind in rows:
             cells = {name: Cell() for name in engines}
             for turn in range(arguments.turns + 1):
-                for name, llm in engines.items():
+                for name, served in engines.items():
                     texts, cell = prompts[kind], cells[name]
-                    run(llm, texts, streams, arguments.tokens, cell, answers, is_warm=turn > 0)
+                    run(served, texts, streams, arguments.tokens, cell, answers, is_warm=turn > 0)
                     progress.advance(timing)
-            report.depths = {name: llm.engine.drafting.depths() for name, llm in engines.items()}
+            report.depths = {n: one.llm.engine.drafting.depths() for n, one in engines.items()}
             setup["other_cores"] = MachineUse.now().others_since(before)
             report.add((kind, streams), cells)
-    verdict = judge(model_dir, dtype, answers)
+    verdict = judge(model_dir, dtype, answers, arguments.adapter)
     return report.end(verdict)
+
+
+def load_adapter(llm: LLM, name: str, adapter: Path | None, folder: Path) -> bytes:
+    """Loads the adapter of all requests, if there is one, and with it what it brings for drafts, if
+    that is what the engine is for.
+
+    Args:
+        llm: Engine.
+        name: Of the engine.
+        adapter: To load.
+        folder: Empty, for a copy without a draft adapter.
+
+    Returns:
+        Its digest; empty: none.
+    """
+    if adapter is None:
+        return b""
+    if ADAPTED not in name:
+        left_out = shutil.ignore_patterns(DRAFT_FOLDER)
+        adapter = shutil.copytree(adapter, folder / adapter.name, ignore=left_out)
+    return llm.load_adapter(adapter)
 
 
 def read_prompts(path: Path, model_dir: Path, number: int) -> dict[str, list[list[int]]]:
@@ -124,7 +160,7 @@ def read_prompts(path: Path, model_dir: Path, number: int) -> dict[str, list[lis
 
 
 def run(
-    llm: LLM,
+    served: Served,
     texts: Sequence[list[int]],
     streams: int,
     num_tokens: int,
@@ -135,12 +171,14 @@ def run(
 ) -> None:
     """All prompts once, `streams` of them at a time; few prompts are repeated to be as many."""
     chosen = [texts[index % len(texts)] for index in range(max(streams, len(texts)))]
-    stop = StopCriteria(max_tokens=num_tokens)
+    stop, llm = StopCriteria(max_tokens=num_tokens), served.llm
     counters = llm.engine.counters()
     began = time.perf_counter()
     samples = []
     for index in range(0, len(chosen), streams):
-        samples += llm.generate(chosen[index : index + streams], None, stop)
+        prompts = chosen[index : index + streams]
+        adapters = [served.adapter] * len(prompts)
+        samples += llm.generate(prompts, None, stop, adapters=adapters)
     seconds = time.perf_counter() - began
     if not is_warm:
         return
@@ -158,9 +196,15 @@ def run(
             known.append(sample.token_ids)
 
 
-def judge(model_dir: Path, dtype: str, answers: dict[tuple[int, ...], list[list[int]]]) -> Verdict:
+def judge(
+    model_dir: Path,
+    dtype: str,
+    answers: dict[tuple[int, ...], list[list[int]]],
+    adapter: Path | None,
+) -> Verdict:
     """Every timed token against a float32 run of transformers."""
-    checker = Checker(model_dir, dtype, Tokenizer.from_file(str(model_dir / "tokenizer.json")))
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    checker = Checker(model_dir, dtype, tokenizer, adapter)
     verdict = Verdict()
     for prompt, texts in answers.items():
         for text in texts:
@@ -266,6 +310,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--draft-width", default="1", help="of eagle3, by commas, an engine each; 1: chains alone"
     )
+    parser.add_argument("--adapter", type=Path, help="PEFT folder, of all requests")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES, help="KV of each engine")
@@ -284,6 +329,7 @@ def engines_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Settings of each engine, by its name in the table."""
     common: dict[str, Any] = {"device": arguments.device, "kv_memory_bytes": arguments.pool_bytes}
     common["max_draft_tokens"] = arguments.max_draft_tokens
+    common |= {"enable_lora": arguments.adapter is not None, "max_loras": 2}
     engines: dict[str, dict[str, Any]] = {}
     for drafter in arguments.drafters:
         settings = common | {"drafter": drafter}
@@ -295,6 +341,8 @@ def engines_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         for width in map(int, arguments.draft_width.split(",")):
             name = CHAINS if width == 1 else f"trees of width {width}"
             engines[name] = settings | {"draft_dir": arguments.draft, "draft_width": width}
+            if arguments.adapter and (arguments.adapter / DRAFT_FOLDER).is_dir():
+                engines[f"{name}, {ADAPTED}"] = engines[name]
     return engines
 
 

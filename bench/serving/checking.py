@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from weft.engine.lora.formats import read_adapter
+from weft.engine.models.config import ModelConfig
 
 from serving.systems import Answer, load_transformers
 
@@ -45,15 +48,20 @@ class Verdict:
 class Checker:
     """Judges answers; equal answers are judged once."""
 
-    def __init__(self, model_dir: Path, dtype: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, model_dir: Path, dtype: str, tokenizer: Tokenizer, adapter: Path | None = None
+    ) -> None:
         """Loads the float32 model.
 
         Args:
             model_dir: Hugging Face directory.
             dtype: What the answers were computed in.
             tokenizer: The model's.
+            adapter: Of all answers: a PEFT folder with LoRA on the layers' projections.
         """
         self._model = load_transformers(model_dir, "float32")
+        if adapter is not None:
+            _merge(self._model, model_dir, adapter)
         self._is_float32 = dtype == "float32"
         self._tokenizer = tokenizer
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Verdict] = {}
@@ -107,3 +115,13 @@ class Checker:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+@torch.no_grad()
+def _merge(model: Any, model_dir: Path, folder: Path) -> None:
+    """Adds an adapter's products to the weights of a model of transformers."""
+    adapter = read_adapter(folder, ModelConfig.load(model_dir), max_rank=512)
+    for (layer, kind), pair in adapter.modules.items():
+        part = "self_attn" if kind in ("q", "k", "v", "o") else "mlp"
+        weight = model.get_parameter(f"model.layers.{layer}.{part}.{kind}_proj.weight")
+        weight += pair.b.float() @ pair.a.float()
