@@ -76,6 +76,23 @@ def test_padded_trees_are_the_heads(
     watched.check(HeadReference(target_dir, draft_dir), 6)
 
 
+def test_what_graphs_grow_is_drawn_from_on_the_host(target_dir: Path, draft_dir: Path) -> None:
+    """As on a GPU whose own sampler is not to be trusted. The noise of a tree's rows is that of
+    their positions: the text is the same."""
+    prompts = random_prompts(8)
+    params = SamplingParams(temperature=1.0, seed=5)
+    stop = StopCriteria(max_tokens=5 * PAGE, ignore_eos=True)
+    with LLM(target_dir, **settings()) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    with LLM(target_dir, **settings(draft_dir)) as drafting:
+        capture_trees(drafting.engine, SHAPES, MAX_REQUESTS)
+        choose(drafting.engine, SHAPES)
+        before = Recorded.num_replays
+        groups = drafting.generate_all(prompts, params, stop)
+        assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+        assert Recorded.num_replays - before > 50
+
+
 @pytest.mark.parametrize("num_pages", [None, 24], ids=["room", "few-pages"])
 @pytest.mark.parametrize("chance", [0.0, 0.8, 1.0])
 def test_steps_behind_trees_whose_outcome_the_host_does_not_know(

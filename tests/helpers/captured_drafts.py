@@ -93,6 +93,8 @@ def _parts_of(engine: Engine) -> tuple[EagleDrafter, DraftedModel, ModelRunner]:
     if isinstance(drafter, AdaptedDrafter):  # Where drafts are captured there is none.
         drafter.close()
         engine.drafting.drafter = engine.pipeline._drafter = drafter = drafter._plain
+        assert isinstance(drafter, EagleDrafter)
+        drafter.waits_for_trees = True
     assert isinstance(drafter, EagleDrafter)
     assert isinstance(runner._model, DraftedModel)
     return drafter, runner._model, runner

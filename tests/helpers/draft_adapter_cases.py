@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class DraftAdapterCase:
         watched: WatchedHead | WatchedTrees,
         names: Mapping[tuple[int, ...], str],
         allowed: int = 0,
+        tolerance: float = 1e-4,
     ) -> None:
         """Each request's drafts are those of its adapter's own head.
 
@@ -64,9 +66,10 @@ class DraftAdapterCase:
             watched: Has seen them.
             names: By prompt, all of one length: its adapter's folder; empty: none.
             allowed: Chains of each adapter that may differ.
+            tolerance: Of trees, see `WatchedTrees.check`.
         """
         length = len(next(iter(names)))
-        for name, (target_dir, draft_dir) in self._heads().items():
+        for name, (target_dir, draft_dir) in self._heads.items():
             reference = HeadReference(target_dir, draft_dir)
             if isinstance(watched, WatchedHead):
                 own = [c for c in watched.chains if c[1] and names[tuple(c[0][:length])] == name]
@@ -76,9 +79,10 @@ class DraftAdapterCase:
             else:
                 grown = watched.trees
                 watched.trees = [t for t in grown if names[tuple(t[0][:length])] == name]
-                watched.check(reference, 4)
+                watched.check(reference, 4, tolerance)
                 watched.trees = grown
 
+    @cached_property
     def _heads(self) -> dict[str, tuple[Path, Path]]:
         """By adapter's folder, or nothing: the target and the head with all of it merged."""
         found = {"": (self.target_dir, self.draft_dir)}

@@ -132,8 +132,14 @@ class WatchedTrees:
                 self.trees.append((item.request.tokens[: item.start + 1], item, tree))
         return self._known.draft(items)
 
-    def check(self, reference: HeadReference, count: int) -> None:
-        """Compares some trees with the head's, read plainly."""
+    def check(self, reference: HeadReference, count: int, tolerance: float = 1e-4) -> None:
+        """Compares some trees with the head's, read plainly.
+
+        Args:
+            reference: The head.
+            count: Of trees.
+            tolerance: Of logarithms of path probabilities.
+        """
         assert len(self.trees) > count, len(self.trees)
         for tokens, item, tree in random.sample(self.trees, count):
             assert item.tree is not None
@@ -147,7 +153,7 @@ class WatchedTrees:
             kept = paths[1 : 1 + len(best)]
             assert len(set(kept)) == len(best), (item, tree, tree.parents)
             scores = [known.get(path, -float("inf")) for path in kept]
-            assert scores == pytest.approx(best, abs=1e-4), (item, tree, tree.parents)
+            assert scores == pytest.approx(best, abs=tolerance), (item, tree, tree.parents)
 
 
 class PublishedPages:
@@ -206,6 +212,7 @@ class KnownTreeGraphs:
         drafter = engine.drafting.drafter
         assert isinstance(drafter, EagleDrafter)
         drafter._tree_graphs = self  # type: ignore[assignment]
+        drafter.waits_for_trees = False
 
     def forward(self, arrays: TreeArrays, shape: DraftShape) -> torch.Tensor:
         """See `TreeGraphs.forward`."""

@@ -42,6 +42,8 @@ class Drafting:
         self._max_chain = config.max_draft_tokens
         self._draws_on_device = draws_on_device
         is_head = isinstance(self.drafter, EagleDrafter) and self.drafter.is_on_device
+        if isinstance(self.drafter, EagleDrafter):
+            self.drafter.waits_for_trees = not draws_on_device
         self.is_on_device = is_head and draws_on_device
         """Drafting and drawing need nothing of the host: drafts may begin behind a step whose
         outcome it does not know."""

@@ -49,6 +49,9 @@ class EagleDrafter:
         self._tree_graphs = tree_graphs
         self._trees = EagerTrees(model, pool, table, page_size)
         self._copies = DeviceCopies(pool.device)
+        self.waits_for_trees = False
+        """Tokens are drawn on the host, which has to know where the rows of a tree are: their noise
+        is that of their positions."""
 
     @property
     def is_on_device(self) -> bool:
@@ -85,7 +88,9 @@ class EagleDrafter:
 
         return LaterDrafts(counts, fetch)
 
-    def _grow_on_device(self, graphs: TreeGraphs, items: Sequence[VerifyItem]) -> LaterDrafts:
+    def _grow_on_device(
+        self, graphs: TreeGraphs, items: Sequence[VerifyItem]
+    ) -> Sequence[list[int]]:
         counts = [item.max_drafts for item in items]
         if not any(counts):
             return LaterDrafts(counts, lambda: [[] for _ in counts])
@@ -100,7 +105,7 @@ class EagleDrafter:
                 for index, count in enumerate(counts)
             ]
 
-        return LaterDrafts(counts, fetch)
+        return fetch() if self.waits_for_trees else LaterDrafts(counts, fetch)
 
     def _draft_and_wait(self, items: Sequence[VerifyItem]) -> list[list[int]]:
         # Those that get most first: the others leave the batch from its end.
