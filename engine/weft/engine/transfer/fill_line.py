@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
+from weft.engine.clock import Clock
 from weft.engine.scheduler.state import Request, State
 
 
 class FillLine:
-    """The first request that found too little room goes before all that ask after it.
+    """The first request that found too little room goes before those that ask after it, for a time.
 
     Without it prompts that come together share the room among them: each is filled in many small
     leases, by turns with all others, and all of them end late. And small prompts would take what
-    becomes free before a large one finds enough.
+    becomes free before a large one finds enough. But whoever holds the room may wait for a busy
+    filler itself, and others know better ones: so patience ends.
+
+    Args:
+        patience_s: How long the first one holds up others, and waits for enough room.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float, clock: Clock) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
         self._first: Request | None = None
+        self._since = 0.0
 
     def may_begin(self, request: Request) -> bool:
-        """Nobody else waits for room. (One that has ended, or goes on otherwise, does not.)"""
-        first = self._first
-        return first in (None, request) or first.state not in (State.LOADING, State.FILLING)
+        """Nobody else waits for room with patience."""
+        first = self._waiting
+        return first is None or first is request or not self._is_patient
+
+    def enough_pages(self, request: Request, wanted: int, most: int, least: int) -> int:
+        """Pages with which a request's fill begins; it waits while fewer are free.
+
+        All that it wants, or half of what there is: what comes next is then computed while the
+        rest of this one is written. When patience has ended, no more than `least`.
+
+        Args:
+            request: May begin.
+            wanted: Pages that are missing.
+            most: That all fills could hold at once.
+            least: Fewer are not worth a request to the filler.
+        """
+        is_patient = self._waiting is not request or self._is_patient
+        return max(1, min(wanted, max(least, most // 2) if is_patient else least))
 
     def waits(self, request: Request) -> None:
         """It may begin, and finds too little room."""
-        self._first = request
+        if self._waiting is None:
+            self._first, self._since = request, self._clock()
 
-    def began(self, request: Request) -> None:
-        """It found enough."""
+    def leaves(self, request: Request) -> None:
+        """It has begun, ended, or goes on otherwise."""
         if self._first is request:
             self._first = None
 
+    @property
+    def _waiting(self) -> Request | None:
+        """The first one, unless it ended or was put back in the meantime."""
+        first = self._first
+        is_waiting = first is not None and first.state in (State.LOADING, State.FILLING)
+        return first if is_waiting else None
 
-def enough_pages(wanted: int, most: int, least: int) -> int:
-    """Pages with which a fill begins; it waits while fewer are free.
-
-    All that it wants, or half of what there is: what comes next is then computed while the rest
-    of this one is written.
-
-    Args:
-        wanted: Pages that are missing.
-        most: That all fills could hold at once.
-        least: Fewer are not worth a request to the filler.
-    """
-    return max(1, min(wanted, max(least, most // 2)))
+    @property
+    def _is_patient(self) -> bool:
+        return self._clock() < self._since + self._patience_s

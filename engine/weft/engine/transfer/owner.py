@@ -31,7 +31,7 @@ from weft.engine.scheduler.state import FillCandidate, FillRecord, Request, Stat
 from weft.engine.transfer.audit import PageAudit
 from weft.engine.transfer.cost import FillCosts
 from weft.engine.transfer.fill import Fill, FillCounters, FillListener, FillState, OwnerPlane
-from weft.engine.transfer.fill_line import FillLine, enough_pages
+from weft.engine.transfer.fill_line import FillLine
 from weft.engine.transfer.handle import LEASE_ID_BYTES, FillEvent, KvHandle
 from weft.engine.transfer.landing import DirectLanding, Landing, StagedLanding
 from weft.engine.transfer.quarantine import QuarantineWatch
@@ -84,7 +84,7 @@ class OwnerFills:
             if plane.staging is None
             else StagedLanding(memory, plane.staging, config.max_fill_fraction)
         )
-        self._line = FillLine()
+        self._line = FillLine(config.fill_progress_timeout_s, clock)
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
         self.listener: FillListener | None = None
         self.audit: PageAudit | None = None
@@ -121,23 +121,25 @@ class OwnerFills:
         return decision.is_remote
 
     def start(self, request: Request) -> bool:
-        """See `Fills.start`. Waits while too little of the cap is free."""
+        """See `Fills.start`. Waits while too little of the cap is free (`fill_line.py`)."""
         if id(request) in self._by_request:
             return True
         if self._is_silent(request.candidates[0]) or self._is_blocked:
+            self._line.leaves(request)
             return False
         if any(fill.is_proven for fill in self._fills.values()):
-            return True  # A fence is due: it waits for open fills to end, so none may begin.
+            return True  # A fence is due, which waits for open fills to end: none may begin.
         size = self._config.page_size
         wanted = (self._end_token(request) - request.num_computed) // size
-        if not self._line.may_begin(request):
-            return True
         free, most = self._room()
-        num_pages = min(wanted, free)
-        if num_pages < enough_pages(wanted, most, self._landing.least_pages):
+        is_load = request.candidates[0].kind == "kvstore" and wanted <= free
+        if not (is_load or self._line.may_begin(request)):
+            return True
+        num_pages, least = min(wanted, free), self._landing.least_pages
+        if num_pages < self._line.enough_pages(request, wanted, most, least):
             self._line.waits(request)
             return True
-        self._line.began(request)
+        self._line.leaves(request)
         pages = self._memory.allocate(num_pages, request.namespace, promised=True)
         request.num_promised_pages -= num_pages
         now, lease_id = self._clock(), secrets.token_bytes(LEASE_ID_BYTES)
@@ -164,16 +166,15 @@ class OwnerFills:
             renew_at=now + self._config.renew_interval_s,
         )
         request.timeline.fills.append(fill.record)
-        self._fills[fill.lease_id] = fill
-        self._by_request[id(request)] = fill
+        self._fills[lease_id] = self._by_request[id(request)] = fill
         self.counters.fills_started += 1
         self._command(fill, "start", handle=self._handle(fill, request))
         return True
 
     def abandon(self, request: Request) -> None:
         """The request ended: stop its fill; what was not accepted goes to quarantine."""
-        fill = self._by_request.get(id(request))
-        if fill is not None:
+        self._line.leaves(request)
+        if (fill := self._by_request.get(id(request))) is not None:
             self._fail(fill, "the request ended", notify=False)
 
     # -- events of fillers -----------------------------------------------------------------------
