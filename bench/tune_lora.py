@@ -30,8 +30,8 @@ from weft.kernels.side_stream import rehearsal
 
 MIXES = ((8, 16), (32, 16), (8, 64))
 """Adapters, and their rank."""
-FEW, MANY = 64, 4096
-"""Rows: requests that decode, and prompts."""
+FEW, SOME, MANY = 64, 512, 4096
+"""Rows: requests that decode, a step of prompts, and a long one."""
 TRIED: dict[str, tuple[int, list[Shape]]] = {
     "ahead": (
         FEW,
@@ -70,6 +70,37 @@ TRIED: dict[str, tuple[int, list[Shape]]] = {
             Shape(128, 64, 8, registers=128),
             Shape(256, 64, 8),
             Shape(64, 128, 4),
+        ],
+    ),
+    "shrink 32": (
+        SOME,
+        [
+            Shape(64, 32, 4, sharers=2, stages=4),
+            Shape(64, 64, 4, stages=4),
+            Shape(128, 32, 4, stages=4),
+            Shape(128, 32, 4, sharers=4, stages=4),
+            Shape(128, 32, 8, sharers=2, stages=4),
+            Shape(128, 16, 4, sharers=4, stages=4),
+        ],
+    ),
+    "expand 32": (
+        SOME,
+        [
+            Shape(64, 32, 4, registers=128),
+            Shape(64, 64, 4, registers=128),
+            Shape(128, 16, 4),
+            Shape(128, 32, 8),
+            Shape(128, 32, 4, blocks=4),
+        ],
+    ),
+    "silu 32": (
+        SOME,
+        [
+            Shape(64, 16, 4, registers=168),
+            Shape(64, 32, 4, registers=168),
+            Shape(64, 32, 8, registers=128),
+            Shape(128, 16, 8, registers=128),
+            Shape(128, 64, 4, registers=128),
         ],
     ),
     "silu 64": (
@@ -125,7 +156,7 @@ def put(kernel: str, shape: Shape) -> Shape:
     """Launches a kernel so from here on; returns how it was."""
     name, _, tile = kernel.partition(" ")
     if name == "ahead":
-        before, lora_shrink.AHEAD[16] = lora_shrink.AHEAD[16], shape
+        before, lora_shrink.AHEAD = lora_shrink.AHEAD, shape
         return before
     tables = {
         "shrink": lora_shrink.SHAPES,
@@ -202,7 +233,7 @@ def warm(number: int, of: int) -> None:
         rows = TRIED[kernel][0]
         before = put(kernel, shape)
         for count, rank in MIXES:
-            lora = layers.adapters_of(rows, count, rank, are_sorted=rows == MANY)
+            lora = layers.adapters_of(rows, count, rank, are_sorted=rows > FEW)
             with torch.inference_mode(), rehearsal():
                 for group, error in products(kernel, rows, lora):
                     wrong = "" if error < 0.01 else "  WRONG"
@@ -264,10 +295,10 @@ def tune() -> None:
 
     Whole layers of many rows differ by more from one run to the next.
     """
-    for rows in (FEW, MANY):
-        q_len, kv_len = (512, 512) if rows == MANY else (1, 640)
+    for rows in (FEW, SOME, MANY):
+        q_len, kv_len = (512, 512) if rows > FEW else (1, 640)
         plain = layers.step_of(rows, q_len, kv_len, None)
-        loras = [layers.adapters_of(rows, *mix, are_sorted=rows == MANY) for mix in MIXES]
+        loras = [layers.adapters_of(rows, *mix, are_sorted=rows > FEW) for mix in MIXES]
         steps = [replace(plain, lora=lora) for lora in loras]
 
         def whole(steps: list[DecoderStep] = steps, rows: int = rows) -> list[float]:

@@ -34,8 +34,8 @@ class Ranks:
         x: [T, K], contiguous; stays as it is meanwhile.
         addition: Of these tokens.
         down: Of the product that follows, if `silu_of` is to compute its ranks as well.
-        is_ahead: They come before the product instead, where that takes less: it would leave too
-            little of the device to them.
+        is_ahead: They come before the product instead: it would leave too little of the device to
+            them.
         is_folded: They are for `folded`, and for nothing else.
     """
 
@@ -55,8 +55,9 @@ class Ranks:
         self._is_few = self._tokens <= MAX_ROWS
         self._down = None if self._is_few else down
         following = () if self._down is None else self._down.parts
-        is_ahead = is_ahead and not self._is_few and can_be_ahead(*x.shape)
+        is_ahead = is_ahead and not self._is_few
         self._is_forked = not is_ahead and is_forking(x.device)
+        is_ahead = is_ahead and can_be_ahead(*x.shape)
         options = self._options = launch_options(x.device, is_alone=self._is_forked)
 
         def shrink() -> Shrunk | tuple[torch.Tensor, torch.Tensor | None]:

@@ -40,12 +40,12 @@ from weft.kernels.gpu.lora_units import (
 )
 from weft.kernels.lora import LoraAddition, LoraSegments
 
-AHEAD = {16: Shape(512, 32, warps=8, sharers=4, registers=128)}
-"""By tokens of a tile, before the product: a program fetches all its A ahead."""
+AHEAD = Shape(512, 32, warps=8, sharers=4, registers=128)
+"""Of tiles of UNIT tokens: a program fetches all its A ahead."""
 SHAPES = {
     16: Shape(128, 64, warps=4, stages=3),
-    32: Shape(64, 64, warps=4, stages=4),
-    64: Shape(64, 64, warps=8, stages=4),
+    32: Shape(128, 32, warps=4, sharers=2, stages=4),
+    64: Shape(64, 32, warps=4, sharers=2, stages=4),
 }
 """By tokens of a tile."""
 _PROGRAMS = 200
@@ -82,9 +82,9 @@ class Shrunk(NamedTuple):
 
 
 def can_be_ahead(tokens: int, depth: int) -> bool:
-    """Whether the ranks of so many tokens [depth] may come before their product."""
-    shape = AHEAD.get(tile_of(tokens))
-    return shape is not None and tokens <= MAX_FOLDED_ROWS and depth <= _MAX_SUMS * shape.block
+    """Whether A is fetched before so many tokens [depth] are there."""
+    is_small = tile_of(tokens) == UNIT and depth <= _MAX_SUMS * AHEAD.block
+    return is_small and tokens <= MAX_FOLDED_ROWS
 
 
 def shrink_tiles(
@@ -113,7 +113,7 @@ def shrink_tiles(
     parts, tile = (*products, *following), tile_of(tokens)
     tiles = triton.cdiv(tokens, tile)
     assert not is_ahead or can_be_ahead(tokens, depth)
-    shape = (AHEAD if is_ahead else SHAPES)[tile]
+    shape = AHEAD if is_ahead else SHAPES[tile]
     splits = triton.cdiv(depth, shape.block)
     if not is_ahead:
         splits = splits_of(tiles * len(products), depth, _LEAST_SPLIT_K, _MAX_SPLITS, _PROGRAMS)

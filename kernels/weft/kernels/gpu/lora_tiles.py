@@ -37,14 +37,14 @@ from weft.kernels.lora import LoraAddition, LoraWeights
 
 SHAPES = {
     16: Shape(64, 32, warps=4),
-    32: Shape(64, 64, warps=4, registers=128),
-    64: Shape(128, 64, warps=8, blocks=8, registers=128),
+    32: Shape(128, 32, warps=4),
+    64: Shape(64, 32, warps=4, blocks=4, registers=128),
 }
 """By tokens of a tile."""
 SILU_SHAPES = {
     16: Shape(128, 32, warps=4, registers=128),
-    32: Shape(128, 64, warps=4, registers=128),
-    64: Shape(64, 64, warps=8, blocks=8, registers=128),
+    32: Shape(128, 32, warps=8, registers=128),
+    64: Shape(64, 32, warps=4, registers=168),
 }
 """By tokens of a tile, where the activation is taken as well."""
 
