@@ -78,7 +78,7 @@ def add_all(
     ("k", "widths"),
     [(4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,)), (577, (301, 77))],
 )
-@pytest.mark.parametrize("tokens", [1, 8, 64, 700])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 700, 1300])
 def test_additions(k: int, widths: tuple[int, ...], tokens: int, dtype: torch.dtype) -> None:
     fresh_seed()
     cases = make_parts(k, widths, dtype)

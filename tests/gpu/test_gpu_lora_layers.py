@@ -14,19 +14,23 @@ pytestmark = pytest.mark.needs("cuda")
 
 RANKS = [0, 8, 16, 5, 0, 64, 32, 1, 16]
 """By slot."""
-SIZES = [
-    Sizes(hidden=1024, inner=2816, heads=8, kv_heads=2, dim=128),
-    Sizes(hidden=5120, inner=3456, heads=8, kv_heads=1, dim=128),
-]
+SMALL = Sizes(hidden=1024, inner=2816, heads=8, kv_heads=2, dim=128)
+WIDE = Sizes(hidden=5120, inner=3456, heads=8, kv_heads=1, dim=128)
 
 
 def run(case: LayersCase) -> torch.Tensor:
     return decoder_layers(case.hidden.clone(), case.stack, case.step(case.lora))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=["1024", "5120"])
-@pytest.mark.parametrize("rows", [5, 8, 9, 16, 64, 128, 129])
-def test_rows_with_adapters(rows: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        *((sizes, rows) for sizes in (SMALL, WIDE) for rows in (5, 8, 9, 16, 64, 128, 129)),
+        *((SMALL, rows) for rows in (256, 257, 1024, 1025)),
+    ],
+    ids=lambda value: str(value.hidden if isinstance(value, Sizes) else value),
+)
+def test_rows_with_adapters(sizes: Sizes, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On both sides of every number of rows at which adapters take another way."""
     fresh_seed()
     case = make_layers(sizes, rows, RANKS, torch.bfloat16, "cuda")
