@@ -44,19 +44,19 @@ AHEAD = Shape(512, 32, warps=8, sharers=4, registers=128)
 """Of tiles of UNIT tokens: a program fetches all its A ahead."""
 SHAPES = {
     16: Shape(128, 64, warps=4, stages=3),
-    32: Shape(128, 32, warps=4, sharers=2, stages=4),
+    32: Shape(128, 32, warps=4, sharers=4, stages=4),
     64: Shape(64, 32, warps=4, sharers=2, stages=4),
 }
 """By tokens of a tile."""
-_PROGRAMS = 200
-"""About as many as run at once, where each takes tiles of many tokens."""
-_LEAST_SPLIT_K = 1024
-"""Beside a product, which leaves few multiprocessors free: few programs, all at once."""
-_MAX_SPLITS = 8
+_BESIDE = (1024, 8, 200)
+"""Least elements of a part of K, most parts, and programs that are enough (`splits_of`): few beside
+a product, which leaves few multiprocessors free; of large tiles as many as run at once."""
+_ALONE = (512, 16, 1000)
+"""Before the product, of small tiles: what counts is how soon the last one ends."""
 _MAX_SUMS = 16
 """More would take whoever adds them up too long."""
 _MAX_COUNTERS = 512
-"""At least _PROGRAMS: with more tiles and parts nothing is split."""
+"""More tiles and parts than are ever split."""
 
 
 class Shrunk(NamedTuple):
@@ -116,7 +116,8 @@ def shrink_tiles(
     shape = AHEAD if is_ahead else SHAPES[tile]
     splits = triton.cdiv(depth, shape.block)
     if not is_ahead:
-        splits = splits_of(tiles * len(products), depth, _LEAST_SPLIT_K, _MAX_SPLITS, _PROGRAMS)
+        is_alone = tokens > MAX_FOLDED_ROWS and tile < max(SHAPES)
+        splits = splits_of(tiles * len(products), depth, *(_ALONE if is_alone else _BESIDE))
     shrunk = _new_shrunk(x, products, following, segments, is_folded=is_folded)
     sums, arrived = shrunk.ranks, shrunk.ranks
     if is_ahead or splits > 1:
