@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +14,7 @@ from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
 from lora_cases import LoraCase, draw_slots, make_lora, poison_new_memory, segments_of
 from weft.kernels.gpu import lora_shrink, lora_tiles
+from weft.kernels.gpu.lora import add_lora as gpu_add_lora
 from weft.kernels.lora import LoraAddition
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -69,6 +72,23 @@ def test_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for tokens in (3, 21):
             cases = parts_of((40, 24), 72, torch.float16)
             check(module, cases, draw_slots(tokens, len(RANKS)), torch.float16)
+
+
+@pytest.mark.parametrize("tokens", [3, 21])
+def test_no_input_outlives_its_addition(tokens: int) -> None:
+    """Garbage is not collected while a graph is captured: all layers' inputs would add up."""
+    fresh_seed()
+    cases, slots = parts_of((40, 24), 72, torch.float32), draw_slots(tokens, len(RANKS))
+    added = LoraAddition(tuple(c.weights for c in cases), 0, segments_of(slots))
+    x, out = torch.randn(tokens, 72), torch.zeros(tokens, 64)
+    is_there = weakref.ref(x)
+    gc.disable()
+    try:
+        gpu_add_lora(out, x, added)
+        del x
+        assert is_there() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("slots", [[0] * 11, [3] * 35, [0, 5] * 9, list(range(6)) * 2, [4] * 12])

@@ -60,13 +60,17 @@ class Ranks:
         is_ahead = is_ahead and can_be_ahead(*x.shape)
         options = self._options = launch_options(x.device, is_alone=self._is_forked)
 
+        tokens, is_few = self._tokens, self._is_few
+
+        # Without `self`, which keeps this: else `x` would stay until garbage is collected, which it
+        # is not while a graph is captured.
         def shrink() -> Shrunk | tuple[torch.Tensor, torch.Tensor | None]:
-            if not self._is_few:
+            if not is_few:
                 how = {"is_ahead": is_ahead, "is_folded": is_folded}
                 return shrink_tiles(x, addition, options, following, **how)
             slots = of_tokens(addition.segments.token_slots)
             parts, layer = addition.parts, addition.layer
-            entries = new_entries(self._tokens, parts, x.device) if is_folded else None
+            entries = new_entries(tokens, parts, x.device) if is_folded else None
             return shrink_rows(x, parts, layer, slots, options, entries=entries), entries
 
         self._ranks = None
