@@ -13,7 +13,7 @@ from weft.cli.channel import cli_identity
 from weft.cli.operators import Operators, find_services
 from weft.cli.rest_binary import find_rest_binary
 from weft.cli.up.adapters import load_adapters
-from weft.cli.up.console import ConsoleReporter
+from weft.cli.up.console import ConsoleReporter, MeshConsole
 from weft.cli.up.exits import report_exit
 from weft.cli.up.liveness import health_checker
 from weft.cli.up.mesh import run_mesh
@@ -33,7 +33,7 @@ _TAIL_LINES = 25
 def main(argv: Sequence[str]) -> int:
     """Runs `weft up`; returns the exit status."""
     settings = load_settings(UpSettings, argv)
-    console = Console()
+    console = MeshConsole()
     try:
         _check_platform()
         for index in range(settings.gateways):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -19,6 +22,17 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from weft.cli.up.plan import BACK, MeshPlan
+
+
+class MeshConsole(Console):
+    """Falls silent when nobody reads it any more: what is served does not end for that."""
+
+    def on_broken_pipe(self) -> None:
+        """Called where a print met a pipe without a reader."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is buffered is written once more at the end
+        os.close(nowhere)
 
 
 class ConsoleReporter:
@@ -72,7 +86,7 @@ class ConsoleReporter:
 
     def died(self, name: str, how: str) -> None:
         """See `Reporter`."""
-        self._line(f"[red]{name} {how}")
+        self._line(f"[red]{name} {escape(how)}")
 
     def stalled(self, name: str, seconds: float) -> None:
         """See `Reporter`."""
@@ -88,10 +102,11 @@ class ConsoleReporter:
 
     def notice(self, text: str) -> None:
         """Something the user should know, and that is no failure."""
-        self._line(f"[yellow]{text}")
+        self._line(f"[yellow]{escape(text)}")
 
     def _line(self, text: str) -> None:
-        self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {text}", highlight=False)
+        stamp = f"[dim]{time.strftime('%H:%M:%S')}[/]"
+        self._console.print(f"{stamp} {text}", highlight=False, soft_wrap=True)
 
     def banner(self, plan: MeshPlan, logs: Path) -> None:
         """The mesh is ready: where it is, and a first request."""

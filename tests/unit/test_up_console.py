@@ -1,0 +1,48 @@
+"""What `weft up` says, and that it goes on when nobody reads it."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+from rich.console import Console
+from weft.cli.up.console import ConsoleReporter
+
+TALKS = """
+import sys
+from weft.cli.up.console import ConsoleReporter, MeshConsole
+reporter = ConsoleReporter(MeshConsole())
+for number in range(3):
+    sys.stdin.readline()
+    reporter.restarting(f"decode-{number}", 0.5)
+sys.stderr.write("served to the end")
+"""
+
+
+def test_a_pipe_without_a_reader_is_no_end() -> None:
+    command = [sys.executable, "-c", TALKS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert "decode-0 starts again" in process.stdout.readline()
+        process.stdout.close()
+        process.stdin.write("\n\n")
+        process.stdin.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == "served to the end"
+        assert process.wait(60) == 0
+
+
+def test_brackets_are_shown_and_lines_stay_whole() -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(Console(file=out, width=40))
+    where = "/srv/[prod]/mesh/" + "x" * 60
+    reporter.died("decode-0", f"could not be started: No space left on device ({where})")
+    reporter.notice(f"adapter a is loaded from {where}")
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2
+    assert all(where in line for line in lines)
