@@ -15,8 +15,10 @@ from gateway_harness import MODEL, Harness, gateway
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_tokenizers import byte_level_bpe
+from weft.common.errors import from_rpc_error
+from weft.engine.errors import Draining
 from weft.gateway.discovery import Endpoint
-from weft.v1 import gateway_pb2, openai_pb2_grpc
+from weft.v1 import common_pb2, gateway_pb2, openai_pb2_grpc
 
 FACE = "weft.v1.OpenAIService"
 """The name under which edges ask."""
@@ -60,6 +62,36 @@ async def test_a_gateway_is_not_serving_before_it_refuses_anything(
         )
         assert answer["choices"][0]["finish_reason"]
         leaving.cancel()
+
+
+async def test_what_still_runs_when_the_grace_ends_is_told_why(tmp_path: Path) -> None:
+    limits = {"max_running_requests": 2, "drain_grace_s": 1.2}
+    async with gateway(tmp_path, letters, step_s=0.05, **limits) as mesh:
+        stop = common_pb2.StopCriteria(max_tokens=400)
+        said = [gateway_pb2.ChatMessage(role="user", content="hi")]
+        request = gateway_pb2.ChatRequest(messages=said, stop=stop, stream=True)
+        running = mesh.typed.Chat(request)
+        await running.read()
+        whole = asyncio.create_task(
+            mesh.json("Completions", {"prompt": "hi", "max_tokens": 400, "min_tokens": 400})
+        )
+        await mesh.wait(lambda: len(mesh.workers[0].submits) == 2)
+        queued = mesh.typed.Chat(request)
+        await mesh.wait(lambda: mesh.app._admission.num_queued)
+        stopping = asyncio.create_task(mesh.app.server.stop(mesh.app.leave))
+
+        async def to_the_end() -> None:
+            while await running.read() is not grpc.aio.EOF:
+                pass
+
+        for failed in (to_the_end(), whole, queued.read()):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await failed
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, Draining), error
+            assert error.retry_after_s
+        await stopping
+        await mesh.wait(lambda: len(mesh.workers[0].cancels) == 2)
 
 
 class LateDiscovery:

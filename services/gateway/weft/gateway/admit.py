@@ -42,6 +42,15 @@ class _Waiter:
     place: asyncio.Future[None]
 
 
+def shutting_down(stage: str) -> Draining:
+    """What requests are told that this gateway will not serve to their end."""
+    return Draining(
+        "the gateway is shutting down; send the request again",
+        stage=stage,
+        retry_after_s=_LEAST_RETRY_S,
+    )
+
+
 class Admission:
     """Counts prompts in work. Of those that wait tenants take turns, each first come, first served.
 
@@ -81,11 +90,7 @@ class Admission:
             Draining: The gateway is shutting down.
         """
         if self._is_draining:
-            raise Draining(
-                "the gateway is shutting down; send the request again",
-                stage="queue",
-                retry_after_s=_LEAST_RETRY_S,
-            )
+            raise shutting_down("queue")
         if self._waiters or not self._fits(num_prompts):
             await self._wait(num_prompts, deadline, tenant, weight)
         else:

@@ -46,6 +46,8 @@ from weft.v1 import gateway_pb2_grpc, openai_pb2_grpc, worker_pb2_grpc
 _log = logging.getLogger(__name__)
 
 _NOTICE_S = 0.5
+_LAST_WORDS_S = 0.5
+"""Of the grace, for those that are ended with it: their errors are still to be sent."""
 _LOOK_EVERY_S = 0.02
 _FIND_WORKERS_S = 10.0
 _EDGES_FACE = "weft.v1.OpenAIService"
@@ -296,10 +298,19 @@ class GatewayApp:
     async def leave(self) -> None:
         """Waits until edges know that this gateway is NOT_SERVING, then drains.
 
-        What reaches it until then is taken, not refused.
+        What reaches it until then is taken, not refused. What still runs when the grace is nearly
+        over fails with a typed error, where the end of the server would just cut it.
         """
-        await asyncio.sleep(min(_NOTICE_S, self._settings.drain_grace_s / 4))
-        await self.drain()
+        grace_s = self._settings.drain_grace_s
+        notice_s, last_s = min(_NOTICE_S, grace_s / 4), min(_LAST_WORDS_S, grace_s / 4)
+        await asyncio.sleep(notice_s)
+        try:
+            async with asyncio.timeout(grace_s - notice_s - last_s):
+                await self.drain()
+        except TimeoutError:
+            _log.warning("%d requests are ended with the grace", len(self.pipeline.running_ids))
+            self.pipeline.end_all()
+            await self.drain()
 
     async def drain(self) -> None:
         """Refuses new requests and returns when those running have ended."""

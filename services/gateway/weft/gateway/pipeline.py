@@ -19,7 +19,7 @@ from weft.engine.errors import (
     PeerUnavailable,
     WeftError,
 )
-from weft.gateway.admit import Admission
+from weft.gateway.admit import Admission, shutting_down
 from weft.gateway.authenticate import in_tenant_cache
 from weft.gateway.keys import Tenant
 from weft.gateway.limits import ASSUMED_OUTPUT_TOKENS, Charge, RateLimits
@@ -97,6 +97,7 @@ class Pipeline:
         """Rates of requests and tokens."""
         self._log = log
         self._running: dict[str, tuple[Tenant | None, TokenStream]] = {}
+        self._has_ended = False
 
     def _backlog_s(self) -> float | None:
         """Of the model whose workers have most to do."""
@@ -134,6 +135,12 @@ class Pipeline:
             return False
         stream.cancel()
         return True
+
+    def end_all(self) -> None:
+        """Fails what runs, and what was admitted and has not begun: the gateway ends now."""
+        self._has_ended = True
+        for _, stream in list(self._running.values()):
+            stream.fail(shutting_down("decode"))
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
@@ -215,6 +222,8 @@ class Pipeline:
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
             routing = _routing(request, prompts)
             await self._pass_gate(passage, request, prompts, routing, deadline, trace)
+            if self._has_ended:
+                raise shutting_down("admit")
             stream = account.stream = TokenStream(
                 request.request_id, self._settings.max_unsent_bytes, place.release
             )
