@@ -169,6 +169,15 @@ async def test_a_failed_load_is_told_and_tried_again(
     assert engine.statuses() == {ONE: ("host", "")}
 
 
+async def test_of_a_copy_it_says_what_is_wrong_and_not_where(
+    engine: Engine, tmp_path: Path
+) -> None:
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(1)
+    engine.answer(engine.orders[0], f"adapter {engine.orders[0].directory}: a tensor is missing")
+    assert engine.statuses() == {ONE: ("failed", "its copy: a tensor is missing")}
+
+
 async def test_content_that_is_registered_anew_is_tried_at_once(
     engine: Engine, tmp_path: Path
 ) -> None:

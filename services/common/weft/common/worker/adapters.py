@@ -203,7 +203,8 @@ class AdapterFollower:
     def _told(self, digest: bytes, message: str) -> str:
         """An error's message for people who do not know where copies are."""
         directory = str(self._registry.directory(digest))
-        return message.replace(f" ({directory})", "").replace(directory, "its copy")
+        message = message.replace(f" ({directory})", "")
+        return message.replace(f"adapter {directory}", "its copy").replace(directory, "its copy")
 
     def _failed(self, digest: bytes, ordered: _Ordered, message: str) -> None:
         ordered.is_held = False
