@@ -44,7 +44,7 @@ const (
 )
 
 func main() {
-	settings, err := parseSettings(os.Args[1:], os.LookupEnv, os.Stderr)
+	settings, err := parseSettings(os.Args[1:], os.Environ(), os.Stderr)
 	if err != nil {
 		os.Exit(2) // flag has said why
 	}

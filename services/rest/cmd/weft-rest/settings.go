@@ -33,9 +33,10 @@ type settings struct {
 	noTracing     bool
 }
 
-// parseSettings reports errors, or the help asked for, to output.
+// parseSettings reports errors, or the help asked for, to output. The environment is as os.Environ
+// has it.
 func parseSettings(
-	arguments []string, lookupEnv func(string) (string, bool), output io.Writer,
+	arguments []string, environment []string, output io.Writer,
 ) (settings, error) {
 	var s settings
 	flags := flag.NewFlagSet("weft-rest", flag.ContinueOnError)
@@ -69,7 +70,7 @@ func parseSettings(
 	flags.Float64Var(&s.sampleRatio, "trace-sample-ratio", 1,
 		"`share` of traces begun here that are exported, 0 to 1")
 	flags.BoolVar(&s.noTracing, "no-tracing", false, "make no spans")
-	if err := setFromEnvironment(flags, lookupEnv); err != nil {
+	if err := setFromEnvironment(flags, environment); err != nil {
 		_, _ = fmt.Fprintln(output, err)
 		return s, err
 	}
@@ -83,20 +84,22 @@ func parseSettings(
 	return s, nil
 }
 
-func setFromEnvironment(
-	flags *flag.FlagSet, lookupEnv func(string) (string, bool),
-) error {
+func setFromEnvironment(flags *flag.FlagSet, environment []string) error {
 	var problems []error
-	flags.VisitAll(func(f *flag.Flag) {
-		name := envPrefix + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
-		value, ok := lookupEnv(name)
-		if !ok {
-			return
+	for _, variable := range environment {
+		name, value, _ := strings.Cut(variable, "=")
+		setting, ours := strings.CutPrefix(name, envPrefix)
+		if !ours {
+			continue
 		}
-		if err := flags.Set(f.Name, value); err != nil {
+		setting = strings.ToLower(strings.ReplaceAll(setting, "_", "-"))
+		if flags.Lookup(setting) == nil {
+			problems = append(problems, fmt.Errorf(
+				"%s: no such setting; unset it (see `weft serve rest --help`)", name))
+		} else if err := flags.Set(setting, value); err != nil {
 			problems = append(problems, fmt.Errorf("invalid value %q of %s: %w", value, name, err))
 		}
-	})
+	}
 	return errors.Join(problems...)
 }
 
