@@ -312,6 +312,13 @@ def test_workers_may_always_have_something_to_do(tmp_path: Path) -> None:
         GatewaySettings(model_dir=tmp_path, decode=["127.0.0.1:1"], ahead_s=0)
 
 
+def test_a_misspelt_table_of_tenants_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text("[tenant.chat]\nweight = 4\n")
+    with pytest.raises(ConfigError, match=r"tenants.toml: tenant: no such name; .*targets"):
+        Tenants(path)
+
+
 async def test_without_a_decode_worker_targets_do_not_make_clients_wait(tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text("[default]\nttft_target_ms = 60000\n")
     async with gateway(tmp_path, script, tenants_file=tmp_path / "tenants.toml") as mesh:

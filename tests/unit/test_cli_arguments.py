@@ -48,3 +48,37 @@ def test_a_log_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str
     log.write_bytes(b"\n\xff\xfe\n")
     assert main(["replay", str(log)]) == 1
     assert "line 2 is not of a request log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "argv"),
+    [
+        ("WEFT_API_KEY", "a\nb", ["chat", "--address", "127.0.0.1:1"]),
+        ("WEFT_API_KEY", "cl\u00e9", ["adapter", "list", "--address", "127.0.0.1:1"]),
+        ("WEFT_ADDRESS", "gateway.example.org", ["flush"]),
+    ],
+)
+def test_variables_that_mean_nothing(
+    variable: str,
+    value: str,
+    argv: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert main(argv) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"weft {argv[0]}: ${variable} ")
+    assert error.count("\n") == 1
+
+
+def test_flush_without_an_answer_says_what_may_be_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    argv = ["--admin-address", "decode-0=127.0.0.1:1", "--token-file", str(token)]
+    assert main(["flush", *argv]) == 1
+    assert "decode-0: does not answer at 127.0.0.1:1; does the mesh want --tls-dir?" in (
+        capsys.readouterr().err
+    )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from rich.console import Console
-from weft.cli.up.console import ConsoleReporter
+from weft.cli.up.console import ConsoleReporter, first_request
+from weft.cli.up.plan import MeshPlan
 
 TALKS = """
 import sys
@@ -46,3 +51,26 @@ def test_brackets_are_shown_and_lines_stay_whole() -> None:
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
     assert all(where in line for line in lines)
+
+
+@pytest.mark.parametrize("has_rest", [True, False])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_first_request_brings_what_the_mesh_asks_for(has_rest: bool, is_open: bool) -> None:
+    plan = MeshPlan(
+        services=(),
+        model_names=("tiny",),
+        gateways={"gateway": "127.0.0.1:1"},
+        rest_edges={"rest": "[::1]:2"} if has_rest else {},
+        rest_scheme="http" if is_open else "https",
+        tls_dir=None if is_open else Path("/srv/my tls"),
+        needs_key=not is_open,
+        worker_addresses={},
+    )
+    words = shlex.split(first_request(plan))
+    secrets = {"--cacert", "/srv/my tls/ca.pem", "Authorization: Bearer KEY"}
+    if not has_rest:
+        secrets = {"--tls-dir", "/srv/my tls", "WEFT_API_KEY=KEY"}
+    assert secrets & set(words) == (set() if is_open else secrets)
+    if has_rest:
+        assert words[:2] == ["curl", f"{plan.rest_scheme}://[::1]:2/v1/chat/completions"]
+        assert json.loads(words[words.index("-d") + 1])["model"] == "tiny"

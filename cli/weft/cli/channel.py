@@ -106,8 +106,14 @@ def cli_identity(tls_dir: Path | None) -> Identity | None:
 
 
 def api_key_metadata() -> Metadata:
-    """What calls carry where the gateway asks for API keys: that of $WEFT_API_KEY."""
+    """What calls carry where the gateway asks for API keys: that of $WEFT_API_KEY.
+
+    Raises:
+        ConfigError: It has characters that no header can carry.
+    """
     key = os.environ.get("WEFT_API_KEY", "")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("$WEFT_API_KEY is no API key: it has characters that no key has")
     return (("authorization", f"Bearer {key}"),) if key else ()
 
 
@@ -125,6 +131,13 @@ def explain(error: grpc.RpcError, address: str) -> str:
             "ask its operators' port, with --admin-address and --token-file"
         )
     return f"{error.details() or error.code().name}"
+
+
+def explain_service(error: grpc.RpcError, address: str) -> str:
+    """One sentence for a failed call of a service, whose name stands before it."""
+    if error.code() == grpc.StatusCode.UNAVAILABLE and not _is_typed(error):
+        return f"does not answer at {address}; does the mesh want --tls-dir?"
+    return error.details() or error.code().name
 
 
 def _is_typed(error: grpc.RpcError) -> bool:

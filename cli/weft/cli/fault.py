@@ -12,6 +12,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 from weft.cli import fault_proxy
+from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators
 from weft.common.faults import KIND_NUMBERS, spec_to_proto
 from weft.engine.errors import WeftError
@@ -66,7 +67,7 @@ async def _tell(method: str, request: Any, operators: Operators) -> int:
         try:
             answer = await call_operators(method, request, address, operators)
         except grpc.aio.AioRpcError as error:
-            sys.stderr.write(f"{name}: {error.details() or error.code().name}\n")
+            sys.stderr.write(f"{name}: {explain_service(error, address)}\n")
             status = 1
             continue
         if isinstance(answer, admin_pb2.ClearFaultsResponse):
@@ -86,7 +87,7 @@ async def _list(operators: Operators, console: Console) -> int:
             request = admin_pb2.ListFaultsRequest()
             answer = await call_operators("ListFaults", request, address, operators)
         except grpc.aio.AioRpcError as error:
-            sys.stderr.write(f"{name}: {error.details() or error.code().name}\n")
+            sys.stderr.write(f"{name}: {explain_service(error, address)}\n")
             status = 1
             continue
         for state in answer.faults:

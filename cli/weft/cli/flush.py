@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import grpc
+from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators
 from weft.engine.errors import WeftError
 from weft.v1 import admin_pb2, admin_pb2_grpc
@@ -45,7 +46,7 @@ async def _flush(address: str, operators: Operators) -> tuple[int, str]:
                 admin_pb2.FlushCacheRequest(), metadata=operators.metadata, timeout=_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            return 0, error.details() or error.code().name
+            return 0, explain_service(error, address)
     return int(answer.flushed_pages), ""
 
 

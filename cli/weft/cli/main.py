@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NamedTuple
 
+from weft.engine.errors import ConfigError
+
 
 class Command(NamedTuple):
     """One subcommand."""
@@ -55,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
     try:
         return run(arguments[1:])
+    except ConfigError as error:
+        sys.stderr.write(f"weft {name}: {error}\n")
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -107,4 +107,8 @@ def find_services(folder: StateFolder, names: Sequence[str]) -> dict[str, str]:
 
 def _port() -> int:
     """The gateway's port, by which `weft up` names its default state folder."""
-    return int(os.environ.get("WEFT_ADDRESS", DEFAULT_ADDRESS).rpartition(":")[2])
+    address = os.environ.get("WEFT_ADDRESS", DEFAULT_ADDRESS)
+    port = address.rpartition(":")[2]
+    if not port.isdecimal():
+        raise ConfigError(f"$WEFT_ADDRESS {address}: give host:port, or --state-dir")
+    return int(port)

@@ -139,11 +139,17 @@ class ConsoleReporter:
 def first_request(plan: MeshPlan) -> str:
     """A command line that asks the mesh something."""
     if plan.rest_address is None:
-        return f"weft chat --address {plan.grpc_address}"
+        key = "WEFT_API_KEY=KEY " if plan.needs_key else ""
+        tls = "" if plan.tls_dir is None else f" --tls-dir {shlex.quote(str(plan.tls_dir))}"
+        return f"{key}weft chat --address {plan.grpc_address}{tls}"
     body = {
         "model": plan.model_names[0],
         "messages": [{"role": "user", "content": "What is a loom?"}],
     }
     url = f"{plan.rest_scheme}://{plan.rest_address}/v1/chat/completions"
-    header = shlex.quote("Content-Type: application/json")
-    return f"curl {url} -H {header} -d {shlex.quote(json.dumps(body))}"
+    words = ["curl", url, "-H", "Content-Type: application/json"]
+    if plan.tls_dir is not None:
+        words += ["--cacert", str(plan.tls_dir / "ca.pem")]
+    if plan.needs_key:
+        words += ["-H", "Authorization: Bearer KEY"]
+    return shlex.join([*words, "-d", json.dumps(body)])

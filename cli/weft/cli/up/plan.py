@@ -53,6 +53,10 @@ class MeshPlan:
     """Likewise; empty: REST is off."""
     rest_scheme: str
     """http or https."""
+    tls_dir: Path | None
+    """What clients need for TLS; None: there is none."""
+    needs_key: bool
+    """Clients must bring an API key."""
     worker_addresses: dict[str, str]
     """Of prefill and decode workers, by id: whoever may be filled by another process."""
 
@@ -130,6 +134,8 @@ def plan_mesh(
         gateways=gateways,
         rest_edges=rest_edges,
         rest_scheme="http" if settings.tls_dir is None else "https",
+        tls_dir=settings.tls_dir,
+        needs_key=settings.api_keys_file is not None,
         worker_addresses=workers,
     )
 

@@ -113,7 +113,9 @@ def _read(path: Path) -> _TenantsFile:
     except (ValueError, RecursionError) as error:
         if not isinstance(error, ValidationError):
             raise ConfigError(f"tenants file {path} is not TOML: {error}") from error
-        problems = (
-            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:3]
+        problems = "; ".join(
+            f"{'.'.join(map(str, item['loc']))}: "
+            + ("no such name" if item["type"] == "extra_forbidden" else item["msg"])
+            for item in error.errors()[:3]
         )
-        raise ConfigError(f"tenants file {path}: {'; '.join(problems)}") from None
+        raise ConfigError(f"tenants file {path}: {problems}; docs/targets.md has all") from None
