@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -77,7 +78,17 @@ def main() -> int:
         append(record, {"event": "mesh ready"})
 
     try:
-        asyncio.run(run_mesh(services, Recorder(record), tell, wait_ready, on_ready, 1.0))
+        asyncio.run(
+            run_mesh(
+                services,
+                Recorder(record),
+                tell,
+                wait_ready,
+                on_ready,
+                1.0,
+                ready_timeout_s=float(os.environ.get("FAKE_READY_TIMEOUT_S", "300")),
+            )
+        )
     except ExitedEarly as error:
         append(record, {"event": "failed", "name": error.name, "how": error.how})
         return 1

@@ -1,6 +1,7 @@
 """A stand-in for a service under a supervisor: a ready file, perhaps an engine, bad manners.
 
-A worker has an engine and takes reports of exits; a stubborn one does not end by SIGTERM.
+A worker has an engine and takes reports of exits; a stubborn one does not end by SIGTERM. While
+there is a file NAME.mute beside the record, one of that name never says that it is ready.
 """
 
 import argparse
@@ -71,7 +72,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     server.add_insecure_port(arguments.address)
     await server.start()
     append(arguments.record, {"start": arguments.name, **ready})
-    arguments.ready_file.write_text(json.dumps(ready))
+    if not (arguments.record.parent / f"{arguments.name}.mute").exists():
+        arguments.ready_file.write_text(json.dumps(ready))
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, (lambda: None) if arguments.stubborn else stop.set

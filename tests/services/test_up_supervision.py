@@ -156,6 +156,25 @@ def test_a_service_that_cannot_be_started_again_is_tried_until_it_can(
     assert mesh.end(signal.SIGINT) == 0
 
 
+def test_a_service_that_is_never_ready_is_killed_and_tried_again(
+    start: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_READY_TIMEOUT_S", "12")
+    mesh = start("decode-0:worker", "prefill-0:worker")
+    mesh.ready()
+    mute = mesh.folder / "prefill-0.mute"
+    mute.touch()
+    os.kill(mesh.started("prefill-0")["pid"], signal.SIGKILL)
+    second = mesh.started("prefill-0", 2)
+    late = mesh.until(lambda e: "was not ready after 12 s" in e.get("how", ""))
+    assert late["name"] == "prefill-0"
+    wait_gone([second["pid"], second["engine_pid"]])
+    mute.unlink()
+    mesh.started("prefill-0", 3)
+    mesh.until(lambda e: (e.get("event"), e.get("name")) == ("ready", "prefill-0"), 2)
+    assert mesh.end(signal.SIGINT) == 0
+
+
 def test_a_service_that_cannot_be_started_at_first_ends_the_others(
     start: Callable[..., Mesh], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from weft.cli.up import ports
-from weft.cli.up.ports import free_ports, free_run
+from weft.cli.up.ports import check_free, free_ports, free_run
 from weft.engine.errors import ConfigError
 
 
@@ -34,6 +34,16 @@ def test_the_system_chooses_where_there_are_few(
     bounds.write_text(text)
     monkeypatch.setattr(ports, "_LOCAL_PORTS", bounds)
     assert len(set(free_ports("127.0.0.1", 8))) == 8
+
+
+def test_the_flag_that_helps_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="choose another port with --grpc-port"):
+            check_free("127.0.0.1", port, "--grpc-port")
+    for host in ("192.0.2.1", "nowhere.invalid"):
+        with pytest.raises(ConfigError, match="choose an address of this machine with --host"):
+            check_free(host, port, "--grpc-port")
 
 
 def test_addresses_of_other_machines_are_refused() -> None:

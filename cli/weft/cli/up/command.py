@@ -93,6 +93,7 @@ async def _serve(
         is_alive=health_checker(identity),
         stall_timeout_s=settings.stall_timeout_s,
         max_restart_delay_s=settings.max_restart_delay_s,
+        ready_timeout_s=settings.ready_timeout_s,
     )
 
 

@@ -27,6 +27,7 @@ async def run_mesh(
     is_alive: IsAlive | None = None,
     stall_timeout_s: float | None = None,
     max_restart_delay_s: float = 30.0,
+    ready_timeout_s: float | None = None,
 ) -> None:
     """Runs the services until SIGINT, SIGTERM or SIGHUP; a second signal cuts draining short.
 
@@ -42,9 +43,10 @@ async def run_mesh(
         is_alive: See `Supervisor`.
         stall_timeout_s: See `Supervisor`.
         max_restart_delay_s: Before a service that died soon after its start is started again.
+        ready_timeout_s: See `Supervisor`.
 
     Raises:
-        ExitedEarly: A service ended before it was ready for the first time.
+        ExitedEarly: A service ended before it was ready for the first time, or was not in time.
         TimeoutError: From wait_ready.
     """
     stop, at_once = asyncio.Event(), asyncio.Event()
@@ -55,6 +57,7 @@ async def run_mesh(
         partial(Backoff, most_s=max_restart_delay_s),
         is_alive=is_alive,
         stall_timeout_s=stall_timeout_s,
+        ready_timeout_s=ready_timeout_s,
     )
 
     async def serve() -> None:

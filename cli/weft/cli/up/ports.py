@@ -26,8 +26,12 @@ def check_free(host: str, port: int, flag: str) -> None:
     try:
         _bind(host, port).close()
     except OSError as error:
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        advice = (
+            f"another port with {flag}" if is_port else "an address of this machine with --host"
+        )
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another port with {flag}"
+            f"cannot listen on {host}:{port}: {error.strerror}; choose {advice}"
         ) from error
 
 

@@ -47,7 +47,7 @@ class ServiceSpec:
 
 
 class ExitedEarly(Exception):
-    """A service ended before it was ready."""
+    """A service ended before it was ready, or had to be ended."""
 
     def __init__(self, name: str, how: str) -> None:
         """`how` is what became of it, in words."""

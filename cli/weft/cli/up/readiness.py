@@ -35,7 +35,8 @@ async def wait_for_mesh(
     async with open_channel(grpc_address, "gateway", identity) as channel:
         while (problem := await _problem(channel, rest_address, identity)) is not None:
             if loop.time() > deadline:
-                raise TimeoutError(f"the mesh was not ready after {timeout_s:g} s: {problem}")
+                told = problem.rstrip(".")
+                raise TimeoutError(f"the mesh was not ready after {timeout_s:g} s: {told}")
             await asyncio.sleep(_INTERVAL_S)
         deadline = min(deadline, loop.time() + _FLEET_GRACE_S)
         while loop.time() < deadline and not await _sees_everyone(channel):

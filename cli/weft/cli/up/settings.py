@@ -131,7 +131,10 @@ class UpSettings(Settings):
         "more, in seconds",
     )
     ready_timeout_s: float = Field(
-        900.0, gt=0, description="longest time until the mesh must be ready, in seconds"
+        900.0,
+        gt=0,
+        description="longest time until a service must be ready, after every start of it, and then "
+        "the mesh as a whole, in seconds",
     )
     prefill_args: str = Field("", description="further flags for prefill workers, in one string")
     decode_args: str = Field("", description="further flags for decode workers, in one string")

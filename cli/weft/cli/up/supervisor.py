@@ -76,6 +76,8 @@ class Supervisor:
         make_backoff: Delays of one service's restarts.
         is_alive: Tells whether a worker does anything; None: processes that live are left alone.
         stall_timeout_s: A worker that was not alive for longer is killed; None: never.
+        ready_timeout_s: A service that does not serve by then after its start is killed; None:
+            never.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Supervisor:
         *,
         is_alive: IsAlive | None = None,
         stall_timeout_s: float | None = None,
+        ready_timeout_s: float | None = None,
     ) -> None:
         self._specs = tuple(specs)
         self._reporter = reporter
@@ -94,6 +97,7 @@ class Supervisor:
         self._make_backoff = make_backoff
         self._is_alive = is_alive
         self._stall_timeout_s = stall_timeout_s
+        self._ready_timeout_s = ready_timeout_s
         self._running: dict[str, ServiceProcess] = {}
 
     def process(self, name: str) -> ServiceProcess | None:
@@ -104,7 +108,8 @@ class Supervisor:
         """Starts everything at once and returns when all are ready.
 
         Raises:
-            ExitedEarly: A service ended before it was ready; `stop` is still to be called.
+            ExitedEarly: A service ended before it was ready, or was not in time; `stop` is still
+                to be called.
         """
         ready = [asyncio.create_task(self._start(spec)) for spec in self._specs]
         try:
@@ -117,10 +122,17 @@ class Supervisor:
         self._running[spec.name] = process
         self._reporter.starting(spec.name)
         try:
-            await process.wait_ready(partial(self._reporter.loading, spec.name))
+            async with asyncio.timeout(self._ready_timeout_s):
+                await process.wait_ready(partial(self._reporter.loading, spec.name))
         except ExitedEarly:
             del self._running[spec.name]
             raise
+        except TimeoutError:
+            process.kill()
+            await process.gone()
+            del self._running[spec.name]
+            how = f"was not ready after {self._ready_timeout_s:g} s and is killed"
+            raise ExitedEarly(spec.name, how) from None
         self._reporter.ready(spec.name, process.uptime_s)
 
     async def watch(self) -> None:
