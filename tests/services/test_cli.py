@@ -5,6 +5,7 @@ import io
 import json
 import secrets
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
@@ -134,6 +135,14 @@ async def test_without_a_gateway_it_says_so(command: str) -> None:
     status, _, err = await run(command, "--address", "127.0.0.1:1")
     assert status == 1
     assert "no gateway answers at 127.0.0.1:1" in err
+
+
+async def test_a_gateway_that_stands_still_is_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        status, _, err = await run("status", "--address", address)
+    assert status == 1
+    assert f"the gateway at {address} did not answer in time" in err
 
 
 async def test_status_tells_of_every_worker(

@@ -124,6 +124,8 @@ def explain(error: grpc.RpcError, address: str) -> str:
             f"no gateway answers at {address}; is the mesh up (`weft up`), and does it want "
             "--tls-dir?"
         )
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not _is_typed(error):
+        return f"the gateway at {address} did not answer in time; its log may say why"
     if error.code() == grpc.StatusCode.PERMISSION_DENIED:
         # The command line's own certificate opens all that it calls; this gateway asked for none.
         return (
@@ -137,6 +139,8 @@ def explain_service(error: grpc.RpcError, address: str) -> str:
     """One sentence for a failed call of a service, whose name stands before it."""
     if error.code() == grpc.StatusCode.UNAVAILABLE and not _is_typed(error):
         return f"does not answer at {address}; does the mesh want --tls-dir?"
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not _is_typed(error):
+        return "did not answer in time; its log may say why"
     return error.details() or error.code().name
 
 
