@@ -275,3 +275,15 @@ def test_approximate_forgets_another_incarnation() -> None:
     policy.choose(pool("a"), ask(ids), 1)
     assert policy.choose(pool("a"), ask(ids), 1)[0].match_tokens == 40
     assert policy.choose(pool([worker("a", epoch=2)]), ask(ids), 1)[0].match_tokens == 0
+
+
+@pytest.mark.parametrize("request_tokens", [512, 0])
+def test_what_everybody_asks_about_is_not_left_to_one_worker(request_tokens: int) -> None:
+    """In a decode pool, whose requests share steps; a prefill worker's queue says it itself."""
+    policy = CacheAware(PolicyOptions(request_tokens=request_tokens, spread_tokens=0))
+    document = [random.randrange(1000) for _ in range(4000)]
+    learn(policy, "a", document)
+    for more, expected in ((0, "a"), (32, "a"), (33, "b"), (200, "b")):
+        view = pool("abc", [5 + more, 5, 6 + more], [0, 0, 0], [0, 0, 0])
+        chosen = names(view, policy.choose(view, ask([*document, 7]), 3))
+        assert chosen[0] == (expected if request_tokens else "a")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import signal
 import sys
 import time
@@ -167,6 +168,9 @@ def _first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
 
 def _lines() -> Iterator[str]:
     """What the user types, without empty lines; ends with the input."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # A terminal or a file of another encoding: what is no text comes as lone surrogates.
+        sys.stdin.reconfigure(errors="surrogateescape")
     with contextlib.suppress(ImportError):  # line editing, where there is some
         import readline  # noqa: F401
     while True:
@@ -177,7 +181,6 @@ def _lines() -> Iterator[str]:
         except KeyboardInterrupt:
             sys.stdout.write("\n(/quit ends)\n")
             continue
-        # A terminal or a file of another encoding: its bytes came as lone surrogates.
         line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         if line:
             yield line

@@ -243,6 +243,7 @@ class ServiceServer:
             loop.add_signal_handler(number, received.put_nowait, number)
         signalled = asyncio.create_task(received.get())
         wanted = asyncio.create_task(self._stop_wanted.wait())
+        stopping: asyncio.Task[None] | None = None
         try:
             await asyncio.wait({signalled, wanted}, return_when=asyncio.FIRST_COMPLETED)
             name = signalled.result().name if signalled.done() else None
@@ -260,6 +261,9 @@ class ServiceServer:
         finally:
             signalled.cancel()
             wanted.cancel()
+            if stopping is not None and not stopping.done():  # Whoever ends this closes by itself.
+                stopping.cancel()
+                await asyncio.gather(stopping, return_exceptions=True)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 

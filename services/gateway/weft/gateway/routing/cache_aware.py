@@ -12,6 +12,8 @@ from weft.gateway.routing.view import Column, PoolView, Rates
 
 _LATE = 1 << 40
 """Above every cost."""
+_CROWDED = 1 << 39
+"""Above every other cost, below being late."""
 _MAX_ENDS = 1 << 16
 
 
@@ -34,8 +36,10 @@ class CacheAware(Policy):
     the share of its cache that a worker has filled anew lately, and will with what is queued: new
     conversations go where the cache has had rest, or those with popular beginnings would all meet
     in few caches, and push one another out while other caches keep what nobody asks for. Equal
-    ones take turns. For a request with a target for its first token, workers that would be in time
-    come before those that would not, whatever the cost.
+    ones take turns. Where requests share steps, workers with over `balance_abs_threshold` requests
+    more than the least busy one come last, whatever they hold: a document that everybody asks about
+    is worth computing on another worker as well. For a request with a target for its first token,
+    workers that would be in time come before all that would not.
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
@@ -56,6 +60,9 @@ class CacheAware(Policy):
         if self.options.spread_tokens and self._is_free(view, request, int(matches.max())):
             spread = self.options.spread_tokens * (self.index.inflow(view) + _to_come(view))
             cost = cost + spread.astype(np.int64)
+        if self.options.request_tokens:
+            more = view.num_requests - view.num_requests.min()
+            cost = cost + _CROWDED * (more > self.options.balance_abs_threshold)
         if request.first_token_s is not None:
             cost = cost + _LATE * self._is_late(view, request, matches, request.first_token_s)
         best = self.least(view, count, cost)  # the prompt's length is the same for all
