@@ -249,3 +249,30 @@ def test_process_drains_on_sigterm(tmp_path: Path, is_good: bool) -> None:
     assert record["request_id"] == "r1"
     assert record["service"] == "demo"
     assert ["of the drain" in json.dumps(other) for other in others] == ([] if is_good else [True])
+
+
+def test_a_signal_before_the_service_waits_for_it_ends_it_in_order() -> None:
+    """As process 1 of a container it would be ignored otherwise."""
+    program = """
+import asyncio
+from weft.common.server import run
+
+async def main():
+    try:
+        print("begun", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        print("ended", flush=True)
+    return 0
+
+raise SystemExit(run(main()))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=60)
+    assert rest == "ended\n"
+    assert process.returncode == 128 + signal.SIGTERM

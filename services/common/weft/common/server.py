@@ -318,7 +318,8 @@ def _state(is_good: bool) -> health_pb2.HealthCheckResponse.ServingStatus.ValueT
 def run(main: Coroutine[Any, Any, int]) -> int:
     """Runs a service's main coroutine on uvloop where there is one; returns its exit status.
 
-    That is 1 after a failure that the service did not expect, which is logged.
+    That is 1 after a failure that the service did not expect, which is logged, and that of SIGTERM
+    if the signal came before the service waited for it: what had begun is ended all the same.
     """
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     # Not built for every platform: the standard loop serves, more slowly.
@@ -328,7 +329,19 @@ def run(main: Coroutine[Any, Any, int]) -> int:
         loop_factory = uvloop.new_event_loop
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            return runner.run(main)
+            return runner.run(_until_terminated(main))
+    except asyncio.CancelledError:
+        _log.info("ended before it was ready")
+        return 128 + signal.SIGTERM
     except Exception:
         _log.exception("the service ends: it failed")
         return 1
+
+
+async def _until_terminated(main: Coroutine[Any, Any, int]) -> int:
+    """Runs `main`, which SIGTERM cancels until `run_until_signal` takes it: process 1 of a
+    container would be deaf to it, and others would end without their last words."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await main
