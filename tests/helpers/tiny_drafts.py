@@ -57,17 +57,19 @@ def make_tiny_draft(
     return path
 
 
-def make_draft_adapter(folder: Path, draft_dir: Path, seed: int, **settings: Any) -> Path:
-    """A random draft adapter for a head, of rank `DRAFT_RANK` and alpha 16."""
+def make_draft_adapter(
+    folder: Path, draft_dir: Path, seed: int, *, rank: int = DRAFT_RANK, **settings: Any
+) -> Path:
+    """A random draft adapter for a head, of alpha 16."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for module in MODULES:
         out, width = load_file(draft_dir / "model.safetensors")[f"midlayer.{module}.weight"].shape
         name = f"base_model.model.midlayer.{module}.lora"
-        tensors[f"{name}_A.weight"] = 0.3 * torch.randn(DRAFT_RANK, width, generator=generator)
-        tensors[f"{name}_B.weight"] = 0.3 * torch.randn(out, DRAFT_RANK, generator=generator)
+        tensors[f"{name}_A.weight"] = 0.3 * torch.randn(rank, width, generator=generator)
+        tensors[f"{name}_B.weight"] = 0.3 * torch.randn(out, rank, generator=generator)
     modules = [module.rpartition(".")[2] for module in MODULES]
-    return write_adapter(folder, tensors, r=DRAFT_RANK, target_modules=modules, **settings)
+    return write_adapter(folder, tensors, r=rank, target_modules=modules, **settings)
 
 
 def merged_head(path: Path, draft_dir: Path, adapter: Path) -> Path:

@@ -181,7 +181,8 @@ class EngineConfig:
     """Adapters on the device at once, and so of one step."""
     lora_memory_bytes: int | None = None
     """Device memory of adapters. None: as much as max_loras adapters of rank 16 take that change
-    every projection of the model."""
+    every projection of the model. What they bring for an EAGLE-3 head on a GPU takes some beside
+    it."""
     lora_projections: tuple[str, ...] = ()
     """What adapters may change, among which that memory is divided: q, k, v, o, gate, up, down;
     embed_tokens, lm_head; experts, or shared_experts where all of them share A of gate and up and B

@@ -16,7 +16,7 @@ class LoraLimits:
     max_loras: int
     """Adapters on the device at once."""
     memory_bytes: int
-    """Of all rows on the device."""
+    """Setting that rows on the device follow from; those of a draft head come in addition."""
     num_rows: Needs
     """Rows on the device by kind of projection: all kinds that can be changed."""
     row_bytes: Mapping[str, int]
@@ -27,8 +27,9 @@ class LoraLimits:
     def describe(self) -> str:
         """In one line, for logs and status."""
         rows = ", ".join(f"{kind} {count:,}" for kind, count in self.num_rows.items())
+        size = sum(count * self.row_bytes[kind] for kind, count in self.num_rows.items())
         return (
-            f"adapters: {self.memory_bytes / 2**20:,.0f} MiB on the device, at most "
+            f"adapters: {size / 2**20:,.0f} MiB on the device, at most "
             f"{self.max_loras} at once; rows of rank 8: {rows}"
         )
 

@@ -463,9 +463,9 @@ class AdapterManager:
                 f"{entry.label} has the digest {weights.digest.hex()[:16]}, not "
                 f"{entry.digest.hex()[:16]}: it was changed since it was registered"
             )
+        # Draft adapters are in no digest: another one may be there than the last time.
+        entry.needs, entry.rank, entry.num_bytes = weights.needs, weights.rank, weights.num_bytes
         if not entry.is_held:
-            entry.needs, entry.rank = weights.needs, weights.rank
-            entry.num_bytes = weights.num_bytes
             self._limits.check(entry.label, entry.needs, entry.num_bytes)
             if not entry.is_unloading:
                 self._check_pins(entry, is_pinned=entry.is_pinned)

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_RANK = 16
 """Of the adapters that the default of `lora_memory_bytes` has room for."""
+DEFAULT_DRAFT_RANK = 32
+"""Of the draft adapters that there is room for at least: each changes a single layer."""
 
 
 def plan_lora(
@@ -42,12 +44,16 @@ def plan_lora(
     """Divides the memory for adapters among the kinds of projections, for adapters of one rank on
     all of them.
 
+    Rows of a draft head come in addition, an equal part for each of `max_loras` adapters: drafts
+    never decide whether an adapter has room.
+
     Raises:
         ConfigError: Not one row of each fits.
     """
     shares: dict[str, tuple[int, int]] = {}
+    drafts: dict[str, tuple[int, int]] = {}
     for part in projections:
-        shares |= part.rows(dtype.itemsize)
+        (drafts if part.is_draft else shares).update(part.rows(dtype.itemsize))
     unit = sum(count * size for count, size in shares.values())
     size = config.lora_memory_bytes
     if size is None:
@@ -60,11 +66,13 @@ def plan_lora(
             "bytes",
             param="lora_memory_bytes",
         )
+    rows_each = max(DEFAULT_DRAFT_RANK // ROW_RANK, size // unit // config.max_loras)
+    rows_each = min(rows_each, -(-config.max_lora_rank // ROW_RANK))
     return LoraLimits(
         max_loras=config.max_loras,
         memory_bytes=size,
-        num_rows=num_rows,
-        row_bytes={name: row_bytes for name, (_, row_bytes) in shares.items()},
+        num_rows=num_rows | dict.fromkeys(drafts, config.max_loras * rows_each),
+        row_bytes={name: row_bytes for name, (_, row_bytes) in (shares | drafts).items()},
         host_bytes=config.lora_host_bytes,
     )
 
@@ -192,29 +200,38 @@ class LoraPool:
                 is_lenient=is_lenient,
             )
             parts = tuple(self._projections.values())
-            adapter = self._with_drafts(adapter, Path(directory) / DRAFT_FOLDER)
             try:
-                return host_weights(
+                weights = host_weights(
                     adapter, parts, self._max_rank, self._own_weight, is_pinned=self._is_cuda
                 )
             except AdapterError as error:
                 raise AdapterError(f"adapter {directory}: {error.message}") from error
+            return self._with_drafts(weights, Path(directory) / DRAFT_FOLDER)
 
-    def _with_drafts(self, adapter: Adapter, folder: Path) -> Adapter:
-        """An adapter with what it changes of the draft head, if that fits."""
+    def _with_drafts(self, weights: HostWeights, folder: Path) -> HostWeights:
+        """With what the adapter changes of the draft head, if that is small enough to take nothing
+        from any adapter."""
         if self._drafts is None:
-            return adapter
-        pairs = self._drafts.read(folder, self._max_rank)
-        for kind, pair in pairs.items():
-            num_rows = -(-pair.rank // ROW_RANK)
-            if num_rows > self.limits.num_rows[kind]:
-                logger.warning("drafts go without %s: no room for %d rows", folder, num_rows)
-                return adapter
-        own = {
+            return weights
+        parts = self._drafts.projections
+        share = min(self.limits.num_rows[part.name] for part in parts) // self.limits.max_loras
+        pairs = self._drafts.read(folder, min(self._max_rank, share * ROW_RANK))
+        modules = {
             (0, kind): LoraPair(pair.a.to(self._dtype), pair.b.to(self._dtype))
             for kind, pair in pairs.items()
         }
-        return replace(adapter, modules={**adapter.modules, **own})
+        adapter = Adapter(digest=weights.digest, rank=0, modules=modules)
+        drafts = host_weights(
+            adapter, parts, self._max_rank, self._own_weight, is_pinned=self._is_cuda
+        )
+        if weights.num_bytes + drafts.num_bytes > self.limits.host_bytes:
+            logger.warning(
+                "drafts go without %s: %d bytes beside the adapter's %d are more than "
+                "lora_host_bytes",
+                *(folder, drafts.num_bytes, weights.num_bytes),
+            )
+            return weights
+        return replace(weights, kinds={**weights.kinds, **drafts.kinds})
 
     def _own_weight(self, name: str) -> torch.Tensor | None:
         """See `OwnWeight`."""

@@ -114,8 +114,7 @@ def host_weights(
         a = _half([c.a if c else None for c in changes], *sizes, is_pinned=is_pinned)
         b = _half([c.b.mT if c else None for c in changes], *sizes, is_pinned=is_pinned)
         ranks = np.array([change.rank if change else 0 for change in changes], np.int32)
-        if not part.is_draft:
-            most.append(int(ranks.max()))
+        most.append(int(ranks.max()))
         counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)
         kinds[part.name] = KindRows(a, b, counts.astype(np.int32))
     return HostWeights(adapter.digest, max([adapter.rank, *most]), kinds)

@@ -45,11 +45,22 @@ def read_draft_adapter(
         AdapterError: It cannot be used.
     """
     pairs = read_draft_pairs(folder, shapes)
-    return {module: pair.b @ pair.a for module, pair in pairs.items()}
+    changes = {module: pair.b @ pair.a for module, pair in pairs.items()}
+    for module, change in changes.items():
+        _check_finite(folder, module, change)
+    return changes
 
 
-def read_draft_pairs(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraPair]:
-    """`read_draft_adapter` as the factors of each change, in float32."""
+def read_draft_pairs(
+    folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int | None = None
+) -> dict[str, LoraPair]:
+    """`read_draft_adapter` as the factors of each change, scaled, in float32; not multiplied.
+
+    Args:
+        folder: See there.
+        shapes: See there.
+        max_rank: Of a change, beside what its matrix can have; more is refused unread.
+    """
     with open_adapter(folder) as files:
         config = PeftConfig.parse(files.config, folder)
         halves: dict[str, dict[str, torch.Tensor]] = {}
@@ -69,10 +80,12 @@ def read_draft_pairs(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dic
                     f"draft adapter {folder}: {name} is {list(entry.shape)}, but size {place} of "
                     f"lora_{half} is {size} in this head"
                 )
-            if entry.shape[1 - place] > min(shapes[module]):
+            most = min(shapes[module])
+            most = most if max_rank is None else min(most, max_rank)
+            if entry.shape[1 - place] > most:
                 raise AdapterError(
-                    f"draft adapter {folder}: {name} has rank {entry.shape[1 - place]}, more than "
-                    f"{module} can have"
+                    f"draft adapter {folder}: {name} has rank {entry.shape[1 - place]}, at most "
+                    f"{most} is taken"
                 )
             if half in halves.setdefault(module, {}):
                 raise AdapterError(f"draft adapter {folder}: {name} is there twice, as {module}")
@@ -88,9 +101,14 @@ def _scaled(
     if a is None or b is None or a.shape[0] != b.shape[1]:
         raise AdapterError(f"draft adapter {folder}: A and B of {module} do not fit together")
     b = config.scaling_of([module], a.shape[0]) * b
-    if not (b @ a).isfinite().all():
-        raise AdapterError(f"draft adapter {folder}: {module} has values that are not finite")
+    for half in (a, b):
+        _check_finite(folder, module, half)
     return LoraPair(a, b)
+
+
+def _check_finite(folder: Path, module: str, values: torch.Tensor) -> None:
+    if not values.isfinite().all():
+        raise AdapterError(f"draft adapter {folder}: {module} has values that are not finite")
 
 
 def _tensor(files: AdapterFiles, name: str, entry: TensorEntry) -> torch.Tensor:

@@ -65,13 +65,9 @@ class DraftAdapterFiles:
         if not folder.is_dir():
             return {}
         try:
-            pairs = read_draft_pairs(folder, self._shapes)
+            pairs = read_draft_pairs(folder, self._shapes, max_rank)
         except (AdapterError, RuntimeError, ValueError) as error:
             logger.warning("drafts go without %s: %s", folder, error)
-            return {}
-        rank = max((pair.rank for pair in pairs.values()), default=0)
-        if rank > max_rank:
-            logger.warning("drafts go without %s: rank %s, at most %s", folder, rank, max_rank)
             return {}
         return {_NAMES[module]: pair for module, pair in pairs.items()}
 
