@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -159,6 +161,20 @@ def test_what_is_left_out_for_its_rank_is_not_read(
     assert {pair.rank for pair in pairs.values()} == {64}
     assert len(reads) == 2 * len(shapes)
     assert counter.get_total_flops() == 0, "products are for whoever needs them"
+
+
+def test_drafts_on_a_bad_disk_are_left_out(
+    case: DraftAdapterCase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    files = DraftAdapterFiles(adaptable_shapes(Eagle3Config.load(case.draft_dir)))
+    folder = case.adapters[0] / DRAFT_FOLDER
+    assert files.read(folder, DRAFT_RANK)
+    monkeypatch.setattr(os, "preadv", fails)
+    assert not files.read(folder, DRAFT_RANK)
+    assert "Input/output error" in caplog.text
 
 
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["used", "pinned"])

@@ -62,11 +62,11 @@ class DraftAdapterFiles:
 
     def read(self, folder: Path, max_rank: int) -> Mapping[str, LoraPair]:
         """See `DraftParts.read`."""
-        if not folder.is_dir():
-            return {}
         try:
+            if not folder.is_dir():
+                return {}
             pairs = read_draft_pairs(folder, self._shapes, max_rank)
-        except (AdapterError, RuntimeError, ValueError) as error:
+        except (AdapterError, OSError, RuntimeError, ValueError) as error:
             logger.warning("drafts go without %s: %s", folder, error)
             return {}
         return {_NAMES[module]: pair for module, pair in pairs.items()}
