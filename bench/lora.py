@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +55,22 @@ COMPARED = 8
 """Requests of a batch that are run alone as well."""
 WAITED_S, MOST_WAITED_S = 0.0002, 30.0
 """Between two looks whether an adapter is there, and in all."""
+
+
+class Checked(NamedTuple):
+    """First tokens of a batch beside those of the same request alone."""
+
+    equal: int = 0
+    compared: int = 0
+
+    def plus(self, *, is_equal: bool) -> Checked:
+        """With one more."""
+        return Checked(self.equal + is_equal, self.compared + 1)
+
+    @property
+    def differing(self) -> float:
+        """Share of them."""
+        return 1 - self.equal / max(1, self.compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +143,14 @@ def throughput(
     rank: int,
     arguments: argparse.Namespace,
     draw: random.Random,
-) -> tuple[dict[int, list[Speed]], tuple[int, int]]:
-    """Speeds by number of adapters, one a round.
+    checked: dict[str, Checked],
+) -> dict[int, list[Speed]]:
+    """Speeds by number of adapters, one a round; first tokens of the last round are compared.
 
-    Returns:
-        The speeds, and how many of the last round's first tokens equal those of the same request
-        alone, of how many. (In bfloat16 near-ties may fall another way.)
+    In bfloat16 near ties may fall another way alone, without adapters as with them.
     """
     values: dict[int, list[Speed]] = {count: [] for count in arguments.counts}
     vocab_size = llm.engine.info.vocab_size
-    equal = compared = 0
     with Progress(transient=True) as progress:
         for number in progress.track(range(arguments.repeats + 1), description=f"rank {rank}"):
             for count in draw.sample(arguments.counts, len(arguments.counts)):
@@ -150,9 +164,9 @@ def throughput(
                 if number == arguments.repeats:
                     for i in range(min(COMPARED, arguments.batch)):
                         _, alone = run_batch(llm, [prompts[i]], [named[i]], 1)
-                        equal += alone[0] == found[i][:1]
-                        compared += 1
-    return values, (equal, compared)
+                        kind = "with" if named[i] else "without"
+                        checked[kind] = checked[kind].plus(is_equal=alone[0] == found[i][:1])
+    return values
 
 
 def first_token_s(llm: LLM, adapter: bytes, draw: random.Random) -> float:
@@ -270,9 +284,10 @@ class Figures:
 
     speeds: dict[int, dict[int, list[Speed]]] = field(default_factory=dict)
     """By rank and number of adapters."""
-    equal: int = 0
-    """First tokens that are those of the same request alone."""
-    compared: int = 0
+    checked: dict[str, Checked] = field(
+        default_factory=lambda: {"without": Checked(), "with": Checked()}
+    )
+    """Of requests without and with adapters."""
     adapter_bytes: dict[int, int] = field(default_factory=dict)
     """By rank."""
     firsts: dict[str, list[float]] = field(default_factory=dict)
@@ -306,8 +321,8 @@ def measure(arguments: argparse.Namespace, folder: Path, draw: random.Random) ->
                 paths = write(rank, most)
             adapters = [llm.load_adapter(path) for path in paths]
             figures.adapter_bytes[rank] = llm.engine.adapters.states()[0].num_bytes
-            figures.speeds[rank], (equal, of) = throughput(llm, adapters, rank, arguments, draw)
-            figures.equal, figures.compared = figures.equal + equal, figures.compared + of
+            speeds = throughput(llm, adapters, rank, arguments, draw, figures.checked)
+            figures.speeds[rank] = speeds
             yield figures
             for adapter in adapters:
                 llm.unload_adapter(adapter)
@@ -445,24 +460,26 @@ def report(
         title = f"A batch of {arguments.batch}, rank {rank}, {arguments.change}"
         rows[rank] = throughput_rows(console, speeds, title)
     latencies = latency_rows(console, figures, arguments.batch // 4) if figures.firsts else {}
-    checked = (figures.equal, figures.compared)
+    without, with_adapters = (figures.checked[kind] for kind in ("without", "with"))
     for line in [
         *describe_lines(setup),
-        f"first tokens equal to those of the same request alone: {checked[0]} of {checked[1]}",
+        "first tokens equal to those of the same request alone: "
+        f"{with_adapters.equal} of {with_adapters.compared} with adapters, "
+        f"{without.equal} of {without.compared} without",
         f"other programs kept {setup['other_cores']:.2f} cores busy",
     ]:
         console.print(line, soft_wrap=True, highlight=False)
     content = {
         "command": " ".join(sys.argv),
         "setup": setup,
-        "checked": checked,
+        "checked": figures.checked,
         "adapter_bytes": figures.adapter_bytes,
         "throughput": rows,
         **latencies,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
     console.print(f"written to {path}", soft_wrap=True, highlight=False)
-    return 0 if checked[0] >= 0.9 * checked[1] else 1
+    return 0 if with_adapters.differing <= 0.1 + 2 * without.differing else 1
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ def gpu_kernels() -> Iterator[None]:
         *common, first_position = arguments
         return attention.paged_attention(*common, first_position=first_position, **trees)
 
-    def gate_up_silu(x: torch.Tensor, w: LinearWeight) -> torch.Tensor:
+    def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: None) -> torch.Tensor:
+        assert lora is None
         return activation.silu_and_mul(x @ w.data.t())
 
     with pytest.MonkeyPatch.context() as patch:

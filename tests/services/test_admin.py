@@ -237,7 +237,8 @@ async def test_a_gateway_forgets_and_tells(tmp_path: Path, token_file: Path) -> 
             )
             out, err = await asyncio.wait_for(done.communicate(), 60)
             assert done.returncode == status, err
-            assert b"4 pages flushed" in out or status
+            # What the gateway knows of either pool.
+            assert b"8 pages flushed" in out or status
         request = gateway_pb2.CompleteRequest(token_ids=ids)
         assert [message async for message in mesh.typed.Complete(request)]
         assert submits[-1].prefill_candidates[0].match_tokens == 0
