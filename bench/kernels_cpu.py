@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from roofline import Roofline, timed
+from weft.engine.transfer.digest import digest_pages, digest_pages_numpy
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
 from weft.kernels.attention import paged_attention, paged_attention_reference
@@ -406,7 +408,24 @@ def make_rows(model: Model) -> list[Row]:
         rows.append(lora_row(model, "decode 64 x 160", [(1, 160)] * 64, count, True))
     rows.append(lora_row(model, "decode 1 x 160", [(1, 160)], 1, True))
     rows.append(lora_row(model, "prompt 512 of 512", [(512, 512)], 1, False))
+    rows.append(digest_row())
     return rows
+
+
+def digest_row() -> Row:
+    """Pages as workers ship them, by one thread."""
+    count, page_bytes = 64, 1 << 20
+    pages = np.random.default_rng().integers(0, 256, (count, page_bytes), dtype=np.uint8)
+    numbers = range(count)
+    found = digest_pages(pages, numbers)
+    assert (found == digest_pages_numpy(pages, numbers)).all(), "digests"
+    return Row(
+        name=f"page digests, one thread, {count} x 1 MiB",
+        native=lambda: digest_pages(pages, numbers),
+        peer=lambda: digest_pages_numpy(pages, numbers),
+        peer_name="numpy",
+        bytes=float(pages.nbytes),
+    )
 
 
 def measure(rows: list[Row], roofline: Roofline, repeats: int) -> None:
@@ -456,9 +475,9 @@ def print_rows(results: list[dict[str, object]], setup: dict[str, object]) -> No
             str(r["name"]),
             f"{r['native_ms']:.2f}",
             f"{r['native_ms_min']:.2f} - {r['native_ms_max']:.2f}",
-            f"{r['gbytes_per_s']:.1f}" if work else "",
+            f"{r['gbytes_per_s']:.1f}" if r["gbytes_per_s"] else "",
             f"{r['gflops_per_s']:.0f}" if work else "",
-            f"{r['roofline_share']:.0%}" if work else "",
+            f"{r['roofline_share']:.0%}" if r["roofline_share"] else "",
             f"{r['peer_ms']:.2f}",
             f"{r['times_faster']:.2f}",
             str(r["peer"]),

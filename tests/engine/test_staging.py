@@ -186,12 +186,17 @@ def test_prompts_that_come_together_are_filled_one_after_the_other(
     pair.settle()
 
 
+def submit_large_among_small(pair: EnginePair) -> tuple[list[str], str, list[str]]:
+    """Seven small prompts, a large one, and seven small ones."""
+    before = [pair.submit(new_prompt(2)) for _ in range(7)]
+    large = pair.submit(new_prompt(14))
+    return before, large, [pair.submit(new_prompt(2)) for _ in range(7)]
+
+
 def test_a_large_prompt_is_not_overtaken(start: Start, page_bytes: int) -> None:
     """Small ones that come behind it wait until it has found room."""
     pair = start(staging_bytes=17 * page_bytes, prefill_chunk_tokens=2 * PAGE)
-    before = [pair.submit(new_prompt(2)) for _ in range(7)]
-    large = pair.submit(new_prompt(14))
-    after = [pair.submit(new_prompt(2)) for _ in range(7)]
+    before, large, after = submit_large_among_small(pair)
     pair.finish(*before, large, *after)
     fills = {
         request: pair.answers[request].finished[0].timeline.fills[0]
@@ -206,9 +211,7 @@ def test_a_large_prompt_is_not_overtaken(start: Start, page_bytes: int) -> None:
 def test_a_large_prompt_that_ends_lets_others_go_on(start: Start, page_bytes: int) -> None:
     """It is cancelled while it waits for room."""
     pair = start(staging_bytes=17 * page_bytes, prefill_chunk_tokens=2 * PAGE)
-    before = [pair.submit(new_prompt(2)) for _ in range(7)]
-    large = pair.submit(new_prompt(14))
-    after = [pair.submit(new_prompt(2)) for _ in range(7)]
+    before, large, after = submit_large_among_small(pair)
     pair.turn()
     pair.send(cancels=[Cancel(session=1, request_id=large, attempt=1)])
     pair.finish(*before, *after)

@@ -287,6 +287,8 @@ def _head_drafter(
     Raises:
         ConfigError: There is not enough memory for the graphs.
     """
+    if lora is not None and not lora.takes_drafts:
+        lora = None  # Graphs with adapters would be as those without.
     graphs = _chain_graphs(config, drafted, runner, lora)
     trees = _tree_graphs(config, drafted, runner, lora)
 

@@ -183,6 +183,11 @@ class LoraPool:
         """What the layers are given for a step whose tokens are sorted so."""
         return LoraStep(segments=segments, **self._groups)
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Adapters may bring changes of a draft head."""
+        return self._drafts is not None
+
     def draft_step(self, segments: LoraSegments) -> LoraStep:
         """The same for the layer of a draft head, number 0."""
         return LoraStep(segments=segments, **self._draft_groups)
@@ -220,6 +225,8 @@ class LoraPool:
             (0, kind): LoraPair(pair.a.to(self._dtype), pair.b.to(self._dtype))
             for kind, pair in pairs.items()
         }
+        if not modules:
+            return weights
         adapter = Adapter(digest=weights.digest, rank=0, modules=modules)
         drafts = host_weights(
             adapter, parts, self._max_rank, self._own_weight, is_pinned=self._is_cuda

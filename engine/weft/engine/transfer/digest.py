@@ -39,7 +39,7 @@ _NUMPY_CHUNK_WORDS = 1 << 16
 
 @functools.cache
 def native_digest() -> NativeLibrary:
-    """The C form, compiled on first use; without it digests come from numpy, some 25x slower."""
+    """The C form, compiled on first use; without it digests come from numpy, some 5x slower."""
     if sys.byteorder != "little":
         return NativeLibrary(None, None, "digest.c: this host is not little-endian")
     native = load_native(Path(__file__).with_name("digest.c"))

@@ -53,7 +53,7 @@ async def run_store(settings: KvStoreSettings) -> int:
 async def _serve(settings: KvStoreSettings, store: KvStore) -> int:
     try:
         if why := await store.warm_up():
-            logger.warning("digests are computed without native code, some 25x slower: %s", why)
+            logger.warning("digests are computed without native code, some 5x slower: %s", why)
         registry = CollectorRegistry()
         registry.register(StoreCollector(store))
         server = ServiceServer(settings, registry, admin=StoreAdmin(store), tracer=store.tracer)
