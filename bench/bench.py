@@ -45,7 +45,7 @@ QUICK = {"turns": 1, "tokens": 24, "streams": [1, 16], "prompt_tokens": [512], "
 
 
 def measure(ledger: Ledger, parts: Sequence[sections.Section], num_turns: int) -> float:
-    """All turns of all sections; the cores that other programs kept busy meanwhile."""
+    """Runs all turns of all sections; returns the cores that other programs kept busy meanwhile."""
     with Progress(transient=True) as progress:
         timing = progress.add_task("timing", total=(num_turns + 1) * len(parts))
         before = MachineUse.now()
@@ -71,7 +71,7 @@ def judge(ledger: Ledger, model_dir: Path, dtype: str, tokenizer: Tokenizer) -> 
 
 
 def describe_run(arguments: argparse.Namespace, systems: Systems, others: float) -> list[str]:
-    """What the rows mean, below the table."""
+    """Describes the rows, for the lines below the table."""
     lines = [
         f"Greedy, {arguments.tokens} new tokens a request, {arguments.turns} turns in rotation; "
         f"1 stream: {arguments.single} requests one after the other a turn. first, between: "
@@ -98,12 +98,12 @@ def describe_run(arguments: argparse.Namespace, systems: Systems, others: float)
 
 
 def share_of(system: LoadSystem) -> float:
-    """Of one core, what the client used while it waited for answers."""
+    """Share of one core that the client used while it waited for answers."""
     return system.cpu_s / system.wall_s
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags."""
+    """Parses the flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default=",".join(ROWS), help="which parts, separated by commas")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, separated by commas")

@@ -41,7 +41,7 @@ from rich.table import Table
 
 
 class Pools(NamedTuple):
-    """Policies of a mesh."""
+    """Routing policies of a mesh."""
 
     prefill: str
     decode: str
@@ -50,7 +50,7 @@ class Pools(NamedTuple):
 
 
 def both(name: str, flags: str = "") -> Pools:
-    """One policy for both pools."""
+    """The same policy for both pools."""
     return Pools(name, name, flags)
 
 
@@ -68,7 +68,7 @@ NUM_WARM_UP = 12
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy under one load."""
+    """Result of one policy under one load."""
 
     policy: str
     load: str
@@ -79,7 +79,7 @@ class Row:
     computed_tokens: int
     oracle_tokens: int
     by_worker: dict[str, int]
-    """Of the computed ones."""
+    """Computed tokens by worker."""
     first_p50_s: float
     first_p99_s: float
     first_mean_s: float
@@ -92,7 +92,7 @@ class Row:
 
 
 class TokensDiffer(RuntimeError):
-    """A policy changed an answer."""
+    """A policy changed the tokens of an answer."""
 
 
 class Bench:
@@ -108,11 +108,11 @@ class Bench:
         self._flags = flags
         self._model_dir = make_model(folder)
         self._answers: dict[tuple[str, int], list[int]] = {}
-        """By chat and turn, of the first run that had it."""
+        """Answers by chat and turn, of the first run that had them."""
         self._num_meshes = 0
 
     def run(self, policy: str, load: str, number: int) -> Row:
-        """One row, on a mesh of its own.
+        """Measures one row, on a mesh of its own.
 
         Raises:
             TokensDiffer: A turn's answer is not that of an earlier run.
@@ -173,7 +173,7 @@ class Bench:
 
 
 def print_table(rows: list[Row]) -> None:
-    """One line a policy and load; medians over rounds."""
+    """Prints one line per policy and load; medians over rounds."""
     table = Table()
     for name in ("load", "policy", "computed", "of prompts", "extra", "busiest / mean"):
         table.add_column(name, justify="left" if name in ("load", "policy") else "right")
@@ -201,7 +201,9 @@ def print_table(rows: list[Row]) -> None:
 
 
 def write_json(flags: argparse.Namespace, rows: list[Row]) -> None:
-    """All figures so far, beside those of other runs that the file has: a long run may be cut."""
+    """Writes all figures so far, merged into the file's earlier ones, since a long run may be
+    interrupted.
+    """
     runs = json.loads(flags.json.read_text())["runs"] if flags.json.exists() else []
     run = {
         **about(),

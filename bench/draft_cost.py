@@ -51,13 +51,13 @@ from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.speculative.tree_graphs import TreeArrays
 
 HEADS = {"smollm2-135m": DRAFT}
-"""That are there; others are made up."""
+"""Heads that exist; others get random weights."""
 PROMPT_TOKENS = 512
 DRAFT_VOCAB = 32_000
 NUM_SKIPPED = 3
 """First steps of a batch, which are not timed."""
 NUM_CHAINS = 50
-"""Timed together."""
+"""Number of chains timed together."""
 
 
 @dataclass
@@ -70,12 +70,12 @@ class Cost:
     """Levels of a tree; of a chain as many as drafts."""
     step_ms: float
     draft_ms: float
-    """Of all drafts of a step; on a GPU beside nothing else."""
+    """Time of all drafts of a step, measured alone on a GPU."""
     num_steps: int
     roof_ms: float | None = None
-    """Of a decode step; None where no copy rate is measured."""
+    """Roofline time of a decode step; None where no copy rate is measured."""
     draft_roof_ms: float | None = None
-    """Of all drafts."""
+    """Roofline time of all drafts."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ def measure(
 
 
 def drafting_s(drafter: EagleDrafter, batch: int, drafts: DraftShape) -> float:
-    """Of captured drafting behind prompts that have ended: their pages are nobody's now."""
+    """Seconds of captured drafting behind prompts that have ended, whose pages are unused."""
     chains, trees = drafter._graphs, drafter._tree_graphs
     slots = np.arange(batch)
     starts = np.full(batch, PROMPT_TOKENS)
@@ -283,7 +283,7 @@ def report(
 
 
 def parse() -> argparse.Namespace:
-    """Flags."""
+    """Parses the flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=MODELS, help="made-up weights; default: demo model")
     parser.add_argument("--device", default="cpu")

@@ -34,17 +34,17 @@ from gpu_trace import Idle, Trace, counted_waits
 from model_shapes import MODELS, write_config
 from weft.engine.layers.moe import SparseMLP
 from weft.engine.llm import LLM
-from weft.engine.messages import Inbox, Submit
+from weft.engine.messages import Inbox, SessionBatch, Submit
 from weft.engine.models.config import ModelConfig
 from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.runner.graphs import Bucket
+from weft.engine.runner.graphs import GraphBucket
 from weft.kernels.greedy import greedy_rows
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 256
 MAX_CONTEXT_TOKENS = 5120
 NUM_MIXED = 256
 MIXED_TOKENS = (142_827, 133_966)
-"""In and out, as the peers had them."""
+"""Prompt and generated tokens, as in the other engines' runs."""
 IDLE_BATCH, IDLE_STEPS = 64, 30
 NUM_CHECKED = 2
 """Requests of each timed batch."""
@@ -63,14 +63,15 @@ class Decode:
     step_ms: float
     """Wall time of a step of the engine."""
     device_ms: float
-    """Of its forward, LM head and greedy choice alone, enqueued without waiting in the middle of
-    the run, where contexts have their mean; 0 if eager."""
+    """Device time of a step's forward, LM head and greedy choice alone, enqueued without waiting in
+    the middle of the run, where contexts have their mean length; 0 if eager.
+    """
     host_ms: float
-    """Of a step, in which the host does not wait for the device: what it would take if the device
-    took no time."""
+    """Host time of a step without waiting for the device: its duration if the device took no time.
+    """
     roof_tokens_per_s: float
     share: float
-    """Of the roof."""
+    """Share of the roofline."""
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class Against:
     value: float
     roof: float
     share: float
-    """Of the roof: of rates value / roof, of times roof / value."""
+    """Share of the roofline: value / roof for rates, roof / value for times."""
 
 
 @dataclass(slots=True)
@@ -88,13 +89,13 @@ class FixedStep:
     """Largest change of the logits of one step with the same prompts."""
 
     repeated: float
-    """When it is done once more."""
+    """Time when it is repeated."""
     altered: float
-    """When a tile of one weight is another one."""
+    """Time with one tile of one weight changed."""
     tokens_repeated: bool
     """The tokens that follow were the same then."""
     tokens_altered: bool
-    """They were others."""
+    """Whether the tokens differed."""
 
     @property
     def is_sensitive(self) -> bool:
@@ -104,26 +105,26 @@ class FixedStep:
 
 @dataclass(slots=True)
 class Result:
-    """All of one model."""
+    """All results of one model."""
 
     model: str
     deterministic: bool = False
     decode: list[Decode] = field(default_factory=list)
     idle: Idle | None = None
-    """Of the device at batch 64; None: not measured."""
+    """Idle time of the device at batch 64; None: not measured."""
     ttft_ms: dict[int, Against] = field(default_factory=dict)
     """Median time to the first token by prompt length."""
     prefill_tokens_per_s: Against | None = None
-    """8 prompts of 4,096 tokens."""
+    """Prefill of 8 prompts of 4,096 tokens."""
     mixed_tokens_per_s: Against | None = None
     """Output of 256 requests sent at once, 100 to 1,024 tokens in and out, temperature 0.6."""
     mixed_tokens: tuple[int, int] = (0, 0)
-    """In and out."""
+    """Prompt and generated tokens."""
     capture_s: float = 0.0
     graph_mib: float = 0.0
     fixed_step: FixedStep | None = None
     agreement: Agreement = field(default_factory=Agreement)
-    """Of tokens of the timed batches with float32."""
+    """Agreement of the timed batches' tokens with float32."""
 
 
 @dataclass(slots=True)
@@ -136,9 +137,16 @@ class Run:
     num_steps: int = 0
     seconds: float = 0.0
     waited_s: float = 0.0
-    """Of it, for the device."""
+    """Part of it spent waiting for the device."""
     all_seconds: float = 0.0
-    """Until the last token of all."""
+    """Time until the last token of all requests."""
+
+    def take(self, told: list[SessionBatch]) -> None:
+        """Takes the tokens out of `told`, and empties it."""
+        for session in told:
+            for tokens in session.all_tokens():
+                self.tokens[int(tokens.request_id)].extend(tokens.ids)
+        told.clear()
 
 
 def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
@@ -187,15 +195,18 @@ def run_requests(
     began = time.perf_counter()
     all_began: float | None = None
     num_done, waited_before = 0, 0.0
+    told: list[SessionBatch] = []
     with counted_waits() as waits:
         while num_done < len(prompts):
             outbox = engine.turn(inbox)
             inbox = None
             for session in outbox.sessions:
                 assert not session.failed, session.failed
-                for tokens in session.tokens:
-                    run.tokens[int(tokens.request_id)].extend(tokens.ids)
                 num_done += len(session.finished)
+            told += outbox.sessions
+            if all_began is None:
+                # Later not before the end: what it takes would count as the host's time.
+                run.take(told)
             now = time.perf_counter()
             if all_began is None:
                 if all(run.tokens):
@@ -207,6 +218,7 @@ def run_requests(
                 run.waited_s = waits.seconds - waited_before
                 on_decode(run.num_steps)
     run.all_seconds = time.perf_counter() - began
+    run.take(told)
     return run
 
 
@@ -214,7 +226,7 @@ def device_ms(llm: LLM, batch: int) -> float:
     """Time on the device of one decode step of a batch, done again and again in mid-run."""
     runner = llm.engine._runner
     assert runner.graphs is not None
-    graph, hidden = runner.graphs._graphs[Bucket(batch, batch, "decode")]
+    graph, hidden = runner.graphs._graphs[GraphBucket(batch, batch, "decode")]
     times: list[float] = []
 
     @torch.inference_mode()
@@ -236,7 +248,7 @@ def device_ms(llm: LLM, batch: int) -> float:
 
 
 def bench_idle(llm: LLM, batch: int) -> Idle | None:
-    """What the device does in the middle of a batch's run, by the profiler."""
+    """Profiles the device in the middle of a batch's run."""
     traces: list[Trace] = []
     found: list[Idle | None] = []
 
@@ -280,7 +292,7 @@ def bench_decode(
 
 
 def answers_of(run: Run) -> list[Answer]:
-    """Of a few requests of a run."""
+    """Answers of a few requests of a run."""
     batch = len(run.prompts)
     chosen = random.Random(batch).sample(range(batch), min(NUM_CHECKED, batch))
     return [Answer(run.prompts[index], run.tokens[index]) for index in chosen]
@@ -311,7 +323,7 @@ def mixed_requests() -> tuple[list[list[int]], list[int]]:
 
 
 def bench_mixed(llm: LLM, config: ModelConfig, rates: Rates, result: Result) -> None:
-    """256 requests at once."""
+    """Measures 256 requests submitted at once."""
     prompts, new_tokens = mixed_requests()
     run = run_requests(llm, prompts, new_tokens, SamplingParams(temperature=0.6, seed=1))
     result.mixed_tokens = (sum(map(len, prompts)), sum(map(len, run.tokens)))
@@ -359,7 +371,7 @@ def first_logits(llm: LLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list
 
 
 def change_a_tile(llm: LLM) -> None:
-    """Of the second layer's last projection."""
+    """Changes one tile of the second layer's last projection."""
     layer = llm.engine._runner._model.model.layers[1]  # type: ignore[attr-defined]
     if isinstance(layer.mlp, SparseMLP):
         layer.mlp.weight.experts.stacked[1][:, :256, :256].add_(0.5)
@@ -370,7 +382,7 @@ def change_a_tile(llm: LLM) -> None:
 def bench_model(
     name: str, batches: Sequence[int], rates: Rates, has_eager: bool, deterministic: bool
 ) -> Result:
-    """Everything about one model."""
+    """Runs all measurements of one model."""
     result = Result(name, deterministic)
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -42,11 +42,11 @@ class Row:
     name: str
     us: float
     rate: float
-    """TB/s or TFLOP/s."""
+    """Rate, TB/s or TFLOP/s."""
     share: float
-    """Of the ceiling of its kind."""
+    """Share of the ceiling of its kind."""
     kind: str
-    """memory or matmul."""
+    """Kind: memory or matmul."""
 
 
 def time_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
@@ -215,7 +215,9 @@ def lora_additions(
 
 
 def bench_lora(bench: Bench, rows: int, adapters: int, rank: int) -> None:
-    """What adapters add to the products of a layer of Llama-3.1-8B, apart from the products."""
+    """Times the additions of adapters to the products of a layer of Llama-3.1-8B, without the
+    products.
+    """
     total_us = 0.0
     for name, k, widths in (
         ("qkv", 4096, (4096, 1024, 1024)),
@@ -363,7 +365,7 @@ def main() -> None:
 
 
 def bench_light(bench: Bench) -> None:
-    """What only moves rows and pages."""
+    """Times operations that only move rows and pages."""
     for tokens in (64, 4096):
         bench_rows(bench, tokens)
     # Pages of 16 positions of Llama-3.1-8B.

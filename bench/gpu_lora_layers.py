@@ -27,9 +27,9 @@ from weft.kernels.side_stream import rehearsal
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS = 4096, 14336, 32, 8, 128, 6
 MAX_ROWS = 8
-"""Of an adapter in the tables: rank 64."""
+"""Most device rows of an adapter in the tables: rank 64."""
 MIXES = ((8, 16), (1, 16), (32, 16), (8, 64))
-"""Adapters, and their rank."""
+"""Numbers of adapters, and their rank."""
 KINDS = {
     "q": (HIDDEN, HEADS * DIM, 0, "qkv"),
     "k": (HIDDEN, KV_HEADS * DIM, HEADS * DIM, "qkv"),
@@ -43,7 +43,7 @@ KINDS = {
 
 
 def numbers(rows: int, columns: int) -> torch.Tensor:
-    """[rows, columns] bf16."""
+    """Random numbers, [rows, columns] bf16."""
     values = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     return values / columns**0.5
 

@@ -17,7 +17,7 @@ from weft.engine.models.registry import model_class
 
 BF16_ULPS = 4
 TOKENS_AT_ONCE = 8192
-"""Of prompts that the reference computes together."""
+"""Most prompt tokens that the reference computes together."""
 
 
 class Answer(NamedTuple):
@@ -29,21 +29,23 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True)
 class Agreement:
-    """Of tokens with the reference."""
+    """Agreement of tokens with the reference."""
 
     checked_requests: int = 0
     checked_tokens: int = 0
     others: int = 0
     """Checked tokens that are not the float32 reference's choice."""
     largest_gap_ulps: float = 0.0
-    """Of the reference's logits of its choice and of the token, in bfloat16 steps."""
+    """Largest gap between the reference's logits of its own choice and of the token, in bfloat16
+    steps.
+    """
     peer_others: int = 0
     """The same of transformers in bfloat16, asked at the same places."""
     peer_largest_gap_ulps: float = 0.0
 
     @property
     def is_close(self) -> bool:
-        """No gap is above 4 bfloat16 steps, or twice what transformers itself is off by."""
+        """Whether no gap is above 4 bfloat16 steps, or twice that of transformers itself."""
         return self.largest_gap_ulps <= max(BF16_ULPS, 2 * self.peer_largest_gap_ulps)
 
 
@@ -55,12 +57,12 @@ class KeptWeights(RandomWeights):
         self.tensors: dict[str, torch.Tensor] = {}
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """As `RandomWeights`; keeps the tensor."""
+        """Like `RandomWeights`, but keeps the tensor."""
         super().read_into(name, out)
         self.tensors[name] = out
 
     def take(self) -> dict[str, torch.Tensor]:
-        """All of them, once; those of experts stacked, as transformers has them."""
+        """Returns all tensors, once; those of experts stacked as in transformers."""
         taken, self.tensors = self.tensors, {}
         stems = {name.split(".experts.")[0] for name in taken if ".experts." in name}
         for stem in stems:
@@ -144,7 +146,9 @@ def reference_model(
 
 @contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Its layers compute in float32, one at a time: there may be no room for all in float32."""
+    """Makes the model's layers compute in float32, one at a time, since there may be no room for
+    all in float32.
+    """
     whole = [model.model.embed_tokens, model.model.norm, model.lm_head]
     tensors = {id(p): p.data for part in whole for p in part.parameters()}
     for part in whole:
@@ -164,7 +168,7 @@ def in_float32(model: Any) -> Iterator[None]:
 
 
 def gaps_in_ulps(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """How far each token's logit is below the largest, in bfloat16 steps of that.
+    """Distance of each token's logit from the largest, in bfloat16 steps of that.
 
     Args:
         logits: [..., vocab] float32.

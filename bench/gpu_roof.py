@@ -15,34 +15,34 @@ import torch
 from weft.engine.models.config import ModelConfig
 
 ELEMENT_BYTES = 2
-"""Of bfloat16."""
+"""Size of bfloat16."""
 MATMUL_SIZE = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one device."""
+    """Measured rates of one device."""
 
     bytes_per_s: float
-    """Read and written, of a large copy."""
+    """Bytes read and written per second by a large copy."""
     flop_per_s: float
-    """Of a large product of bfloat16 matrices."""
+    """FLOP/s of a large product of bfloat16 matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step must do."""
+    """Minimum work of a step."""
 
     num_bytes: float
     flop: float
 
     def seconds(self, rates: Rates) -> float:
-        """At least."""
+        """Minimum time at these rates."""
         return max(self.num_bytes / rates.bytes_per_s, self.flop / rates.flop_per_s)
 
 
 def measure_rates() -> Rates:
-    """Of the current device."""
+    """Measures the rates of the current device."""
     return Rates(copy_rate(), matmul_rate())
 
 
@@ -76,7 +76,7 @@ def _median_s(call: Callable[[], object]) -> float:
 def step_work(
     config: ModelConfig, tokens: int, logits: int, attended: float, kv_tokens: float
 ) -> Work:
-    """Of one forward.
+    """Work of one forward pass.
 
     Args:
         config: Of the model.
@@ -104,7 +104,7 @@ def step_work(
 
 
 def decode_work(config: ModelConfig, batch: int, context: float) -> Work:
-    """Of a step in which each of a batch's requests brings a token."""
+    """Work of a step in which each request of a batch brings one token."""
     return step_work(config, batch, batch, batch * context, batch * context)
 
 
@@ -114,14 +114,14 @@ def bytes_per_step(config: ModelConfig, batch: int, context: float) -> float:
 
 
 def prompt_work(config: ModelConfig, lengths: Sequence[int]) -> Work:
-    """Of prompts from their begin to their first tokens, in one step."""
+    """Work of whole prompts up to their first tokens, in one step."""
     attended = sum(length * (length + 1) / 2 for length in lengths)
     return step_work(config, sum(lengths), len(lengths), attended, sum(lengths))
 
 
 def mixed_seconds(config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: Rates) -> float:
-    """Of requests that come at once: all prompts, then steps in which all that still run bring a
-    token each.
+    """Minimum time of requests that arrive at once: all prompts, then steps with one token of each
+    running request.
 
     Args:
         config: Of the model.

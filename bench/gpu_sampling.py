@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[SamplingParams, bool, int | None]] = {
     "top-p 0.95, 5 log-probabilities": (SamplingParams(temperature=0.8, top_p=0.95), False, 5),
     "temperature, new masks": (SamplingParams(temperature=0.8), False, None),
 }
-"""By name: parameters, flat logits, log-probabilities."""
+"""Cases by name: parameters, flat logits, log-probabilities."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def make_logits(batch: int, vocab: int, is_flat: bool) -> torch.Tensor:
 
 
 def make_sampler(batch: int, vocab: int, kind: str, device: torch.device | None) -> Sampler:
-    """With a sample in each slot."""
+    """Creates a sampler with a sample in each slot."""
     params, _, top_logprobs = KINDS[kind]
     sampler = Sampler(vocab, batch, device=device)
     prompt = list(range(0, vocab, vocab // 500))
@@ -80,7 +80,7 @@ def make_sampler(batch: int, vocab: int, kind: str, device: torch.device | None)
 
 
 def make_masks(batch: int, vocab: int) -> list[np.ndarray]:
-    """Of constraints: each row may draw a tenth of the vocabulary."""
+    """Masks as of constraints: each row may draw a tenth of the vocabulary."""
     allowed = np.random.default_rng(0).random((batch, -(-vocab // 32) * 32)) < 0.1
     allowed[:, vocab:] = False
     packed = np.packbits(allowed, axis=1, bitorder="little")
@@ -88,13 +88,13 @@ def make_masks(batch: int, vocab: int) -> list[np.ndarray]:
 
 
 def set_masks(sampler: Sampler, masks: list[np.ndarray]) -> None:
-    """As of a step in which every row's mask is another one."""
+    """Sets the masks, as in a step in which every row's mask changes."""
     for slot, mask in enumerate(masks):
         sampler.set_mask(slot, mask)
 
 
 def wall_ms(call: Callable[[], object], turns: int) -> float:
-    """Median wall time."""
+    """Median wall time, milliseconds."""
     times = []
     for _ in range(turns):
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What figures from a GPU depend on."""
+"""The set-up that GPU measurements depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device and its host do during an engine's steps: kernels, gaps between them, waits."""
+"""Traces the device and its host during an engine's steps: kernels, gaps between them, waits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ HOST_GAP_US = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Of a device, during some steps."""
+    """Idle time of a device during some steps."""
 
     steps: int
     kernels_per_step: float
-    """And copies and fills."""
+    """Kernels, copies and fills per step."""
     share: float
-    """Of the time from the first kernel to the last one's end in which none ran. The profiler
-    itself makes kernels start later: the true share is below."""
+    """Share of the time from the first kernel's start to the last one's end in which none ran. The
+    profiler itself delays kernels: the true share is lower.
+    """
     host_share: float
     """The same in gaps above 10 us alone."""
 
@@ -39,7 +40,7 @@ class Trace:
         self._profile.start()
 
     def end(self, steps: int) -> Idle | None:
-        """What the device did in so many steps; None if no kernel was seen."""
+        """Summarises the device's work in this many steps; None if no kernel was seen."""
         torch.cuda.synchronize()
         self._profile.stop()
         events = self._profile.events() or ()
@@ -52,7 +53,7 @@ class Trace:
 
 
 def idle_of(spans: Sequence[tuple[float, float]], steps: int) -> Idle:
-    """Of a device's work.
+    """Computes the idle time between spans of a device's work.
 
     Args:
         spans: Begin and end in microseconds, in any order; they may overlap.
@@ -79,7 +80,7 @@ class Waits:
 
 @contextmanager
 def counted_waits() -> Iterator[Waits]:
-    """Counts them."""
+    """Counts the host's waits."""
     waits, wait = Waits(), Mark.wait
 
     def timed(mark: Mark) -> None:

@@ -41,13 +41,13 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.transfer.nixl import nixl_available
 from weft.engine.transfer.page_mover import Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
-from weft.engine.transfer.staging_memory import PinnedPages
+from weft.engine.transfer.staging_memory import PinnedStagingPages
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import gather_pages, scatter_pages
 
 PAGE_SIZE = 16
 STREAM_TOKENS = 512
-"""Prompt of a stream."""
+"""Prompt length of a stream."""
 STREAM_LIFE = 4096
 """Most tokens of a stream; it is cancelled before."""
 NEW_TOKENS = 4
@@ -76,8 +76,10 @@ class Copy:
     mib: float
     gb_per_s: float
     share: float
-    """Of the link in the same direction; of a copy inside the device, or twice that for what only
-    reads; of the slower direction of the link for the host's copy."""
+    """Share of the link's rate in the same direction; for a copy inside the device, of the device's
+    copy rate, or twice that for operations that only read; for the host's copy, of the link's
+    slower direction.
+    """
 
 
 @dataclass(slots=True)
@@ -90,7 +92,9 @@ class Shipped:
     ms: float
     gb_per_s: float
     share: float
-    """Of the slower direction of the link between device and host, or of that between devices."""
+    """Share of the slower direction of the link between device and host, or of the link between
+    devices.
+    """
 
 
 @dataclass(slots=True)
@@ -103,9 +107,9 @@ class FirstToken:
     ttft_ms: float
     worst_ms: float
     gap_ms: float
-    """Between tokens of the streams while prompts come: median,"""
+    """Median time between tokens of the streams while prompts arrive."""
     gap_p99_ms: float
-    """and 99th percentile."""
+    """99th percentile of the same."""
     answers: list[Answer]
 
 
@@ -117,13 +121,13 @@ class Load:
     prompt_tokens: int
     requests: int
     new_tokens: int
-    """Of each."""
+    """Number of new tokens of each."""
     tokens_per_s: float
     """New ones of all, from the first submit to the last token."""
     prompt_tokens_per_s: float
-    """In the same time."""
+    """Prompt tokens per second in the same time."""
     ttft_ms: float
-    """Median."""
+    """Median time to the first token."""
 
 
 def seconds_of(call: Callable[[], None], device: torch.device, turns: int = 8) -> float:
@@ -147,7 +151,7 @@ def bench_copies(page_bytes: int, device: torch.device, num_moved: int) -> list[
     """Copies of one page shape, with the link's own rates."""
     num_pages = 4 * num_moved
     pool = torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
-    memory = PinnedPages(2 * num_moved, page_bytes, device)
+    memory = PinnedStagingPages(2 * num_moved, page_bytes, device)
     pinned = torch.from_numpy(memory.pages)
     area = StagingArea(memory.pages, num_moved)
     mover = PageMover(pool, area, memory, Lanes(device, page_bytes))
@@ -200,7 +204,7 @@ def bench_copies(page_bytes: int, device: torch.device, num_moved: int) -> list[
 
 
 def seconds_on_host(call: Callable[[], None]) -> float:
-    """Wall time."""
+    """Wall time of a call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -282,7 +286,7 @@ def bench_first_token(
 
 
 def bench_load(mesh: Mesh, system: str, vocab: int, prompt_tokens: int, requests: int) -> Load:
-    """All at once, the same for every system."""
+    """Sends all requests at once, the same for every system."""
     draw = random.Random(f"{requests} prompts of {prompt_tokens}")
     prompts = [[draw.randrange(vocab) for _ in range(prompt_tokens)] for _ in range(requests)]
     sent = mesh.finish(*[mesh.submit(prompt, LOAD_TOKENS) for prompt in prompts])
@@ -306,7 +310,7 @@ def load_size(arguments: argparse.Namespace, prompt_tokens: int) -> int:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything, with tables as it goes."""
+    """Runs everything, printing tables as it goes."""
     model = MODELS_HERE[arguments.model]
     (folder / "config.json").write_text(json.dumps(model))
     is_cpu = arguments.device == "cpu"
@@ -394,7 +398,7 @@ def link_of(links: dict[str, float], system: str) -> float:
 
 
 def report_shipped(row: Shipped) -> None:
-    """One line."""
+    """Prints one line."""
     print(
         f"{row.system:13} shipped {row.prompt_tokens:6} cached tokens: {row.mib:8.1f} MiB in "
         f"{row.ms:7.1f} ms, {row.gb_per_s:6.2f} GB/s, {row.share:.1%} of the link",
@@ -403,7 +407,7 @@ def report_shipped(row: Shipped) -> None:
 
 
 def report_first_token(row: FirstToken) -> None:
-    """One line."""
+    """Prints one line."""
     print(
         f"{row.system:13} {row.prompt_tokens:6} tokens beside {row.streams:3} streams: first token "
         f"{row.ttft_ms:8.1f} ms (worst {row.worst_ms:8.1f}), gaps {row.gap_ms:6.2f} ms, p99 "
@@ -413,7 +417,7 @@ def report_first_token(row: FirstToken) -> None:
 
 
 def report_load(row: Load) -> None:
-    """One line."""
+    """Prints one line."""
     print(
         f"{row.system:13} {row.requests:3} requests of {row.prompt_tokens:6} tokens at once: "
         f"{row.tokens_per_s:8.1f} new tok/s, {row.prompt_tokens_per_s:9.1f} prompt tok/s, first "

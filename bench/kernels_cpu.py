@@ -51,7 +51,7 @@ EPS = 1e-5
 
 @dataclass(slots=True)
 class Row:
-    """One line of the table: what is timed, and what it takes at least."""
+    """One line of the table: what is timed, and its lower bound."""
 
     name: str
     native: Callable[[], object]
@@ -60,7 +60,7 @@ class Row:
     flops: float = 0.0
     """Multiplications and additions of one call."""
     bytes: float = 0.0
-    """Read from memory by one call."""
+    """Bytes read from memory by one call."""
     native_s: list[float] = field(default_factory=list)
     peer_s: list[float] = field(default_factory=list)
     read_bytes_per_s: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Model:
 
 
 def make_model(dtype: torch.dtype) -> Model:
-    """Fresh random numbers."""
+    """Creates a model of fresh random numbers."""
     arena = WeightArena()
 
     def draw(*shape: int) -> torch.Tensor:
@@ -157,7 +157,7 @@ def make_step(requests: Sequence[tuple[int, int]], num_pages: int) -> Step:
 
 
 def linear_row(model: Model, rows: int, with_head: bool) -> Row:
-    """All linear layers of a step, gate and up with their activation."""
+    """Times all linear layers of a step, gate and up with their activation."""
     dtype = model.plain_head.dtype
     inputs = {k: torch.randn(rows, k).to(dtype) for k in (HIDDEN, INNER)}
     size = sum(w.numel() for w in model.plain[0].values()) * LAYERS
@@ -198,7 +198,7 @@ def linear_row(model: Model, rows: int, with_head: bool) -> Row:
 
 
 def attention_row(model: Model, name: str, requests: Sequence[tuple[int, int]]) -> Row:
-    """Attention of all layers."""
+    """Times the attention of all layers."""
     step = make_step(requests, len(model.pool))
     q = torch.randn(step.rows, HEADS, DIM).to(model.pool.dtype)
 
@@ -269,7 +269,7 @@ def small_rows(model: Model, rows: int) -> list[Row]:
 
 
 def prepare(model: Model, step: Step, lora: LoraStep | None = None) -> DecoderStep:
-    """A step over all layers."""
+    """Prepares a step over all layers."""
     return prepare_step(
         model.layers[0],
         pool=model.pool,
@@ -288,7 +288,7 @@ def prepare(model: Model, step: Step, lora: LoraStep | None = None) -> DecoderSt
 
 
 def logits_of(model: Model, hidden: torch.Tensor) -> torch.Tensor:
-    """The LM head."""
+    """Computes the LM head."""
     normed = rms_norm(hidden, model.layers[0].input_norm, EPS)
     return linear(normed, model.head, None, torch.float32)
 
@@ -385,7 +385,7 @@ def check(out: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def make_rows(model: Model) -> list[Row]:
-    """The whole table."""
+    """Measures the whole table."""
     rows = [linear_row(model, n, True) for n in (1, 4, 8, 16, 32)]
     rows += [linear_row(model, n, False) for n in (256, 512)]
     decode = [
@@ -518,7 +518,7 @@ def main() -> None:
 
 
 def probes_of(row: Row) -> tuple[float, float]:
-    """What the machine gave beside a row."""
+    """The machine's rates measured beside a row."""
     return statistics.median(row.read_bytes_per_s), statistics.median(row.flops_per_s)
 
 

@@ -33,11 +33,11 @@ from weft.kvstore.settings import KvStoreSettings
 
 BATCH_BYTES = 8 << 20
 Row = tuple[str, int, float, float, float]
-"""What, bytes of a page, median ms a page, least, most."""
+"""Operation, bytes of a page, median ms per page, least, most."""
 
 
 async def timed(action: Awaitable[object], num_pages: int) -> float:
-    """Milliseconds a page."""
+    """Milliseconds per page."""
     started_at = time.perf_counter()
     await action
     return (time.perf_counter() - started_at) * 1e3 / num_pages
@@ -105,7 +105,7 @@ async def keep(
 
 
 async def bring(backend: ValkeyBackend, pages: PageStore, keys: list[bytes]) -> None:
-    """All pages are in the arena again."""
+    """Fetches all pages to the arena."""
     while pages.num_held(keys) < len(keys):
         await backend.fetch(keys)
 

@@ -54,7 +54,7 @@ START_TRIES = 3
 EXPORT_DELAY_MS = 2000
 """Shorter than the SDK's own 5 s, so that a turn need not settle for longer."""
 SETTLE_S = 2.5
-"""After a turn: what is exported or reported late counts too."""
+"""Seconds after a turn in which late exports and reports are counted too."""
 GOAL = 1.03
 VOCABULARY = 49_152
 
@@ -100,7 +100,7 @@ def span_sink() -> Iterator[tuple[SpanSink, str]]:
 
 
 def flags_of(name: str, num_cores: int) -> str:
-    """Of `weft up`, for the mesh with all three on, or off."""
+    """Flags of `weft up` for the mesh with all three on, or off."""
     threads = f"--num-threads {num_cores}"
     gateway, worker = ("", threads) if name == "on" else (OFF_EVERYWHERE, f"{OFF_WORKER} {threads}")
     return (
@@ -109,7 +109,7 @@ def flags_of(name: str, num_cores: int) -> str:
 
 
 def keep_on_cores(pid: int, num_cores: int) -> None:
-    """Lets a process and all that descend from it have so many of this one's cores."""
+    """Restricts a process and its descendants to some of this process's cores."""
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
     root = psutil.Process(pid)
     for process in (root, *root.children(recursive=True)):
@@ -122,7 +122,7 @@ class Side:
     """One of the two meshes."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, endpoint: str) -> None:
-        """Starts it.
+        """Starts the mesh.
 
         Args:
             name: on or off.
@@ -178,7 +178,7 @@ class Side:
         return self._client.decode(raw, num_tokens).text or ""
 
     async def _scrape(self) -> None:
-        """As Prometheus does."""
+        """Scrapes all metrics, as Prometheus does."""
         files = (self.mesh.state / "run").glob("*.json")
         addresses = [json.loads(file.read_text()).get("metrics_address") for file in files]
         for address in filter(None, addresses):
@@ -229,7 +229,7 @@ def new_prompts(draw: random.Random, count: int, length: int) -> list[list[int]]
 async def measure(
     arguments: argparse.Namespace, endpoint: str, draw: random.Random
 ) -> list[list[dict[str, Turn]]]:
-    """All pairs, by start.
+    """Measures all pairs, by start.
 
     Raises:
         LoadError: An answer is not whole.

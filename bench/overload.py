@@ -46,7 +46,7 @@ class Row:
 
     part: str
     share: float
-    """Of the capacity, that this tenant sends."""
+    """Share of the capacity that this tenant requests."""
     tenant: str
     has_gate: bool
     num_offered: int
@@ -57,7 +57,7 @@ class Row:
     """First tokens in time, the next ones not."""
     num_refused: int
     num_failed: int
-    """For other reasons than the target."""
+    """Failures other than missed targets."""
     goodput_per_s: float
     first_p50_s: float
     first_p99_s: float
@@ -100,7 +100,7 @@ def row_of(
 
 
 def percentile(values: list[float], which: float) -> float:
-    """0 where there are none."""
+    """Percentile of values; 0 if there are none."""
     return float(np.percentile(values, which)) if values else 0.0
 
 
@@ -180,7 +180,7 @@ class Bench:
 
 
 async def measure(bench: Bench, mesh: LocalMesh, flags: argparse.Namespace) -> float:
-    """All runs; the capacity in requests a second."""
+    """Runs everything; returns also the capacity in requests per second."""
     async with ChatClient(mesh.grpc_address, MODEL) as client:
         await bench.capacity(client, flags.burst // 4)  # warms up
         capacity = await bench.capacity(client, flags.burst)
@@ -196,7 +196,7 @@ async def measure(bench: Bench, mesh: LocalMesh, flags: argparse.Namespace) -> f
 
 
 def print_table(rows: list[Row]) -> None:
-    """One line a row."""
+    """Prints one line per row."""
     table = Table()
     for name in ("part", "tenant", "gate"):
         table.add_column(name)

@@ -38,12 +38,12 @@ NAMESPACE = bytes(32)
 VOCAB_SIZE = 50_000
 NUM_SYSTEM_PROMPTS = 20
 SYSTEM_TOKENS = 500
-"""Not a whole number of pages: matches of new conversations end inside a page."""
+"""Length of system prompts, not a whole number of pages: new conversations match inside a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation, in microseconds."""
+    """Times of one operation, in microseconds."""
 
     operation: str
     index: str
@@ -161,7 +161,7 @@ def timed(action: Callable[..., Result], *arguments: object) -> tuple[float, Res
 
 
 def measure(index: Index, prompts: Conversations, held: list[list[int]], count: int) -> list[Row]:
-    """Rows of one full index.
+    """Measures the rows of one full index.
 
     Args:
         index: Filled with `held`, oldest first.
@@ -208,7 +208,9 @@ def measure(index: Index, prompts: Conversations, held: list[list[int]], count: 
 
 
 def check(tree: Tree, dictionary: Dictionary, prompts: Conversations, count: int) -> None:
-    """Both find the same pages for the same history; the tree at least as many tokens."""
+    """Checks that both find the same pages after the same history, and the tree at least as many
+    tokens.
+    """
     for _ in range(count):
         tokens = prompts.new()
         use(tree, tokens)
@@ -234,7 +236,7 @@ def filled(index: Index, prompts: Conversations, num_pages: int) -> list[list[in
 
 
 def eviction_rows(num_pages: int, num_tokens: int, count: int) -> list[Row]:
-    """What giving up a prompt's pages costs under each policy."""
+    """Measures the eviction of a prompt's pages under each policy."""
     rows = []
     for policy in EVICTION_POLICIES:
         tree, prompts = Tree(num_pages, policy), Conversations(num_tokens, 2)
@@ -305,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_table(rows: Sequence[Row], num_tokens: int, size: float) -> None:
-    """One row an operation and index."""
+    """Prints one row per operation and index."""
     title = f"Prefix cache at {num_tokens:,} cached tokens, microseconds"
     table = Table(title=title, title_justify="left")
     for column in ("operation", "index", "median", "p90", "pages", "a page"):

@@ -18,7 +18,9 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "experts": (*ATTENTION, "experts"),
     "shared-experts": (*ATTENTION, "shared_experts"),
 }
-"""What adapters change, as `EngineConfig.lora_projections`; empty: all of a dense model."""
+"""Projections that adapters change, as in `EngineConfig.lora_projections`; empty: all of a dense
+model.
+"""
 _SPREAD = 0.02
 """Small enough that the text stays text."""
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]

@@ -40,8 +40,9 @@ FLAGS = (
 )
 BACK_TIMEOUT_S = 600.0
 SETTLE_S = 5.0
-"""Between kills: a worker that is just back is still starting its compiler of constraints, and what
-it takes over then waits for that."""
+"""Seconds between kills: a restarted worker is still starting its constraint compiler, for which
+requests resumed there would wait.
+"""
 
 
 class WrongAnswer(Exception):
@@ -49,7 +50,7 @@ class WrongAnswer(Exception):
 
 
 def ready_file(mesh: MeshProcess, name: str) -> dict[str, Any] | None:
-    """What a worker wrote when it became ready; None while it is not."""
+    """Content of a worker's ready file; None if it does not exist."""
     try:
         content: dict[str, Any] = json.loads((mesh.state / "run" / f"{name}.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -129,7 +130,7 @@ async def measure(
 
 
 def check(outcomes: list[kills.Outcome], expected: list[kills.Outcome]) -> None:
-    """Every stream brought what it brings without a kill."""
+    """Checks that every stream brought the same as without a kill."""
     for number, (outcome, right) in enumerate(zip(outcomes, expected, strict=True)):
         if outcome.error or not outcome.is_same(right):
             raise WrongAnswer(f"stream {number}: {outcome.error or 'another text'}")

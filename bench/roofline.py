@@ -1,4 +1,4 @@
-"""What the machine gives at the moment: memory read, and multiply-adds in registers."""
+"""The machine's present limits: memory reads, and multiply-adds in registers."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Roofline:
         self._data = huge_zeros((24 << 20,), torch.int64).fill_(1)
 
     def read_bytes_per_s(self) -> float:
-        """Of memory that no cache holds."""
+        """Bytes per second read from memory beyond all caches."""
         seconds = timed(lambda: self._read(self._data.data_ptr(), self._data.numel()))
         return self._data.nbytes / seconds
 
     def flops_per_s(self) -> float:
-        """Of all threads together."""
+        """FLOP/s of all threads together."""
         steps = 400_000
         seconds = timed(lambda: self._multiply(steps, 0.5))
         return steps * self._per_step * torch.get_num_threads() / seconds

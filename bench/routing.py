@@ -63,7 +63,7 @@ COLUMNS = (
 
 
 def cells(setup: Setup, result: Result) -> list[str]:
-    """One row of the table."""
+    """The cells of one row of the table."""
     values = (
         *(setup.policy, setup.pool, setup.num_workers, setup.num_gateways, result.num_requests),
         *(100 * result.hit_rate, 100 * result.extra_tokens, result.balance),

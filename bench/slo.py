@@ -82,7 +82,7 @@ class Report:
         self.rows: list[dict[str, object]] = []
 
     def head(self, title: str) -> None:
-        """Begins a table."""
+        """Starts a table."""
         print(f"\n{title}")
         names = (
             *("mesh", "gateways", "share", "tenant", "gate", "offered/s", "goodput/s"),
@@ -103,7 +103,7 @@ class Report:
         seconds: float,
         wall_s: float,
     ) -> float:
-        """One row; returns the goodput."""
+        """Adds one row; returns the goodput."""
         outcomes = result.outcomes
         goodput = outcomes["met"] / seconds
         portions = [

@@ -2,7 +2,9 @@
 
 Engines without drafts, with n-gram drafts and with an EAGLE-3 head run the same held-out prompts in
 turn, greedily. Each row, a kind of text and a number of streams, is printed and kept as it is done.
-Tokens are checked afterwards by a float32 run of transformers.
+A stream begins its next prompt as soon as one has ended. `mixed` is text of all kinds in turn. A
+row's first turn, in which an engine's gate follows the change of text, is told apart from those
+behind. Tokens are checked afterwards by a float32 run of transformers.
 
     python bench/speculation.py                                    the demo model and its head
     python bench/speculation.py --model DIR --draft DIR --device cuda --streams 1,8,64
@@ -14,6 +16,7 @@ Tokens are checked afterwards by a float32 run of transformers.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import statistics
@@ -23,7 +26,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import product
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -45,12 +48,15 @@ from weft.engine.request import StopCriteria
 
 DRAFT = ROOT / "drafts" / "smollm2-135m-eagle3"
 PROMPTS = ROOT / "scripts" / "draft_training" / "held_out.json"
-"""That the head was not trained on."""
+"""Prompts that the head was not trained on."""
 DRAFTERS = ("none", "ngram", "eagle3")
 CHAINS = "eagle3"
 ADAPTED = "draft adapter"
 """In the names of engines that draft with the adapter's own."""
-COLUMNS = ("drafter", "tokens/s", "of none", "of chains", "a step", "drafts right", "trees")
+MIXED = "mixed"
+COLUMNS = (
+    *("drafter", "tokens/s", "of none", "of chains", "at first", "a step", "drafts right", "trees"),
+)
 POOL_BYTES = 512 << 20
 
 
@@ -59,7 +65,7 @@ class Served(NamedTuple):
 
     llm: LLM
     adapter: bytes
-    """Digest; empty: none."""
+    """Adapter digest; empty: none."""
 
 
 Row = tuple[str, int]
@@ -68,17 +74,19 @@ Row = tuple[str, int]
 
 @dataclass
 class Cell:
-    """One engine, kind of text and number of streams."""
+    """Results of one engine, kind of text and number of streams."""
 
     rates: list[float] = field(default_factory=list)
     """Tokens a second, by turn."""
+    first_rates: list[float] = field(default_factory=list)
+    """The same of the turns before those that are timed, the first of this text."""
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     verifies: int = 0
     """Steps of requests in which drafts were verified."""
     trees: int = 0
-    """Of these, such with trees."""
+    """Part of these with trees."""
 
     @property
     def accepted_length(self) -> float:
@@ -86,8 +94,14 @@ class Cell:
         return 1 + self.accepted / self.verifies if self.verifies else 1.0
 
     def shares_of(self, base: Cell) -> list[float]:
-        """Of another engine's tokens a second, by turn."""
+        """Ratios to another engine's tokens per second, by turn."""
         return [rate / other for rate, other in zip(self.rates, base.rates, strict=True)]
+
+    def first_share_of(self, base: Cell) -> float:
+        """In the first turn of this text; NaN if all are timed."""
+        if not self.first_rates:
+            return float("nan")
+        return self.first_rates[0] / base.first_rates[0]
 
 
 def main() -> int:
@@ -100,7 +114,10 @@ def main() -> int:
         setup["gpu"] = torch.cuda.get_device_name()
     report = Report(arguments, setup)
     answers: dict[tuple[int, ...], list[list[int]]] = {}
-    rows = list(product(arguments.streams, prompts))
+    kinds = [kind for kind in arguments.kinds.split(",") if kind] or list(prompts)
+    if unknown := set(kinds) - set(prompts):
+        raise SystemExit(f"--kinds: {', '.join(sorted(unknown))}: none of {', '.join(prompts)}")
+    rows = list(product(arguments.streams, kinds))
     with ExitStack() as stack, Progress(transient=True) as progress:
         loading = progress.add_task("loading", total=len(arguments.engines))
         engines = {}
@@ -109,15 +126,22 @@ def main() -> int:
             llm = stack.enter_context(LLM(model_dir, **settings, dtype=dtype))
             engines[name] = Served(llm, load_adapter(llm, name, arguments.adapter, folder))
             progress.advance(loading)
-        total = len(engines) * len(rows) * (arguments.turns + 1)
+        # As a worker does: what stays is not looked through while steps run.
+        gc.collect()
+        gc.freeze()
+        num_turns = arguments.warm_turns + arguments.turns
+        total = len(engines) * len(rows) * num_turns
         timing = progress.add_task("timing", total=total)
         before = MachineUse.now()
         for streams, kind in rows:
             cells = {name: Cell() for name in engines}
-            for turn in range(arguments.turns + 1):
+            number = arguments.rounds * max(streams, len(prompts[kind]))
+            chosen = list(islice(cycle(prompts[kind]), number))
+            for turn in range(num_turns):
+                is_warm = turn >= arguments.warm_turns
                 for name, served in engines.items():
-                    texts, cell = prompts[kind], cells[name]
-                    run(served, texts, streams, arguments.tokens, cell, answers, is_warm=turn > 0)
+                    cell = cells[name]
+                    run(served, chosen, streams, arguments.tokens, cell, answers, is_warm=is_warm)
                     progress.advance(timing)
             report.depths = {n: one.llm.engine.drafting.depths() for n, one in engines.items()}
             setup["other_cores"] = MachineUse.now().others_since(before)
@@ -156,12 +180,13 @@ def read_prompts(path: Path, model_dir: Path, number: int) -> dict[str, list[lis
             entry["messages"], add_generation_prompt=True, return_dict=False
         )
         kinds.setdefault(entry["kind"], []).append(list(ids))
-    return {kind: texts[:number] for kind, texts in kinds.items()}
+    chosen = {kind: texts[:number] for kind, texts in kinds.items()}
+    return chosen | {MIXED: list(chain.from_iterable(zip(*chosen.values(), strict=True)))}
 
 
 def run(
     served: Served,
-    texts: Sequence[list[int]],
+    chosen: Sequence[list[int]],
     streams: int,
     num_tokens: int,
     cell: Cell,
@@ -169,20 +194,17 @@ def run(
     *,
     is_warm: bool,
 ) -> None:
-    """All prompts once, `streams` of them at a time; few prompts are repeated to be as many."""
-    chosen = [texts[index % len(texts)] for index in range(max(streams, len(texts)))]
+    """These prompts, `streams` of them at a time."""
     stop, llm = StopCriteria(max_tokens=num_tokens), served.llm
     counters = llm.engine.counters()
+    adapters = [served.adapter] * len(chosen)
     began = time.perf_counter()
-    samples = []
-    for index in range(0, len(chosen), streams):
-        prompts = chosen[index : index + streams]
-        adapters = [served.adapter] * len(prompts)
-        samples += llm.generate(prompts, None, stop, adapters=adapters)
+    samples = llm.generate(chosen, None, stop, adapters=adapters, max_at_once=streams)
     seconds = time.perf_counter() - began
-    if not is_warm:
-        return
     num_made = sum(len(sample.token_ids) for sample in samples)
+    if not is_warm:
+        cell.first_rates.append(num_made / seconds)
+        return
     cell.rates.append(num_made / seconds)
     cell.tokens += num_made
     after = llm.engine.counters()
@@ -202,7 +224,7 @@ def judge(
     answers: dict[tuple[int, ...], list[list[int]]],
     adapter: Path | None,
 ) -> Verdict:
-    """Every timed token against a float32 run of transformers."""
+    """Checks every timed token against a float32 run of transformers."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     checker = Checker(model_dir, dtype, tokenizer, adapter)
     verdict = Verdict()
@@ -241,6 +263,7 @@ class Report:
             table.add_row(
                 *(name, f"{statistics.median(cell.rates):.1f}"),
                 *(_spread(shares.get("none")), _spread(shares.get(CHAINS))),
+                f"{cell.first_share_of(cells['none']):.2f}" if "none" in cells else "-",
                 *(f"{cell.accepted_length:.2f}", right),
                 f"{cell.trees / cell.verifies:.0%}" if cell.verifies else "-",
             )
@@ -254,7 +277,7 @@ class Report:
         self._checked |= {"wrong": verdict.wrong, "missing": verdict.missing}
         self._write()
         for line in [
-            "of none, of chains: medians over turns, and spread",
+            "of none, of chains: medians over turns, and spread; at first: of none, the first turn",
             "a step: tokens of a request in a step that had drafts; trees: of such steps",
             f"drafts that the gate settled on, by number of requests: {self.depths}",
             f"tokens: {verdict.exact} exact, {verdict.near_ties} near ties, {verdict.wrong} wrong",
@@ -280,6 +303,7 @@ class Report:
 def _described(name: str, row: Row, cell: Cell, shares: dict[str, list[float]]) -> dict[str, Any]:
     kind, streams = row
     found: dict[str, Any] = {"drafter": name, "text": kind, "streams": streams}
+    found |= {"first_rates": cell.first_rates}
     found |= {"rates": cell.rates, "accepted_length": cell.accepted_length}
     for base, values in shares.items():
         found[f"shares_of_{base}"] = values
@@ -295,7 +319,7 @@ def _spread(shares: Sequence[float] | None) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """Flags."""
+    """Parses the flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="demo", help="demo or a Hugging Face directory")
     parser.add_argument("--draft", type=Path, default=DRAFT, help="folder of the EAGLE-3 head")
@@ -305,7 +329,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--number", type=int, default=8, help="prompts of each kind")
     parser.add_argument("--streams", default="1,4,16", help="requests at once, by commas")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
-    parser.add_argument("--turns", type=int, default=5, help="timed turns, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=1, help="prompts of a stream in a turn")
+    parser.add_argument("--turns", type=int, default=5, help="timed turns")
+    parser.add_argument("--warm-turns", type=int, default=1, help="turns of each row before them")
+    parser.add_argument("--kinds", default="", help="of text, by commas; `mixed`: all in turn")
     parser.add_argument("--max-draft-tokens", type=int, default=5)
     parser.add_argument(
         "--draft-width", default="1", help="of eagle3, by commas, an engine each; 1: chains alone"

@@ -8,6 +8,8 @@ gateway's Session.
     python bench/step.py                        1, 16, 64 and 256 running requests
     python bench/step.py --profile 64           where the time goes, by function
     python bench/step.py --vocab 49152          with a real vocabulary to draw from
+    python bench/step.py --prompt-tokens 100    a prompt that begins in each step
+    python bench/step.py --temperature 0.8 --frequency-penalty 0.5 --top-logprobs 2
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import pstats
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,6 +37,7 @@ from weft.decode.events import batch_to_proto
 from weft.engine.config import EngineConfig
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.engine import Engine
+from weft.engine.flight import FlightRecorder
 from weft.engine.intake import Intake
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.memory.layout import PlaneLayout
@@ -71,14 +75,14 @@ class FakeModel:
         return LAYOUT
 
     def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
-        """[L, 1] zeros."""
+        """Returns zeros, [L, 1]."""
         self.called_at_s = time.perf_counter()
         hidden = self._hidden[: batch.logits_rows.shape[0]]
         self.returned_at_s = time.perf_counter()
         return hidden
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """[L, vocab]."""
+        """Returns logits, [L, vocab]."""
         logits = self._logits[: hidden.shape[0]]
         self.returned_at_s = time.perf_counter()
         return logits
@@ -90,7 +94,7 @@ class StepTimes:
 
     num_running: int
     before: list[float] = field(default_factory=list)
-    """Inbox, plan, batch."""
+    """Times of inbox, plan and batch."""
     after: list[float] = field(default_factory=list)
     """Drawing, bookkeeping, outbox."""
     encode: list[float] = field(default_factory=list)
@@ -100,7 +104,7 @@ class StepTimes:
     """The server process: parsed, converted, serialised; not part of the step."""
 
     def totals(self) -> list[float]:
-        """Whole steps."""
+        """Times of whole steps."""
         return [sum(parts) for parts in zip(self.before, self.after, self.encode, strict=True)]
 
 
@@ -113,6 +117,8 @@ class Bench:
         sampling: how each request draws.
         num_threads: compute threads.
         is_overlapped: a step begins before the one before it is committed.
+        top_logprobs: wanted of each token; None: no log-probabilities.
+        prompt_tokens: of a prompt that begins, and ends, in each timed step; 0: none does.
     """
 
     def __init__(
@@ -123,12 +129,17 @@ class Bench:
         num_threads: int,
         *,
         is_overlapped: bool = False,
+        top_logprobs: int | None = None,
+        prompt_tokens: int = 0,
     ) -> None:
         torch.set_num_threads(num_threads)
         self._vocab_size = vocab_size
         self._sampling = sampling
+        self._top_logprobs = top_logprobs
+        self._prompt_tokens = prompt_tokens
         self._rng = random.Random(1)
         self._ids = itertools.count()
+        max_running += 2 * (prompt_tokens > 0)  # One is committed as the next one begins.
         self.model = FakeModel(vocab_size, max_running)
         config = EngineConfig(
             model_dir=Path("fake"),
@@ -140,10 +151,14 @@ class Bench:
         )
         num_pages = 2 + max_running * (MAX_CONTEXT_TOKENS // 8 // PAGE_SIZE)
         self.engine = Engine(config, self._parts(config, num_pages))
+        # Every worker's engine has one.
+        self._folder = tempfile.TemporaryDirectory()
+        self.engine.flight = FlightRecorder(Path(self._folder.name) / "plan")
 
     def close(self) -> None:
-        """Ends the engine's threads."""
+        """Stops the engine's threads."""
         self.engine.close()
+        self._folder.cleanup()
 
     def submit(self, num_prompt_tokens: int, max_tokens: int) -> Submit:
         """A request with a prompt of its own."""
@@ -154,11 +169,12 @@ class Bench:
             attempt=1,
             prompt=prompt,
             sampling=self._sampling,
+            top_logprobs=self._top_logprobs,
             stop=StopCriteria(max_tokens=max_tokens, ignore_eos=True),
         )
 
     def turn(self, inbox: Inbox | None, times: StepTimes | None) -> Outbox:
-        """One turn of the engine and the encoding of what it says."""
+        """Runs one turn of the engine and encodes its messages."""
         started_s = time.perf_counter()
         outbox = self.engine.turn(inbox)
         turned_s = time.perf_counter()
@@ -176,12 +192,14 @@ class Bench:
         # Lengths are spread, so that in each step a sixteenth of the requests takes a new page.
         prompts = [DECODE_PROMPT_TOKENS + i % PAGE_SIZE for i in range(num_running)]
         max_tokens = NUM_WARMUP_STEPS + num_steps + num_running  # Admission takes several steps.
-        inbox = Inbox(submits=[self.submit(length, max_tokens) for length in prompts])
-        self.turn(inbox, None)
+        self.turn(Inbox(submits=[self.submit(length, max_tokens) for length in prompts]), None)
         while len(self.engine.scheduler.running) < num_running:
             self.turn(None, None)
         for step in range(NUM_WARMUP_STEPS + num_steps):
-            self.turn(None, times if step >= NUM_WARMUP_STEPS else None)
+            inbox: Inbox | None = None
+            if self._prompt_tokens:
+                inbox = Inbox(submits=[self.submit(self._prompt_tokens, 1)])
+            self.turn(inbox, times if step >= NUM_WARMUP_STEPS else None)
         self._end_all()
         return times
 
@@ -260,7 +278,7 @@ def serve(encoded: bytes) -> float:
 
 
 def print_table(all_times: Sequence[StepTimes], prompt_s: Sequence[float], note: str) -> None:
-    """One row a number of running requests."""
+    """Prints one row per number of running requests."""
     table = Table(title="Host time of a step, microseconds (medians)", title_justify="left")
     columns = ("running", "plan + batch", "draw + commit", "encode", "step", "least", "p90")
     for column in (*columns, "a request", "server"):
@@ -292,12 +310,17 @@ def profile(bench: Bench, num_running: int, num_steps: int, num_lines: int) -> N
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags."""
+    """Parses the flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--running", default="1,16,64,256", help="numbers of running requests")
     parser.add_argument("--steps", type=int, default=300, help="timed steps of each")
     parser.add_argument("--vocab", type=int, default=1024, help="length of a row of logits")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--frequency-penalty", type=float, default=0.0)
+    parser.add_argument("--top-logprobs", type=int, help="with log-probabilities, and so many more")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=0, help="of a prompt that begins in each step"
+    )
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--overlap", action="store_true", help="as engines on a GPU run")
     parser.add_argument("--profile", type=int, metavar="RUNNING", help="profile instead")
@@ -311,13 +334,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     counts = [int(text) for text in arguments.running.split(",")]
     max_running = max([*counts, arguments.profile or 1])
-    sampling = SamplingParams(temperature=arguments.temperature)
+    sampling = SamplingParams(
+        temperature=arguments.temperature, frequency_penalty=arguments.frequency_penalty
+    )
     bench = Bench(
         max_running,
         arguments.vocab,
         sampling,
         arguments.threads,
         is_overlapped=arguments.overlap,
+        top_logprobs=arguments.top_logprobs,
+        prompt_tokens=arguments.prompt_tokens,
     )
     try:
         if arguments.profile:

@@ -59,28 +59,29 @@ ROWS: tuple[Row, ...] = ("device", "host", "disk", "store")
 GOALS: dict[Row, float] = {"device": 3.5, "host": 3.0, "disk": 2.0, "store": 2.0}
 NUM_NEW = 8
 TIMEOUT_S = 300.0
-MOST_TRIES = 3
+MAX_TRIES = 3
 SOURCES = {"host": "host", "disk": "disk", "store": "kvstore"}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt."""
+    """Measurement of one prompt."""
 
     row: Row
     first_token_s: float
     busy_s: float
-    """Time in steps until then."""
+    """Time spent in steps until then."""
     loaded_bytes: int
     load_s: float
     cold_s: float
-    """Of the same prompt, with nothing known."""
+    """Time of the same prompt without any cached prefix."""
     loaded_tokens: int
-    """Of the known ones; those that the rule had computed again are not among them."""
+    """Number of cached tokens that were loaded; the rule may have had others computed again."""
 
 
 class Links:
-    """What a worker's server process does for an engine: here a thread, for an engine in another.
+    """Does the work of a worker's server process for an engine: here a thread, for an engine in
+    another.
 
     Args:
         engine: Asks for things.
@@ -174,7 +175,7 @@ class Bench:
             for batch in outbox.sessions:
                 if batch.failed:
                     raise RuntimeError(batch.failed[0].failure.message)
-                for found in batch.tokens:
+                for found in batch.all_tokens():
                     busy_s = busy_s or self._busy_s() - before
                     tokens += found.ids
                 finished += batch.finished
@@ -185,13 +186,13 @@ class Bench:
 
     @property
     def num_loaded_from_disk(self) -> int:
-        """Pages, since the start."""
+        """Number of pages loaded since the start."""
         assert self.engine.tiers is not None
         assert self.engine.tiers.disk is not None
         return self.engine.tiers.disk.counters.loaded_pages
 
     def settle(self) -> None:
-        """Until nothing is saved, put or loaded any more."""
+        """Waits until all saves, puts and loads have ended."""
         self._until(lambda: self.engine.is_idle)
 
     def forget_above(self, row: Row) -> None:
@@ -208,7 +209,7 @@ class Bench:
         self.settle()
 
     def close(self) -> None:
-        """Ends threads."""
+        """Stops the threads."""
         self.links.close()
         self.engine.close()
 
@@ -240,7 +241,7 @@ class Bench:
 
     @property
     def has_made_up_weights(self) -> bool:
-        """Near ties are no wonder."""
+        """Whether the weights are random, so that near-ties are to be expected."""
         return self.engine.config.dummy_weights
 
 
@@ -252,7 +253,7 @@ def sample_of(
     bench: Bench, row: Row, num_known: int, num_prompt: int, rng: random.Random
 ) -> Sample:
     """`measure`, again if a busy machine's store did not answer a lookup in its 80 ms."""
-    for _ in range(MOST_TRIES - 1):
+    for _ in range(MAX_TRIES - 1):
         try:
             return measure(bench, row, num_known, num_prompt, rng)
         except WrongSource as error:
@@ -269,7 +270,7 @@ def measure(
     *,
     is_by_rule: bool = False,
 ) -> Sample:
-    """One sample of a row.
+    """Measures one sample of a row.
 
     Raises:
         RuntimeError: A token is wrong.
@@ -397,7 +398,7 @@ def by_rule(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def print_rule(rows: Sequence[dict[str, Any]]) -> None:
-    """One line a place."""
+    """Prints one line per place."""
     for row in rows:
         loaded = ", ".join(f"{tokens:,}" for tokens in row["loaded_tokens"])
         print(
@@ -407,7 +408,7 @@ def print_rule(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
-    """One line a place."""
+    """Prints one line per place."""
     table = Table(title=title, title_justify="left")
     for name in ("KV from", "first token, s", "spread", "faster", "goal", "MB", "GB/s"):
         table.add_column(name, justify="left" if name == "KV from" else "right")
@@ -488,7 +489,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> EngineConfig:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="demo", help="demo, or a model directory")
     parser.add_argument("--shape", choices=MODELS, help="made-up weights of a known model's shape")
@@ -550,7 +551,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def device_name(device: str) -> str:
-    """Of a GPU, its model."""
+    """Name of the device; of a GPU, its model."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 

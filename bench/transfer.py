@@ -50,7 +50,7 @@ class Row:
     digest: tuple[float, float, float]
     """Digests of the same pages, one thread."""
     verified: bool
-    """All writes of both arrived as they were sent."""
+    """Whether all writes of both arrived unchanged."""
 
 
 def owner(
@@ -71,7 +71,7 @@ def owner(
 
 
 class RawWriter:
-    """What the NIXL API asks for at least: descriptors prepared once, a transfer a write."""
+    """The minimum that the NIXL API requires: descriptors prepared once, one transfer per write."""
 
     def __init__(self, pool: NDArray[np.uint8], target: NixlTargetInfo) -> None:
         num_pages, page_bytes = pool.shape
@@ -132,7 +132,7 @@ def spread(num_bytes: int, durations: list[float]) -> tuple[float, float, float]
 
 
 class Owner:
-    """This side of the owner's process."""
+    """The owner's process, as seen from this one."""
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -203,7 +203,7 @@ def measure(page_kib: int, chunk_mib: int, repeats: int) -> Row:
 
 
 def print_table(rows: list[Row]) -> None:
-    """One line a page size."""
+    """Prints one line per page size."""
 
     def cell(rate: tuple[float, float, float]) -> str:
         return f"{rate[0]:.2f} ({rate[1]:.2f}..{rate[2]:.2f})"

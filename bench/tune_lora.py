@@ -29,7 +29,7 @@ from weft.kernels.lora import LoraAddition, LoraStep, add_lora_reference
 from weft.kernels.side_stream import rehearsal
 
 MIXES = ((8, 16), (32, 16), (8, 64))
-"""Adapters, and their rank."""
+"""Numbers of adapters, and their rank."""
 FEW, SOME, MANY = 64, 512, 4096
 """Rows: requests that decode, a step of prompts, and a long one."""
 TRIED: dict[str, tuple[int, list[Shape]]] = {
@@ -244,7 +244,7 @@ def warm(number: int, of: int) -> None:
 
 
 def each_alone(kernel: str, rows: int, loras: Sequence[LoraStep]) -> list[float]:
-    """`alone` of each mix."""
+    """Times `alone` for each mix."""
     return [alone(kernel, rows, lora) for lora in loras]
 
 
@@ -330,7 +330,7 @@ def tune_one(kernel: str, shapes: list[Shape], measure: Callable[[], list[float]
 
 
 def main() -> None:
-    """See the top."""
+    """Runs the tuning described at the top."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

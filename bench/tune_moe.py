@@ -33,7 +33,7 @@ COMPILERS = 16
 
 
 def tiles_of(rows: int, *, is_up: bool) -> list[Tile]:
-    """What is tried for blocks of so many pairs."""
+    """Tile shapes to try for blocks of this many pairs."""
     tried = [
         Tile(columns, depth, warps, stages)
         for columns, depth, warps, stages in itertools.product(
@@ -68,7 +68,7 @@ class Case:
         self.set_rows(rows)
 
     def set_rows(self, rows: int) -> None:
-        """Draws other rows."""
+        """Draws another set of rows."""
         hidden, experts = self.shape["hidden"], self.shape["experts"]
         self.x = torch.randn((rows, hidden), dtype=torch.bfloat16, device="cuda")
         self.residual = torch.randn_like(self.x)
@@ -76,13 +76,15 @@ class Case:
         self.ids, self.shares = route(logits, self.shape["top_k"], True)
 
     def run(self, tiles: Tiles) -> torch.Tensor:
-        """The operation."""
+        """Runs the operation."""
         call = (self.x, self.ids, self.shares, self.w13, self.w2, self.residual, tiles)
         return sorted_moe(*call)
 
 
 def median_us(call: Callable[[], object]) -> float:
-    """Of a graph of ten calls; infinite where the tiles do not fit the device."""
+    """Median time of a graph of ten calls, microseconds; infinite where the tiles do not fit the
+    device.
+    """
     try:
         call()
         torch.cuda.synchronize()

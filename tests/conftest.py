@@ -108,12 +108,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for name in marker.args:
                 if missing[name] is not None:
                     item.add_marker(pytest.mark.skip(reason=f"{name}: {missing[name]}"))
+    if hasattr(config, "workerinput"):  # of xdist
+        _longest_first(items)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`pytest -n 3` runs three turns at a time, and the tests of a turn one after the other."""
     from xdist.scheduler import LoadScopeScheduling
+
+    # In the order of the collection: see `_longest_first`.
+    config.option.loadscopereorder = False
 
     class Turns(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -122,13 +127,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Turns(config, log)
 
 
-def _turn(file: str) -> str:
-    """A file's own, but one for all that start meshes.
+MESH_TURNS = ("meshes", "other meshes")
+OTHER_MESHES = [
+    *("adapter_storm", "adapters", "constraints", "observability", "resources", "security"),
+    *("store", "store_valkey", "tiers", "two_models"),
+]
+"""Modules of tests/mesh with meshes of their own, half of the work: the rest shares some."""
 
-    They share meshes, look at what is left on the machine, and need the cores for themselves at
-    times.
-    """
-    return "meshes" if file.startswith(("tests/mesh/", "tests/chaos/")) else file
+
+def _turn(file: str) -> str:
+    """A file's own, but one of two for all that start meshes, which need the cores at times."""
+    if file.startswith("tests/chaos/"):
+        return MESH_TURNS[1]
+    if file.startswith("tests/mesh/"):
+        return MESH_TURNS[Path(file).stem.removeprefix("test_") in OTHER_MESHES]
+    return file
+
+
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Turns with meshes, then those of the most tests: none that is long is left for the end."""
+    turns = {item.nodeid: _turn(item.nodeid.partition("::")[0]) for item in items}
+    counts = Counter(turns.values())
+
+    def place(item: pytest.Item) -> tuple[bool, int, str]:
+        turn = turns[item.nodeid]
+        return turn not in MESH_TURNS, -counts[turn], turn
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,22 +19,22 @@ _TIMEOUT_S = 300.0
 
 @dataclass(slots=True)
 class Turn:
-    """One request. Times are seconds from its sending."""
+    """One request. Times are seconds since it was sent."""
 
     chat: str
     number: int
     num_prompt: int
     sent_s: float
-    """After the beginning of the run."""
+    """Time after the beginning of the run."""
     tokens: list[int] = field(default_factory=list)
     first_s: float = 0.0
-    """To the first token."""
+    """Time to the first token."""
     end_s: float = 0.0
-    """To the last token, or to the refusal."""
+    """Time to the last token, or to the refusal."""
     error: str = ""
-    """Its failure; empty = it was answered."""
+    """Error message; empty: it was answered."""
     reason: str = ""
-    """Of a failure that is Weft's own: UPPER_SNAKE."""
+    """Reason of a typed Weft error, UPPER_SNAKE."""
     timeline: common_pb2.Timeline | None = None
 
     @property
@@ -46,20 +46,20 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How turns are asked for."""
+    """Parameters of all turns."""
 
     max_tokens: int
-    """Of every answer."""
+    """Most tokens of every answer."""
     api_key: str = ""
-    """Empty = none."""
+    """API key; empty: none."""
     targets: gateway_pb2.LatencyTargets | None = None
-    """For every request; None = the gateway's own for the tenant."""
+    """Targets of every request; None: the gateway's own for the tenant."""
     goes_on: bool = False
     """A chat whose turn was refused goes on with its next one; else it ends there."""
 
 
 class ChatClient:
-    """One gateway, over one channel; an async context manager.
+    """A client of one gateway, over one channel; an async context manager.
 
     Args:
         address: host:port.
@@ -81,7 +81,7 @@ class ChatClient:
     async def run(
         self, chats: Iterable[Chat], asking: Asking, oracle: EndlessCache | None = None
     ) -> list[Turn]:
-        """Has all chats, each at its time; every turn that was sent."""
+        """Runs all chats, each at its time; returns every turn that was sent."""
         began = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._have(chat, asking, oracle, began)) for chat in chats]

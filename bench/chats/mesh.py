@@ -69,7 +69,7 @@ def prompt_tokens(mesh: LocalMesh) -> dict[str, int]:
 
 
 def about() -> dict[str, object]:
-    """Where and when figures were made, and of which commit."""
+    """Machine, time and commit of the measurements."""
     root = Path(__file__).resolve().parents[2]
     git = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     done = subprocess.run(git, capture_output=True, text=True, check=False)

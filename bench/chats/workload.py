@@ -1,4 +1,4 @@
-"""Made-up chats: what is said, and when a chat begins."""
+"""Synthetic chats: their messages, and their times of arrival."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Chat:
 
     name: str
     start_s: float
-    """After the beginning of the run."""
+    """Start after the beginning of the run."""
     system: Sequence[int]
     """Token ids that other chats begin with as well."""
     messages: Sequence[Sequence[int]]
-    """What is said in each turn."""
+    """The user's messages, as tokens."""
     pauses_s: Sequence[float]
-    """Between an answer and the next message."""
+    """Pauses between an answer and the next message."""
 
 
 def make_chats(
@@ -79,7 +79,7 @@ def make_chats(
 
 
 class EndlessCache:
-    """What one cache without bounds would have to compute: the oracle.
+    """The oracle: what a single unlimited cache would have to compute.
 
     It knows every prompt from the moment it is sent, and every answer when it has ended, in whole
     pages; the last token of a prompt is always computed.
@@ -88,12 +88,12 @@ class EndlessCache:
     def __init__(self) -> None:
         self._pages: set[int] = set()
         self.computed_tokens = 0
-        """Of the prompts that were sent."""
+        """Tokens computed of the prompts that were sent."""
         self.prompt_tokens = 0
-        """All of them."""
+        """All tokens of these prompts."""
 
     def sent(self, prompt: Sequence[int]) -> None:
-        """A request begins."""
+        """Records the start of a request."""
         keys = _page_keys(prompt[:-1])
         num_known = next((at for at, key in enumerate(keys) if key not in self._pages), len(keys))
         self.prompt_tokens += len(prompt)

@@ -17,15 +17,15 @@ from typing import NamedTuple
 import numpy as np
 from weft.engine.errors import TargetUnattainable
 from weft.gateway.routing import PolicyOptions, RoutingRequest, Speed
-from weft.gateway.slo import NO_TARGETS, Ask, LatencyGate, Outlook, Targets
-from weft.gateway.slo.outlook import Side
+from weft.gateway.slo import NO_TARGETS, AdmissionRequest, LatencyForecaster, LatencyGate, Targets
+from weft.gateway.slo.forecast import Side
 
 from fleet.simulation import GatewayView
 from fleet.trace import Arrival, PageNames
 from fleet.workers import DecodeWorker, Job, PageCache, PrefillWorker
 
 _TICK_S = 0.02
-"""Between two looks of a gate at those that it holds."""
+"""Seconds between two checks of a gate's held requests."""
 
 
 class Offer(NamedTuple):
@@ -44,7 +44,7 @@ class ServingSetup:
     num_decode: int = 8
     num_gateways: int = 1
     holds_to_targets: bool = True
-    """Without, every request is sent at once."""
+    """Whether the gate enforces targets; otherwise every request is sent at once."""
     ahead_s: float = 0.25
     pages_per_worker: int = 8192
     report_s: float = 0.2
@@ -54,24 +54,24 @@ class ServingSetup:
     request_s: float = 0.0004
     seed: int = 0
     weights: dict[str, float] = field(default_factory=dict)
-    """Of tenants; 1 where there is none."""
+    """Weights of tenants; 1 if absent."""
 
 
 @dataclass(kw_only=True)
 class TenantResult:
-    """What became of one tenant's requests."""
+    """Outcome of one tenant's requests."""
 
     offered: int = 0
     outcomes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """met, late_first_token, slow_tokens, refused; served without a target."""
     first_token_s: list[float] = field(default_factory=list)
-    """Of those served, after their arrival."""
+    """Times to the first token of the served requests, from their arrival."""
     between_s: list[float] = field(default_factory=list)
     refused_after_s: list[float] = field(default_factory=list)
-    """How long those refused waited for that."""
+    """Times after which requests were refused."""
 
     def percentile(self, which: str, rank: float) -> float:
-        """Of one of the lists; 0 when it is empty."""
+        """Percentile of one of the lists; 0 if it is empty."""
         values = getattr(self, which)
         return float(np.percentile(values, rank)) if values else 0.0
 
@@ -81,7 +81,7 @@ class _Run:
     """A request that was sent."""
 
     offer: Offer
-    ask: Ask
+    ask: AdmissionRequest
     gateway: int
     decode: int
     num_tokens: int
@@ -102,12 +102,12 @@ class _Gateway:
 
         self.prefill = side("cache_aware", "prefill", setup.num_prefill)
         self.decode = side("total_requests", "decode", setup.num_decode)
-        outlook = Outlook(
+        forecaster = LatencyForecaster(
             lambda: Side(self.prefill.view, self.prefill.policy.index),
             lambda: Side(self.decode.view, None),
             setup.num_gateways,
         )
-        self.gate = LatencyGate(outlook, setup.ahead_s)
+        self.gate = LatencyGate(forecaster, setup.ahead_s)
 
 
 class ServingSimulation:
@@ -125,8 +125,8 @@ class ServingSimulation:
         self._decode = [self._decode_worker() for _ in range(setup.num_decode)]
         self._filling = [0] * setup.num_decode
         self._runs: dict[int, _Run] = {}
-        """By the identity of the job that stands for the request on a worker."""
-        self._waiting: dict[Ask, Offer] = {}
+        """Runs by identity of the job that represents the request on a worker."""
+        self._waiting: dict[AdmissionRequest, Offer] = {}
         self._is_ticking = False
         self._open = 0
         self.results: dict[str, TenantResult] = defaultdict(TenantResult)
@@ -158,7 +158,7 @@ class ServingSimulation:
             first_token_s=(offer.targets.first_token_s if self._setup.holds_to_targets else None),
         )
         request._keys[gateway.prefill.view.workers[0].naming] = PageNames(arrival.pages)
-        ask = Ask(
+        ask = AdmissionRequest(
             prompts=[request],
             arrival=self._now,
             targets=offer.targets,
@@ -180,7 +180,7 @@ class ServingSimulation:
             self._waiting[ask] = offer
             self._tick_later()
 
-    def _refused(self, ask: Ask, offer: Offer) -> None:
+    def _refused(self, ask: AdmissionRequest, offer: Offer) -> None:
         self._open -= 1
         result = self.results[offer.tenant]
         result.outcomes["refused"] += 1
@@ -203,7 +203,7 @@ class ServingSimulation:
         if self._waiting:
             self._tick_later()
 
-    def _send(self, which: int, ask: Ask, offer: Offer) -> None:
+    def _send(self, which: int, ask: AdmissionRequest, offer: Offer) -> None:
         gateway, (request,) = self._gateways[which], ask.prompts
         num_tokens = len(offer.arrival.tokens)
         filler, match = gateway.prefill.policy.choose(gateway.prefill.view, request, 1)[0]

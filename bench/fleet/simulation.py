@@ -17,8 +17,8 @@ from functools import partial
 
 import numpy as np
 from weft.gateway.routing import (
+    FleetPageIndex,
     LoadEstimate,
-    PageIndex,
     Policy,
     PolicyOptions,
     PoolView,
@@ -33,43 +33,43 @@ from fleet.workers import DecodeWorker, Job, PageCache, PrefillWorker, Simulated
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A fleet."""
+    """A simulated fleet."""
 
     policy: str
     """A policy's name; with ` approximate` behind it, without events."""
     pool: str = "prefill"
-    """prefill or decode."""
+    """Pool: prefill or decode."""
     num_workers: int = 64
     num_gateways: int = 1
-    """Each knows what it sent itself, and what workers report."""
+    """Number of gateways; each knows only what it sent itself and what workers report."""
     pages_per_worker: int = 8192
     report_s: float = 0.2
-    """Between two load reports of a worker."""
+    """Interval between two load reports of a worker."""
     event_delay_s: float = 0.02
-    """From a change of a cache to a gateway's index."""
+    """Delay from a change of a cache to a gateway's index."""
     prefill_rate: float = 20_000.0
     """Prompt tokens a second of a prefill worker."""
     step_s: float = 0.010
-    """Of a decode worker's step without requests."""
+    """Time of a decode worker's step without requests."""
     request_s: float = 0.0004
-    """That each of its requests adds."""
+    """Time that each of its requests adds."""
     seed: int = 0
     options: PolicyOptions = field(default_factory=lambda: PolicyOptions(request_tokens=512))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a trace."""
+    """Result of a trace."""
 
     num_requests: int
     hit_rate: float
     """Prompt tokens that the chosen worker held, of all."""
     oracle_hit_rate: float
-    """Likewise with one cache that never forgets and knows at once, in the same pages."""
+    """Hit rate of a single unlimited cache without delay, in the same pages."""
     extra_tokens: float
     """Computed prompt tokens, beyond the oracle's, as a share of the oracle's."""
     balance: float
-    """Most work of a worker (computed tokens, or generated ones) divided by the mean."""
+    """Largest work of a worker (computed tokens, or generated ones) divided by the mean."""
     p50_s: float
     """Prefill: to the end of the prompt. Decode: between tokens of a request."""
     p99_s: float
@@ -77,9 +77,9 @@ class Result:
     """CPU time of one decision, page keys apart."""
     choose_p99_us: float
     index_pages: int
-    """At the end, in one gateway."""
+    """Pages in one gateway's index at the end."""
     index_bytes: int
-    """Likewise."""
+    """Bytes of one gateway's index at the end."""
     choices: str
     """Digest of all choices in their order."""
 
@@ -121,7 +121,7 @@ def _gateway(setup: Setup, number: int, clock: Callable[[], float]) -> GatewayVi
     return GatewayView(kind, options, "w", setup.num_workers, setup.pages_per_worker)
 
 
-def _bytes(index: PageIndex) -> int:
+def _bytes(index: FleetPageIndex) -> int:
     """Memory of an index: its tables, a number for each page told, and distinct sets of workers."""
     numbers = {id(mask): sys.getsizeof(mask) for mask in index._holders.values()}
     tables = sys.getsizeof(index._holders) + sum(
@@ -159,7 +159,7 @@ class Simulation:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def run(self, trace: Iterable[Arrival]) -> Result:
-        """Runs a trace to its end."""
+        """Simulates a trace to its end."""
         setup = self._setup
         for index in range(setup.num_workers):
             first = setup.report_s * index / setup.num_workers

@@ -57,11 +57,11 @@ class Arrival(NamedTuple):
     time: float
     """Seconds since its beginning."""
     tokens: Sequence[int]
-    """The prompt."""
+    """Tokens of the prompt."""
     pages: list[int]
     """Names of its full pages; equal names, equal prefixes. May have more than the prompt."""
     num_output: int
-    """Tokens generated."""
+    """Number of generated tokens."""
     key: str
     """Conversation that it belongs to."""
 
@@ -99,7 +99,7 @@ def conversations(
         num_pages = rng.randint(16, 256)
         systems.append(([next(names) for _ in range(num_pages)], [number] * 256))
     waiting: list[tuple[float, int, int, list[int], int]] = []
-    """Next turns: time, conversation, system prompt, pages, tokens said so far."""
+    """Following turns: time, conversation, system prompt, pages, tokens so far."""
     numbers = itertools.count()
     start = rng.expovariate(rate / mean_turns)
     for _ in range(num_requests):
@@ -120,7 +120,9 @@ def conversations(
 
 
 def request_log(path: Path) -> Iterator[Arrival]:
-    """What a gateway logged with `--request-log-content tokens` (or text), in order of arrival."""
+    """Reads a gateway's log, written with `--request-log-content tokens` (or text), in order of
+    arrival.
+    """
     with path.open() as file:
         logged = sorted(read_log(file), key=lambda prompt: prompt.time)
     for prompt in logged:

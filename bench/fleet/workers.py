@@ -1,4 +1,4 @@
-"""Made-up workers on a virtual clock."""
+"""Simulated workers on a virtual clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Job:
     computed: int = 0
     """Prompt tokens that it did not hold, as far as it has looked."""
     started_at: float = 0.0
-    """Its prompt is computed: its first token."""
+    """Time at which its prompt is computed, which is that of its first token."""
     ended_at: float = 0.0
 
     @property
@@ -52,7 +52,7 @@ class PageCache:
         self._pages: OrderedDict[int, None] = OrderedDict()
 
     def match(self, names: Sequence[int], num_pages: int) -> int:
-        """Leading pages held."""
+        """Number of leading pages held."""
         pages = self._pages
         for index in range(num_pages):
             if names[index] not in pages:
@@ -60,7 +60,7 @@ class PageCache:
         return num_pages
 
     def add(self, names: Sequence[int], num_pages: int) -> None:
-        """Has the first pages of a prompt from now on."""
+        """Adds the first pages of a prompt."""
         pages = self._pages
         stored = []
         for index in range(min(num_pages, self._max_pages) - 1, -1, -1):
@@ -76,7 +76,7 @@ class PageCache:
 
 
 class SimulatedWorker(Protocol):
-    """What both kinds have."""
+    """Common base of both kinds of workers."""
 
     num_requests: int
     queued_tokens: int
@@ -181,7 +181,7 @@ class DecodeWorker:
 
     @property
     def num_requests(self) -> int:
-        """Running."""
+        """Number of running requests."""
         return len(self._ends)
 
     def submit(self, now: float, job: Job) -> None:
@@ -201,7 +201,7 @@ class DecodeWorker:
 
     @property
     def step_time_s(self) -> float:
-        """Of a step with all requests that it has."""
+        """Time of a step with all its requests."""
         return self._step_s + self._request_s * len(self._ends)
 
     def _schedule(self, now: float) -> None:

@@ -36,12 +36,12 @@ class Sent:
     sent_at: float
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """When each token left the engine, by the host's monotonic clock."""
+    """Times at which tokens left the engine, by the host's monotonic clock."""
     finished: Finished | None = None
 
     @property
     def first_token_s(self) -> float:
-        """From submit to the first token."""
+        """Time from submit to the first token."""
         return self.times[0] - self.sent_at
 
 
@@ -91,7 +91,7 @@ class Mesh:
         self.requests: dict[str, Sent] = {}
         self._counters: dict[str, int] = {}
         self.transport = ""
-        """How the decode worker says that pages reach it."""
+        """How pages reach the decode worker, by its own description."""
         self.turn_until(lambda: all(worker.epoch for worker in self._workers))
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class Mesh:
             worker.process.kill()
 
     def submit(self, prompt: Sequence[int], max_tokens: int) -> str:
-        """Sends a request; its id."""
+        """Sends a request; returns its id."""
         request_id = str(next(self._ids))
         candidates = []
         if self.prefill is not None:
@@ -128,7 +128,7 @@ class Mesh:
         return request_id
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request."""
+        """Cancels a request."""
         self.decode.tell("cancels", [Cancel(session=1, request_id=request_id, attempt=1)])
 
     def finish(self, *request_ids: str) -> list[Sent]:
@@ -142,7 +142,7 @@ class Mesh:
         self.decode.tell("flush_cache", [0])
 
     def counters(self) -> dict[str, int]:
-        """Of the decode worker."""
+        """Counters of the decode worker."""
         self._counters = {}
         self.decode.tell("counters")
         self.turn_until(lambda: bool(self._counters))
@@ -186,7 +186,7 @@ class Mesh:
             self.decode.tell("lease_answers", [answer])
         for batch in message.sessions:
             assert not batch.failed, batch.failed
-            for tokens in batch.tokens:
+            for tokens in batch.all_tokens():
                 sent = self.requests[tokens.request_id]
                 sent.tokens += tokens.ids
                 sent.times += [message.at] * len(tokens.ids)

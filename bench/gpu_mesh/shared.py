@@ -23,10 +23,10 @@ VERSION = "copies"
 
 
 class SharedPages:
-    """Plays `weft.engine.transfer.staging_memory.PinnedPages`, in memory that others can map."""
+    """Stands in for `PinnedStagingPages`, in memory that other processes can map."""
 
     path = ""
-    """Of the memory made last."""
+    """Path of the memory created last."""
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
         size = num_pages * page_bytes
@@ -48,7 +48,7 @@ class SharedPages:
         return "shared host memory"
 
     def close(self) -> None:
-        """The process ends soon."""
+        """Does nothing: the process ends soon."""
 
 
 class CopyReceiver:
@@ -71,21 +71,21 @@ class CopyReceiver:
         return self._target
 
     def arrived(self, payload: bytes) -> None:
-        """A writer's notification."""
+        """Handles a writer's notification."""
         notification = Notification.parse(payload)
         assert notification is not None
         self._arrived.append(notification)
 
     def poll(self) -> list[Notification]:
-        """Those since the last call."""
+        """Notifications since the last call."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     def describe(self) -> str:
-        """For people."""
+        """Describes the transport."""
         return VERSION
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
 
 class CopySenders:
@@ -124,7 +124,7 @@ class CopySenders:
         notification: bytes,
         check: Callable[[], None],
     ) -> SimpleNamespace:
-        """Copies at once."""
+        """Copies the pages at once."""
         check()
         self.connect(owner, target)
         remote = self._mapped[target.agent_name]
@@ -139,9 +139,9 @@ class CopySenders:
         return SimpleNamespace(poll=lambda: "done")
 
     def describe(self) -> str:
-        """For people."""
+        """Describes the transport."""
         return VERSION
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stops the threads."""
         self._threads.shutdown()

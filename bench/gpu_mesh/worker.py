@@ -1,4 +1,4 @@
-"""One engine in a process of its own, told what to do over a pipe."""
+"""An engine in a process of its own, controlled over a pipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDLE_S = 2e-4
 
 @dataclass
 class FromWorker:
-    """What one turn brought, or a notification for another worker, or first of all the epoch."""
+    """Results of a turn, or a notification for another worker, or at first the epoch."""
 
     at: float = 0.0
     """Seconds of the host's monotonic clock."""
@@ -38,7 +38,7 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
     """The process: loads, says its epoch, then turns until it is told `close`."""
     resolved = EngineConfig(**config)
     if resolved.transport == "data":
-        engine_parts.PinnedPages = SharedPages  # type: ignore[assignment,misc]
+        engine_parts.PinnedStagingPages = SharedPages  # type: ignore[assignment,misc]
     engine = Engine(resolved, engine_parts.load_parts(resolved))
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Are the timed tokens right? Each is compared with a float32 run of transformers over them all."""
+"""Checks the timed tokens against one float32 run of transformers over all of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weft.engine.models.config import ModelConfig
 from serving.systems import Answer, load_transformers
 
 NEAR_TIE_ULPS = 4
-"""In bfloat16: a token counts as right if its float32 logit is so close to the largest."""
+"""In bfloat16: distance from the largest float32 logit up to which a token counts as right."""
 NEAR_TIE_FLOAT32 = 1e-3
-"""In float32: largest gap of logits, absolute."""
+"""In float32: the same as an absolute gap of logits."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Verdict:
     exact: int = 0
     """Greedy tokens of the float32 model, given what came before."""
     near_ties: int = 0
-    """Not the most likely token, but as good as."""
+    """Tokens that are not the most likely ones, but equally good."""
     wrong: int = 0
     missing: int = 0
     """Answers whose length is wrong, or whose text stands for no tokens; counted in tokens."""
@@ -41,7 +41,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """Nothing is wrong and nothing is missing."""
+        """Whether nothing is wrong or missing."""
         return self.wrong == 0 and self.missing == 0
 
 
@@ -69,7 +69,7 @@ class Checker:
     def check(
         self, prompt: list[int], answer: Answer, num_tokens: int, others: Iterable[list[int]]
     ) -> Verdict:
-        """Judges one answer.
+        """Checks one answer.
 
         Args:
             prompt: Its prompt.

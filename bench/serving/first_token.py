@@ -22,7 +22,7 @@ MAX_UNCACHED_TOKENS = 64
 
 @dataclass(slots=True)
 class FirstToken:
-    """One prompt three times; the timeline must say that it came from where it should.
+    """Sends one prompt three times; the timeline must show the expected source each time.
 
     Args:
         flush_workers: Empties the workers' caches once the store has everything; None: there is
@@ -73,7 +73,7 @@ class FirstToken:
 
 
 def describe_source(timeline: Any, num_prompt_tokens: int) -> str:
-    """Where the KV of a prompt came from: cold, local hit, store hit, or something mixed."""
+    """Source of a prompt's KV: cold, local hit, store hit, or a mixture."""
     wanted = num_prompt_tokens - MAX_UNCACHED_TOKENS
     from_store = sum(
         fill.accepted_tokens

@@ -22,7 +22,8 @@ CALL_TIMEOUT_S = 10.0
 
 
 def find_flush(state: Path) -> Callable[[], None] | None:
-    """What empties the caches of all workers of a mesh; None where it has no store or no way.
+    """A function that empties the caches of all workers of a mesh; None if there is no store or no
+    way.
 
     Args:
         state: State folder of the mesh.

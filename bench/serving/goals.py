@@ -1,4 +1,4 @@
-"""What this project wants of a CPU that multiplies bfloat16 in hardware."""
+"""The project's goals for a CPU that multiplies bfloat16 in hardware."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def set_goals(ledger: Ledger) -> None:
 
 
 def _set_goals_over_llama(ledger: Ledger) -> None:
-    """In llama.cpp's own rows, since the rows compared may have goals of their own."""
+    """Sets the goals relative to llama.cpp on its own rows, since the compared rows may have
+    others.
+    """
     for section, system, cases, least in (
         (THROUGHPUT, REST, LLAMA_STREAMS, 1.0),
         (PROMPTS, ENGINE, None, PROMPTS_OVER_LLAMA),

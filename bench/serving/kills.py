@@ -15,7 +15,7 @@ from weft.v1 import common_pb2, gateway_pb2
 
 Kind = Literal["worker", "engine", "server"]
 KINDS: tuple[Kind, ...] = ("worker", "engine", "server")
-"""Which processes of a worker are killed: both, or one (the other follows by itself)."""
+"""Processes of a worker to kill: both, or one (the other follows by itself)."""
 TIMEOUT_S = 240.0
 REGEX = "([a-f0-9]{4,12} ){30,200}"
 """Long enough that it is in force throughout."""
@@ -33,25 +33,25 @@ class Ask:
     stop: str = ""
     """A stop string; empty = none."""
     regex: str = ""
-    """What the text must match; empty = anything."""
+    """Regular expression that the text must match; empty: none."""
     speculate: bool = True
     """Workers may draft for it, if they draft."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one stream brought."""
+    """Result of one stream."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
-    """By sample."""
+    """Token ids by sample."""
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, int] = field(default_factory=dict)
     error: str = ""
     lost: list[common_pb2.LostAttempt] = field(default_factory=list)
-    """As the timeline tells."""
+    """Lost attempts, from the timeline."""
 
     def is_same(self, other: Outcome) -> bool:
-        """The client got the same."""
+        """Whether the client got the same."""
         return (self.ids, self.texts, self.reasons) == (other.ids, other.texts, other.reasons)
 
 

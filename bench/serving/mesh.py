@@ -61,11 +61,11 @@ class MeshProcess:
 
     @property
     def pid(self) -> int:
-        """Of `weft up`; every other process of the mesh descends from it."""
+        """Process id of `weft up`; every other process of the mesh descends from it."""
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Returns once it answers.
+        """Waits until the mesh answers.
 
         Raises:
             MeshError: It ended, or was not ready in time; the message ends with its last words.
@@ -84,7 +84,7 @@ class MeshProcess:
         raise MeshError(f"not ready after {READY_TIMEOUT_S:.0f} s: {self._last_words()}")
 
     def stop(self) -> None:
-        """As Ctrl-C does."""
+        """Stops the mesh as Ctrl-C does."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:

@@ -1,4 +1,4 @@
-"""Which systems take part, and which sections they go through."""
+"""Chooses the systems that take part, and their sections."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Systems:
-    """Whatever could be started."""
+    """The systems that could be started."""
 
     rest: LoadSystem | None = None
     grpc: LoadSystem | None = None
@@ -57,7 +57,7 @@ class Systems:
     failures: list[str] = field(default_factory=list)
 
     def all(self) -> list[System]:
-        """Those that generate, in the order of the table."""
+        """The systems that generate, in the order of the table."""
         every = (self.rest, self.grpc, self.engine, self.transformers)
         return [system for system in every if system is not None]
 

@@ -22,15 +22,15 @@ PLAIN_WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How a section's rows are shown."""
+    """Column heads of a section."""
 
     title: str
     case: str
-    """What the cases are."""
+    """Meaning of the cases."""
     ratio: str
-    """What the ratio is to."""
+    """Reference of the ratio."""
     scale: float = 1.0
-    """From the unit of the values to the one shown."""
+    """Factor from the unit of the values to the displayed one."""
     digits: int = 1
 
 
@@ -49,7 +49,7 @@ WIDTHS = (14, 9, 7, 12, 9, 11, 11, 12, 13)
 
 
 def print_tables(ledger: Ledger) -> None:
-    """One table, in a part for each section."""
+    """Prints one table, with a part for each section."""
     console = _console()
     for section, head in HEADS.items():
         rows = list(ledger.of(section))
@@ -88,7 +88,7 @@ def print_lines(lines: Sequence[str]) -> None:
 
 
 def describe_goals(ledger: Ledger, is_held: bool) -> str:
-    """How many goals are met."""
+    """Describes how many goals are met."""
     goals = [goal for row in ledger.rows for goal in row.goals]
     if not is_held:
         return "No goals are set for a CPU without AVX512-BF16 or AMX: figures only."
@@ -142,7 +142,7 @@ def _short(value: float) -> str:
 
 
 def _times(times_s: Sequence[float]) -> str:
-    """p50 / p99 in milliseconds."""
+    """Formats p50 / p99 in milliseconds."""
     if not times_s:
         return ""
     found = (percentile(times_s, percent) * 1e3 for percent in (50, 99))

@@ -18,7 +18,7 @@ GET_TIMEOUT_S = 30.0
 
 
 def get_json(url: str, path: str) -> Any:
-    """Body of a GET.
+    """Fetches JSON with a GET.
 
     Raises:
         LoadError: The status is not 200.
@@ -35,7 +35,7 @@ def get_json(url: str, path: str) -> Any:
 
 
 class RestClient:
-    """The REST edge of a mesh.
+    """A client of a mesh's REST edge.
 
     Args:
         url: Base URL without /v1.
@@ -101,7 +101,7 @@ class RestClient:
 
 
 class _Collector(asyncio.Protocol):
-    """Keeps what comes."""
+    """Collects the pieces that arrive."""
 
     def __init__(
         self, raw: Raw, ended: asyncio.Future[None], on_piece: Callable[[], None] | None
@@ -125,7 +125,7 @@ class _Collector(asyncio.Protocol):
 
 
 def _messages(raw: Raw) -> Iterator[tuple[dict[str, Any], float]]:
-    """Each event of a stream with its time of arrival; the last must be `[DONE]`."""
+    """The events of a stream with their times of arrival; the last must be `[DONE]`."""
     is_done = False
     pending = b""
     for data, time_s in _chunks(raw):

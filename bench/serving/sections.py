@@ -1,4 +1,4 @@
-"""What is measured: each section takes its turn, and fills its rows of the table."""
+"""The measurements: each section takes its turn and fills its rows of the table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serving.systems import (
 from serving.workload import NUM_WARMUP_TOKENS, Prompts
 
 FAILURES = (WeftError, LoadError, OSError, RuntimeError)
-"""What may befall a system without ending the benchmark."""
+"""Errors of a system that do not end the benchmark."""
 
 THROUGHPUT = "throughput"
 PROMPTS = "prompts"
@@ -46,7 +46,7 @@ class Section(Protocol):
         ...
 
     def finish(self) -> None:
-        """Sets ratios."""
+        """Computes the ratios."""
         ...
 
 
@@ -64,7 +64,7 @@ def attempt(row: Series, action: Callable[[], T]) -> T | None:
 def run_groups(
     system: System, groups: Sequence[Sequence[list[int]]], num_tokens: int
 ) -> list[Outcome]:
-    """One group of prompts after the other."""
+    """Runs one group of prompts after the other."""
     return [system.run(group, num_tokens) for group in groups]
 
 

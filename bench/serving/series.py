@@ -20,21 +20,23 @@ class Series:
     system: str
     case: str
     values: dict[int, float] = field(default_factory=dict)
-    """By repeat, in the section's unit."""
+    """Values by repeat, in the section's unit."""
     ratios: dict[int, float] = field(default_factory=dict)
-    """By repeat: value over the baseline's value in the same repeat, in the section's sense."""
+    """Ratios by repeat: the value relative to the baseline's in the same repeat, in the section's
+    direction.
+    """
     first_s: list[float] = field(default_factory=list)
     """Times to the first token."""
     gaps_s: list[float] = field(default_factory=list)
     """Times between tokens of a stream."""
     verdict: Verdict = field(default_factory=Verdict)
     failure: str | None = None
-    """Why there is nothing, or not all."""
+    """Why values are missing, if any are."""
     goals: list[Goal] = field(default_factory=list)
 
     @property
     def median(self) -> float:
-        """Of the values."""
+        """Median of the values."""
         return statistics.median(self.values.values())
 
     @property
@@ -58,7 +60,7 @@ class Series:
                 self.ratios[repeat] = other / value if is_time else value / other
 
     def summary(self) -> dict[str, Any]:
-        """For JSON."""
+        """Summarises the row for JSON."""
         verdict = self.verdict
         return {
             "section": self.section,
@@ -96,12 +98,12 @@ class Goal:
 
     @property
     def is_met(self) -> bool:
-        """It is reached."""
+        """Whether the goal is reached."""
         return self.value >= self.least
 
 
 class Ledger:
-    """All rows of a run, and the answers that still have to be judged."""
+    """All rows of a run, and the answers still to be checked."""
 
     def __init__(self) -> None:
         self.rows: list[Series] = []
@@ -135,11 +137,11 @@ class Ledger:
 
     @property
     def num_unjudged(self) -> int:
-        """How many `judge` will judge."""
+        """Number of answers still to be checked."""
         return len(self._answers)
 
     def judge(self, checker: Checker, advance: Callable[[], None]) -> None:
-        """Judges every timed answer."""
+        """Checks every timed answer."""
         known: dict[tuple[int, ...], list[list[int]]] = {}
         for _, prompt, answer, _ in self._answers:
             if answer.token_ids is not None:

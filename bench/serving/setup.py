@@ -1,4 +1,4 @@
-"""What the figures depend on, and who else used the machine meanwhile."""
+"""The set-up that the figures depend on, and other use of the machine meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = ("weft", "torch", "transformers", "grpcio", "nixl")
 
 
 def describe_setup(dtype: str, num_threads: int) -> dict[str, Any]:
-    """Everything that the figures depend on."""
+    """Describes everything that the figures depend on."""
     flags = _cpu_field("flags").split()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -67,13 +67,13 @@ class MachineUse:
 
     wall_s: float
     busy_s: float
-    """Of all cores and programs."""
+    """Busy seconds of all cores and programs."""
     own_s: float
-    """Of this process and its descendants."""
+    """CPU seconds of this process and its descendants."""
 
     @classmethod
     def now(cls) -> MachineUse:
-        """As it stands."""
+        """The current values."""
         times = psutil.cpu_times()
         busy_s = sum(getattr(times, name) for name in ("user", "nice", "system"))
         return cls(time.perf_counter(), busy_s, _own_cpu_s())

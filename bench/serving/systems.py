@@ -1,4 +1,4 @@
-"""What runs in this process: the bare engine and transformers, on the same prompts."""
+"""The systems in this process: the bare engine and transformers, on the same prompts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one prompt. Times are seconds of `time.perf_counter`."""
+    """Answer to one prompt. Times are seconds of `time.perf_counter`."""
 
     token_ids: list[int] | None
-    """None where the system answers with text."""
+    """Token ids; None if the system answers with text."""
     text: str | None = None
     sent_s: float = 0.0
     event_times_s: list[float] = field(default_factory=list)
-    """When tokens came: one event may bring several."""
+    """Times of arrival: one event may bring several tokens."""
     timeline: Any = None
     """`weft.v1.Timeline`, where the system gives one."""
 
     @property
     def first_s(self) -> float:
-        """From sending the prompt to its first token."""
+        """Time from sending the prompt to its first token."""
         return self.event_times_s[0] - self.sent_s
 
     def gaps_s(self, since_s: float = float("-inf"), until_s: float = float("inf")) -> list[float]:
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class System(Protocol):
-    """Something that generates greedily."""
+    """A system that generates greedily."""
 
     name: str
 
@@ -62,7 +62,7 @@ class System(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Releases its resources."""
         ...
 
 
@@ -169,7 +169,7 @@ class EngineSystem:
             for failed in batch.failed:
                 self._open.pop(failed.request_id, None)
                 raise to_error(failed.failure)
-            for tokens in batch.tokens:
+            for tokens in batch.all_tokens():
                 answer = self._open[tokens.request_id]
                 assert answer.token_ids is not None
                 answer.token_ids += tokens.ids
@@ -210,7 +210,7 @@ class TransformersSystem:
         return Outcome(wall_s, answers)
 
     def prompt(self, prompt: list[int]) -> Outcome:
-        """One forward over a prompt, and the token after it."""
+        """Runs one forward pass over a prompt; returns the next token."""
         started_s = time.perf_counter()
         with torch.inference_mode():
             logits = self._model(torch.tensor([prompt]), logits_to_keep=1).logits

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from chaos_mesh import Chaos, bear_quarantine
-from weft.cli.chaos.asks import Ask, Pace, Reply, make_asks, send
 from weft.cli.chaos.checks import check_content, check_pages
 from weft.cli.chaos.command import mesh_settings
 from weft.cli.chaos.load import Known
 from weft.cli.chaos.mesh import ChaosMesh
+from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, make_asks, send
 from weft.cli.chaos.run import answers_in_peace
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
 from weft.engine.faults import FaultSpec
@@ -43,7 +43,7 @@ async def stopped_in_mid_write(chaos: Chaos) -> None:
     asking, stopped = await stop_who_fired(chaos, first, held.point)
     try:
         deadline = time.monotonic() + LEASE_S + 2
-        replies: list[tuple[Ask, Reply]] = [(first, await asking)]
+        replies: list[tuple[ChaosRequest, Reply]] = [(first, await asking)]
         # Other requests take the pages that are free, more than the whole pool.
         while time.monotonic() < deadline or await turned_over(chaos, before) < 1:
             asks = known.asks[:8]
@@ -72,13 +72,15 @@ async def num_quarantined(mesh: ChaosMesh, name: str) -> int:
     return int((engine["staging_pages"] or engine["pages"])["quarantined"])
 
 
-async def ask_one(chaos: Chaos, ask: Ask) -> Reply:
+async def ask_one(chaos: Chaos, ask: ChaosRequest) -> Reply:
     """From an empty cache."""
     address = chaos.mesh.gateways[chaos.mesh.named("gateway")[0]]
     return await send(address, chaos.known.model, ask, Pace(120.0, salt=secrets.token_hex(8)))
 
 
-async def stop_who_fired(chaos: Chaos, ask: Ask, point: str) -> tuple[asyncio.Task[Reply], str]:
+async def stop_who_fired(
+    chaos: Chaos, ask: ChaosRequest, point: str
+) -> tuple[asyncio.Task[Reply], str]:
     """Asks, stops the prefill engine that has come to the point, and disarms the other.
 
     Where a busy machine makes workers stale for a moment, nobody may have filled: once more.
@@ -118,17 +120,21 @@ async def test_a_worker_stopped_during_a_put(chaos: Chaos) -> None:
     """The store reads its pages while it stands still; what it holds then is right or nothing."""
     mesh, known = chaos.mesh, chaos.known
     held = FaultSpec(point="store.put", kind="delay", count=1, delay_s=0.5)
-    await mesh.arm("decode-0", held)
+    workers = mesh.named("decode")
+    for name in workers:
+        await mesh.arm(name, held)
     deadline = time.monotonic() + 60
     asking = [asyncio.create_task(ask_one(chaos, ask)) for ask in known.asks]
-    while not await mesh.fired("decode-0", held.point):
+    while not (putting := [name for name in workers if await mesh.fired(name, held.point)]):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-    mesh.send("decode-0", "engine", signal.SIGSTOP)
+    mesh.send(putting[0], "engine", signal.SIGSTOP)
     try:
         await asyncio.sleep(3.0)  # past the time that a store waits for pages
     finally:
-        mesh.send("decode-0", "engine", signal.SIGCONT)
+        mesh.send(putting[0], "engine", signal.SIGCONT)
+        for name in workers:
+            await mesh.clear(name, held.point)
     for ask, reply in zip(known.asks, await asyncio.gather(*asking), strict=True):
         assert reply.is_whole, reply.error
         assert reply.tokens == known.expected[ask.number]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import jsonschema
 import psutil
 import pytest
-from constrained import Desk, Outcome, schema
-from random_schemas import Schema, person, varied_schemas
+from constrained import Desk, Outcome, check_schemas, check_valid, schema
+from random_schemas import person, varied_schemas
 from threads import one_thread
 from tiny_models import EOS_TOKEN_ID, make_tiny
-from weft.engine.errors import InvalidRequest, WeftError
+from weft.engine.errors import InvalidRequest
 from weft.engine.llm import LLM
-from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress, Submit
+from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress
 from weft.engine.request import Constraint, StopCriteria
 
 pytestmark = pytest.mark.usefixtures("overlap")
@@ -94,54 +92,9 @@ def test_the_compiler_starts_before_it_is_needed(
     assert len(compilers()) == before
 
 
-def check(desk: Desk, outcome: Outcome | WeftError, schema_: Schema) -> None:
-    """It ended by itself, is JSON, and is valid."""
-    assert isinstance(outcome, Outcome), outcome
-    assert outcome.reason == "stop", (schema_, desk.text(outcome))
-    assert outcome.ids[-1] == EOS_TOKEN_ID
-    jsonschema.Draft202012Validator(schema_).validate(json.loads(desk.text(outcome)))
-
-
-def endings(desk: Desk) -> dict[int, float]:
-    """A bias to what closes JSON: a model that writes at random hardly ever finds the end."""
-    closing = {desk.tokenizer.token_to_id(symbol): 12.0 for symbol in '"}]'}
-    return {**closing, desk.tokenizer.token_to_id(","): 6.0, EOS_TOKEN_ID: 12.0}
-
-
-def follow(desk: Desk, schemas: Sequence[Schema], temperature: float) -> None:
-    """All in one batch with free requests; a few of them alone as well."""
-    bias = endings(desk)
-    submits = [
-        desk.submit(schema(s), prompt(), temperature=temperature, seed=i, logit_bias=bias)
-        for i, s in enumerate(schemas)
-    ]
-    limit = StopCriteria(max_tokens=60, ignore_eos=True)
-    free = [desk.submit(None, prompt(), temperature=temperature, stop=limit) for _ in range(6)]
-    together = desk.run(*submits, *free)
-    for outcome, given in zip(together, schemas, strict=False):
-        check(desk, outcome, given)
-
-    def again(submit: Submit) -> Outcome:
-        return desk.one(
-            desk.submit(
-                submit.sampling.constraint,
-                submit.prompt,
-                temperature=temperature,
-                seed=submit.sampling.seed,
-                stop=submit.stop,
-                logit_bias=submit.sampling.logit_bias,
-            )
-        )
-
-    for submit, outcome in zip([*submits, *free], together, strict=True):
-        if submit in free or submit in submits[:4]:
-            assert isinstance(outcome, Outcome)
-            assert again(submit).ids == outcome.ids
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_valid_under_their_schemas(desk: Desk, temperature: float) -> None:
-    follow(desk, varied_schemas(24), temperature)
+    check_schemas(desk, varied_schemas(24), temperature)
 
 
 @pytest.mark.full
@@ -150,7 +103,7 @@ def test_answers_are_valid_under_their_schemas(desk: Desk, temperature: float) -
 def test_two_hundred_answers_are_valid_under_their_schemas(desk: Desk, temperature: float) -> None:
     schemas = varied_schemas(200)
     for begin in range(0, len(schemas), 50):
-        follow(desk, schemas[begin : begin + 50], temperature)
+        check_schemas(desk, schemas[begin : begin + 50], temperature)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +210,7 @@ def test_samples_of_one_prompt_follow_the_grammar_each_for_itself(desk: Desk) ->
     (samples,) = desk.run_all(submit)
     assert isinstance(samples, list)
     for sample in samples:
-        check(desk, sample, person())
+        check_valid(desk, sample, person())
     assert len({tuple(sample.ids) for sample in samples}) > 1
 
 

@@ -173,6 +173,12 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
             batch = bench.inputs.ragged_batch(columns, has_lora=has_lora)
         else:
             batch = bench.inputs.batch(arrays)
+        if arrays.is_decode:
+            there = bench.inputs.drawing_rows(arrays, has_slots=True)
+            assert there.slots is not None
+            assert there.slots.tolist() == arrays.drawing_slots.tolist()
+            assert there.positions.tolist() == wanted
+            assert bench.inputs.drawing_rows(arrays, has_slots=False).slots is None
         check(bench, plan, batch, tokens, positions)
         check_adapters(plan, batch)
         has_adapters = arrays.adapter_slots is not None

@@ -5,11 +5,14 @@ Both see the same logits, slots that change hands, masks that change and tokens 
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.sampling import Sampler, SampleRow, device_check
+from weft.engine.sampling.device import RowsOnDevice
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -74,7 +77,13 @@ def test_both_samplers_draw_and_report_the_same() -> None:
         logits = torch.from_numpy(rng.normal(0, 3, (len(slots), VOCAB)).astype(np.float32))
         before = logits.clone()
         expected = host.sample(logits, slots, positions)
-        output_of = device.sample(logits, slots, positions)
+        slots_there = torch.from_numpy(slots) if rng.random() < 0.5 else None
+        on_device = partial(RowsOnDevice, slots_there, torch.from_numpy(positions))
+        if rng.random() < 0.7:
+            # What the device has counts: positions of the host may be later ones.
+            output_of = device.begin(logits, slots, positions + 7, on_device).wait()
+        else:
+            output_of = device.sample(logits, slots, positions)
         assert torch.equal(logits, before)
         assert output_of.token_ids.tolist() == expected.token_ids.tolist(), step
         assert output_of.errors.keys() == expected.errors.keys()

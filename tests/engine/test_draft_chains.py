@@ -77,7 +77,7 @@ def test_steps_behind_steps_whose_outcome_the_host_does_not_know(
                 assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
                 num_accepted += sum(s.timeline.num_accepted_tokens for s in group if s.timeline)
         counters = engine.counters()
-        assert graphs.num_late > 20
+        assert graphs.num_late > 5
         assert counters["verified_runs"] > 20
         if chance == 0.0:  # Behind the end of a text, any draft may be right.
             assert num_accepted == 0

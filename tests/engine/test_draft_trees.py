@@ -19,7 +19,7 @@ from tiny_models import make_tiny, tiny_config
 from tree_drafters import MIXED, SHAPES, PublishedPages, TreeDrafter, WatchedTrees
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
-from weft.engine.llm import LLM, Sample
+from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.memory.keys import PageKeys
 from weft.engine.messages import Submit
 from weft.engine.request import Constraint, SamplingParams, StopCriteria
@@ -69,7 +69,9 @@ def llm(model_dir: Path, **settings: object) -> LLM:
     )
 
 
-def same(groups: Sequence[Sequence[Sample]], expected: Sequence[Sequence[Sample]]) -> None:
+def same(
+    groups: Sequence[Sequence[GeneratedSample]], expected: Sequence[Sequence[GeneratedSample]]
+) -> None:
     for group, expected_group in zip(groups, expected, strict=True):
         for sample, wanted in zip(group, expected_group, strict=True):
             assert sample.token_ids == wanted.token_ids
@@ -80,6 +82,8 @@ def same(groups: Sequence[Sequence[Sample]], expected: Sequence[Sequence[Sample]
 
 
 def check_pages(model: LLM) -> None:
+    while model.engine.has_work:  # A step is under way where a stop token came last.
+        model.engine.turn()
     memory = model.engine.memory
     memory.check_integrity()
     counts = memory.counts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from threads import one_thread
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
-from weft.engine.llm import LLM, Sample
+from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.messages import Inbox, Submit
 from weft.engine.request import SamplingParams, StopCriteria
 
@@ -63,7 +64,7 @@ def draw(llm: LLM, prompt: Sequence[int], seeds: Sequence[int], temperature: flo
     while len(drawn) < len(seeds):
         for batch in llm.engine.turn(inbox).sessions:
             assert not batch.failed
-            drawn |= {tokens.request_id: tokens.ids[0] for tokens in batch.tokens}
+            drawn |= {tokens.request_id: tokens.ids[0] for tokens in batch.all_tokens()}
         inbox = None
     return [drawn[submit.request_id] for submit in submits]
 
@@ -97,7 +98,7 @@ def test_ten_thousand_seeds_fit_the_exact_softmax(
 
 def sampled(
     llm: LLM, prompts: Sequence[Sequence[int]], seed: int, n: int = 1
-) -> list[list[Sample]]:
+) -> list[list[GeneratedSample]]:
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=seed, n=n)
     return llm.generate_all(prompts, params, StopCriteria(max_tokens=24, ignore_eos=True))
 
@@ -125,3 +126,64 @@ def test_samples_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
     assert tuple(first.token_ids) == texts[0]
     repeated = sampled(llm, [random_prompt(40), prompt], seed, n=16)[1]
     assert [tuple(sample.token_ids) for sample in repeated] == texts
+
+
+def test_each_session_gets_its_own_tokens(llm: LLM) -> None:
+    """Of requests that decode together, end at different times, and want log-probabilities or not;
+    the same as each gets alone."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    submits = [
+        Submit(
+            session=index % 3,
+            request_id=f"r{index}",
+            attempt=1 + index % 2,
+            prompt=[rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))],
+            sampling=SamplingParams(temperature=0.8, n=1 + index % 2, seed=rng.randrange(2**32)),
+            stop=StopCriteria(
+                max_tokens=rng.randint(1, 30), stop_token_ids=(rng.randrange(VOCAB),)
+            ),
+            top_logprobs=rng.choice((None, 0, 2)),
+        )
+        for index in range(20)
+    ]
+
+    def answers(some: list[Submit]) -> dict[tuple[int, str, int, int], list[Any]]:
+        """By session, request, attempt and sample: tokens with what came with them, and the end."""
+        found: dict[tuple[int, str, int, int], list[Any]] = {}
+        inbox: Inbox | None = Inbox(submits=some)
+        num_open = sum(submit.sampling.n for submit in some)
+        while num_open:
+            for batch in llm.engine.turn(inbox).sessions:
+                assert not batch.failed
+                for tokens in batch.all_tokens():
+                    key = (batch.session, tokens.request_id, tokens.attempt, tokens.sample)
+                    known = found.setdefault(key, [])
+                    assert tokens.first_index == len(known)
+                    logprobs = tokens.logprobs or [None] * len(tokens.ids)
+                    known += [*zip(tokens.ids, logprobs, strict=True)]
+                for end in batch.finished:
+                    key = (batch.session, end.request_id, end.attempt, end.sample)
+                    found[key].append((end.reason, end.stop_token_id, end.completion_tokens))
+                num_open -= len(batch.finished)
+            inbox = None
+        return found
+
+    together = answers(submits)
+    assert len(together) == 30
+    for submit in submits:
+        alone = answers([submit])
+        for key, expected in alone.items():
+            *tokens, end = together[key]
+            *expected_tokens, expected_end = expected
+            assert end == expected_end
+            for (token, logprob), (expected_token, expected_logprob) in zip(
+                tokens, expected_tokens, strict=True
+            ):
+                assert token == expected_token
+                assert (logprob is None) == (submit.top_logprobs is None)
+                if logprob is not None:
+                    assert logprob.token_id == token
+                    assert abs(logprob.logprob - expected_logprob.logprob) < 1e-4
+                    assert len(logprob.top) == submit.top_logprobs

@@ -60,6 +60,12 @@ def pair(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[EnginePair
     pair.close()
 
 
+def few_ways() -> pytest.MarkDecorator:
+    """Runs a test on two ways that differ in everything, and with --full on all of them."""
+    others = [pytest.param(*way.values, id=way.id, marks=pytest.mark.full) for way in WAYS[1:-1]]
+    return pytest.mark.parametrize("pair", [WAYS[0], *others, WAYS[-1]], indirect=True)
+
+
 def new_prompt(num_pages: int = 6) -> list[int]:
     return [random.randrange(3, 500) for _ in range(num_pages * PAGE + 3)]
 
@@ -143,6 +149,7 @@ def test_a_flipped_bit_is_detected_and_filled_from_elsewhere(pair: EnginePair) -
     pair.settle()
 
 
+@few_ways()
 @pytest.mark.parametrize("reason", ["epoch", "draining", "namespace", "layout", "invalid"])
 def test_declined_fills_go_to_the_next_candidate(pair: EnginePair, reason: str) -> None:
     prompt = new_prompt()
@@ -474,6 +481,7 @@ def test_events_of_another_epoch_and_unknown_leases_are_dropped(pair: EnginePair
     pair.settle()
 
 
+@few_ways()
 @pytest.mark.parametrize(
     "lie",
     [

@@ -15,7 +15,7 @@ from lora_reference import BASE, LAST_LAYER_MLP, PeftModels, load, settings_of, 
 from tiny_adapters import LINEAR, make_adapter
 from tiny_models import make_tiny, tiny_config
 from weft.engine.errors import AdapterError, AdapterNotFound, ConfigError, Overloaded
-from weft.engine.llm import LLM, Sample
+from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.lora.weights import HostWeights
 from weft.engine.messages import AdapterOrder, Inbox, SampleProgress, SessionEnd, Submit
 from weft.engine.request import SamplingParams, StopCriteria
@@ -57,13 +57,16 @@ def random_prompt(length: int) -> list[int]:
     return [random.randrange(3, VOCAB) for _ in range(length)]
 
 
-def run(llm: LLM, prompts: list[list[int]], adapters: list[bytes]) -> list[Sample]:
+def run(llm: LLM, prompts: list[list[int]], adapters: list[bytes]) -> list[GeneratedSample]:
     stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
     return llm.generate(prompts, stop=stop, top_logprobs=20, adapters=adapters)
 
 
 def check_all(
-    peft: PeftModels, prompts: list[list[int]], adapters: list[bytes], samples: list[Sample]
+    peft: PeftModels,
+    prompts: list[list[int]],
+    adapters: list[bytes],
+    samples: list[GeneratedSample],
 ) -> None:
     for prompt, adapter, sample in zip(prompts, adapters, samples, strict=True):
         peft.check(adapter, prompt, sample)

@@ -164,6 +164,17 @@ def test_experts_that_are_left_alone_or_have_other_ranks(
     assert products[2].any()
 
 
+def test_shared_sides_need_memory_once(model_dir: Path, tmp_path: Path, seed: int) -> None:
+    """Not for each of the experts that share them."""
+    tensors = shared_tensors(seed)
+    path = write(tmp_path / "shared", tensors)
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    adapter = read(path, model_dir, max_bytes=stored)
+    assert adapter.num_bytes == stored
+    with pytest.raises(AdapterError, match=f"take {stored} bytes"):
+        read(path, model_dir, max_bytes=stored - 1)
+
+
 def test_shared_outer_sides(model_dir: Path, tmp_path: Path, seed: int) -> None:
     tensors = shared_tensors(seed)
     adapter = read(write(tmp_path / "shared", tensors), model_dir)

@@ -192,6 +192,29 @@ def test_a_host_that_stalls_changes_no_token(
         pair.close()
 
 
+def test_prompts_wait_where_only_so_many_may_run(model_dir: Path) -> None:
+    with LLM(model_dir, dtype="float32", page_size=PAGE, num_pages=64) as llm:
+        prompts = [random_prompt(length) for length in (9, 20, 4, 12, 30)]
+        stop = StopCriteria(max_tokens=6, ignore_eos=True)
+        expected = [sample.token_ids for sample in llm.generate(prompts, stop=stop)]
+        most, turn = 0, llm.engine.turn
+
+        def counting(*args: object) -> object:
+            nonlocal most
+            outbox = turn(*args)  # type: ignore[arg-type]
+            most = max(most, llm.engine.scheduler.num_requests)
+            return outbox
+
+        llm.engine.turn = counting  # type: ignore[method-assign, assignment]
+        sampling = SamplingParams(temperature=0.0, n=2)
+        groups = llm.generate_all(prompts, sampling, stop, max_at_once=2)
+        assert [group[0].token_ids for group in groups] == expected
+        assert all(len(group) == 2 for group in groups)
+        assert 2 <= most <= 4
+        with pytest.raises(ValueError, match="max_at_once = 0"):
+            llm.generate(prompts, stop=stop, max_at_once=0)
+
+
 def test_a_failed_step_ends_its_requests_and_nothing_else(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,8 @@ from weft.engine.models.loader import load_model
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.graphs import (
     MAX_RAGGED_TOKENS,
-    Bucket,
-    Buckets,
+    GraphBucket,
+    GraphBuckets,
     decode_buckets,
     ragged_buckets,
     step_buckets,
@@ -131,8 +131,10 @@ def test_every_step_up_to_the_largest_has_a_bucket() -> None:
     for max_requests, max_tokens in ((1, 16), (6, 96), (256, 8192), (300, 512)):
         buckets = ragged_buckets(max_requests, max_tokens)
         assert len(set(buckets)) == len(buckets)
-        assert max(buckets) == Bucket(min(max_tokens, MAX_RAGGED_TOKENS), max_requests, "ragged")
-        assert decode_buckets(max_requests)[-1] == Bucket(max_requests, max_requests, "decode")
+        assert max(buckets) == GraphBucket(
+            min(max_tokens, MAX_RAGGED_TOKENS), max_requests, "ragged"
+        )
+        assert decode_buckets(max_requests)[-1] == GraphBucket(max_requests, max_requests, "decode")
         waste = [b.tokens / a.tokens for a, b in zip(buckets, buckets[2:], strict=False)]
         assert max(waste, default=1) <= 2
 
@@ -148,7 +150,7 @@ def test_a_long_cold_prompt_within_windows_has_no_graph_of_its_own(
     sizes = {"head_dim": 128, "num_attention_heads": 64, "max_position_embeddings": 4096}
     windows = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 1}
     config = load_model(make_tiny(kind, tmp_path, 1, **sizes, **windows), "float32", "cpu").config
-    buckets = Buckets(config, step_buckets(config, 8, 4096))
+    buckets = GraphBuckets(config, step_buckets(config, 8, 4096))
     arrays = make_arrays(np.zeros((1, 3072 // PAGE_SIZE), np.int32), [3072], [3072])
     bucket = buckets.of(arrays)
     assert bucket is not None
@@ -160,7 +162,7 @@ def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> No
     """All rows of a request with drafts want logits, whatever else a step brings."""
     config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
     max_drafts = 5
-    buckets = Buckets(config, step_buckets(config, max_requests, 4096, max_drafts=max_drafts))
+    buckets = GraphBuckets(config, step_buckets(config, max_requests, 4096, max_drafts=max_drafts))
     table = np.zeros((max_requests, PAGES_EACH), np.int32)
     for requests in sorted({1, min(8, max_requests), max_requests}):
         for drafts in range(1, 1 + max_drafts):
@@ -183,7 +185,7 @@ def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> No
             assert bucket.kind == "ragged"
             assert bucket.requests >= requests
             assert bucket.columns.max_logits >= len(prompt.logits_rows)
-    plain = Buckets(config, step_buckets(config, max_requests, 4096))
+    plain = GraphBuckets(config, step_buckets(config, max_requests, 4096))
     arrays = make_arrays(table, [2] * max_requests, [20] * max_requests)
     arrays.logits_rows = np.arange(2 * max_requests)
     assert plain.of(arrays) is None
@@ -197,7 +199,7 @@ def test_steps_with_trees_have_buckets_where_they_are_asked_for(
     without = step_buckets(config, max_requests, 512, max_drafts=31)
     buckets = step_buckets(config, max_requests, 512, max_drafts=31, tree_rows=(8, 32))
     assert [bucket for bucket in buckets if bucket.kind != "tree"] == without
-    found, table = Buckets(config, buckets), np.zeros((max_requests, PAGES_EACH), np.int32)
+    found, table = GraphBuckets(config, buckets), np.zeros((max_requests, PAGES_EACH), np.int32)
     for requests in (1, 2, 3, 4, 5):
         for rows in (2, 8, 9, 32):
             if requests > max_requests:

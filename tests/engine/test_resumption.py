@@ -68,7 +68,7 @@ def take(llm: LLM, answer: Answer, inbox: Inbox | None) -> None:
     """One turn, and what it told."""
     for batch in llm.engine.turn(inbox).sessions:
         answer.failures += [failed.failure.reason for failed in batch.failed]
-        for tokens in batch.tokens:
+        for tokens in batch.all_tokens():
             start = answer.first_index.setdefault(tokens.sample, tokens.first_index)
             known = answer.tokens.setdefault(tokens.sample, [])
             assert tokens.first_index == start + len(known)
@@ -249,7 +249,7 @@ def test_resumed_requests_are_preempted_and_come_back(model_dir: Path) -> None:
         inbox: Inbox | None = Inbox(submits=submits)
         while num_ended < 4:
             for batch in small.engine.turn(inbox).sessions:
-                for tokens in batch.tokens:
+                for tokens in batch.all_tokens():
                     told.setdefault((tokens.request_id, tokens.sample), []).extend(tokens.ids)
                 num_ended += len(batch.finished)
             inbox = None

@@ -14,7 +14,7 @@ from drafters import EndingDrafter, KnownDrafter, NotedRuns, speculate, texts_of
 from engine_pair import EnginePair, ManualClock, make_engine
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
-from weft.engine.llm import LLM, Sample
+from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.memory.keys import PageKeys
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.speculative.ngram import NgramDrafter
@@ -61,7 +61,9 @@ def llm(model_dir: Path, **settings: object) -> LLM:
     )
 
 
-def same(groups: Sequence[Sequence[Sample]], expected: Sequence[Sequence[Sample]]) -> None:
+def same(
+    groups: Sequence[Sequence[GeneratedSample]], expected: Sequence[Sequence[GeneratedSample]]
+) -> None:
     for group, expected_group in zip(groups, expected, strict=True):
         for sample, wanted in zip(group, expected_group, strict=True):
             assert sample.token_ids == wanted.token_ids

@@ -19,7 +19,7 @@ from engine_pair import EnginePair, ManualClock, make_engine
 from mesh_prompts import PROMPTS
 from transformers import AutoTokenizer
 from weft.engine.engine import Engine
-from weft.engine.llm import LLM, Sample
+from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.models.demo import resolve_model
 from weft.engine.request import SamplingParams, StopCriteria
 
@@ -30,7 +30,7 @@ DRAFT = ROOT / "drafts" / "smollm2-135m-eagle3"
 ADAPTERS = (ROOT / "adapters" / "pirate", ROOT / "adapters" / "json")
 HELD_OUT = ROOT / "scripts" / "draft_training" / "held_out.json"
 NUM_PROMPTS = 100
-MOST_PROMPT_TOKENS = 100
+MAX_PROMPT_TOKENS = 100
 BATCH = 16
 STOP = StopCriteria(max_tokens=16)
 DEPTHS = (1, 2, 3, 5)
@@ -55,7 +55,7 @@ def prompts() -> Texts:
             tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         )
     assert len(found) == NUM_PROMPTS
-    return [ids[:MOST_PROMPT_TOKENS] for ids in found]
+    return [ids[:MAX_PROMPT_TOKENS] for ids in found]
 
 
 def llm(**settings: Any) -> LLM:
@@ -73,7 +73,7 @@ def flip_depths(engine: Engine) -> None:
     engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(DEPTHS)
 
 
-def ids_of(samples: Sequence[Sample]) -> Texts:
+def ids_of(samples: Sequence[GeneratedSample]) -> Texts:
     return [sample.token_ids for sample in samples]
 
 

@@ -22,7 +22,7 @@ from weft.engine.engine import Engine
 from weft.engine.llm import LLM
 from weft.engine.messages import Submit
 from weft.engine.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.runner.graphs import Bucket
+from weft.engine.runner.graphs import GraphBucket
 from weft.engine.runner.step import StepArrays
 from weft.engine.scheduler.running import DraftGate
 
@@ -139,7 +139,7 @@ def note_buckets(engine: Engine) -> Counter[tuple[str, bool]]:
     assert graphs is not None
     of = graphs.buckets.of
 
-    def noted(arrays: StepArrays) -> Bucket | None:
+    def noted(arrays: StepArrays) -> GraphBucket | None:
         bucket = of(arrays)
         if bucket is not None:
             counts[bucket.kind, bucket.has_lora] += 1

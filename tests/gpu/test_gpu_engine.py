@@ -190,7 +190,7 @@ def run_mixed(engine: Engine, prompts: Sequence[list[int]], top: int) -> list[Dr
         inbox = None
         for session in outbox.sessions:
             assert not session.failed
-            for tokens in session.tokens:
+            for tokens in session.all_tokens():
                 drawn[int(tokens.request_id)][0].extend(tokens.ids)
                 drawn[int(tokens.request_id)][1].extend(tokens.logprobs)
             num_open -= len(session.finished)

@@ -11,7 +11,7 @@ from graph_nodes import kept_graphs, node_counts
 from tiny_models import tiny_config
 from weft.engine.config import EngineConfig
 from weft.engine.parts import load_parts
-from weft.engine.runner.graphs import Bucket
+from weft.engine.runner.graphs import GraphBucket
 
 pytestmark = pytest.mark.needs("cuda")
 
@@ -50,7 +50,7 @@ LAUNCHES: dict[tuple[str, int], tuple[int, int]] = {
 }
 """Of a layer, at least and at most. One more costs a microsecond or two in each layer of each
 step."""
-MOST_OTHERS = 10
+MAX_OTHERS = 10
 """Outside of layers: the page table's rows, the embedding, norms."""
 
 
@@ -76,7 +76,7 @@ def nodes_by_batch(
     assert graphs is not None
     counts = {}
     for batch in BATCHES:
-        graph, _ = graphs._graphs[Bucket(batch, batch, "decode")]
+        graph, _ = graphs._graphs[GraphBucket(batch, batch, "decode")]
         found = node_counts(graph)
         print(f"{kind}, {layers} layers, batch {batch}: {dict(found)}")
         counts[batch] = sum(found[kind] for kind in ("kernel", "copy", "fill"))
@@ -93,4 +93,4 @@ def test_launches_of_a_layer(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
         least, most = LAUNCHES[kind, batch]
         assert least <= by_layer[batch] <= most
         assert by_layer[batch] == int(by_layer[batch])
-        assert few[batch] - 3 * by_layer[batch] <= MOST_OTHERS
+        assert few[batch] - 3 * by_layer[batch] <= MAX_OTHERS

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from adapter_orders import check_random_orders
 from lora_reference import PeftModels
-from tiny_adapters import PREFIX, make_adapter, write_adapter
+from tiny_adapters import make_adapter, make_expert_adapter
 from tiny_models import make_tiny
 from weft.engine.engine import Engine
 from weft.engine.llm import LLM
@@ -31,37 +30,6 @@ SETTINGS: dict[str, Any] = {
     "max_loras": 2,
     "lora_memory_bytes": 8 << 20,
 }
-EXPERT_SHAPES = {
-    "w1": (("outer", "rank", "hidden"), ("experts", "inner", "rank")),
-    "w3": (("outer", "rank", "hidden"), ("experts", "inner", "rank")),
-    "w2": (("experts", "rank", "inner"), ("outer", "hidden", "rank")),
-}
-
-
-def expert_adapter(path: Path, model_dir: Path, seed: int, rank: int, *, is_shared: bool) -> Path:
-    """An adapter of attention and of all experts, which may share their outer sides."""
-    config = json.loads((model_dir / "config.json").read_text())
-    draw, hidden = torch.Generator().manual_seed(seed), config["hidden_size"]
-    experts, kv = config["num_experts"], config["num_key_value_heads"] * config["head_dim"]
-    sizes = {
-        "outer": 1 if is_shared else experts,
-        "experts": experts,
-        "rank": rank,
-        "hidden": hidden,
-        "inner": config["moe_intermediate_size"],
-    }
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        modules = {
-            f"mlp.experts.{name}": [[sizes[axis] for axis in half] for half in shapes]
-            for name, shapes in EXPERT_SHAPES.items()
-        }
-        modules["self_attn.v_proj"] = [[rank, hidden], [kv, rank]]
-        for module, shapes in modules.items():
-            for half, shape in zip("AB", shapes, strict=True):
-                name = f"{PREFIX}model.layers.{layer}.{module}.lora_{half}.weight"
-                tensors[name] = 0.1 * torch.randn(shape, generator=draw)
-    return write_adapter(path, tensors, r=rank, target_modules=["v_proj", *EXPERT_SHAPES])
 
 
 def check_like_cpu(
@@ -129,7 +97,7 @@ def test_tokens_of_a_mixture(is_shared: bool, tmp_path: Path) -> None:
         "qwen3_moe", tmp_path / "model", seed, num_experts=12, head_dim=64, vocab_size=VOCAB
     )
     adapters = [
-        expert_adapter(tmp_path / f"a{i}", model_dir, seed + i, rank, is_shared=is_shared)
+        make_expert_adapter(tmp_path / f"a{i}", model_dir, seed + i, rank, is_shared=is_shared)
         for i, rank in enumerate((8, 16, 5))
     ]
     experts = "shared_experts" if is_shared else "experts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
+from moe_cases import Adapters, MoECase, make_adapters, moe_case
 from weft.kernels.gpu import moe as gpu_moe
 from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.moe_sort import sort_pairs
@@ -90,6 +92,44 @@ def test_a_dropped_tile_is_noticed(tmp_path: Path) -> None:
         out = run(case, module)
     with pytest.raises(AssertionError):
         assert_as_exact(out, compute(case, torch.bfloat16), compute(case, torch.float64))
+
+
+def compute_adapted(case: MoECase, adapters: Adapters, dtype: torch.dtype) -> torch.Tensor:
+    """Expert by expert and adapter by adapter, in `dtype`."""
+    out = case.residual.to(dtype)
+    (ids, shares), slots = case.routing, torch.tensor(adapters.slots, device=CUDA)
+    for expert, slot in itertools.product(range(len(case.w2)), set(adapters.slots)):
+        rows, places = ((ids == expert) & (slots == slot)[:, None]).nonzero().T
+        values = case.x[rows].to(dtype)
+        for weight, cases in ((case.w13, adapters.w13), (case.w2, adapters.w2)):
+            product = values @ weight[expert].to(dtype).T
+            for added in cases:
+                if (expert, slot) in added.plain:
+                    a, b = (t.to(CUDA, dtype) for t in added.plain[expert, slot])
+                    column = added.weights.column
+                    product[:, column : column + len(b)] += (values @ a.T) @ b.T
+            if weight is case.w13:
+                gate, up = product.chunk(2, -1)
+                values = torch.nn.functional.silu(gate) * up
+        weighed = shares[rows, places].to(dtype)
+        out.index_add_(0, rows, weighed[:, None] * product)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("rows", [5, 40, 100, 1500])
+def test_additions_to_experts(rows: int, is_shared: bool, dtype: torch.dtype) -> None:
+    """Row by row, pair by pair, and in tiles of several sizes."""
+    fresh_seed()
+    case = moe_case(rows, 520, 264, 6, 3, dtype)
+    adapters = make_adapters(case, is_shared, (0, 8, 16, 64, 3))
+    routing = Routing(*(t.to(CUDA) for t in case.routing))
+    moved = {name: getattr(case, name).to(CUDA) for name in ("x", "residual", "w13", "w2")}
+    case = MoECase(routing=routing, **moved)
+    out = gpu_moe.moe(case.x, *routing, case.w13, case.w2, case.residual, adapters.addition(CUDA))
+    peer, exact = (compute_adapted(case, adapters, kind) for kind in (dtype, torch.float64))
+    assert_as_exact(out, peer, exact)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 100, 513, 3000, 9000])

@@ -12,7 +12,7 @@ from page_cases import bytes_of, expected_digests, page_numbers, poisoned, rando
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_mover import DeviceMove, Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
-from weft.engine.transfer.staging_memory import DevicePages, PinnedPages
+from weft.engine.transfer.staging_memory import DeviceStagingPages, PinnedStagingPages
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import gather_pages, scatter_pages
 
@@ -67,7 +67,7 @@ class Moved:
         num_pages: int,
         num_words: int,
         num_staged: int,
-        kind: type[PinnedPages] | type[DevicePages],
+        kind: type[PinnedStagingPages] | type[DeviceStagingPages],
     ) -> None:
         self.pool = random_pool(num_pages, num_words, torch.bfloat16, "cuda")
         self.pool[0] = 0
@@ -80,15 +80,15 @@ class Moved:
         return random.sample(range(len(self.area.pages)), count)
 
 
-@pytest.fixture(params=[PinnedPages, DevicePages])
-def kind(request: pytest.FixtureRequest) -> type[PinnedPages] | type[DevicePages]:
-    kind: type[PinnedPages] | type[DevicePages] = request.param
+@pytest.fixture(params=[PinnedStagingPages, DeviceStagingPages])
+def kind(request: pytest.FixtureRequest) -> type[PinnedStagingPages] | type[DeviceStagingPages]:
+    kind: type[PinnedStagingPages] | type[DeviceStagingPages] = request.param
     return kind
 
 
 @pytest.fixture(params=[(200, 1 << 19, 64), (60, 1 << 22, 24), (200, 98, 100)])
 def moved(
-    request: pytest.FixtureRequest, kind: type[PinnedPages] | type[DevicePages]
+    request: pytest.FixtureRequest, kind: type[PinnedStagingPages] | type[DeviceStagingPages]
 ) -> Iterator[Moved]:
     moved = Moved(*request.param, kind)
     yield moved
@@ -134,7 +134,7 @@ def test_memory_can_be_pinned_again_where_it_was_pinned() -> None:
     """And what lies there is what a device copies: it knows addresses, not what they are now."""
     device_end = torch.empty((40, 1 << 20), dtype=torch.uint8, device=CUDA)
     for turn in range(1, 20):
-        memory = PinnedPages(40, 1 << 20, device_end.device)
+        memory = PinnedStagingPages(40, 1 << 20, device_end.device)
         memory.pages[:] = turn
         device_end.copy_(torch.from_numpy(memory.pages), non_blocking=True)
         torch.cuda.synchronize()

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import pytest
 from weft.engine.errors import AdapterError, WeftError
 from weft.engine.lora import manager as manager_module
-from weft.engine.lora.host_cache import Weights
+from weft.engine.lora.host_cache import AdapterWeights
 from weft.engine.lora.limits import LoraLimits
 from weft.engine.lora.manager import AdapterManager
-from weft.engine.lora.rows import Place
+from weft.engine.lora.rows import DevicePlace
 from weft.engine.messages import AdapterOrder, AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.tiers.mover import Move
+from weft.engine.tiers.mover import BackgroundJob
 
 ROW_BYTES = 100
 
@@ -34,31 +34,31 @@ class FakeWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return ROW_BYTES * sum(self.needs.values())
 
 
 class LateMover:
-    """In the place of `Mover`: does its work late, on the thread that takes it."""
+    """Stands in for `BackgroundThread`: does its work late, on the thread that takes it."""
 
     rng = random.Random()
     early_chance = 0.5
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
-        self.current: Move | None = None
-        self._moves: deque[Move] = deque()
+        self.current: BackgroundJob | None = None
+        self._moves: deque[BackgroundJob] = deque()
 
     @property
     def num_open(self) -> int:
-        """Moves that have not ended."""
+        """Number of jobs that have not ended."""
         return len(self._moves)
 
-    def give(self, move: Move) -> None:
-        """Queues a move."""
+    def give(self, move: BackgroundJob) -> None:
+        """Queues a job."""
         self._moves.append(move)
 
     def take(self) -> bool:
-        """Does some of it."""
+        """Runs some of the jobs."""
         has_any = False
         while self._moves and self.rng.random() < self.early_chance:
             has_any = True
@@ -67,11 +67,11 @@ class LateMover:
         return has_any
 
     def stuck_s(self, now: float) -> float:
-        """There is no thread that could be."""
+        """Always 0: there is no thread."""
         return 0.0
 
     def close(self) -> None:
-        """There is no thread."""
+        """Does nothing: there is no thread."""
 
 
 class AdapterBench:
@@ -91,12 +91,12 @@ class AdapterBench:
         limits: LoraLimits,
         weights: Mapping[str, FakeWeights | None],
     ) -> None:
-        patch.setattr(manager_module, "Mover", LateMover)
+        patch.setattr(manager_module, "BackgroundThread", LateMover)
         patch.setattr(LateMover, "rng", rng)
         self.weights = dict(weights)
         self.limits = limits
         self.content = {kind: [b""] * count for kind, count in limits.num_rows.items()}
-        self.slots: dict[int, Place] = {}
+        self.slots: dict[int, DevicePlace] = {}
         self.manager = AdapterManager(limits, self, lambda: None)
         self.replies: dict[int, WeftError | None] = {}
         self.failed: list[tuple[bytes, WeftError]] = []
@@ -107,18 +107,18 @@ class AdapterBench:
     def attach(self, scheduler: Scheduler) -> None:
         """Takes the scheduler that asks for adapters."""
         self._scheduler = scheduler
-        self.manager.attach(scheduler.door, self)
+        self.manager.attach(scheduler.waitlist, self)
 
     # -- what the manager asks for ---------------------------------------------------------------
 
-    def read(self, directory: str, *, is_lenient: bool) -> Weights:
+    def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
         """See `AdapterStore.read`."""
         weights = self.weights[directory]
         if weights is None:
             raise AdapterError(f"{directory} is damaged")
         return weights
 
-    def write(self, place: Place, weights: Weights) -> None:
+    def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
         """See `AdapterStore.write`."""
         assert {kind: len(rows) for kind, rows in place.rows.items()} == dict(weights.needs)
         self.slots[place.slot] = place
@@ -135,7 +135,7 @@ class AdapterBench:
         """See `AdapterOwner.adapter_failed`."""
         assert self._scheduler is not None
         self.failed.append((digest, error))
-        for request in self._scheduler.door.waiting_for(digest):
+        for request in self._scheduler.waitlist.waiting_for(digest):
             self._scheduler.finish(request, error)
 
     # -- what tests do ---------------------------------------------------------------------------
@@ -167,13 +167,13 @@ class AdapterBench:
         raise AssertionError("an order was not answered")
 
     def turn(self) -> None:
-        """One of the manager's, and what must hold after each."""
+        """Runs one turn of the manager, and checks the invariants."""
         self.manager.turn()
         self.manager.residency.check_integrity()
         self._check_changes()
 
     def _check_changes(self) -> None:
-        """Whoever adds up what has changed knows all."""
+        """Checks that the sum of all reported changes is the whole state."""
         changed, gone = self.manager.take_changes()
         self._told |= {state.digest: state for state in changed}
         for digest in gone:
@@ -182,7 +182,7 @@ class AdapterBench:
         assert self.manager.take_changes() == ([], [])
 
     def state(self, directory: str) -> str:
-        """Where an adapter is; empty if it is not known."""
+        """State of an adapter; empty if unknown."""
         states = {state.name: state.state for state in self.manager.states()}
         return states.get(directory, "")
 

@@ -26,7 +26,7 @@ def check_random_orders(
     Args:
         peft: Adapters and their texts.
         prepare: Called with the engine before anything runs.
-        num_turns: Of the engine, in which orders and requests come.
+        num_turns: Of the engine, in which orders and requests come; more until one is evicted.
         **settings: Of the engine.
     """
     seed = random.randrange(2**31)
@@ -48,7 +48,9 @@ def check_random_orders(
     assert manager is not None
     num_orders = 0
     try:
-        for _ in range(num_turns):
+        while num_turns > 0 or not engine.counters()["adapter_evictions"]:
+            num_turns -= 1
+            assert num_turns > -4000, "no adapter was evicted"
             if rng.random() < 0.1:
                 digest = rng.choice(peft.digests)
                 num_orders += 1
@@ -69,12 +71,11 @@ def check_random_orders(
             pair.turn()
         assert pair.finish(*wanted) == list(wanted.values())
         pair.settle()
-        assert engine.counters()["adapter_evictions"]
         unload_all(engine)
     finally:
         pair.close()
 
 
 def num_finished(pair: EnginePair) -> int:
-    """Requests that have ended."""
+    """Number of requests that have ended."""
     return sum(bool(answer.finished) for answer in pair.answers.values())

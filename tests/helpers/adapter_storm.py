@@ -24,12 +24,12 @@ from tiny_mesh import MODEL
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 NOTHING = -1
-"""What a name means that is not loaded."""
+"""The meaning of a name that is not loaded."""
 Meaning = frozenset[int]
 
 
 class Meanings:
-    """What names may mean, over time.
+    """The possible meanings of names, over time.
 
     Args:
         names: All there are; at first they mean nothing.
@@ -44,17 +44,17 @@ class Meanings:
         }
 
     def note(self, name: str, *meanings: int) -> None:
-        """From now on the name means one of these."""
+        """Records that from now on the name means one of these."""
         with self._lock:
             self._log[name].append((time.monotonic(), frozenset(meanings)))
 
     def now(self, name: str) -> Meaning:
-        """What it may mean."""
+        """What the name may mean now."""
         with self._lock:
             return self._log[name][-1][1]
 
     def between(self, name: str, began: float, ended: float) -> Meaning:
-        """What it may have meant at some time."""
+        """What the name may have meant at some time in between."""
         with self._lock:
             log = self._log[name]
             ends = [when for when, _ in log[1:]] + [float("inf")]
@@ -69,14 +69,14 @@ class Meanings:
 
 @dataclass
 class Answer:
-    """Of one request."""
+    """Answer to one request."""
 
     text: str = ""
     first_at: float = 0.0
-    """When its first text came: its name was resolved before."""
+    """Time of its first text, before which its name was resolved."""
     problem: str = ""
     is_unknown: bool = False
-    """There was no adapter of the name."""
+    """Whether there was no adapter of the name."""
 
 
 @dataclass
@@ -124,12 +124,12 @@ class Storm:
             self._start(self._operate, number, self.names[number::num_operators])
 
     def end(self) -> None:
-        """Lets what is under way end."""
+        """Lets open requests end."""
         self._is_over.set()
         self._join(self._threads, are_started=True)
 
     def unload_all(self, at_once: int) -> None:
-        """Takes all names away."""
+        """Unloads all names."""
 
         def run(number: int) -> None:
             for name in self.names[number::at_once]:
@@ -254,7 +254,7 @@ class Storm:
         return answer
 
     def _whole(self, model: str, prompt: list[int]) -> Answer:
-        """Over REST, and in one piece."""
+        """Sends a request over REST, without streaming."""
         body = {
             "model": model,
             "prompt": prompt,

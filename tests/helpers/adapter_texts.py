@@ -19,8 +19,8 @@ from weft.engine.lora.digest import adapter_digest
 
 ALPHA = 16
 LM_HEAD = "lm_head"
-LEAST_GAP = 3e-4
-"""Between the two most likely tokens: far more than rounding moves a logit."""
+MIN_GAP = 3e-4
+"""Least gap between the two most likely tokens: far more than rounding changes a logit."""
 RANKS = (3, 16, 20, 32)
 
 
@@ -54,7 +54,7 @@ class AdapterTexts(Greedy):
         self._num_new = num_new
         self.base = self._texts_of({}, 1)
         self.texts: list[list[str]] = []
-        """By content and prompt; empty: rounding might change it."""
+        """Texts by content and prompt; empty: rounding might change it."""
         self.digests: list[bytes] = []
 
     def add(self, count: int) -> None:
@@ -77,7 +77,7 @@ class AdapterTexts(Greedy):
             self.texts.append(self._texts_of(tensors, rank))
 
     def folder(self, content: int) -> Path:
-        """Of an adapter."""
+        """Folder of an adapter."""
         return self._root / f"content-{content}"
 
     def _head_tensors(self, seed: int, rank: int) -> dict[str, torch.Tensor]:
@@ -103,7 +103,7 @@ class AdapterTexts(Greedy):
                 found.append(tokens)
         ids = torch.cat(found, 1).tolist()
         return [
-            self.text(row) if gap > LEAST_GAP else ""
+            self.text(row) if gap > MIN_GAP else ""
             for row, gap in zip(ids, least.tolist(), strict=True)
         ]
 

@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
     @property
     def max_kv_len(self) -> int:
-        """Longest context."""
+        """Length of the longest context."""
         return int(self.kv_lens.max()) if len(self.kv_lens) else 0
 
 

@@ -11,7 +11,7 @@ from weft.engine.scheduler.state import Request, RequestKey, Timeline
 
 
 def bare_request(tokens: list[int], page_size: int, namespace: bytes, **fields: Any) -> Request:
-    """One sample whose prompt is `tokens`; `fields` replace the others' defaults."""
+    """Creates one sample whose prompt is `tokens`; `fields` override the defaults."""
     defaults: dict[str, Any] = {
         "key": RequestKey(0, "r", 1),
         "sample": 0,

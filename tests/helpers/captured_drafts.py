@@ -24,18 +24,18 @@ class HostPages:
         self.pages = torch.from_numpy(table.pages)
 
     def send_pages(self) -> None:
-        """There is nothing to send."""
+        """Does nothing: the host's table is read directly."""
 
 
 class Recorded:
-    """As a graph: the result is always in the same place."""
+    """Stands in for a graph: the result is always in the same memory."""
 
     num_replays = 0
 
     def __init__(self, run: Callable[[], torch.Tensor]) -> None:
         self._run, self.result = run, run()
         self.num_own = 0
-        """Replays of this one."""
+        """Number of replays of this one."""
 
     def replay(self) -> None:
         """See `Graph.replay`."""
@@ -65,7 +65,7 @@ def capture_chains(engine: Engine, max_drafts: int) -> ChainGraphs:
 
 
 def capture_trees(engine: Engine, shapes: Sequence[DraftShape], max_requests: int) -> TreeGraphs:
-    """The same of trees."""
+    """The same for trees."""
     drafter, model, runner = _parts_of(engine)
     lora, rows_each = runner._lora, [1, shapes[0].width]
     adapters = None
@@ -83,7 +83,7 @@ def capture_trees(engine: Engine, shapes: Sequence[DraftShape], max_requests: in
 
 
 def num_replays(graphs: ChainGraphs | TreeGraphs, *, has_lora: bool) -> int:
-    """Of the graphs with draft adapters, or without."""
+    """Number of replays of the graphs with or without draft adapters."""
     captured = graphs._graphs.items()
     return sum(graph.num_own for key, (graph, _) in captured if key.has_lora == has_lora)
 

@@ -11,7 +11,7 @@ from weft.cli.up.settings import UpSettings
 
 @dataclass(frozen=True, slots=True)
 class Chaos:
-    """What the tests of tests/chaos share."""
+    """State shared by the tests of tests/chaos."""
 
     mesh: ChaosMesh
     known: Known

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import jsonschema
+from random_schemas import Schema
+from tiny_models import EOS_TOKEN_ID
 from tokenizers import Tokenizer
 from weft.engine.engine import Engine
 from weft.engine.errors import WeftError
@@ -20,7 +26,7 @@ TIMEOUT_S = 200.0
 
 @dataclass
 class Outcome:
-    """What became of one sample."""
+    """Outcome of one sample."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -28,7 +34,7 @@ class Outcome:
     num_preemptions: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    """Of the drafts."""
+    """Number of accepted drafts."""
 
 
 def schema(value: object) -> Constraint:
@@ -46,7 +52,7 @@ class Desk:
         self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
     def text(self, outcome: Outcome) -> str:
-        """What the sample says, special tokens left out."""
+        """Text of the sample, without special tokens."""
         return str(self.tokenizer.decode(outcome.ids, skip_special_tokens=True))
 
     def submit(
@@ -61,8 +67,9 @@ class Desk:
         top_logprobs: int | None = None,
         progress: list[SampleProgress] | None = None,
         logit_bias: dict[int, float] | None = None,
+        frequency_penalty: float = 0.0,
     ) -> Submit:
-        """A request; not sent yet."""
+        """Creates a request, which is not sent yet."""
         return Submit(
             session=0,
             request_id=str(next(self._ids)),
@@ -74,6 +81,7 @@ class Desk:
                 n=n,
                 constraint=constraint,
                 logit_bias=logit_bias or {},
+                frequency_penalty=frequency_penalty,
             ),
             stop=stop or StopCriteria(max_tokens=1500),
             top_logprobs=top_logprobs,
@@ -88,7 +96,7 @@ class Desk:
         ]
 
     def run_all(self, *submits: Submit) -> list[list[Outcome] | WeftError]:
-        """All samples of each."""
+        """Runs all requests; returns all samples of each."""
         groups: dict[str, list[Outcome]] = {
             s.request_id: [Outcome() for _ in range(s.sampling.n)] for s in submits
         }
@@ -103,7 +111,7 @@ class Desk:
             if not self.engine.ran_step:
                 time.sleep(0.002)
             for batch in outbox.sessions:
-                for tokens in batch.tokens:
+                for tokens in batch.all_tokens():
                     groups[tokens.request_id][tokens.sample].ids += tokens.ids
                     groups[tokens.request_id][tokens.sample].logprobs += tokens.logprobs
                 for finished in batch.finished:
@@ -126,3 +134,49 @@ class Desk:
         if isinstance(outcome, WeftError):
             raise outcome
         return outcome
+
+
+def check_valid(desk: Desk, outcome: Outcome | WeftError, schema_: Schema) -> None:
+    """Checks that the text ended by itself, is JSON, and is valid."""
+    assert isinstance(outcome, Outcome), outcome
+    assert outcome.reason == "stop", (schema_, desk.text(outcome))
+    assert outcome.ids[-1] == EOS_TOKEN_ID
+    jsonschema.Draft202012Validator(schema_).validate(json.loads(desk.text(outcome)))
+
+
+def bias_to_endings(desk: Desk) -> dict[int, float]:
+    """A bias towards what ends an answer: a model that writes at random hardly ever finds the end.
+
+    "x" ends the one pattern of `random_schemas` that has no bound.
+    """
+    biases = {**dict.fromkeys('"}]', 12.0), ",": 6.0, "x": 6.0}
+    of_tokens = {desk.tokenizer.token_to_id(symbol): bias for symbol, bias in biases.items()}
+    return {**of_tokens, EOS_TOKEN_ID: 12.0}
+
+
+def check_schemas(desk: Desk, schemas: Sequence[Schema], temperature: float) -> None:
+    """Answers are valid under their schemas, in one batch with free requests.
+
+    The free ones and the first four others get the same tokens alone.
+    """
+    # A greedy model would repeat itself for ever where a schema lets it.
+    settings: dict[str, Any] = {
+        "temperature": temperature,
+        "logit_bias": bias_to_endings(desk),
+        "frequency_penalty": 0.0 if temperature else 0.5,
+    }
+
+    def prompt() -> list[int]:
+        return [random.randrange(3, desk.tokenizer.get_vocab_size()) for _ in range(5)]
+
+    submits = [desk.submit(schema(s), prompt(), seed=i, **settings) for i, s in enumerate(schemas)]
+    limit = StopCriteria(max_tokens=60, ignore_eos=True)
+    free = [desk.submit(None, prompt(), temperature=temperature, stop=limit) for _ in range(6)]
+    together = desk.run(*submits, *free)
+    for outcome, given in zip(together, schemas, strict=False):
+        check_valid(desk, outcome, given)
+    for submit, outcome in zip([*submits, *free], together, strict=True):
+        if submit in free or submit in submits[:4]:
+            assert isinstance(outcome, Outcome)
+            alone = desk.submit(None, submit.prompt, stop=submit.stop)
+            assert desk.one(replace(alone, sampling=submit.sampling)).ids == outcome.ids

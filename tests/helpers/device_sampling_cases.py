@@ -23,7 +23,7 @@ class DrawCase:
     slots: Int64Array
     positions: Int64Array
     params: list[NaiveParams]
-    """By slot."""
+    """Parameters by slot."""
     seeds: list[int]
     masks: npt.NDArray[np.uint32]
     """[slots, words]."""
@@ -33,7 +33,9 @@ class DrawCase:
 def make_case(
     rng: np.random.Generator, vocab: int, num_rows: int, num_slots: int, spread: float | None = None
 ) -> DrawCase:
-    """All kinds of parameters; the logits are flat, peaked, tied or partly out of reach."""
+    """Creates a case with all kinds of parameters; the logits are flat, peaked, tied or partly
+    infinite.
+    """
     spread = float(rng.choice([0.0, 0.3, 1.0, 4.0, 30.0])) if spread is None else spread
     logits = torch.from_numpy(rng.normal(0, 1, (num_rows, vocab)).astype(np.float32) * spread)
     if rng.random() < 0.4:
@@ -79,7 +81,7 @@ def _random_params(rng: np.random.Generator, vocab: int) -> NaiveParams:
 
 
 def draw_on_host(case: DrawCase) -> list[int]:
-    """What the host's sampler draws from the logits that were changed one token at a time."""
+    """Draws with the host's sampler from logits that were edited one token at a time."""
     vocab, num_slots = case.logits.shape[1], len(case.params)
     columns = SamplingColumns(vocab, num_slots)
     for name in ("temperature", "top_k", "top_p", "min_p"):

@@ -50,7 +50,7 @@ class DraftAdapterCase:
         return LLM(self.target_dir, **given)
 
     def drafting(self, **settings: Any) -> LLM:
-        """One that drafts."""
+        """Creates an engine that drafts."""
         return self.llm(drafter="eagle3", draft_dir=self.draft_dir, **settings)
 
     def check(
@@ -60,7 +60,7 @@ class DraftAdapterCase:
         allowed: int = 0,
         tolerance: float = 1e-4,
     ) -> None:
-        """Each request's drafts are those of its adapter's own head.
+        """Checks that each request's drafts are those of its adapter's own head.
 
         Args:
             watched: Has seen them.
@@ -84,7 +84,7 @@ class DraftAdapterCase:
 
     @cached_property
     def _heads(self) -> dict[str, tuple[Path, Path]]:
-        """By adapter's folder, or nothing: the target and the head with all of it merged."""
+        """By adapter folder (or none): the target and the head with everything merged."""
         found = {"": (self.target_dir, self.draft_dir)}
         for adapter in self.adapters:
             served = self._folder / f"served-{adapter.name}"
@@ -98,5 +98,5 @@ class DraftAdapterCase:
 
 
 def random_prompts(number: int, length: int = 2 * PAGE + 3) -> list[list[int]]:
-    """Of one length."""
+    """Random prompts of one length."""
     return [[random.randrange(3, VOCAB) for _ in range(length)] for _ in range(number)]

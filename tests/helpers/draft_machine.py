@@ -17,16 +17,16 @@ StepTime = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What some steps brought."""
+    """Results of some steps."""
 
     depths: list[int]
-    """Of each step."""
+    """Number of drafts in each step."""
     num_tokens: int
     seconds: float
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.num_tokens / self.seconds
 
 
@@ -40,23 +40,23 @@ class DraftMachine:
     num_requests: int
     step_s: StepTime
     draft_s: float
-    """Of each turn of the draft."""
+    """Seconds of each turn of the drafter."""
     chances: Sequence[float]
-    """Of a draft to be right, of one generation of requests after the other."""
+    """Probability that a draft is right, by generation of requests."""
     has_drafts: float = 1.0
     """Share of steps in which a request gets drafts at all."""
     num_tokens: tuple[int, int] = (100, 100)
-    """Of a request, at least and at most."""
+    """Fewest and most tokens of a request."""
     growth: float = 0.2
-    """By so much steps are longer when requests have their 100th token."""
+    """Factor by which steps are longer when requests have their 100th token."""
     noise: float = 0.04
     """Standard deviation of steps' times; now and then one is much longer."""
     wants_drafts: Sequence[bool] = (True,)
-    """Of one request after the other."""
+    """Whether each request, in turn, wants drafts."""
     prompts: Sequence[PlanItem] = ()
-    """In each step beside the requests."""
+    """Prompts in each step beside the requests."""
     sibling_chance: float = 0.0
-    """Of a tree's less likely draft to be right where the likeliest one is not."""
+    """Probability that a tree's less likely draft is right where the most likely one is not."""
     is_late: bool = False
     """The gate hears of a step when it has been asked about the next one."""
     random: random.Random = field(default_factory=random.Random)
@@ -64,7 +64,7 @@ class DraftMachine:
     _num_born: int = 0
 
     def run(self, gate: DraftGate, generations: int) -> Outcome:
-        """So many times all requests from begin to end."""
+        """Runs all requests from begin to end, this many times."""
         depths, num_tokens, seconds = [], 0, 0.0
         news: list[tuple[Plan, list[Run], float]] = []
         while True:
@@ -86,7 +86,7 @@ class DraftMachine:
             self._advance(plan, runs)
 
     def time_s(self, plan: Plan) -> float:
-        """Of a step, undisturbed."""
+        """Undisturbed duration of a step."""
         rows = len(self.requests) + sum(len(drafts) for drafts in plan.drafts)
         known = self.step_s(rows, len(self.requests)) + plan.drafting_s
         progress = sum(request.num_computed for request in self.requests) / len(self.requests)

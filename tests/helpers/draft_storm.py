@@ -18,7 +18,7 @@ MAX_OPEN = 24
 
 
 def samplings_of(temperatures: Sequence[float], **values: Any) -> list[SamplingParams]:
-    """Of the texts of a storm, each with a seed of its own."""
+    """Sampling parameters of the texts of a storm, each with a seed of its own."""
     return [
         SamplingParams(
             temperature=temperatures[number % len(temperatures)],
@@ -40,7 +40,7 @@ def draft_storm(
     draft_dir: Path | None = None,
     **shared: Any,
 ) -> Storm:
-    """A storm that has not begun.
+    """Creates a storm that has not begun.
 
     Args:
         model_dir: Of the model.
@@ -68,7 +68,7 @@ def draft_storm(
 
 
 def known_of(texts: Sequence[Text]) -> dict[tuple[tuple[int, ...], int], list[int]]:
-    """For `KnownDrafter`."""
+    """The known texts for `KnownDrafter`."""
     return {
         (text.prompt, derive_seed(text.sampling.seed, index)): [*text.prompt, *sample]
         for text in texts

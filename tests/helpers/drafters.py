@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from weft.engine.drawing import Drawn
 from weft.engine.engine import Engine
-from weft.engine.llm import Sample
+from weft.engine.llm import GeneratedSample
 from weft.engine.sampling.sampler import derive_seed
 from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request, State
@@ -160,7 +160,7 @@ class KnownGraphs:
 
 
 class RandomGate:
-    """Other drafts each step.
+    """A gate that asks for other drafts in each step.
 
     Args:
         shapes: Of trees, or numbers of drafts of chains.
@@ -169,7 +169,7 @@ class RandomGate:
     def __init__(self, shapes: Sequence[int | DraftShape]) -> None:
         self._shapes = shapes
         self.last = NO_DRAFTS
-        """What was asked for last."""
+        """The shape asked for last."""
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
         """See `DraftGate.shape`."""
@@ -190,9 +190,9 @@ def speculate(engine: Engine, drafter: KnownDrafter, shapes: Sequence[int | Draf
 
 
 def texts_of(
-    prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Sample]], seed: int
+    prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[GeneratedSample]], seed: int
 ) -> dict[tuple[tuple[int, ...], int], list[int]]:
-    """For `KnownDrafter`: what requests with a seed became, a group of samples for each prompt."""
+    """Texts for `KnownDrafter`, of requests with a seed: a group of samples for each prompt."""
     return {
         (tuple(prompt), derive_seed(seed, index)): [*prompt, *sample.token_ids]
         for prompt, group in zip(prompts, groups, strict=True)

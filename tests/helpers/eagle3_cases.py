@@ -50,7 +50,7 @@ class WatchedHead:
 
 
 class HasChains(Protocol):
-    """Has watched an engine."""
+    """An object that has watched an engine's chains."""
 
     chains: list[tuple[list[int], list[int]]]
     """Tokens so far, and what was drafted behind them."""
@@ -59,7 +59,7 @@ class HasChains(Protocol):
 def check_chains(
     watched: HasChains, target_dir: Path, draft_dir: Path, *, allowed: int = 0
 ) -> None:
-    """Of some drafts, that they are what the head makes of transformers' hidden states.
+    """Checks that drafts are those that the head computes from transformers' hidden states.
 
     Args:
         watched: Has seen more than `NUM_CHECKED`.
@@ -77,7 +77,7 @@ def check_chains(
 
 
 class HeadReference:
-    """What a head makes of transformers' hidden states, read plainly.
+    """A plain implementation of a head over transformers' hidden states.
 
     Args:
         target_dir: Of the model.

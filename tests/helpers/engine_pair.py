@@ -43,7 +43,7 @@ WAYS = [
 
 
 class ManualClock:
-    """What the test adds, and real time slowed down: a busy machine meets no time-out."""
+    """A clock advanced by the test, plus slowed real time: a busy machine does not time out."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
@@ -69,7 +69,7 @@ def make_engine(model_dir: Path, role: str, clock: ManualClock, **settings: Any)
 
 
 def num_quarantined(engine: Engine) -> int:
-    """Of the pages that peers write to; with a staging area none of the pool's is."""
+    """Quarantined pages that peers write to; with a staging area these are not the pool's."""
     staging = engine.staging_counts()
     if staging is None:
         return engine.memory.counts().quarantined
@@ -78,7 +78,7 @@ def num_quarantined(engine: Engine) -> int:
 
 
 def take_destinations(engine: Engine) -> list[int]:
-    """All pages that fills could be given now."""
+    """Takes all pages that fills could be given now."""
     area = engine.parts.plane.staging
     if area is None:
         return engine.memory.allocate(engine.memory.num_available_pages)
@@ -89,7 +89,7 @@ def take_destinations(engine: Engine) -> list[int]:
 
 
 def give_destinations(engine: Engine, pages: list[int]) -> None:
-    """What `take_destinations` took."""
+    """Returns what `take_destinations` took."""
     area = engine.parts.plane.staging
     if area is None:
         engine.memory.release(pages)
@@ -99,7 +99,7 @@ def give_destinations(engine: Engine, pages: list[int]) -> None:
 
 @dataclass
 class Answer:
-    """What became of a submit."""
+    """Outcome of a submit."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
@@ -116,7 +116,7 @@ class EnginePair:
         self.clock = clock
         self.fillers = {filler.config.worker_id: filler for filler in fillers}
         self.paused: set[str] = set()
-        """Fillers that make no turns."""
+        """Fillers that take no turns."""
         self.commands: list[FillCommand] = []
         self.events: list[FillEvent] = []
         self.on_command: Callable[[FillCommand], list[FillCommand]] = lambda command: [command]
@@ -129,7 +129,7 @@ class EnginePair:
         self._to_filler = {name: Inbox() for name in self.fillers}
 
     def close(self) -> None:
-        """Ends all engines."""
+        """Closes all engines."""
         for engine in (self.owner, *self.fillers.values()):
             engine.close()
 
@@ -171,7 +171,7 @@ class EnginePair:
             getattr(self._to_owner, name).extend(value)
 
     def turn(self) -> None:
-        """One turn of every engine that is not paused."""
+        """Takes one turn of every engine that is not paused."""
         inbox, self._to_owner = self._to_owner, Inbox()
         self._take_owner(self.owner.turn(inbox))
         for name, filler in self.fillers.items():
@@ -199,7 +199,7 @@ class EnginePair:
         return [self.answers[i].tokens[0] for i in request_ids]
 
     def stall(self, seconds: float) -> None:
-        """Lets what is under way arrive, then lets time pass without a turn."""
+        """Lets pending work arrive, then lets time pass without a turn."""
         before = self.owner.counters()["fills_failed"]
         for _ in range(10):  # what arrives late is progress, and then time has to pass again
             for _ in range(30):
@@ -224,7 +224,7 @@ class EnginePair:
         for batch in outbox.sessions:
             for failed in batch.failed:
                 raise to_error(failed.failure)
-            for tokens in batch.tokens:
+            for tokens in batch.all_tokens():
                 known = self.answers[tokens.request_id].tokens.setdefault(tokens.sample, [])
                 assert tokens.first_index == len(known), "a token came twice or never"
                 known += tokens.ids

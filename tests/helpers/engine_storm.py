@@ -38,7 +38,7 @@ class Text:
 
 @dataclass
 class Sent:
-    """One request and what became of it."""
+    """One request and its outcome."""
 
     submit: Submit
     text: Text
@@ -46,15 +46,15 @@ class Sent:
     reasons: dict[int, list[str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     is_abandoned: bool = False
-    """Its session was closed: nobody listens any more."""
+    """Whether its session was closed, so that nobody listens any more."""
 
     @property
     def is_over(self) -> bool:
-        """Everything was told that will be."""
+        """Whether everything has been reported."""
         return bool(self.failures) or len(self.reasons) == self.submit.sampling.n
 
     def check(self) -> None:
-        """Each sample ended once, and what was told of its text is right."""
+        """Checks that each sample ended once, and that its reported text is right."""
         what = (self.submit.request_id, self.reasons, self.failures)
         assert len(self.failures) <= 1, what
         assert all(len(reasons) == 1 for reasons in self.reasons.values()), what
@@ -93,7 +93,7 @@ class Storm(EnginePair):
         self.num_preempted = 0
         self.faults: Counter[str] = Counter()
         self.is_calm = False
-        """No more faults."""
+        """Whether no more faults are injected."""
         self._open: dict[tuple[int, str], Sent] = {}
         self._sessions = list(range(1, NUM_SESSIONS + 1))
         self._held: list[tuple[int, Callable[[], None]]] = []
@@ -108,7 +108,7 @@ class Storm(EnginePair):
         return len(self._open)
 
     def turn(self) -> None:
-        """One turn of everyone, with what the storm adds."""
+        """Takes one turn of every engine, with the storm's additions."""
         self._num_turns += 1
         due = [deliver for at, deliver in self._held if at <= self._num_turns]
         self._held = [item for item in self._held if item[0] > self._num_turns]
@@ -119,7 +119,7 @@ class Storm(EnginePair):
         super().turn()
 
     def run_some(self, num_turns: int) -> None:
-        """Makes turns."""
+        """Takes turns."""
         for _ in range(num_turns):
             self.turn()
 
@@ -223,7 +223,7 @@ class Storm(EnginePair):
             for failed in batch.failed:
                 if (sent := self._open.get((batch.session, failed.request_id))) is not None:
                     sent.failures.append(str(to_error(failed.failure)))
-            for tokens in batch.tokens:
+            for tokens in batch.all_tokens():
                 if (sent := self._open.get((batch.session, tokens.request_id))) is not None:
                     known = sent.tokens.setdefault(tokens.sample, [])
                     assert tokens.first_index <= len(known), "tokens are missing"
@@ -295,15 +295,27 @@ def make_texts(
     return made
 
 
-def ride_out(storm: Storm, num_requests: int, max_open: int) -> None:
+MOST_TIMES = 5
+"""A storm may be so much longer than asked for, until everything has been seen."""
+
+
+def ride_out(
+    storm: Storm,
+    num_requests: int,
+    max_open: int,
+    has_seen_all: Callable[[], bool] = lambda: True,
+) -> None:
     """Runs a storm and its end; all that was told is right, and nothing is open any more.
 
     Args:
         storm: That has not begun.
         num_requests: To send.
         max_open: At one time.
+        has_seen_all: Whether what the storm is for has happened: chance may need more requests.
     """
-    while len(storm.sent) < num_requests:
+    while len(storm.sent) < num_requests or (
+        not has_seen_all() and len(storm.sent) < MOST_TIMES * num_requests
+    ):
         for _ in range(storm.rng.randint(0, 2)):
             if storm.num_open < max_open:
                 storm.submit_any()
@@ -321,7 +333,7 @@ def ride_out(storm: Storm, num_requests: int, max_open: int) -> None:
 
 
 def check_empty(engine: Engine) -> None:
-    """Nothing is held any more, in any place."""
+    """Checks that nothing is held any more, in any place."""
     assert engine.is_idle
     engine.memory.check_integrity()
     counts = engine.memory.counts()

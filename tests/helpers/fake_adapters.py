@@ -40,12 +40,12 @@ class FakeAdapters:
         self.states: dict[bytes, AdapterState] = {}
         self._told: dict[bytes, AdapterState] = {}
         self.problem: Callable[[AdapterOrder], str] = lambda order: ""
-        """Why a load fails; empty = it does not."""
+        """Why a load fails; empty: it succeeds."""
         self.delay_s = 0.0
         self.is_stuck = False
-        """Orders are not answered."""
+        """Whether orders are left unanswered."""
         self.place: AdapterPlace = "device"
-        """Where what is loaded comes to be."""
+        """Place that loaded adapters get."""
         self._tasks = [asyncio.create_task(self.follower.run())]
 
     def stop(self) -> None:
@@ -57,7 +57,7 @@ class FakeAdapters:
         return self.follower.generation
 
     def news(self, sequence: int | None) -> AdapterNews:
-        """What the follower tells, after a report of what has changed."""
+        """The follower's news, after a report of what has changed."""
         for digest, state in self.states.items():
             state.num_requests = self._num_using(digest)
         now = {digest: replace(state) for digest, state in self.states.items()}

@@ -41,14 +41,14 @@ CUT_DELAY_S = 0.02
 
 @dataclass
 class Script:
-    """What one request gets."""
+    """The scripted answer to one request."""
 
     tokens: Sequence[Sequence[int]]
-    """Of each sample; sample i of n gets entry i modulo their number."""
+    """Tokens of each sample; sample i of n gets entry i modulo their number."""
     chunk: int = 1
     """Tokens of a sample per step."""
     fail: Event.Failed | None = None
-    """Sent instead of step `fail_after`."""
+    """Failure sent instead of step `fail_after`."""
     fail_after: int = 10**9
     break_after: int = 10**9
     """Steps after which the whole Session is cut."""
@@ -63,12 +63,12 @@ class Script:
     """Number of the prefill candidate that filled the prompt's full pages; None = nobody was
     asked."""
     fill_failure: str = ""
-    """Why it did not."""
+    """Why the fill failed."""
 
 
 @dataclass
 class Partial:
-    """What has come of a submit."""
+    """The received parts of a submit."""
 
     submit: decode_pb2.Submit
     prompt: list[int]
@@ -82,7 +82,7 @@ class Partial:
 
 @dataclass
 class Run:
-    """A request in work."""
+    """A request in progress."""
 
     submit: decode_pb2.Submit
     prompt: list[int]
@@ -117,14 +117,14 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.submits: list[decode_pb2.Submit] = []
         self.prompts: list[list[int]] = []
         self.generated: list[dict[int, list[int]]] = []
-        """Of each submit: tokens of its samples that other attempts have generated."""
+        """By submit: tokens of its samples that other attempts have generated."""
         self.largest_message_bytes = 0
         self.cancels: list[decode_pb2.Cancel] = []
         self.session_ends: list[decode_pb2.EndSession] = []
         self.num_sessions = 0
         self.num_pings = 0
         self.expects_constraints = False
-        """As the newest ping said."""
+        """Value from the newest ping."""
         self.num_submits_to_lose = 0
         self.num_ends_to_lose = 0
         """Messages that never come through, one after the other."""
@@ -140,7 +140,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.model_digest = bytes(range(32))
         self.request_tokens = 0
         self.kv: KvFeed
-        """What it says that it holds."""
+        """The pages that it reports as held."""
         self._kv_events: KvEvents
         self.lost_changes: set[int] = set()
         """Changes that watchers are not told."""
@@ -148,12 +148,12 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """Absent: it was started without an adapter root."""
         self._sessions_runs: list[dict[str, Run]] = []
         self.others: list[FakeWorker] = []
-        """Who may fill for it."""
+        """Workers that may fill for it."""
         self.address = ""
         self._server: grpc.aio.Server | None = None
 
     def follow_adapters(self, root: Path) -> FakeAdapters:
-        """It follows a registry from now on."""
+        """Makes the worker follow a registry from now on."""
         self.adapters = FakeAdapters(root, self.model, self.num_using)
         return self.adapters
 
@@ -165,14 +165,14 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     def hold(
         self, ids: list[int], salt: str = "", num_pages: int | None = None, adapter: bytes = b""
     ) -> None:
-        """It has the first pages of a prompt from now on; all full ones unless told."""
+        """Makes the worker hold the first pages of a prompt; all full ones by default."""
         keys = self._page_keys(ids, salt, adapter)[:num_pages]
         for parent, key in zip([ROOT_KEY, *keys], keys, strict=False):
             self._kv_events.stored(key, parent)
         self.kv.take(self._kv_events.take())
 
     def drop(self, ids: list[int], salt: str = "", num_pages: int = 0) -> None:
-        """It has no pages of a prompt any more beyond the first ones."""
+        """Makes the worker drop a prompt's pages beyond the first ones."""
         for key in self._page_keys(ids, salt)[num_pages:]:
             self._kv_events.removed(key)
         self.kv.take(self._kv_events.take())
@@ -375,7 +375,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             del runs[cancel.request_id]
 
     def _step(self, runs: dict[str, Run], event: Event) -> bool:
-        """One step of all requests; False cuts the Session."""
+        """Runs one step of all requests; False ends the Session."""
         for request_id, run in list(runs.items()):
             if run.steps >= run.script.break_after:
                 return False

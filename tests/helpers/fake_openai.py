@@ -49,7 +49,7 @@ def chunk(index: int, words: list[str], model: str) -> dict[str, Any]:
 
 
 def sse(value: object) -> bytes:
-    """One server-sent event."""
+    """Encodes one server-sent event."""
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 

@@ -57,7 +57,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def append(path: Path, entry: dict[str, Any]) -> None:
-    """Adds one JSON line."""
+    """Appends one JSON line."""
     with path.open("a") as file:
         file.write(json.dumps(entry) + "\n")
 

@@ -41,7 +41,7 @@ class Ties(NamedTuple):
     num_tokens: int
     num_different: int
     num_far: int
-    """By more than a near-tie."""
+    """Tokens that differ by more than a near-tie."""
     largest_ulps: float
 
     def check(self, *, is_moe: bool) -> None:

@@ -16,7 +16,7 @@ _INTEGERS: dict[int, tuple[int, int]] = {
     _FIELD.CPPTYPE_UINT32: (0, 2**32 - 1),
     _FIELD.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
-_MOST_DEPTH = 4
+_MAX_DEPTH = 4
 
 
 def _scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -54,7 +54,7 @@ def messages(draw: st.DrawFn, descriptor: Descriptor, depth: int = 0) -> Message
         if nested is not None and nested.GetOptions().map_entry:
             continue
         if nested is not None:
-            if depth >= _MOST_DEPTH:
+            if depth >= _MAX_DEPTH:
                 continue
             count = draw(st.integers(0, 2)) if field.is_repeated else 1
             for _ in range(count):
@@ -84,7 +84,7 @@ def payloads(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
 
 
 def json_values() -> st.SearchStrategy[Any]:
-    """Anything that JSON can say, and some that Python's JSON says beyond it."""
+    """Any JSON value, and some that Python's JSON accepts beyond the standard."""
     scalars = (
         st.none()
         | st.booleans()

@@ -25,7 +25,7 @@ ScriptOf = Callable[[decode_pb2.Submit, list[int]], Script]
 
 
 class Harness:
-    """Everything a test touches."""
+    """Everything that a test uses."""
 
     def __init__(self, app: GatewayApp, workers: list[FakeWorker], channel: Any) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""What a captured CUDA graph is made of, asked from the driver."""
+"""Lists the nodes of a captured CUDA graph, from the driver."""
 
 from __future__ import annotations
 

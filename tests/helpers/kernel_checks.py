@@ -1,4 +1,4 @@
-"""What the kernel tests share: float64 comparison, fresh random inputs, a mutated build."""
+"""Shared code of the kernel tests: float64 comparison, fresh random inputs, a mutated build."""
 
 from __future__ import annotations
 

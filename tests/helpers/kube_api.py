@@ -126,7 +126,7 @@ class KubeApi:
             process.wait()
 
     def path(self, item: Object) -> str:
-        """Where an object lives."""
+        """API path of an object."""
         version, kind = item["apiVersion"], item["kind"]
         root = f"/api/{version}" if "/" not in version else f"/apis/{version}"
         if (version, kind) not in self._plurals:

@@ -39,7 +39,7 @@ class Chain:
 
 @dataclass(slots=True)
 class Filled:
-    """What one Fill brought."""
+    """Result of one Fill."""
 
     events: list[kv_pb2.FillEvent]
     pages: dict[int, bytearray] = field(default_factory=dict)
@@ -234,7 +234,7 @@ def put_header(
 async def data_parts(
     header: kvstore_pb2.PutRequest, contents: NDArray[np.uint8]
 ) -> AsyncIterator[kvstore_pb2.PutDataRequest]:
-    """The messages of a PutData."""
+    """The messages of a PutData call."""
     yield kvstore_pb2.PutDataRequest(header=header)
     for index, content in enumerate(contents):
         for offset in range(0, len(content), DATA_BYTES):

@@ -48,7 +48,7 @@ class _Mark:
         self._device.work()
 
     def hold(self, stream: None) -> None:
-        """On a thread of a staging area, for which the engine's thread does the work."""
+        """Lets a staging thread wait; the engine's thread does the work for it."""
         deadline = time.monotonic() + 60
         while self._device.num_done < self._number:
             assert time.monotonic() < deadline, "the device does nothing"
@@ -76,9 +76,9 @@ class LateDevice:
         self._copy, self._zero = runner.copy, runner.zero
         self._set_free = engine.memory._set_free
         self.num_told = self.num_done = 0
-        """Pieces of work."""
+        """Number of pieces of work enqueued."""
         self.most_queued = 0
-        """Pieces of work at one time."""
+        """Most pieces of work enqueued at one time."""
         window, self._turn = engine.parts.plane._window, engine.turn
         if window.staging is not None:
             window._mover.mark = self.mark  # type: ignore[attr-defined]
@@ -155,14 +155,14 @@ class LateDevice:
     # -- what it does ----------------------------------------------------------------------------
 
     def work(self) -> None:
-        """Does all that it was told."""
+        """Does all enqueued work."""
         while self._queue:
             self._queue.popleft()()
             self.num_done += 1
             self.check_free()
 
     def check_free(self) -> None:
-        """No work wrote to a page that was free."""
+        """Checks that no work wrote to a free page."""
         free = self._pool[self._memory._free]
         assert bool(free.isnan().all()), "a step wrote to a free page"
 

@@ -41,7 +41,7 @@ def make_sparse_mlp(dtype: torch.dtype) -> SparseMlpWeight:
 
 
 def make_layer(dtype: torch.dtype, qwen: bool, is_sparse: bool = False) -> DecoderLayerWeight:
-    """With biases, head norms if `qwen`, and experts if `is_sparse`."""
+    """Creates a layer with biases, head norms if `qwen`, and experts if `is_sparse`."""
     width = (HEADS + 2 * KV_HEADS) * DIM
     return pack_decoder_layer(
         input_norm=1 + draw(HIDDEN, dtype=dtype),

@@ -43,6 +43,9 @@ class LocalMesh:
         gateways: How many, each with its REST edge.
     """
 
+    model = MODEL
+    """Name of the model in requests."""
+
     def __init__(self, folder: Path, *flags: str, gateways: int = 1) -> None:
         port = free_run("127.0.0.1", 2 * gateways)
         rest_port, grpc_port = port, port + gateways
@@ -65,7 +68,7 @@ class LocalMesh:
 
     @property
     def text(self) -> str:
-        """What it has printed."""
+        """Everything that it has printed."""
         return self.output.read_text(errors="replace")
 
     def wait_ready(self) -> None:
@@ -96,11 +99,11 @@ class LocalMesh:
             raise AssertionError(f"weft up did not end:\n{self.text}") from None
 
     def family(self) -> list[psutil.Process]:
-        """Every process of the mesh but the supervisor."""
+        """Every process of the mesh except the supervisor."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def ready_file(self, name: str) -> dict[str, Any] | None:
-        """What a service wrote when it became ready; None while it is not."""
+        """Content of a service's ready file; None if it does not exist."""
         try:
             content: dict[str, Any] = json.loads((self.state / "run" / f"{name}.json").read_text())
         except (FileNotFoundError, json.JSONDecodeError):
@@ -108,7 +111,7 @@ class LocalMesh:
         return content
 
     def service(self, name: str) -> dict[str, Any]:
-        """Likewise of one that is ready."""
+        """Content of a service's ready file, which must exist."""
         content = self.ready_file(name)
         assert content is not None, f"{name} is not ready:\n{self.text}"
         return content
@@ -122,7 +125,7 @@ class LocalMesh:
 
     @contextmanager
     def worker(self, name: str) -> Iterator[worker_pb2_grpc.WorkerServiceStub]:
-        """A worker's own service."""
+        """Stub of a worker's own service."""
         with grpc.insecure_channel(self.service(name)["address"]) as channel:
             yield worker_pb2_grpc.WorkerServiceStub(channel)
 
@@ -165,7 +168,7 @@ class LocalMesh:
         return dict(self.load(name).counters)
 
     def is_idle(self, name: str) -> bool:
-        """Nothing runs, waits or is filled, and no page is lost or in quarantine."""
+        """Whether nothing runs, waits or is filled, and no page is lost or in quarantine."""
         load = self.load(name)
         requests = load.running_requests + load.waiting_requests + load.filling_requests
         return not requests and load.free_pages + load.cached_pages == load.total_pages
@@ -193,14 +196,26 @@ class LocalMesh:
         )
 
 
-def shared_memory() -> set[str]:
-    """Names of the shared memory on this machine.
+def ownerless_shared_memory() -> set[str]:
+    """Names of the shared memory on this machine that no process has mapped.
 
-    Without what comes and goes at once: tests that run beside this one make some.
+    Without what comes and goes at once: tests and meshes that run beside this one make some.
     """
-    before = set(os.listdir("/dev/shm"))
+    before = _unmapped()
     time.sleep(0.1)
-    return before & set(os.listdir("/dev/shm"))
+    return before & _unmapped()
+
+
+def _unmapped() -> set[str]:
+    names = set(os.listdir("/dev/shm"))
+    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+        try:
+            text = maps.read_text()
+        except OSError:  # it has ended
+            continue
+        mapped = {line.rpartition("/dev/shm/")[2] for line in text.splitlines()}
+        names -= {name.removesuffix(" (deleted)") for name in mapped}
+    return names
 
 
 def wait_until(

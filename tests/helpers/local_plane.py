@@ -48,7 +48,7 @@ class LocalReceiver:
         return "copies in one process"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
 
 class LocalSenders:
@@ -59,7 +59,7 @@ class LocalSenders:
         self._receivers = receivers
 
     def connect(self, owner: object, target: NixlTargetInfo) -> None:
-        """There is nothing to connect."""
+        """Does nothing: there is nothing to connect."""
 
     def write(
         self,
@@ -83,11 +83,13 @@ class LocalSenders:
         return "copies in one process"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
 
 def join_planes(owner: Engine, fillers: Sequence[Engine]) -> None:
-    """Lets the fillers write into the owner's window; engines of transport `data`, not used yet."""
+    """Lets fillers write into the owner's window; the engines have transport `data` and were not
+    used yet.
+    """
     plane = owner.parts.plane
     receiver = LocalReceiver(plane._window)
     plane._receiver = receiver  # type: ignore[assignment]

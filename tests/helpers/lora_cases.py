@@ -15,7 +15,7 @@ POISON_ROW = np.iinfo(np.int32).min // 2
 
 
 def poison_new_memory(patch: pytest.MonkeyPatch) -> None:
-    """What adapters' kernels on a GPU take to compute in is NaN, or a number that is nobody's."""
+    """Makes scratch memory of adapter kernels on a GPU contain NaN, or an invalid number."""
     # Here: the modules need Triton.
     from weft.kernels.gpu import lora_parts, lora_rows, lora_shrink, lora_tiles
 
@@ -55,7 +55,7 @@ class LoraCase:
         return out
 
     def to(self, device: str) -> LoraCase:
-        """On another device."""
+        """Copies the case to a device."""
         w = self.weights
         moved = replace(
             w,
@@ -79,7 +79,9 @@ def make_lora(
     column: int = 0,
     layers: int = 1,
 ) -> LoraCase:
-    """One adapter a slot; of rank 0 leaves the projection alone. The ranks turn by layer."""
+    """Creates one adapter per slot; rank 0 leaves the projection unchanged. The ranks rotate by
+    layer.
+    """
     by_layer = [ranks[:1] + _turned(ranks[1:], layer) for layer in range(layers)]
     counts = torch.tensor([[-(-rank // 8) for rank in ranks] for ranks in by_layer])
     used, max_rows = int(counts.sum()), int(counts.max())
@@ -107,7 +109,7 @@ def make_lora(
 
 
 Shared = Literal["a", "b"] | None
-"""Which of the two all experts of an adapter share."""
+"""Which of A and B all experts of an adapter share."""
 
 
 def make_expert_lora(
@@ -120,7 +122,7 @@ def make_expert_lora(
     shared: Shared = None,
     column: int = 0,
 ) -> LoraCase:
-    """One adapter a slot, of one layer; `plain` is by expert and slot."""
+    """Creates one adapter per slot, of one layer; `plain` is by expert and slot."""
     counts = torch.zeros(1, len(ranks) * experts, dtype=torch.int32)
     max_rows = max(-(-rank // 8) for rank in ranks)
     a_rows, b_rows = _Rows(), _Rows()
@@ -194,5 +196,5 @@ def draw_slots(count: int, num_slots: int) -> list[int]:
 
 
 def segments_of(slots: list[int], num_segments: int | None = None) -> LoraSegments:
-    """On the CPU."""
+    """The segments, on the CPU."""
     return LoraSegments.of(sort_tokens(np.array(slots, np.int32), num_segments))

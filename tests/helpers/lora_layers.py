@@ -20,12 +20,12 @@ from weft.kernels.decoder_layer import (
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 
-LAYERS, PAGE_SIZE, MOST_CONTEXT, EPS = 2, 16, 40, 1e-5
+LAYERS, PAGE_SIZE, MAX_CONTEXT, EPS = 2, 16, 40, 1e-5
 GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
 class Sizes(NamedTuple):
-    """Of a model."""
+    """Sizes of a model."""
 
     hidden: int
     inner: int
@@ -55,7 +55,7 @@ class LayersCase:
     sizes: Sizes
     stack: DecoderLayers
     weights: list[dict[str, torch.Tensor]]
-    """Of each layer: each group's product, and the two norms."""
+    """Weights of each layer: each group's product, and the two norms."""
     adapters: dict[str, LoraCase]
     slots: list[int]
     lora: LoraStep
@@ -69,7 +69,7 @@ class LayersCase:
     cos_sin: torch.Tensor
 
     def step(self, lora: LoraStep | None) -> DecoderStep:
-        """Over the pool; what it stores lies in it afterwards."""
+        """The step over the pool; what it stores is in the pool afterwards."""
         rows = len(self.slots)
         positions = self.kv_lens.long() - 1
         page = self.pages.gather(1, (positions // PAGE_SIZE)[:, None])[:, 0].long()
@@ -85,13 +85,14 @@ class LayersCase:
             num_heads=self.sizes.heads,
             scale=self.sizes.dim**-0.5,
             max_q_len=1,
-            max_kv_len=MOST_CONTEXT,
+            max_kv_len=MAX_CONTEXT,
             lora=lora,
         )
 
     def written_out(self, dtype: torch.dtype) -> torch.Tensor:
-        """What the layers make of `hidden`, in eager torch: an adapter is A and then B beside the
-        product, as in PEFT."""
+        """The layers' output for `hidden` in eager torch: an adapter is A and then B beside the
+        product, as in PEFT.
+        """
         hidden = self.hidden.to(dtype)
         for layer in range(LAYERS):
             w = {name: value.to(dtype) for name, value in self.weights[layer].items()}
@@ -131,7 +132,7 @@ class LayersCase:
         return torch.stack(out)
 
     def _rotated(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """[heads, D] at a position."""
+        """Rotates [heads, D] for a position."""
         cos, sin = self.cos_sin[position].to(x.dtype).chunk(2)
         low, high = x.chunk(2, -1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
@@ -172,10 +173,10 @@ def make_layers(
             for group, names in GROUPS.items()
         },
     )
-    each = -(-MOST_CONTEXT // PAGE_SIZE)
+    each = -(-MAX_CONTEXT // PAGE_SIZE)
     shape = (rows * each, sizes.kv_heads, LAYERS, 2, PAGE_SIZE, sizes.dim)
     steps = torch.arange(0, sizes.dim, 2) / sizes.dim
-    angles = torch.outer(torch.arange(MOST_CONTEXT).float(), 1e4**-steps).to(device)
+    angles = torch.outer(torch.arange(MAX_CONTEXT).float(), 1e4**-steps).to(device)
     return LayersCase(
         sizes=sizes,
         stack=stack_layers(layers),
@@ -185,7 +186,7 @@ def make_layers(
         lora=lora,
         hidden=torch.randn(rows, sizes.hidden, device=device).to(dtype),
         pool=torch.randn(shape, device=device).to(dtype),
-        kv_lens=torch.randint(1, MOST_CONTEXT + 1, (rows,), dtype=torch.int32, device=device),
+        kv_lens=torch.randint(1, MAX_CONTEXT + 1, (rows,), dtype=torch.int32, device=device),
         pages=torch.randperm(rows * each, device=device).int().view(rows, each),
         cos_sin=torch.cat([angles.cos(), angles.sin()], dim=1),
     )
@@ -205,5 +206,5 @@ def _draw_layer(sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, torc
 
 
 def _plain(weight: torch.Tensor, *, gated: bool = False) -> LinearWeight:
-    """As on a GPU, whatever the machine's own operations would take."""
+    """The weights in the form used on a GPU, whatever the machine's own operations would use."""
     return LinearWeight(*weight.shape, weight.dtype, gated, weight, None)

@@ -15,11 +15,11 @@ from weft.kernels.lora import LoraStep
 
 LAYERS = 3
 RANKS = [0, 8, 3, 20]
-"""By slot."""
+"""Ranks by slot."""
 
 
 def make_adapters(config: dict[str, Any], is_dense: bool) -> dict[str, LoraCase]:
-    """By projection, small enough that the logits stay of one size."""
+    """Adapters by projection, small enough that the logits keep their size."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes = {
@@ -45,7 +45,7 @@ def make_adapters(config: dict[str, Any], is_dense: bool) -> dict[str, LoraCase]
 
 
 def make_experts(config: dict[str, Any]) -> dict[str, LoraCase]:
-    """By projection; layer 1 alone has adapters of its experts, half of them sharing A or B."""
+    """Adapters of experts by projection; only layer 1 has them, half of them sharing A or B."""
     hidden, inner, experts = (
         config[name] for name in ("hidden_size", "moe_intermediate_size", "num_experts")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from tiny_adapters import peft_model
 from transformers import AutoModelForCausalLM
 from weft.engine.engine import Engine
-from weft.engine.llm import Sample, to_error
+from weft.engine.llm import GeneratedSample, to_error
 from weft.engine.lora.digest import adapter_digest
 from weft.engine.messages import AdapterOrder, Inbox
 from weft.engine.request import TokenLogprob
@@ -52,7 +53,7 @@ class PeftModels:
 
     @property
     def digests(self) -> list[bytes]:
-        """Of all adapters."""
+        """Digests of all adapters."""
         return list(self.directories)
 
     def add(self, seed: int, **settings: Any) -> bytes:
@@ -79,7 +80,7 @@ class PeftModels:
         return tokens[len(prompt) :]
 
     @torch.inference_mode()
-    def check(self, digest: bytes, prompt: Sequence[int], sample: Sample) -> None:
+    def check(self, digest: bytes, prompt: Sequence[int], sample: GeneratedSample) -> None:
         """Tokens are PEFT's greedy ones; log-probabilities are within 1e-4 of the logits' size."""
         tokens = torch.tensor([[*prompt, *sample.token_ids]])
         logits = self._models[digest](input_ids=tokens).logits[0, len(prompt) - 1 : -1]
@@ -96,17 +97,21 @@ def _told(found: TokenLogprob) -> list[tuple[int, float]]:
     return [(found.token_id, found.logprob), *found.top]
 
 
+_queries = itertools.count(1 << 30)
+"""Other numbers than those that tests give to orders themselves."""
+
+
 def load(engine: Engine, directory: Path, **fields: Any) -> bytes:
     """Loads an adapter into an engine that does nothing else; returns its digest."""
     digest = adapter_digest(directory)
     fields = {"name": directory.name, "directory": str(directory), **fields}
-    order(engine, AdapterOrder(query=1, action="load", digest=digest, **fields))
+    order(engine, AdapterOrder(query=next(_queries), action="load", digest=digest, **fields))
     return digest
 
 
 def unload(engine: Engine, digest: bytes) -> None:
     """Unloads an adapter."""
-    order(engine, AdapterOrder(query=1, action="unload", digest=digest))
+    order(engine, AdapterOrder(query=next(_queries), action="unload", digest=digest))
 
 
 def order(engine: Engine, message: AdapterOrder, timeout_s: float = 60.0) -> None:
@@ -118,7 +123,8 @@ def order(engine: Engine, message: AdapterOrder, timeout_s: float = 60.0) -> Non
     inbox: Inbox | None = Inbox(adapter_orders=[message])
     deadline = time.monotonic() + timeout_s
     while True:
-        for reply in engine.turn(inbox).adapter_replies:
+        replies = engine.turn(inbox).adapter_replies
+        for reply in (r for r in replies if r.query == message.query):
             if reply.failure is not None:
                 raise to_error(reply.failure)
             return

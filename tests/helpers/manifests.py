@@ -1,4 +1,4 @@
-"""What kustomize makes of k8s/, and ways to look at it."""
+"""Renders k8s/ with kustomize, and looks up objects."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def kustomize() -> Path:
 
 @functools.cache
 def render(overlay: str) -> tuple[Object, ...]:
-    """All objects of an overlay."""
+    """Renders all objects of an overlay."""
     return render_folder(K8S / "overlays" / overlay)
 
 
 def render_folder(folder: Path) -> tuple[Object, ...]:
-    """All objects of a folder with a kustomization."""
+    """Renders all objects of a folder with a kustomization."""
     done = subprocess.run(
         [kustomize(), "build", str(folder)], capture_output=True, text=True, timeout=900
     )
@@ -51,12 +51,12 @@ def render_folder(folder: Path) -> tuple[Object, ...]:
 
 
 def of_kind(objects: tuple[Object, ...], *kinds: str) -> Iterator[Object]:
-    """Those of some kinds."""
+    """The objects of some kinds."""
     return (item for item in objects if item["kind"] in kinds)
 
 
 def named(objects: tuple[Object, ...], kind: str, name: str) -> Object:
-    """The one of a kind and name."""
+    """The object of a kind and name."""
     (found,) = (item for item in of_kind(objects, kind) if item["metadata"]["name"] == name)
     return found
 
@@ -73,7 +73,7 @@ class Workload:
 
     @property
     def service(self) -> str:
-        """As the command line has it: gateway, decode..."""
+        """Name of the service as on the command line: gateway, decode..."""
         return self.name.removeprefix("weft-")
 
     @property
@@ -120,7 +120,7 @@ class Workload:
 
 
 def workloads(objects: tuple[Object, ...]) -> list[Workload]:
-    """Everything that runs."""
+    """All workloads."""
     return [Workload(item) for item in of_kind(objects, *WORKLOADS)]
 
 

@@ -25,6 +25,7 @@ from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.memory.radix_cache import RadixCache
 from weft.engine.memory.session_pins import SessionPins
 from weft.engine.messages import StoreAnswer, StoreLookup, StorePut, StorePutResult, StoreSegment
+from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import PageCopy, RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
@@ -48,11 +49,14 @@ POSITION_BYTES = 16
 PAGE_BYTES = PAGE * POSITION_BYTES
 NAMESPACES = [bytes([number]) * 32 for number in (1, 2)]
 PREFILL = FillCandidate(worker_id="p", address="p", epoch=1)
+CATCH_UP = 0.03
+"""Share of steps before which the tiers' threads catch up: how much they move is then no matter of
+the machine's speed alone."""
 LIMITS = SchedulerLimits(PAGE, 64, 16, 6)
 
 
 def content_of(namespace: bytes, tokens: Sequence[int], position: int) -> bytes:
-    """What a position's KV is, in this world."""
+    """The KV of a position in this simulation."""
     data = namespace + token_bytes(tokens[: position + 1])
     return hashlib.blake2b(data, digest_size=POSITION_BYTES).digest()
 
@@ -165,7 +169,7 @@ class _Plane:
 
 
 class System:
-    """One worker's memory, and what happens to it.
+    """One worker's memory, and random events.
 
     Args:
         rng: Decides everything but the threads' speed.
@@ -219,11 +223,18 @@ class System:
         self.others = Others(self)
         fills = TieredFills(self.tiers, self.others, policies, PAGE_BYTES, PAGE, lambda: 0.0)  # type: ignore[arg-type]
         waiting = make_queue("fcfs", 30.0, self.pages.num_cached_tokens)
+        events = SchedulerEvents()
         self.scheduler = Scheduler(
-            LIMITS, self.pages, waiting, fills, lambda request: None, lambda slot: None
+            LIMITS,
+            self.pages,
+            waiting,
+            fills,
+            lambda request: None,
+            lambda slot: None,
+            events=events,
         )
         self.sessions = Sessions(SessionPins(cache, num_pages // 3, num_pages, 5.0), self.clock)
-        self.scheduler.on_leaving = self.sessions.on_leaving
+        events.leaving.append(self.sessions.on_leaving)
         self.cache = cache
         self.tiers.listener = self.scheduler
         self._sent: list[StoreLookup | StorePut] = []
@@ -232,8 +243,8 @@ class System:
             PAGE, self.memory, self.tiers.num_held_pages, self._plane, self._sent.append, self.clock
         )
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
-        """What the store has, and its content."""
-        write_through(self.scheduler, policies, self.tiers, self.store)
+        """The store's pages and their content."""
+        write_through(events, policies, self.tiers, self.store)
         self.now = 0.0
         self.num_added = 0
         self.num_read_positions = 0
@@ -274,16 +285,18 @@ class System:
         self.tiers.flush()
 
     def requests(self) -> list[Request]:
-        """All that have not ended."""
+        """All requests that have not ended."""
         scheduler = self.scheduler
         queues = (scheduler.waiting, scheduler.filling, scheduler.prefilling, scheduler.running)
         return [request for queue in queues for request in queue]
 
     def step(self) -> None:
-        """What an engine does in a turn, in its order."""
+        """Does what an engine does in a turn, in the same order."""
         self.now += 0.05
         self.sessions.tick()
         self.tiers.take()
+        if self.rng.random() < CATCH_UP:
+            self._await_movers()
         self._take_store()
         plan = self.scheduler.plan(self.now)
         self.scheduler.progressed.clear()
@@ -306,6 +319,13 @@ class System:
         for page in self.memory.take_freed():
             self.rows[page] = 255
 
+    def _await_movers(self) -> None:
+        """Lets the tiers' threads do what they were given, if nothing of it hangs."""
+        deadline = time.monotonic() + 1.0
+        while self.tiers.num_open and time.monotonic() < deadline:
+            time.sleep(0.0002)
+            self.tiers.take()
+
     def _launch(self, plan: Plan) -> Step:
         number = self.scheduler.launch(plan)
         copies = self.pages.take_copies()
@@ -325,7 +345,7 @@ class System:
                 self.write(item.request, pages[position // PAGE], position % PAGE, position)
 
     def _end(self, step: Step) -> None:
-        """Commits, and draws."""
+        """Commits a step, and draws tokens."""
         self._run(step)
         self.scheduler.commit(step.number, step.plan)
         for request in [item.request for item in step.items if item.samples]:
@@ -394,7 +414,7 @@ class System:
     # -- ends ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every page of every tier is in exactly one state."""
+        """Checks that every page of every tier is in exactly one state."""
         self.memory.check_integrity()
         self.cache.check_integrity()
         for tier in (self.tiers.host, self.tiers.disk):
@@ -430,7 +450,7 @@ class System:
 
 
 def arm_any(rng: random.Random) -> str:
-    """Lets something fail a few times; its name."""
+    """Arms a random fault for a few times; returns its name."""
     point, kind = rng.choice(
         [
             (faults.TIER_HOST, "corrupt"),
@@ -451,6 +471,6 @@ def arm_any(rng: random.Random) -> str:
 
 
 def disarm() -> None:
-    """Nothing fails any more."""
+    """Disarms all faults."""
     for point in (faults.TIER_HOST, faults.TIER_DISK_READ, faults.TIER_DISK_WRITE):
         point.clear()

@@ -1,4 +1,4 @@
-"""What an `Adapter` does to a model of transformers, for comparison with PEFT's own forward."""
+"""Applies an `Adapter` to a transformers model, for comparison with PEFT's own forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients and operators of a mesh do with adapters."""
+"""Operations of clients and operators with a mesh's adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def listed(mesh: LocalMesh) -> list[gateway_pb2.RegisteredAdapter]:
 
 
 def serving(mesh: LocalMesh) -> dict[str, str]:
-    """Digests by name."""
+    """Digests of the served adapters by name."""
     found = [one for one in listed(mesh) if one.state == gateway_pb2.REGISTRY_STATE_SERVING]
     return {one.adapter.name: one.adapter.digest.hex() for one in found}
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import httpx
 from google.protobuf.json_format import ParseDict
-from local_mesh import MODEL, LocalMesh
+from local_mesh import LocalMesh
 from mesh_prompts import MeshPrompt
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -23,11 +23,11 @@ REASONS = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_RE
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What both faces tell."""
+    """The common part of both faces' answers."""
 
     text: str
     token_ids: list[int] | None
-    """Only gRPC tells them."""
+    """Token ids, which only gRPC returns."""
     finish_reason: common_pb2.FinishReason.ValueType
     prompt_tokens: int
     cached_tokens: int
@@ -49,15 +49,15 @@ class Ask:
     ignore_eos: bool = False
     is_streamed: bool = False
     priority: int = 0
-    """Less is more urgent."""
+    """Priority; a lower number is more urgent."""
     stop: str = ""
     """A stop string; empty: none."""
     speculates: bool = True
-    """Tokens may be drafted."""
+    """Whether tokens may be drafted."""
 
 
 def new_salt() -> str:
-    """Nothing is cached under it."""
+    """A salt under which nothing is cached."""
     return secrets.token_hex(8)
 
 
@@ -65,6 +65,7 @@ class Caller:
     """Sends asks to a mesh over both faces; an async context manager."""
 
     def __init__(self, mesh: LocalMesh) -> None:
+        self._model = mesh.model
         self._http = httpx.AsyncClient(
             base_url=mesh.url,
             timeout=TIMEOUT_S,
@@ -86,7 +87,7 @@ class Caller:
         return await (self.rest(ask) if face == "rest" else self.grpc(ask))
 
     async def rest(self, ask: Ask) -> Answer:
-        path, body = rest_request(ask)
+        path, body = rest_request(self._model, ask)
         if ask.is_streamed:
             return await self._rest_stream(path, body)
         answer = await self._http.post(path, json=body)
@@ -113,7 +114,7 @@ class Caller:
 
     async def stream(self, ask: Ask) -> AsyncIterator[Response]:
         """Messages of the typed face, as they come."""
-        request = grpc_request(ask)
+        request = grpc_request(self._model, ask)
         is_chat = isinstance(request, gateway_pb2.ChatRequest)
         call = (self.stub.Chat if is_chat else self.stub.Complete)(request, timeout=TIMEOUT_S)
         async for message in call:
@@ -140,10 +141,10 @@ class Caller:
         )
 
 
-def rest_request(ask: Ask) -> tuple[str, dict[str, Any]]:
-    """Path and body."""
+def rest_request(model: str, ask: Ask) -> tuple[str, dict[str, Any]]:
+    """Path and body of a REST request."""
     body: dict[str, Any] = {
-        "model": MODEL,
+        "model": model,
         "max_tokens": ask.max_tokens,
         "temperature": ask.temperature,
         "seed": ask.seed,
@@ -165,10 +166,10 @@ def rest_request(ask: Ask) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", {**body, "prompt": ask.prompt.text}
 
 
-def grpc_request(ask: Ask) -> gateway_pb2.ChatRequest | gateway_pb2.CompleteRequest:
+def grpc_request(model: str, ask: Ask) -> gateway_pb2.ChatRequest | gateway_pb2.CompleteRequest:
     """The typed request."""
     shared: dict[str, Any] = {
-        "model": MODEL,
+        "model": model,
         "sampling": common_pb2.SamplingParams(
             temperature=ask.temperature, seed=ask.seed, speculate=ask.speculates
         ),

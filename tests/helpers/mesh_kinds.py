@@ -15,7 +15,7 @@ DRAFTED_TOKENS = 48
 _FLOAT32 = ("--dtype", "float32", "--kv-memory-bytes", str(512 << 20))
 _SHIP_ALWAYS = ("--local-prefill-max-tokens", "0")
 _PATIENT = "--fill-progress-timeout-s 30"
-"""On a busy machine a step can take longer than a fill may stand still."""
+"""Generous limits, since a step on a busy machine can take longer than a fill may stall."""
 _DRAFT = str(Path(__file__).parents[2] / "drafts" / "smollm2-135m-eagle3")
 KINDS: dict[str, tuple[str, ...]] = {
     "nixl": (
@@ -29,22 +29,23 @@ KINDS: dict[str, tuple[str, ...]] = {
         *_FLOAT32,
         *("--local-prefill-max-tokens", "1000000"),
         "--decode-args",
-        "--num-pages 133 --max-running-requests 1 --scheduling-policy priority "
+        "--num-pages 83 --max-running-requests 1 --scheduling-policy priority "
         "--preemption-threshold 1",
     ),
     "pairs": (
-        *_FLOAT32,
         *_SHIP_ALWAYS,
         # Tests look into the quarantine of owners, however long a killed filler is not vouched for.
-        *("--prefill", "2", "--decode", "2"),
-        *("--max-restart-delay-s", "0.5"),
+        *("--prefill", "2", "--decode", "2", "--prefill-args", "--prefill-chunk-tokens 128"),
+        *("--max-restart-delay-s", "0.5", "--enable-faults"),
         *("--decode-args", f"{_PATIENT} --max-quarantine-fraction 1"),
         # A lost decode worker fails its requests: tests/mesh/test_resumption.py has it otherwise.
         *("--gateway-args", "--decode-policy round_robin --max-attempts 1"),
     ),
     "bfloat16": ("--dtype", "bfloat16", *_SHIP_ALWAYS, "--decode-args", _PATIENT),
 }
-"""Flags of `weft up`."""
+"""Flags of `weft up` by kind of mesh."""
+TINY_KINDS = ("pairs",)
+"""Kinds that run with a `TinyMesh`: their tests do not depend on the model."""
 
 
 def on(kind: str) -> pytest.MarkDecorator:

@@ -1,4 +1,4 @@
-"""Thirty prompts: 1 to 1,500 tokens, several scripts, code, chats and raw texts."""
+"""Thirty prompts: 1 to 1,000 tokens, several scripts, code, chats and raw texts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ PROMPTS: tuple[MeshPrompt, ...] = (
     _raw("spaces", "one\n\n\n  two\t\tthree    four\r\n      five\n\n six"),
     _raw("raw-300", prose(1, 20)),
     _raw("raw-1000", prose(2, 76)),
-    _raw("raw-1500", prose(3, 112)),
+    _raw("raw-500", prose(3, 38)),
     _chat("hello", "Hi"),
     _chat("capital", "What is the capital of Italy? Answer in one word."),
     _chat("system", "Who are you?", system="You are a pirate. You speak like one."),

@@ -37,7 +37,7 @@ def documented() -> dict[str, set[Metric]]:
 
 
 def exposed(text: str) -> set[Metric]:
-    """What a service shows, the usual metrics of processes apart."""
+    """Names of a service's metrics, without the usual ones of processes."""
     found = set()
     for family in text_string_to_metric_families(text):
         if family.name.startswith(_STANDARD) or "_engine_process_" in family.name:

@@ -15,15 +15,15 @@ from weft.kernels.moe import Routing
 
 @dataclass(frozen=True)
 class Adapters:
-    """What adapters add to the experts."""
+    """The additions of adapters to the experts."""
 
     slots: list[int]
-    """Of each row."""
+    """Adapter slot of each row."""
     w13: tuple[LoraCase, ...]
     w2: tuple[LoraCase, ...]
 
     def addition(self, device: str = "cpu") -> ExpertAddition:
-        """For the operation."""
+        """The additions in the operation's form."""
         return ExpertAddition(
             tuple(case.to(device).weights for case in self.w13),
             tuple(case.to(device).weights for case in self.w2),
@@ -35,7 +35,9 @@ class Adapters:
 def make_adapters(
     case: MoECase, is_shared: bool, ranks: Sequence[int] = (0, 8, 3, 0, 20)
 ) -> Adapters:
-    """Of gate, up and down, each adapter's experts apart, or A of gate and up and B of down one."""
+    """Creates adapters of gate, up and down, with separate experts, or sharing A of gate and up and
+    B of down.
+    """
     experts, (hidden, inner), dtype = len(case.w2), case.w2.shape[1:], case.x.dtype
 
     def make(k: int, n: int, shared: Shared, column: int = 0) -> LoraCase:
@@ -51,7 +53,7 @@ def make_adapters(
 
 @dataclass(frozen=True)
 class MoECase:
-    """One mixture and its input."""
+    """One mixture of experts and its input."""
 
     x: torch.Tensor
     residual: torch.Tensor
@@ -62,7 +64,7 @@ class MoECase:
     """[E, H, I]."""
 
     def experts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """As `pack_experts` takes them."""
+        """The experts in the form for `pack_experts`."""
         return list(zip(self.w13, self.w2, strict=True))
 
     def compute(self, dtype: torch.dtype, adapters: Adapters | None = None) -> torch.Tensor:

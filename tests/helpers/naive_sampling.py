@@ -43,7 +43,7 @@ def gumbel(seed: int, position: int, token_id: int) -> float:
 
 @dataclass
 class NaiveParams:
-    """As SamplingParams and StopCriteria, with what a sample has so far."""
+    """SamplingParams and StopCriteria, with the sample's tokens so far."""
 
     temperature: float = 1.0
     top_k: int = 0

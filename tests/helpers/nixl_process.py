@@ -26,7 +26,7 @@ EPOCH = 7
 
 
 class RemoteError(Exception):
-    """What a call raised in the process."""
+    """An exception raised by a call in the process."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         super().__init__(f"{answer['error']}: {answer['message']}")
@@ -94,7 +94,7 @@ class NixlProcess:
 
 
 class Operations:
-    """What the process can be asked to do. Arguments and results are JSON."""
+    """Operations of the process. Arguments and results are JSON."""
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
         from weft.engine.transfer import nixl
@@ -203,7 +203,7 @@ class Operations:
         return len(self.writes) - 1
 
     def write_in_threads(self, writes: list[dict[str, Any]]) -> list[int]:
-        """One thread a write, all at once."""
+        """Runs each write in a thread, all at once."""
         numbers: list[int] = []
         threads = [
             threading.Thread(target=lambda w=write: numbers.append(self.write(**w)))

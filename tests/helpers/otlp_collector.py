@@ -34,7 +34,7 @@ class Collected:
 
 
 class Collector(service.TraceServiceServicer):
-    """Keeps everything."""
+    """Collects all spans."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

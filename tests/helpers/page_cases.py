@@ -40,7 +40,7 @@ def poisoned(rows: int, pool: torch.Tensor) -> torch.Tensor:
 
 
 def expected_digests(pool: torch.Tensor, pages: torch.Tensor, word_offset: int = 0) -> list[int]:
-    """By numpy, from the bytes."""
+    """Digests computed by numpy from the bytes."""
     return digest_pages_numpy(bytes_of(pool), pages.cpu().numpy(), word_offset).tolist()
 
 

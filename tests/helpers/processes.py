@@ -72,7 +72,7 @@ class ServiceProcess:
         raise AssertionError(f"{self.name} was not ready after {timeout_s} s:\n{self.log}")
 
     async def ready(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        """As `wait_ready`, beside a running event loop."""
+        """Like `wait_ready`, without blocking the event loop."""
         return await asyncio.to_thread(self.wait_ready, timeout_s)
 
     def send(self, number: signal.Signals) -> None:

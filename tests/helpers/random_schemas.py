@@ -14,7 +14,7 @@ NAMES = ("id", "name", "été", "a b", 'quo"te', "back\\slash", "x_1", "items", 
 
 
 def person() -> Schema:
-    """What a typical client sends: nested objects, optional fields, an enum."""
+    """A typical client's schema: nested objects, optional fields, an enum."""
     return {
         "type": "object",
         "title": "Person",
@@ -55,7 +55,7 @@ def shapes() -> Schema:
 
 
 def tuples() -> Schema:
-    """Arrays whose places differ."""
+    """Arrays with a schema for each item."""
     return {
         "type": "array",
         "prefixItems": [{"type": "integer", "multipleOf": 5, "maximum": 50, "minimum": 0}, True],
@@ -98,7 +98,7 @@ def varied_schemas(count: int, seed: int = 5) -> list[Schema]:
 
 
 def random_schema(rng: random.Random, depth: int) -> Schema:
-    """One schema that nests at most `depth` levels."""
+    """A random schema that nests at most `depth` levels."""
     leaves = (_string, _integer, _number, _listed, _simple)
     branches = (_object, _object, _array, _any_of)
     return rng.choice(leaves if depth == 0 else (*branches, *leaves[: rng.randint(0, 2)]))(

@@ -8,8 +8,9 @@ is given at once, and into each page that becomes free.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ NAMESPACE = bytes(32)
 CANDIDATE = FillCandidate(worker_id="p", address="p", epoch=1)
 POISON = -7
 Content = list[list[int]]
-"""By page and offset: the token whose KV is there."""
+"""The token whose KV is stored, by page and offset."""
 
 
 @dataclass
@@ -135,6 +136,7 @@ class Bench:
         is_overlapped: bool = False,
         stop_chance: float = 0.0,
         adapters: AdapterBench | None = None,
+        prompt_budget: Callable[[], int] | None = None,
     ) -> None:
         self.rng = rng
         self.is_overlapped = is_overlapped
@@ -161,6 +163,7 @@ class Bench:
             self.finished.append,
             self.freed_slots.append,
             adapters.manager.residency if adapters is not None else None,
+            prompt_budget=prompt_budget,
         )
         if adapters is not None:
             adapters.attach(self.scheduler)
@@ -179,6 +182,8 @@ class Bench:
         priority: int = 0,
         tenant: str = "",
         adapter: bytes = b"",
+        deadline: float = math.inf,
+        first_token_deadline: float = math.inf,
     ) -> Request:
         """Queues a prompt of random tokens behind a prefix."""
         tokens = ([*prefix] + [self.rng.randrange(100) for _ in range(num_prompt)])[:num_prompt]
@@ -196,6 +201,8 @@ class Bench:
             tenant=tenant,
             candidates=[CANDIDATE, CANDIDATE] if remote else [],
             adapter=adapter,
+            deadline=deadline,
+            first_token_deadline=first_token_deadline,
         )
         self.scheduler.add(request)
         return request

@@ -91,7 +91,7 @@ class SecureMesh(TinyMesh):
         return {name: tuple(file.get(key) for key in keys) for name, file in files.items()}
 
     def surprises(self) -> list[str]:
-        """What services logged as faults of their own, oldest first for each service."""
+        """Unexpected errors that services logged, oldest first for each service."""
         logs = sorted((self.state / "logs").iterdir())
         lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
         return [line for line in lines if "unexpected failure" in line]

@@ -14,7 +14,7 @@ _FOR_EVER_S = 600
 
 
 class SilentPrefill(prefill_pb2_grpc.PrefillServiceServicer):
-    """Counts what it is asked."""
+    """A prefill worker that never answers and counts the calls."""
 
     def __init__(self) -> None:
         self.num_fills = 0
@@ -33,7 +33,7 @@ class SilentPrefill(prefill_pb2_grpc.PrefillServiceServicer):
 
 @asynccontextmanager
 async def silent_prefill() -> AsyncIterator[tuple[SilentPrefill, str]]:
-    """One that runs, and its address."""
+    """Runs such a worker; returns it and its address."""
     servicer, server = SilentPrefill(), grpc.aio.server()
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -21,32 +21,32 @@ from weft.v1 import worker_pb2
 
 NUM_PROMPT, NUM_PROMPTS, NUM_NEW = 72, 4, 32
 CONFIG = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=1)
-"""Of the model of a `TinyMesh`, as far as adapters go."""
+"""Configuration of the `TinyMesh` model, as far as adapters depend on it."""
 FULL_RANK = 16
-"""Of adapters of which exactly `max_loras` fit."""
-MOST_GROWTH_BYTES = 24 << 20
-MOST_NEW_FDS = 4
+"""Rank of adapters of which exactly `max_loras` fit."""
+MAX_GROWTH_BYTES = 24 << 20
+MAX_NEW_FDS = 4
 AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything."""
+    """Sizes of a storm."""
 
     names: int
     contents: int
     max_loras: int
     host_adapters: int
-    """That fit into host memory."""
+    """Number of adapters that fit into host memory."""
     clients: int
     operators: int
     seconds: float
     lag_s: float = 0.0
-    """By which gateways may see what others did."""
+    """Delay with which gateways may see the changes of others."""
 
 
 def room_flags(scale: Scale, folder: Path) -> str:
-    """Of workers with room for few adapters, on the device and in host memory."""
+    """Flags of workers with room for few adapters, on the device and in host memory."""
     make_adapter(folder, CONFIG, 0, rank=FULL_RANK)
     floats = sum(tensor.numel() for tensor in load_file(folder / WEIGHTS_FILE).values())
     projections = "q,k,v,o,gate,up,down,lm_head"
@@ -77,7 +77,7 @@ def texts_of(model_dir: Path, root: Path, seed: int, scale: Scale) -> AdapterTex
 
 
 def check_with_peft(model_dir: Path, texts: AdapterTexts, count: int) -> None:
-    """What the texts are compared with is what PEFT gives."""
+    """Checks that the expected texts are those of PEFT."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +101,7 @@ def check_with_peft(model_dir: Path, texts: AdapterTexts, count: int) -> None:
 
 
 def storm_over(mesh: TinyMesh, texts: AdapterTexts, seed: int, scale: Scale, root: Path) -> None:
-    """All names are loaded, used and changed for a while, and unloaded."""
+    """Loads, uses, changes and unloads all names for a while."""
     workers = [*mesh.names("decode"), *mesh.names("prefill")]
     names = [f"name-{number}" for number in range(scale.names)]
     storm = Storm(mesh, texts, names, seed, NUM_NEW, scale.lag_s)
@@ -131,7 +131,7 @@ def storm_over(mesh: TinyMesh, texts: AdapterTexts, seed: int, scale: Scale, roo
 
 
 def summed(counters: Sequence[dict[str, int]]) -> dict[str, int]:
-    """What all workers did with adapters."""
+    """Sums the adapter counters of all workers."""
     names = ("adapter_reads", "adapter_writes", "adapter_evictions")
     return {name: sum(one[name] for one in counters) for name in names}
 
@@ -146,15 +146,15 @@ def check_places(counters: Sequence[dict[str, int]], storm: Storm) -> None:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What the processes of a mesh hold of the system."""
+    """System resources held by the processes of a mesh."""
 
     memory_bytes: dict[int, int]
-    """Their own alone, by process id."""
+    """Private memory by process id."""
     fds: dict[str, int]
 
     @classmethod
     def of(cls, mesh: TinyMesh) -> Holdings:
-        """Now."""
+        """The present values."""
         memory = {one.pid: one.memory_full_info().uss for one in mesh.family()}
         return cls(memory, mesh.fds())
 
@@ -162,7 +162,7 @@ class Holdings:
 def check_nothing_left(
     mesh: TinyMesh, workers: Sequence[str], root: Path, before: Holdings, texts: AdapterTexts
 ) -> None:
-    """No content, copy, request, file or memory."""
+    """Checks that no content, copy, request, file or memory is left."""
     wait_held(mesh, workers, [])
     wait_until(lambda: not copies(root), 30)
     assert serving(mesh) == {}
@@ -171,13 +171,13 @@ def check_nothing_left(
     assert after.memory_bytes.keys() == before.memory_bytes.keys(), "a process died"
     growth = {pid: after.memory_bytes[pid] - size for pid, size in before.memory_bytes.items()}
     print(f"most growth {max(growth.values()) / 2**20:.1f} MiB")
-    assert max(growth.values()) < MOST_GROWTH_BYTES, growth
+    assert max(growth.values()) < MAX_GROWTH_BYTES, growth
     more = {name: after.fds[name] - count for name, count in before.fds.items()}
-    assert max(more.values()) <= MOST_NEW_FDS, more
+    assert max(more.values()) <= MAX_NEW_FDS, more
 
 
 def check_room(mesh: TinyMesh, workers: Sequence[str], root: Path, scale: Scale, seed: int) -> None:
-    """As many adapters as ever fit on the device fit again: no row and no place is lost."""
+    """Checks that as many adapters as ever fit on the device again: no row or place is lost."""
     for number in range(scale.max_loras):
         make_adapter(root / f"full-{number}", CONFIG, seed + number, rank=FULL_RANK)
         is_pinned = number < scale.max_loras - 1  # All but one may be.

@@ -22,7 +22,7 @@ from mesh_prompts import MeshPrompt
 
 NUM_TOP = 64
 """Logits kept of each position."""
-MOST_PADDED = 64
+MAX_PADDED = 64
 """Tokens by which the longest prompt of a batch may exceed twice the shortest one."""
 Job = tuple[list[int], int, bool, str]
 """Prompt, largest number of new tokens, whether to go on past the end, file for the result."""
@@ -34,18 +34,18 @@ class Reference:
 
     prompt_ids: list[int]
     token_ids: list[int]
-    """Up to the length asked for, or to the end-of-sequence token, which is among them."""
+    """Token ids up to the requested length, or to the end-of-sequence token, which is included."""
     top: list[list[tuple[int, float]]]
-    """For each token: the largest logits at its position, (token id, logit), largest first."""
+    """For each token the largest logits at its position, (token id, logit), largest first."""
     log_sum_exp: list[float]
-    """For each token: of all logits at its position."""
+    """For each token the log-sum-exp of all logits at its position."""
 
     def logit(self, position: int, token_id: int) -> float | None:
         """Logit of a token at the position of output token `position`; None if it is far down."""
         return dict(self.top[position]).get(token_id)
 
     def logprob(self, position: int, token_id: int) -> float | None:
-        """Likewise its log-probability."""
+        """Log-probability of a token at a position."""
         logit = self.logit(position, token_id)
         return None if logit is None else logit - self.log_sum_exp[position]
 
@@ -113,7 +113,7 @@ class TextReference:
             self._compute(missing)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What a client is to see of tokens."""
+        """The text that a client should see for these tokens."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _job(self, prompt: MeshPrompt, num_tokens: int, ignore_eos: bool) -> Job:
@@ -145,9 +145,7 @@ def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
     """
     batch: list[Job] = []
     for job in sorted(jobs, key=lambda job: (job[1], job[2], len(job[0]))):
-        if batch and (
-            job[1:3] != batch[0][1:3] or len(job[0]) > 2 * len(batch[0][0]) + MOST_PADDED
-        ):
+        if batch and (job[1:3] != batch[0][1:3] or len(job[0]) > 2 * len(batch[0][0]) + MAX_PADDED):
             yield batch
             batch = []
         batch.append(job)
@@ -156,7 +154,7 @@ def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
 
 
 def _continued(model: Any, batch: list[Job], eos_token_id: int) -> Iterator[tuple[Reference, str]]:
-    """What the model makes of a batch, each with the file for it."""
+    """Continues a batch; returns each result with its file."""
     import torch
 
     _, num_tokens, ignore_eos, _ = batch[0]

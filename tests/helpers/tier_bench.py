@@ -11,7 +11,7 @@ from weft.engine.engine import Engine
 from weft.engine.scheduler.state import FillRecord
 
 VOCAB = 517
-"""Of the model."""
+"""Vocabulary size of the model."""
 NUM_NEW = 6
 """Tokens of every answer."""
 
@@ -54,17 +54,17 @@ class TierBench:
                 assert counts.free + counts.cached == counts.total
 
     def push_out(self) -> None:
-        """Lets other prompts take the whole pool."""
+        """Fills the whole pool with other prompts."""
         for _ in range(3):
             self.ask(prompt_of(self._length))
         self.settle()
 
     def fills(self) -> list[FillRecord]:
-        """Of the request that finished last."""
+        """Fills of the request that finished last."""
         return list(self.pair.answers.values())[-1].finished[-1].timeline.fills
 
     def counters(self, name: str) -> dict[str, int]:
-        """Of one tier."""
+        """Counters of one tier."""
         assert self.engine.tiers is not None
         (report,) = (tier for tier in self.engine.tiers.report() if tier.name == name)
         return report.counters

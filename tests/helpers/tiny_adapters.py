@@ -13,6 +13,11 @@ from safetensors.torch import load_file, save_file
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+EXPERT_SHAPES = {
+    "w1": (("outer", "rank", "hidden"), ("experts", "inner", "rank")),
+    "w3": (("outer", "rank", "hidden"), ("experts", "inner", "rank")),
+    "w2": (("experts", "rank", "inner"), ("outer", "hidden", "rank")),
+}
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -130,3 +135,49 @@ def make_adapter(
 ) -> Path:
     """Writes a random adapter of a dense model: `adapter_tensors` with `options`."""
     return write_adapter(path, adapter_tensors(config, seed, rank=rank, **options), r=rank)
+
+
+def vocabulary_tensors(
+    config: Mapping[str, Any], seed: int, *, rank: int = 8, spread: float = 0.1
+) -> dict[str, torch.Tensor]:
+    """Random changes of the embedding and of the LM head, as `adapter_tensors` makes others."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    shapes = {
+        "model.embed_tokens.lora_embedding_A": (rank, vocabulary),
+        "model.embed_tokens.lora_embedding_B": (hidden, rank),
+        "lm_head.lora_A.weight": (rank, hidden),
+        "lm_head.lora_B.weight": (vocabulary, rank),
+    }
+    return {
+        PREFIX + name: spread * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def make_expert_adapter(
+    path: Path, model_dir: Path, seed: int, rank: int, *, is_shared: bool
+) -> Path:
+    """An adapter of attention and of all experts, which may share their outer sides."""
+    config = json.loads((model_dir / "config.json").read_text())
+    draw, hidden = torch.Generator().manual_seed(seed), config["hidden_size"]
+    experts, kv = config["num_experts"], config["num_key_value_heads"] * config["head_dim"]
+    sizes = {
+        "outer": 1 if is_shared else experts,
+        "experts": experts,
+        "rank": rank,
+        "hidden": hidden,
+        "inner": config["moe_intermediate_size"],
+    }
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        modules = {
+            f"mlp.experts.{name}": [[sizes[axis] for axis in half] for half in shapes]
+            for name, shapes in EXPERT_SHAPES.items()
+        }
+        modules["self_attn.v_proj"] = [[rank, hidden], [kv, rank]]
+        for module, shapes in modules.items():
+            for half, shape in zip("AB", shapes, strict=True):
+                name = f"{PREFIX}model.layers.{layer}.{module}.lora_{half}.weight"
+                tensors[name] = 0.1 * torch.randn(shape, generator=draw)
+    return write_adapter(path, tensors, r=rank, target_modules=["v_proj", *EXPERT_SHAPES])

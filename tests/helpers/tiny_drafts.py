@@ -306,7 +306,7 @@ class NaiveHead:
         return x + self._w[f"{self._layer}.mlp.down_proj.weight"] @ inner
 
     def _residual(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """What the layer adds to at the last position."""
+        """Output of the layer at the last position, before it is added to the residual stream."""
         return states[-1]
 
     def _logits(self, state: torch.Tensor) -> torch.Tensor:
@@ -342,7 +342,7 @@ class NaiveEagle(NaiveHead):
     _layer = "layers.0"
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
-        """[n, hidden], as they are."""
+        """Hidden states [n, hidden], unchanged."""
         return aux.double()
 
     def _join(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
@@ -358,7 +358,7 @@ class NaiveEagle(NaiveHead):
 
 
 def head_entries(target: DecoderOnlyLM, draft_dir: Path) -> torch.Tensor:
-    """What a head writes into the pages of a text of twelve tokens."""
+    """The head's entries in the pages of a text of twelve tokens."""
     model = DraftedModel(target, load_draft_head(draft_dir, target), 1, 16)
     driver = PagedDriver(model, num_pages=4)
     driver.step([(PagedRequest(), list(range(3, 15)))])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 from local_mesh import LocalMesh, wait_until
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+from weft.common.faults import spec_to_proto
+from weft.engine.faults import FaultSpec
 from weft.v1 import admin_pb2
 
 VOCAB = 517
@@ -21,7 +25,7 @@ MODEL = "tiny"
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one process holds of the system."""
+    """System resources of one process."""
 
     num_fds: int
     num_tasks: int
@@ -39,6 +43,8 @@ class TinyMesh(LocalMesh):
         draft_vocab_size: Tokens that it can draft.
     """
 
+    model = MODEL
+
     def __init__(
         self,
         folder: Path,
@@ -48,6 +54,7 @@ class TinyMesh(LocalMesh):
         has_draft: bool = False,
         draft_vocab_size: int = 150,
     ) -> None:
+        self._armed: set[tuple[str, str]] = set()
         self.model_dir = make_tiny(
             "llama",
             folder / MODEL,
@@ -75,9 +82,31 @@ class TinyMesh(LocalMesh):
         return [name for name in ready if self.service(name).get("admin_address")]
 
     def flush(self, name: str) -> None:
-        """Lets a service forget what it has cached."""
+        """Drops a service's cached pages."""
         with self.operators(name) as (stub, metadata):
             stub.FlushCache(admin_pb2.FlushCacheRequest(), metadata=metadata, timeout=10)
+
+    def arm(self, name: str, spec: FaultSpec) -> None:
+        """Arms a fault in a service whose mesh has `--enable-faults`."""
+        request = admin_pb2.InjectFaultRequest(fault=spec_to_proto(spec))
+        with self.operators(name) as (stub, metadata):
+            stub.InjectFault(request, metadata=metadata, timeout=10)
+        self._armed.add((name, spec.point))
+
+    def disarm(self, name: str, point: str) -> None:
+        """Disarms the faults at a point."""
+        request = admin_pb2.ClearFaultsRequest(point=point)
+        with self.operators(name) as (stub, metadata):
+            stub.ClearFaults(request, metadata=metadata, timeout=10)
+        self._armed.discard((name, point))
+
+    def disarm_all(self) -> None:
+        """Disarms what a test that failed has left; services that were restarted have nothing."""
+        for name, point in list(self._armed):
+            self._armed.discard((name, point))
+            if self.ready_file(name) is not None:
+                with suppress(grpc.RpcError):
+                    self.disarm(name, point)
 
     def tasks(self, name: str) -> int:
         """Asyncio tasks of a service's server process."""
@@ -138,5 +167,5 @@ class Greedy:
         return tokens[0, len(prompt) :].tolist()
 
     def text(self, ids: list[int]) -> str:
-        """As a client sees it."""
+        """The text that a client should see."""
         return self._tokenizer.decode(ids)

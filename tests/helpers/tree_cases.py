@@ -35,12 +35,12 @@ def path_to(parents: list[int], row: int) -> list[int]:
 
 
 def words_of(parents: list[int]) -> list[int]:
-    """`ancestors` of each row."""
+    """Word of `ancestors` for each row."""
     return [sum(1 << seen for seen in path_to(parents, row)) for row in range(len(parents))]
 
 
 class Work(NamedTuple):
-    """What a request brings."""
+    """The rows of a request."""
 
     q_len: int
     kv_len: int
@@ -56,9 +56,9 @@ class TreeCase(NamedTuple):
     ancestors: torch.Tensor
     """[T] int64."""
     visible: list[torch.Tensor]
-    """Of each row the positions that it sees, without a window."""
+    """Positions that each row sees, without a window."""
     positions: list[int]
-    """Of each row."""
+    """Position of each row."""
     is_loud: torch.Tensor
     """[T] bool: the row sees a leaf's V."""
     earlier: int

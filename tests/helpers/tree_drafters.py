@@ -24,7 +24,7 @@ SHAPES = (
     DraftShape(9, 1, 3),
 )
 MIXED = (0, 1, 3, 7, *SHAPES)
-"""What a gate may choose from one step to the next."""
+"""Shapes that a gate may choose from one step to the next."""
 
 
 def random_tree(
@@ -79,7 +79,7 @@ class TreeDrafter(KnownDrafter):
         super().__init__(texts, vocab_size, chance)
         self._is_varied = is_varied
         self.num_right = self.num_trees = 0
-        """In trees of all."""
+        """Number of correct drafts in all trees."""
 
     def _draft(self, item: VerifyItem) -> list[int]:
         if item.tree is None or (self._is_varied and random.random() < 0.1):
@@ -157,7 +157,7 @@ class WatchedTrees:
 
 
 class PublishedPages:
-    """What an engine on a CPU has published, by key.
+    """Pages published by an engine on a CPU, by key.
 
     Args:
         engine: With an empty cache.

@@ -29,7 +29,7 @@ def server_binary() -> str:
 
 
 class ValkeyServer:
-    """One server process; keeps nothing on disk but a cluster's map.
+    """One server process; stores nothing on disk except a cluster's map.
 
     Args:
         folder: For its log.
@@ -55,7 +55,9 @@ class ValkeyServer:
         return self.tls_url(self._tls / "ca.pem", self._tls)
 
     def tls_url(self, authority: Path, own: Path | None) -> str:
-        """As a store that trusts an authority, with the store's certificate of a folder or none."""
+        """URL for a store that trusts an authority, with the store's certificate of a folder or
+        none.
+        """
         files = {"ssl_ca_certs": authority}
         if own is not None:
             files |= {"ssl_certfile": own / "kvstore.pem", "ssl_keyfile": own / "kvstore-key.pem"}
@@ -100,12 +102,12 @@ class ValkeyServer:
         return Valkey.from_url(self.url, socket_timeout=10)
 
     def page_names(self) -> list[bytes]:
-        """Names of the pages in it."""
+        """Names of the pages in the server."""
         with self.client() as client:
             return sorted(client.scan_iter(match="weft*", count=1000))
 
     def pause(self) -> None:
-        """It answers nothing from now on, and keeps its connections."""
+        """Stops answering, but keeps the connections."""
         assert self._process is not None
         os.kill(self._process.pid, 19)
 
@@ -124,7 +126,7 @@ class ValkeyServer:
 
 @contextlib.contextmanager
 def valkey_server(folder: Path, *flags: str, tls: Path | None = None) -> Iterator[ValkeyServer]:
-    """A server of its own."""
+    """Runs a server for the duration of the block."""
     server = ValkeyServer(folder, *flags, tls=tls)
     try:
         yield server

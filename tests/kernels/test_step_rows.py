@@ -15,13 +15,13 @@ from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
-SLOTS, MOST_DRAFTS, PAGE, PAGES_EACH, VOCAB = 9, 5, 4, 6, 50
+SLOTS, MAX_DRAFTS, PAGE, PAGES_EACH, VOCAB = 9, 5, 4, 6, 50
 
 
 def make_known() -> tuple[SlotTokens, torch.Tensor]:
     """Tokens and starts of all slots, and a page table whose last row is the null page's."""
-    tokens = torch.randint(0, VOCAB, (1 + MOST_DRAFTS, SLOTS + 1))
-    starts = torch.randint(0, PAGE * PAGES_EACH - MOST_DRAFTS - 1, (SLOTS + 1,))
+    tokens = torch.randint(0, VOCAB, (1 + MAX_DRAFTS, SLOTS + 1))
+    starts = torch.randint(0, PAGE * PAGES_EACH - MAX_DRAFTS - 1, (SLOTS + 1,))
     table = 1 + torch.randperm(SLOTS * PAGES_EACH, dtype=torch.int32).view(SLOTS, PAGES_EACH)
     return SlotTokens(tokens, starts), torch.cat([table, torch.zeros_like(table[:1])])
 
@@ -31,7 +31,7 @@ def test_late_rows_go_on_where_the_step_before_ended(module: ModuleType) -> None
     fresh_seed()
     known, table = make_known()
     slots = random.sample(range(SLOTS), 6)
-    lengths = [1, *(random.randint(1, 1 + MOST_DRAFTS) for _ in slots[2:]), 4]
+    lengths = [1, *(random.randint(1, 1 + MAX_DRAFTS) for _ in slots[2:]), 4]
     late = [False, True, *(random.random() < 0.6 for _ in slots[3:]), False]
     # The last one is a prompt's: its rows are the host's alone.
     bounds = torch.tensor([0, *lengths]).cumsum(0)
@@ -65,7 +65,7 @@ def test_late_rows_go_on_where_the_step_before_ended(module: ModuleType) -> None
 @pytest.mark.parametrize("module", [step_rows, gpu_step_rows], ids=["reference", "gpu"])
 def test_drafts_are_followed_as_far_as_they_are_right(module: ModuleType) -> None:
     fresh_seed()
-    for most in (0, 1, MOST_DRAFTS):
+    for most in (0, 1, MAX_DRAFTS):
         known, _ = make_known()
         before = SlotTokens(known.tokens.clone(), known.starts.clone())
         num_decodes, slots = random.randint(0, 3), random.sample(range(SLOTS), 5)

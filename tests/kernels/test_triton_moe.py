@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
 from moe_cases import MoECase, make_adapters, moe_case
+from weft.kernels.gpu import moe_lora
 from weft.kernels.moe import route_reference
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -85,7 +86,7 @@ def test_without_a_residual_and_in_half_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize("shape", [(2, 33, 17, 4, 2), (9, 24, 9, 3, 2)])
+@pytest.mark.parametrize("shape", [(2, 33, 17, 4, 2), (9, 24, 9, 3, 2), (40, 33, 9, 3, 2)])
 def test_additions_to_experts(
     shape: tuple[int, int, int, int, int],
     is_shared: bool,
@@ -105,19 +106,35 @@ def test_additions_to_experts(
     assert torch.equal(out[rows], plain[rows])
 
 
+def test_additions_of_large_ranks_are_computed_pair_by_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No program could hold so many ranks of B at once."""
+    fresh_seed()
+    case = moe_case(9, 24, 9, 3, 2)
+    adapters = make_adapters(case, False, (0, 132, 8))
+    with kernel_module("moe", tmp_path) as module, monkeypatch.context() as patch:
+        patch.delattr(module, "pairs_of")
+        routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
+        out = module.moe(*routed, adapters.addition())
+    assert_as_exact(
+        out, case.compute(torch.float32, adapters), case.compute(torch.float64, adapters)
+    )
+
+
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [
         ("range(0, TOP_K, STEP)", "range(STEP, TOP_K, STEP)"),
         ("static_range(STEP)", "static_range(STEP - 1)"),
-        ("added, ranks, lora.w13,", "added, ranks, lora.w13[:1],"),
+        ("added, ranks, parts, layer, slots,", "added, ranks, parts[:1], layer, slots,"),
     ],
 )
 def test_a_mutated_addition_is_noticed(
     original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh_seed()
-    case = moe_case(9, 24, 9, 3, 2)
+    case = moe_case(8, 24, 9, 3, 2)
     adapters = make_adapters(case, True, (0, 8))
     adapters = replace(adapters, slots=[1] * len(case.x))
     with (
@@ -127,6 +144,37 @@ def test_a_mutated_addition_is_noticed(
     ):
         patch.setattr(module, "gate_up_additions", added.gate_up_additions)
         patch.setattr(module, "down_additions", added.down_additions)
+        routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
+        out = module.moe(*routed, adapters.addition())
+    with pytest.raises(AssertionError):
+        assert_as_exact(
+            out, case.compute(torch.float32, adapters), case.compute(torch.float64, adapters)
+        )
+
+
+@pytest.mark.parametrize(
+    ("original", "replacement"),
+    [
+        ("range(0, K, TILE)", "range(0, K - TILE, TILE)"),
+        ("range(SUMMED)", "range(SUMMED - 1)"),
+        ("item // RANKS_TOP_K", "(item + 1) // RANKS_TOP_K"),
+        ("slot > last,", "(slot > last) & (last == 0),"),
+    ],
+)
+def test_a_mutated_tile_of_additions_is_noticed(
+    original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    case = moe_case(24, 130, 9, 3, 2)
+    adapters = make_adapters(case, True, (0, 8, 24))
+    adapters = replace(adapters, slots=[1 + row % 2 for row in range(24)])
+    with (
+        kernel_module("moe_lora_tiles", tmp_path, (original, replacement)) as tiles,
+        kernel_module("moe", tmp_path) as module,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(moe_lora, "shrink_items", tiles.shrink_items)
+        patch.setattr(moe_lora, "expand_items", tiles.expand_items)
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
         out = module.moe(*routed, adapters.addition())
     with pytest.raises(AssertionError):

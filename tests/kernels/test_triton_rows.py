@@ -130,7 +130,7 @@ def test_parts_of_a_small_linear(rows: int, n: int, k: int, splits: int, tmp_pat
     bias, residual = torch.randn(n).half(), torch.randn(rows, n).half()
     exact = x.double() @ weight.double().T + bias.double() + residual.double()
     with kernel_module("small_linear", tmp_path) as module:
-        shape = module.LaunchShape(16, tile=64, warps=2, stages=2, splits=splits)
+        shape = module.SmallLinearShape(16, tile=64, warps=2, stages=2, splits=splits)
         for _ in range(2):
             out = module.small_linear(x, weight, bias, residual, x.dtype, shape=shape)
             assert_as_exact(out, F.linear(x, weight, bias) + residual, exact)
@@ -142,7 +142,7 @@ def test_a_part_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     x, weight = torch.randn(9, 512).half(), torch.randn(40, 512).half()
     change = ("tl.static_range(SPLITS)", "tl.static_range(SPLITS - 1)")
     with kernel_module("small_linear", tmp_path, change) as module:
-        shape = module.LaunchShape(16, tile=64, warps=2, stages=2, splits=4)
+        shape = module.SmallLinearShape(16, tile=64, warps=2, stages=2, splits=4)
         out = module.small_linear(x, weight, None, None, x.dtype, shape=shape)
     with pytest.raises(AssertionError):
         assert_as_exact(out, F.linear(x, weight), x.double() @ weight.double().T)

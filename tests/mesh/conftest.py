@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from local_mesh import LocalMesh
-from mesh_kinds import DRAFTED_TOKENS, KINDS, NUM_TOKENS, PREEMPTED_TOKENS
+from mesh_kinds import DRAFTED_TOKENS, KINDS, NUM_TOKENS, PREEMPTED_TOKENS, TINY_KINDS
 from mesh_prompts import COVER, DRAFTED, PROMPTS
 from text_reference import TextReference
+from tiny_mesh import Greedy, TinyMesh
 from weft.engine.models.demo import DEMO_NAME, resolve_model
 
 
@@ -17,19 +18,30 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"mesh(kind): runs on a mesh; kinds: {', '.join(KINDS)}")
 
 
+def kind_of(item: pytest.Item) -> str:
+    """Of the mesh that a test runs on; empty = none that is shared."""
+    marker = item.get_closest_marker("mesh")
+    return "" if marker is None else str(marker.args[0])
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of one mesh one after the other."""
-
-    def kind(item: pytest.Item) -> str:
-        marker = item.get_closest_marker("mesh")
-        return "" if marker is None else str(marker.args[0])
-
+    """Puts the tests on shared meshes where the first of them is, those of one mesh together."""
     order = {name: number for number, name in enumerate(KINDS)}
-    places = [index for index, item in enumerate(items) if kind(item)]
-    ordered = sorted((items[index] for index in places), key=lambda item: order[kind(item)])
-    for index, item in zip(places, ordered, strict=True):
-        items[index] = item
+    shared = sorted(filter(kind_of, items), key=lambda item: order[kind_of(item)])
+    if shared:
+        first = next(index for index, item in enumerate(items) if kind_of(item))
+        others = [item for item in items[first:] if not kind_of(item)]
+        items[first:] = [*shared, *others]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Stops a shared mesh behind its last test: even idle ones take their share of the cores."""
+    yield
+    meshes = item.config.stash.get(MESHES, None)
+    if meshes is not None and (nextitem is None or not kind_of(nextitem)):
+        meshes.stop()
 
 
 class Meshes:
@@ -45,7 +57,8 @@ class Meshes:
         if self._mesh is None or kind != self._kind:
             self.stop()
             self._kind = kind
-            self._mesh = LocalMesh(self._folders.mktemp(kind), *KINDS[kind])
+            mesh = TinyMesh if kind in TINY_KINDS else LocalMesh
+            self._mesh = mesh(self._folders.mktemp(kind), *KINDS[kind])
             self._mesh.wait_ready()
         return self._mesh
 
@@ -55,9 +68,15 @@ class Meshes:
             assert mesh.stop() == 0, mesh.text
 
 
+MESHES = pytest.StashKey[Meshes]()
+
+
 @pytest.fixture(scope="session")
-def meshes(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[Meshes]:
+def meshes(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory, rest_binary: Path
+) -> Iterator[Meshes]:
     meshes = Meshes(tmp_path_factory)
+    pytestconfig.stash[MESHES] = meshes
     yield meshes
     meshes.stop()
 
@@ -69,6 +88,12 @@ def mesh(request: pytest.FixtureRequest, meshes: Meshes) -> Iterator[LocalMesh]:
     mesh.wait_healthy()
     yield mesh
     mesh.wait_idle()
+
+
+@pytest.fixture
+def greedy(mesh: TinyMesh) -> Greedy:
+    """Transformers' greedy continuations, of a tiny model."""
+    return Greedy(mesh.model_dir)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import grpc
 import httpx
 import psutil
 import pytest
-from local_mesh import LocalMesh, shared_memory, wait_until
+from local_mesh import LocalMesh, ownerless_shared_memory, wait_until
 from tiny_models import make_tiny
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -42,7 +42,7 @@ class Traces:
         found = {
             "processes": [command for process in self.family if (command := command_of(process))],
             "ports": [port for port in self._ports if is_taken(port)],
-            "shared memory": sorted(shared_memory() - self._shared_memory),
+            "shared memory": sorted(ownerless_shared_memory() - self._shared_memory),
         }
         return {name: left for name, left in found.items() if left}
 
@@ -75,7 +75,7 @@ def start(tmp_path: Path, model_dir: Path, rest_binary: Path) -> Iterator[Start]
     started: list[LocalMesh] = []
 
     def start_mesh(*flags: str) -> tuple[LocalMesh, set[str]]:
-        before = shared_memory()
+        before = ownerless_shared_memory()
         own = ("--model", str(model_dir), "--kv-memory-bytes", "4194304")
         started.append(LocalMesh(tmp_path, *own, "--local-prefill-max-tokens", "0", *flags))
         return started[-1], before

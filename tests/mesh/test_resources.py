@@ -26,13 +26,13 @@ from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 pytestmark = pytest.mark.needs("go")
 NUM_REQUESTS = 320
 NUM_AT_ONCE = 24
-MOST_ROUNDS = 8
+MAX_ROUNDS = 8
 NUM_NEW = 60
 FEW_TASKS = 3
 """Made when something is first needed, and kept; a leak is one for each of hundreds of requests."""
 NUM_CLIENTS = 64
 MAX_UNSENT_BYTES = 16 << 10
-MOST_GROWTH_BYTES = 32 << 20
+MAX_GROWTH_BYTES = 32 << 20
 _SHIP_ALWAYS = ("--local-prefill-max-tokens", "0")
 
 
@@ -199,7 +199,7 @@ def test_clients_that_leave_leave_nothing(mesh: TinyMesh) -> None:
     assert {"gateway", "decode-0", "decode-1", "prefill-0", "prefill-1"} <= set(services)
     tasks = {name: mesh.tasks(name) for name in services}
     fds: list[dict[str, int]] = []
-    while len(fds) < MOST_ROUNDS and not (
+    while len(fds) < MAX_ROUNDS and not (
         len(fds) > 2 and is_steady(fds) and num_preemptions(mesh) > 0
     ):
         asyncio.run(crowd.run(NUM_REQUESTS // 4))
@@ -392,7 +392,7 @@ def test_one_of_many_never_reads(narrow_mesh: TinyMesh, face: str) -> None:
     generated = mesh.load_now("decode-0").counters["generated_tokens"] - generated_before
     assert generated - (NUM_CLIENTS - 1) * NUM_NEW < SLOW_SAMPLES * SLOW_TOKENS / 4, "cut off late"
     for was, after in zip(before, peak, strict=True):
-        assert after - was < MOST_GROWTH_BYTES
+        assert after - was < MAX_GROWTH_BYTES
     mesh.wait_empty()
 
 

@@ -7,17 +7,19 @@ import random
 from dataclasses import replace
 
 import pytest
-from local_mesh import MODEL, LocalMesh
+from local_mesh import LocalMesh
 from mesh_calls import Answer, Ask, Caller, check_way, new_salt
 from mesh_kinds import NUM_TOKENS, on
-from mesh_prompts import BY_NAME
+from tiny_mesh import VOCAB
 from weft.v1 import common_pb2, gateway_pb2
 
 pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600), on("pairs")]
 
-PROMPTS = [
-    BY_NAME[name] for name in ("two-tokens", "raw-300", "system", "chat-russian", "emoji", "hello")
-]
+LENGTHS = (2, 17, 40, 64, 130, 300)
+
+
+def prompt_of(length: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
 
 
 async def test_a_seed_gives_the_same_text_alone_in_a_batch_and_on_both_workers(
@@ -25,7 +27,8 @@ async def test_a_seed_gives_the_same_text_alone_in_a_batch_and_on_both_workers(
 ) -> None:
     seed = random.randrange(2**63)
     asks = [
-        Ask(prompt, NUM_TOKENS, temperature=1.0, seed=seed, ignore_eos=True) for prompt in PROMPTS
+        Ask(prompt_of(length), NUM_TOKENS, temperature=1.0, seed=seed, ignore_eos=True)
+        for length in LENGTHS
     ]
 
     async def answer(face: str, ask: Ask) -> Answer:
@@ -58,7 +61,7 @@ async def test_a_seed_gives_the_same_text_alone_in_a_batch_and_on_both_workers(
 
 async def test_samples_differ_and_repeat(mesh: LocalMesh) -> None:
     request = gateway_pb2.ChatRequest(
-        model=MODEL,
+        model=mesh.model,
         messages=[gateway_pb2.ChatMessage(role="user", content="Tell me about your day.")],
         sampling=common_pb2.SamplingParams(temperature=1.0, n=4, seed=random.randrange(2**64)),
         stop=common_pb2.StopCriteria(max_tokens=NUM_TOKENS),
@@ -78,7 +81,7 @@ async def test_samples_differ_and_repeat(mesh: LocalMesh) -> None:
 
 
 async def test_without_a_seed_texts_differ(mesh: LocalMesh) -> None:
-    ask = Ask(BY_NAME["two-tokens"], NUM_TOKENS, temperature=1.0)
+    ask = Ask(prompt_of(2), NUM_TOKENS, temperature=1.0)
     async with Caller(mesh) as caller:
         answers = await asyncio.gather(*(caller.rest(ask) for _ in range(4)))
     assert len({answer.text for answer in answers}) == 4

@@ -121,7 +121,7 @@ async def test_a_file_may_change(tmp_path: Path, caplog: pytest.LogCaptureFixtur
             async with asyncio.timeout(TIMEOUT_S):
                 while len(caplog.records) == count:
                     await asyncio.sleep(0.02)
-            assert "the workers stay as they were" in caplog.records[-1].message
+            assert "known workers are kept" in caplog.records[-1].message
         path.unlink()
         await asyncio.sleep(0.2)
         assert len(follower.lists) == 2

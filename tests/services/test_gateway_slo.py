@@ -138,7 +138,9 @@ async def test_a_header_that_is_no_number_is_named(mesh: Harness) -> None:
 async def test_a_pace_that_workers_do_not_have_is_refused(mesh: Harness) -> None:
     worker = mesh.workers[0]
     worker.decode_step_s, worker.decode_step_requests = 0.05, 1.0
-    await mesh.wait(lambda: mesh.app.catalogue.first.turnstile.gate._outlook.least_step_s())
+    await mesh.wait(
+        lambda: mesh.app.catalogue.first.latency_admission.gate._forecaster.least_step_s()
+    )
     request = gateway_pb2.CompleteRequest(text="x", targets=within(between_s=0.02))
     assert isinstance(await refusal(mesh.typed.Complete(request)), TargetUnattainable)
 
@@ -198,7 +200,7 @@ async def test_tenants_have_targets_and_a_flood_is_held(tmp_path: Path) -> None:
         api_keys_file=tmp_path / "keys.json",
         tenants_file=tmp_path / "tenants.toml",
     ) as mesh:
-        gate = mesh.app.catalogue.first.turnstile.gate
+        gate = mesh.app.catalogue.first.latency_admission.gate
         await load(mesh, 700)  # more than 0.25 s of work
         flood = [
             mesh.typed.Complete(gateway_pb2.CompleteRequest(text="x"), metadata=metadata["flood"])
@@ -231,7 +233,7 @@ async def test_held_requests_end_at_their_deadline(tmp_path: Path) -> None:
         request = gateway_pb2.CompleteRequest(text="x", timeout=duration(0.3))
         error = await refusal(mesh.typed.Complete(request))
         assert (error.reason, error.stage) == ("DEADLINE_EXCEEDED", "admit")
-        assert mesh.app.catalogue.first.turnstile.gate.num_held == 0
+        assert mesh.app.catalogue.first.latency_admission.gate.num_held == 0
         assert mesh.app._admission.num_running == 0
 
 
@@ -337,7 +339,7 @@ async def test_a_gateway_that_stops_lets_held_requests_go(tmp_path: Path) -> Non
     async with gateway(tmp_path, script, tenants_file=tmp_path / "tenants.toml") as mesh:
         await load(mesh, 10_000)
         held = mesh.typed.Complete(gateway_pb2.CompleteRequest(text="x"))
-        await mesh.wait(lambda: mesh.app.catalogue.first.turnstile.gate.num_held == 1)
+        await mesh.wait(lambda: mesh.app.catalogue.first.latency_admission.gate.num_held == 1)
         drained = asyncio.create_task(mesh.app.drain())
         await load(mesh, 0)
         assert [answer async for answer in held]

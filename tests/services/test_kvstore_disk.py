@@ -51,9 +51,9 @@ async def on_disk(store: KvStore, num_pages: int) -> None:
 
 
 def disk(store: KvStore) -> Any:
-    assert store._shelf is not None
-    assert isinstance(store._shelf.backend, DiskBackend)
-    return store._shelf.backend.disk
+    assert store._arena_pages is not None
+    assert isinstance(store._arena_pages.backend, DiskBackend)
+    return store._arena_pages.backend.disk
 
 
 def files(folder: Path) -> list[Path]:

@@ -320,7 +320,7 @@ def test_files_that_cannot_be_used_are_told_apart(tmp_path: Path) -> None:
         ({"cert": empty}, "--tls-cert .*no PEM certificate"),
         ({"key": empty}, "--tls-key .*no unencrypted PEM key"),
         ({"key": files_of(tmp_path, "gateway").key}, "is not the key of"),
-        ({"ca": other / "ca.pem"}, "not of an authority"),
+        ({"ca": other / "ca.pem"}, "not issued by an authority"),
         ({"ca": empty}, "--tls-ca .*no PEM certificate"),
     ]
     for change, message in cases:

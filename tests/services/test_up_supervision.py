@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fake_service import is_alive
-from weft.cli.up.supervisor import Backoff
+from weft.cli.up.supervisor import RestartBackoff
 
 FAKE_MESH = Path(__file__).resolve().parent.parent / "helpers" / "fake_mesh.py"
 WORKERS = ("decode-0:worker", "prefill-0:worker", "gateway")
@@ -202,7 +202,7 @@ def test_a_stubborn_service_is_killed(start: Callable[..., Mesh], hurry: bool) -
 
 
 def test_delays_grow_and_recover() -> None:
-    backoff = Backoff(first_s=1.0, most_s=8.0, calm_s=60.0)
+    backoff = RestartBackoff(first_s=1.0, most_s=8.0, calm_s=60.0)
     delays = [backoff.after(0.0) for _ in range(6)]
     for delay, middle in zip(delays, [1, 2, 4, 8, 8, 8], strict=True):
         assert 0.8 * middle <= delay <= 1.2 * middle

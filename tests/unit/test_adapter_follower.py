@@ -269,7 +269,7 @@ async def test_a_registry_that_goes_away_leaves_things_as_they_are(
 
 @pytest.fixture
 def short_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_log, "MOST_GONE", 5)
+    monkeypatch.setattr(change_log, "MAX_GONE", 5)
 
 
 async def test_news_are_what_has_changed(short_log: None, engine: Engine, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from scheduler_bench import PAGE, Bench
 from weft.engine.errors import AdapterError, PeerUnavailable, WeftError
 from weft.engine.lora import manager as manager_module
-from weft.engine.lora.host_cache import Weights
+from weft.engine.lora.host_cache import AdapterWeights
 from weft.engine.lora.limits import LoraLimits
 from weft.engine.lora.manager import AdapterManager
-from weft.engine.lora.rows import Place
+from weft.engine.lora.rows import DevicePlace
 from weft.engine.messages import AdapterOrder
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies import PolicyName
@@ -328,14 +328,14 @@ class _SilentDisk:
         self.replies: dict[int, WeftError | None] = {}
         self.failed: list[bytes] = []
 
-    def read(self, directory: str, *, is_lenient: bool) -> Weights:
+    def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
         if directory.startswith("silent"):
             self.answers.wait()
         elif directory == "dead":
             self.is_over.wait()
         return fake(directory)
 
-    def write(self, place: Place, weights: Weights) -> None:
+    def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
         pass
 
     def adapter_ordered(self, query: int, error: WeftError | None) -> None:
@@ -349,7 +349,7 @@ def test_a_disk_that_does_not_answer_delays_nobody_else(patch: pytest.MonkeyPatc
     patch.setattr(manager_module, "READ_STALL_S", 0.05)
     disk = _SilentDisk()
     manager = AdapterManager(limits(), disk, lambda: None)
-    manager.attach(Bench(random.Random(), 100, SCHEDULER).scheduler.door, disk)
+    manager.attach(Bench(random.Random(), 100, SCHEDULER).scheduler.waitlist, disk)
 
     def order(query: int, name: str) -> None:
         manager.order(
@@ -377,14 +377,14 @@ def test_a_disk_that_does_not_answer_delays_nobody_else(patch: pytest.MonkeyPatc
         assert states["good"] in ("host", "device")
         assert manager.sizes()["adapter_stalls"] == 1
         # No more threads than there may be, and nobody waits for one.
-        numbers = range(10, 10 + 2 * manager_module.MOST_STALLED)
+        numbers = range(10, 10 + 2 * manager_module.MAX_STALLED)
         for number in numbers:
             # The last one that has a thread stays when all others go on.
-            is_last = number == numbers[manager_module.MOST_STALLED - 1]
+            is_last = number == numbers[manager_module.MAX_STALLED - 1]
             order(number, "dead" if is_last else f"silent {number}")
         wait_for(*numbers)
         assert {type(disk.replies[number]) for number in numbers} == {PeerUnavailable}
-        assert manager.sizes()["adapter_stalls"] == manager_module.MOST_STALLED
+        assert manager.sizes()["adapter_stalls"] == manager_module.MAX_STALLED
         disk.answers.set()
         order(3, "silent")
         wait_for(3)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from weft.engine.scheduler.plan import Plan, PlanItem
-from weft.engine.stats import LEAST_STALE_S, STALE_STEPS, EngineStats
+from weft.engine.stats import MIN_STALE_S, STALE_STEPS, EngineStats
 from weft.engine.transfer.cost import FillCosts
 
 MAX_STEP_TOKENS = 512
@@ -32,7 +32,7 @@ def test_a_full_step_is_allowed_for_long_after_the_last_one(tokens_per_s: float)
     for _ in range(10_000):
         run_step(stats, 1, 1e-6)
     full_step_s = MAX_STEP_TOKENS / tokens_per_s
-    assert stats.stale_after_s == pytest.approx(max(LEAST_STALE_S, STALE_STEPS * full_step_s))
+    assert stats.stale_after_s == pytest.approx(max(MIN_STALE_S, STALE_STEPS * full_step_s))
 
 
 def test_a_machine_that_became_fast_is_noticed() -> None:
@@ -40,7 +40,7 @@ def test_a_machine_that_became_fast_is_noticed() -> None:
     run_step(stats, MAX_STEP_TOKENS, 5.0)
     for _ in range(10_000):
         run_step(stats, MAX_STEP_TOKENS, 0.01)
-    assert stats.stale_after_s == LEAST_STALE_S
+    assert stats.stale_after_s == MIN_STALE_S
 
 
 @pytest.mark.parametrize("page_size", [4, 16, 64])

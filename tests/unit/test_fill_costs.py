@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from weft.engine.scheduler.state import FillCandidate, FillRecord
-from weft.engine.transfer.cost import LEAST_RESTS, MOST_TRIES, TRY_AGAIN, Decision, FillCosts
+from weft.engine.transfer.cost import MAX_TRIES, MIN_RESTS, TRY_AGAIN, FillCosts, FillDecision
 
 PAGE = 16
 PAGE_BYTES = 1 << 16
@@ -28,7 +28,7 @@ def candidate(match: int = 0, queued: int = 0) -> FillCandidate:
     )
 
 
-def decide(costs: FillCosts, num_tokens: int, match: int = 0, queued: int = 0) -> Decision:
+def decide(costs: FillCosts, num_tokens: int, match: int = 0, queued: int = 0) -> FillDecision:
     """Of a prompt of which nothing is known here."""
     request: Any = SimpleNamespace(
         num_tokens=num_tokens + 1,
@@ -60,7 +60,7 @@ def fill(costs: FillCosts, num_tokens: int, rest_s: float) -> None:
 
 def known(rest_s: float) -> FillCosts:
     costs = FillCosts(None, PAGE)
-    for _ in range(LEAST_RESTS):
+    for _ in range(MIN_RESTS):
         fill(costs, 64, rest_s)
     costs.observe_local(64, 64 / RATE)
     return costs
@@ -82,8 +82,8 @@ def test_each_side_is_tried_until_it_is_known() -> None:
 def test_what_tells_nothing_is_not_tried_for_ever() -> None:
     costs = FillCosts(None, PAGE)
     fill(costs, 64, 0.0)
-    remote = [decide(costs, 64).is_remote for _ in range(3 * MOST_TRIES)]
-    assert remote == [False] * MOST_TRIES + [True] * (2 * MOST_TRIES)
+    remote = [decide(costs, 64).is_remote for _ in range(3 * MAX_TRIES)]
+    assert remote == [False] * MAX_TRIES + [True] * (2 * MAX_TRIES)
 
 
 def test_it_goes_where_it_takes_less() -> None:

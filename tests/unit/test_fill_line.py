@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from weft.engine.scheduler.state import State
-from weft.engine.transfer.fill_line import FillLine
+from weft.engine.transfer.fill_queue import FillQueue
 
 PATIENCE_S = 5.0
 
@@ -16,7 +16,7 @@ class Line:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.line = FillLine(PATIENCE_S, lambda: self.now)
+        self.line = FillQueue(PATIENCE_S, lambda: self.now)
 
     def enough(self, request: Any, wanted: int) -> int:
         return self.line.enough_pages(request, wanted, most=100, least=12)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from weft.engine.flight import MAX_ITEMS, FlightRecorder, read_plan
@@ -51,6 +52,28 @@ def test_a_plan_comes_back_as_it_was(
     assert (plan["num_items"], plan["num_tokens"]) == (len(rows), sum(row[2] for row in rows))
     told = [(i["request_id"], i["start_token"], i["num_tokens"]) for i in plan["items"]]
     assert told == rows[:MAX_ITEMS]
+
+
+@given(ITEMS, st.integers(0, 100), st.integers(1, 3))
+def test_decodes_come_before_chunks(
+    tmp_path_factory: Any, rows: list[tuple[str, int, int]], most: int, num_steps: int
+) -> None:
+    """Step after step the same ones, each a token further."""
+    path = tmp_path_factory.mktemp("flight") / "plan"
+    recorder = FlightRecorder(path)
+    items = [item(*row, slot=slot) for slot, row in enumerate(rows)]
+    decodes = [each.request for each in items[:most]]
+    chunks = items[len(decodes) :]
+    starts = np.array([each.start for each in items[: len(decodes)]], np.int64)
+    for step in range(num_steps):
+        recorder.begin(Plan(decodes, np.arange(len(decodes)), starts + step, chunks))
+    plan = read_plan(path)
+    assert plan is not None
+    expected = [(row[0], row[1] + num_steps - 1, 1) for row in rows[: len(decodes)]]
+    expected += rows[len(decodes) :]
+    told = [(i["request_id"], i["start_token"], i["num_tokens"]) for i in plan["items"]]
+    assert told == expected[:MAX_ITEMS]
+    assert (plan["step"], plan["num_items"]) == (num_steps, len(rows))
 
 
 def test_nothing_was_written(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.gateway.fair_queue import FairQueue
+from weft.gateway.fair_queue import TenantFairQueue
 
 
 def test_one_tenant_is_first_come_first_served() -> None:
-    queue: FairQueue[int] = FairQueue()
+    queue: TenantFairQueue[int] = TenantFairQueue()
     for number in range(50):
         queue.push(number, cost=1 + number % 7)
     assert [queue.pop() for _ in range(50)] == list(range(50))
@@ -25,7 +25,7 @@ def test_one_tenant_is_first_come_first_served() -> None:
 @given(st.integers(0, 2**32))
 def test_nothing_is_lost_and_each_tenant_keeps_its_order(seed: int) -> None:
     rng = random.Random(seed)
-    queue: FairQueue[tuple[str, int]] = FairQueue()
+    queue: TenantFairQueue[tuple[str, int]] = TenantFairQueue()
     waiting: dict[str, list[tuple[tuple[str, int], float]]] = {}
     number = 0
     for _ in range(120):
@@ -60,7 +60,7 @@ def test_nothing_is_lost_and_each_tenant_keeps_its_order(seed: int) -> None:
 
 
 def test_a_flood_is_passed_by_who_has_little() -> None:
-    queue: FairQueue[str] = FairQueue()
+    queue: TenantFairQueue[str] = TenantFairQueue()
     for number in range(1000):
         queue.push(f"flood {number}", "flood", 10)
     for _ in range(300):
@@ -72,7 +72,7 @@ def test_a_flood_is_passed_by_who_has_little() -> None:
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0), (2.0, 5.0)])
 def test_service_is_shared_by_weight_whatever_items_cost(weights: tuple[float, float]) -> None:
     rng = random.Random(4)
-    queue: FairQueue[tuple[str, float]] = FairQueue()
+    queue: TenantFairQueue[tuple[str, float]] = TenantFairQueue()
     served: Counter[str] = Counter()
 
     def push(name: str, weight: float) -> None:
@@ -90,7 +90,7 @@ def test_service_is_shared_by_weight_whatever_items_cost(weights: tuple[float, f
 
 
 def test_who_was_away_has_saved_up_nothing() -> None:
-    queue: FairQueue[str] = FairQueue()
+    queue: TenantFairQueue[str] = TenantFairQueue()
     for _ in range(100):
         queue.push("a", "a")
     for _ in range(50):
@@ -104,7 +104,7 @@ def test_who_was_away_has_saved_up_nothing() -> None:
 def test_the_wait_of_a_new_item_is_foreseen() -> None:
     rng = random.Random(8)
     for _ in range(50):
-        queue: FairQueue[int] = FairQueue()
+        queue: TenantFairQueue[int] = TenantFairQueue()
         costs: dict[int, float] = {}
         for number in range(rng.randrange(300)):
             costs[number] = rng.uniform(1, 20)
@@ -120,7 +120,7 @@ def test_the_wait_of_a_new_item_is_foreseen() -> None:
 
 
 def test_room_is_made_by_who_has_most_for_its_weight() -> None:
-    queue: FairQueue[int] = FairQueue()
+    queue: TenantFairQueue[int] = TenantFairQueue()
     assert queue.most_owed("d", 1, 1, 1) == []
     queue.push(1, "a", 30, 10)
     queue.push(2, "b", 1)

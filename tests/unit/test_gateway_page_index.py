@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_pool import LAYOUT, MODEL, PAGE, ask, names, pool, worker
 from weft.engine.memory.keys import PageKeys, namespace_digest, short_key
-from weft.gateway.routing import PageIndex, PolicyOptions, PoolView
+from weft.gateway.routing import FleetPageIndex, PolicyOptions, PoolView
 from weft.gateway.routing.cache_aware import CacheAware
 from weft.gateway.routing.cache_aware_approximate import CacheAwareApproximate
 
@@ -41,7 +41,7 @@ def shared_tokens(a: list[int], b: list[int]) -> int:
 def test_index_equals_whole_prefixes(seed: int, num_workers: int) -> None:
     """Workers hold prefixes, lose their ends, restart and leave; sizes of pages differ."""
     rng = random.Random(seed)
-    index = PageIndex(MANY)
+    index = FleetPageIndex(MANY)
     workers = [worker(f"w{i}", page_size=rng.choice([PAGE, 2 * PAGE])) for i in range(num_workers)]
     held: dict[str, set[tuple[int, ...]]] = {one.worker_id: set() for one in workers}
     made = prompts(rng, 12)
@@ -96,7 +96,7 @@ def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 def test_the_bound_keeps_pages_out_and_counts_them() -> None:
-    index = PageIndex(10)
+    index = FleetPageIndex(10)
     index.add("a", 1, range(8))
     index.add("b", 1, range(8))
     assert (index.num_pages, index.num_dropped) == (10, 6)
@@ -167,7 +167,7 @@ def test_a_queue_that_outweighs_the_match_sends_it_elsewhere() -> None:
 
 
 def test_inflow_is_the_share_of_a_cache_that_is_new() -> None:
-    index = PageIndex(100_000)
+    index = FleetPageIndex(100_000)
     workers = [worker("a", total_pages=900), worker("b", total_pages=900)]
     view = PoolView(workers)
     assert index.inflow(view).tolist() == [0, 0]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_pool import ask, names, pool, worker
-from weft.gateway.pool import Pool
+from weft.gateway.pool import WorkerPool
 from weft.gateway.routing import (
     POLICIES,
     LoadEstimate,
@@ -279,7 +279,7 @@ def test_a_pool_never_gives_a_worker_with_a_problem() -> None:
     members = [Member(name) for name in "abcde"]
     members.append(Member("f"))
     members[-1].member = None  # not met yet
-    healthy = Pool(lambda: members)
+    healthy = WorkerPool(lambda: members)
     policy = make("round_robin")
     now = 0.0
     for _ in range(500):

@@ -11,10 +11,10 @@ from routing_pool import PAGE, pool
 from routing_pool import ask as route
 from weft.engine.errors import Overloaded, TargetUnattainable
 from weft.gateway.routing import LoadEstimate, PolicyOptions, PoolView, Speed, make_policy
-from weft.gateway.routing.page_index import PageIndex
+from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.step_model import StepModel
-from weft.gateway.slo import NO_TARGETS, Ask, LatencyGate, Outlook, Targets
-from weft.gateway.slo.outlook import Side
+from weft.gateway.slo import NO_TARGETS, AdmissionRequest, LatencyForecaster, LatencyGate, Targets
+from weft.gateway.slo.forecast import Side
 
 RATE = 1000.0
 """Prompt tokens a second of each worker."""
@@ -72,7 +72,7 @@ class Fleet:
         self.prefill = pool([f"p{i}" for i in range(0)])
         self.prefill = pool("abcdef"[:num_prefill])
         self.decode = pool("uvwxyz"[:num_decode])
-        self.pages = PageIndex(1000)
+        self.pages = FleetPageIndex(1000)
         self.loads = [LoadEstimate() for _ in range(num_prefill)]
         for at, load in enumerate(self.loads):
             load.show_in(self.prefill, at)
@@ -82,7 +82,7 @@ class Fleet:
             load.show_in(self.decode, at)
             for requests in range(1, 20):
                 load.take_speed(Speed(0.0, 0.010 + 0.001 * requests, requests))
-        self.outlook = Outlook(
+        self.forecaster = LatencyForecaster(
             lambda: Side(self.prefill, self.pages), lambda: Side(self.decode, None), num_replicas
         )
 
@@ -113,7 +113,7 @@ def test_the_forecast_is_that_of_the_best_worker() -> None:
             if rate:
                 left = len(prompt) - num_pages * PAGE
                 times.append(((queued + left) / rate, left))
-        forecast = fleet.outlook.forecast(request)
+        forecast = fleet.forecaster.forecast(request)
         if times:
             assert forecast.first_token_s == pytest.approx(min(times)[0])
             assert forecast.to_compute in {left for time, left in times if time == min(times)[0]}
@@ -123,21 +123,21 @@ def test_the_forecast_is_that_of_the_best_worker() -> None:
 
 def test_decode_workers_compute_where_there_is_no_prefill_worker() -> None:
     fleet = Fleet(num_prefill=0)
-    assert fleet.outlook.forecast(route([1] * 50)).first_token_s is None
+    assert fleet.forecaster.forecast(route([1] * 50)).first_token_s is None
     for load in fleet.owners:
         load.take_speed(Speed(100.0))
         load.report(1, 150, 150)
-    assert fleet.outlook.forecast(route([1] * 50)).first_token_s == pytest.approx(2.0)
-    assert fleet.outlook.backlog_s() == pytest.approx(1.5)
+    assert fleet.forecaster.forecast(route([1] * 50)).first_token_s == pytest.approx(2.0)
+    assert fleet.forecaster.backlog_s() == pytest.approx(1.5)
 
 
 def test_spare_requests_are_those_that_keep_the_pace() -> None:
     fleet = Fleet()
     fleet.busy(3, 7)
     # A step with n requests takes 10 + n ms.
-    assert fleet.outlook.spare_requests(0.0205) == 7 + 3
-    assert fleet.outlook.spare_requests(0.0155) == 2 - 2
-    assert fleet.outlook.least_step_s() == pytest.approx(0.011, rel=0.01)
+    assert fleet.forecaster.spare_requests(0.0205) == 7 + 3
+    assert fleet.forecaster.spare_requests(0.0155) == 2 - 2
+    assert fleet.forecaster.least_step_s() == pytest.approx(0.011, rel=0.01)
 
 
 def test_replicas_share_what_is_spare() -> None:
@@ -145,22 +145,22 @@ def test_replicas_share_what_is_spare() -> None:
     for fleet in (alone, shared):
         fleet.queue(300, 100)
         fleet.busy(2, 2)
-    assert alone.outlook.spare_tokens(1.0) == pytest.approx(1600)
-    assert shared.outlook.spare_tokens(1.0) == pytest.approx(400)
-    assert alone.outlook.spare_requests(0.0205) == 16
-    assert shared.outlook.spare_requests(0.0205) == 4
+    assert alone.forecaster.spare_tokens(1.0) == pytest.approx(1600)
+    assert shared.forecaster.spare_tokens(1.0) == pytest.approx(400)
+    assert alone.forecaster.spare_requests(0.0205) == 16
+    assert shared.forecaster.spare_requests(0.0205) == 4
     shared.loads[0].begin(150, 150)
     shared.owners[0].begin(150, 0)
-    assert shared.outlook.spare_tokens(1.0) == pytest.approx(250)
-    assert shared.outlook.spare_requests(0.0205) == 3
+    assert shared.forecaster.spare_tokens(1.0) == pytest.approx(250)
+    assert shared.forecaster.spare_requests(0.0205) == 3
 
 
 # The gate
 
 
-def make(tokens: int, *, tenant: str = "", at: float = 0.0, **given: float) -> Ask:
+def make(tokens: int, *, tenant: str = "", at: float = 0.0, **given: float) -> AdmissionRequest:
     targets = Targets(given.get("first"), given.get("between"))
-    return Ask(
+    return AdmissionRequest(
         prompts=[route([1] * tokens)],
         arrival=at,
         targets=targets,
@@ -170,7 +170,7 @@ def make(tokens: int, *, tenant: str = "", at: float = 0.0, **given: float) -> A
     )
 
 
-def begin(fleet: Fleet, gate: LatencyGate, ask: Ask, worker: int = 0) -> None:
+def begin(fleet: Fleet, gate: LatencyGate, ask: AdmissionRequest, worker: int = 0) -> None:
     fleet.loads[worker].begin(len(ask.prompts[0].prompt_ids), ask.to_compute)
     gate.began(ask)
 
@@ -178,7 +178,7 @@ def begin(fleet: Fleet, gate: LatencyGate, ask: Ask, worker: int = 0) -> None:
 def test_without_targets_nothing_is_refused_or_held() -> None:
     fleet = Fleet()
     fleet.queue(10**7, 10**7)
-    gate = LatencyGate(fleet.outlook, 0.5, lambda: False)
+    gate = LatencyGate(fleet.forecaster, 0.5, lambda: False)
     for _ in range(100):
         ask = make(1000)
         assert gate.offer(ask, 0.0)
@@ -189,7 +189,7 @@ def test_without_targets_nothing_is_refused_or_held() -> None:
 def test_a_target_that_would_be_missed_is_refused_at_once() -> None:
     fleet = Fleet()
     fleet.queue(5000, 3000)
-    gate = LatencyGate(fleet.outlook, 0.5, lambda: False)
+    gate = LatencyGate(fleet.forecaster, 0.5, lambda: False)
     with pytest.raises(TargetUnattainable) as refused:
         gate.offer(make(1000, first=1.0), 0.0)
     # The better worker would have it after 4 s.
@@ -204,13 +204,13 @@ def test_unknown_rates_refuse_nobody() -> None:
     fleet = Fleet()
     for load in fleet.loads:
         load.take_speed(Speed())
-    gate = LatencyGate(fleet.outlook, 0.5)
+    gate = LatencyGate(fleet.forecaster, 0.5)
     assert gate.offer(make(10**5, first=0.01), 0.0)
 
 
 def test_time_spent_before_the_gate_counts() -> None:
     fleet = Fleet()
-    gate = LatencyGate(fleet.outlook, 0.5)
+    gate = LatencyGate(fleet.forecaster, 0.5)
     assert gate.offer(make(500, first=1.0, at=0.0), 0.4)
     with pytest.raises(TargetUnattainable):
         gate.offer(make(500, first=1.0, at=0.0), 0.6)
@@ -218,7 +218,7 @@ def test_time_spent_before_the_gate_counts() -> None:
 
 def test_what_is_behind_the_window_is_held_and_leaves_in_fair_turn() -> None:
     fleet = Fleet()
-    gate = LatencyGate(fleet.outlook, 0.5)
+    gate = LatencyGate(fleet.forecaster, 0.5)
     sent = []
     for _ in range(30):
         ask = make(400, tenant="flood")
@@ -232,7 +232,7 @@ def test_what_is_behind_the_window_is_held_and_leaves_in_fair_turn() -> None:
     assert not gate.offer(quick, 0.1)
     assert gate.release(0.2) == []
     now = 0.2
-    left: list[Ask] = []
+    left: list[AdmissionRequest] = []
     while quick not in left:
         now += 0.4
         for at, ask in enumerate(sent):  # all that was let in is computed
@@ -249,7 +249,7 @@ def test_what_is_behind_the_window_is_held_and_leaves_in_fair_turn() -> None:
 
 def test_a_wait_that_is_too_long_is_foreseen() -> None:
     fleet = Fleet()
-    gate = LatencyGate(fleet.outlook, 0.5)
+    gate = LatencyGate(fleet.forecaster, 0.5)
     for _ in range(50):
         ask = make(1000, tenant="a", first=100.0)
         if gate.offer(ask, 0.0):
@@ -265,7 +265,7 @@ def test_a_wait_that_is_too_long_is_foreseen() -> None:
 def test_held_requests_are_refused_once_they_cannot_make_it() -> None:
     fleet = Fleet()
     fleet.queue(600, 600)
-    gate = LatencyGate(fleet.outlook, 0.5)
+    gate = LatencyGate(fleet.forecaster, 0.5)
     ask = make(100, first=2.0)
     assert not gate.offer(ask, 0.0)
     fleet.queue(2500, 2500)
@@ -280,7 +280,7 @@ def test_nobody_is_held_for_ever_when_targets_go() -> None:
     fleet = Fleet()
     fleet.queue(10_000, 10_000)
     is_holding = True
-    gate = LatencyGate(fleet.outlook, 0.5, lambda: is_holding)
+    gate = LatencyGate(fleet.forecaster, 0.5, lambda: is_holding)
     asks = [make(100) for _ in range(5)]
     assert not any(gate.offer(ask, 0.0) for ask in asks)
     gate.withdraw(asks.pop(2))
@@ -291,7 +291,7 @@ def test_nobody_is_held_for_ever_when_targets_go() -> None:
 
 def test_running_requests_keep_their_pace() -> None:
     fleet = Fleet()
-    gate = LatencyGate(fleet.outlook, 0.5)
+    gate = LatencyGate(fleet.forecaster, 0.5)
     paced = make(10, between=0.0205, tenant="chat")
     assert gate.offer(paced, 0.0)
     gate.began(paced)
@@ -309,14 +309,14 @@ def test_running_requests_keep_their_pace() -> None:
 
 
 def test_a_pace_that_no_worker_has_is_refused() -> None:
-    gate = LatencyGate(Fleet().outlook, 0.5)
+    gate = LatencyGate(Fleet().forecaster, 0.5)
     with pytest.raises(TargetUnattainable, match="at best"):
         gate.offer(make(10, between=0.005), 0.0)
 
 
 def test_forecasts_that_were_wrong_are_learned_from() -> None:
     fleet = Fleet()
-    gate = LatencyGate(fleet.outlook, 0.5)
+    gate = LatencyGate(fleet.forecaster, 0.5)
     for number in range(100):
         ask = make(100, at=float(number))
         assert gate.offer(ask, float(number))
@@ -329,7 +329,7 @@ def test_forecasts_that_were_wrong_are_learned_from() -> None:
 
 def test_one_stall_does_not_refuse_everybody_for_ever() -> None:
     """All requests have a target: refused ones cannot show that workers are well again."""
-    gate = LatencyGate(Fleet().outlook, 0.5)
+    gate = LatencyGate(Fleet().forecaster, 0.5)
     for _ in range(40):
         ask = make(100)
         assert gate.offer(ask, 0.0)
@@ -350,7 +350,7 @@ def test_one_stall_does_not_refuse_everybody_for_ever() -> None:
 
 
 def test_without_a_decode_worker_nobody_is_held_for_their_pace() -> None:
-    gate = LatencyGate(Fleet(num_decode=0).outlook, 0.5)
+    gate = LatencyGate(Fleet(num_decode=0).forecaster, 0.5)
     assert gate.offer(make(10, between=0.05), 0.0), "routing says that there is nobody"
     assert gate.offer(make(10), 0.0)
 
@@ -358,7 +358,7 @@ def test_without_a_decode_worker_nobody_is_held_for_their_pace() -> None:
 def test_a_refusal_of_a_held_request_tells_a_time_over_its_target() -> None:
     fleet = Fleet()
     fleet.queue(600, 600)
-    gate = LatencyGate(fleet.outlook, 0.5)
+    gate = LatencyGate(fleet.forecaster, 0.5)
     assert not gate.offer(make(100, first=2.0), 0.0)
     fleet.queue(2500, 2500)
     ((_, error),) = gate.release(1.5)
@@ -371,9 +371,9 @@ def test_a_refusal_of_a_held_request_tells_a_time_over_its_target() -> None:
 def test_every_request_leaves_once_and_no_promise_is_left(seed: int) -> None:
     rng = random.Random(seed)
     fleet = Fleet()
-    gate = LatencyGate(fleet.outlook, 0.3)
-    inside: list[Ask] = []
-    held: set[Ask] = set()
+    gate = LatencyGate(fleet.forecaster, 0.3)
+    inside: list[AdmissionRequest] = []
+    held: set[AdmissionRequest] = set()
     now, gone = 0.0, 0
     for offered in range(1, 401):
         now += rng.uniform(0, 0.05)

@@ -10,7 +10,7 @@ import pytest
 from kv_chain import Chain, put_header
 from weft.engine.errors import InvalidRequest
 from weft.kvstore.convert import MAX_LOOKUP_KEYS, check_part, lookup_keys, put_order
-from weft.kvstore.shelf import Shelf
+from weft.kvstore.page_arena import PageArena
 from weft.v1 import kv_pb2, kvstore_pb2
 
 Change = Callable[[kvstore_pb2.PutRequest], object]
@@ -96,7 +96,7 @@ def test_pieces_of_a_page_must_follow_one_another() -> None:
 
 def test_pages_that_the_arena_cannot_hold_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="memory-bytes"):
-        Shelf(  # type: ignore[call-arg]
+        PageArena(  # type: ignore[call-arg]
             settings=None,  # type: ignore[arg-type]
             name="",
             epoch=1,

@@ -12,7 +12,7 @@ from weft.engine.errors import ConfigError
 from weft.gateway.routing import (
     POLICIES,
     Choice,
-    PageIndex,
+    FleetPageIndex,
     Policy,
     PolicyOptions,
     PoolView,
@@ -86,7 +86,7 @@ class Life:
         else:
             self.chosen.append(self.choose())
 
-    def tell(self, index: PageIndex) -> None:
+    def tell(self, index: FleetPageIndex) -> None:
         view = self.view
         name = self.rng.choice(view.workers)
         ids = self.rng.choice(self.prompts)
@@ -136,15 +136,18 @@ def recorded(folder: Path, name: str, seed: int, num_choices: int = 150) -> tupl
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_record_replays_to_the_same_choices(tmp_path: Path, name: str) -> None:
-    seed = random.randrange(2**31)
-    print("seed", seed)
-    path, life = recorded(tmp_path, name, seed)
+    for number in range(20):
+        seed = random.randrange(2**31)
+        print("seed", seed)
+        path, life = recorded(tmp_path / str(number), name, seed)
+        if any(len(chosen) > 1 for chosen in life.chosen):
+            break
+    assert any(len(chosen) > 1 for chosen in life.chosen), "no choice of several workers"
     assert path.stat().st_mode & 0o777 == 0o600
     decisions = list(replay(read_record(path), make_policy))
     assert [decision.recorded for decision in decisions] == life.chosen
     assert [decision.replayed for decision in decisions] == life.chosen
     assert [decision.request_id for decision in decisions] == [f"r{i}" for i in range(150)]
-    assert any(len(chosen) > 1 for chosen in life.chosen)
 
 
 @pytest.mark.parametrize("name", ["cache_aware", "total_requests", "manual", "bucket"])

@@ -158,8 +158,8 @@ def test_who_loses_least_is_preempted_and_comes_back_first() -> None:
 
 
 def test_prompts_beside_decodes_keep_to_their_share_of_a_step() -> None:
-    bench = Bench(random.Random(5), 200, SchedulerLimits(PAGE, 64, 64, 4))
-    bench.scheduler.prompt_tokens_beside_decode = lambda: 2 * PAGE
+    limits = SchedulerLimits(PAGE, 64, 64, 4)
+    bench = Bench(random.Random(5), 200, limits, prompt_budget=lambda: 2 * PAGE)
     decoding = bench.add(4, 1000)
     bench.step()
     long = bench.add(10 * PAGE, 5)
@@ -192,9 +192,8 @@ def test_states_change_along_legal_edges_only() -> None:
 
 def test_deadlines_end_requests_wherever_they_are() -> None:
     bench = Bench(random.Random(4), 40, SchedulerLimits(PAGE, 8, 4, 1))
-    first = bench.add(4, 1000)
-    second = bench.add(4, 5)
-    first.deadline, second.first_token_deadline = 10.0, 5.0
+    first = bench.add(4, 1000, deadline=10.0)
+    second = bench.add(4, 5, first_token_deadline=5.0)
     bench.step()
     bench.scheduler.expire(4.9)
     assert bench.finished == []
@@ -204,6 +203,40 @@ def test_deadlines_end_requests_wherever_they_are() -> None:
     assert bench.finished == [second, first]
     assert isinstance(first.error, DeadlineExceeded)
     assert bench.memory.counts().used == 0
+
+
+def test_each_deadline_counts_when_it_passes() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    bench = Bench(rng, 60, SchedulerLimits(PAGE, 8, 4, 3))
+    requests: list[Request] = []
+    num_late = 0
+    for _ in range(60):
+        for _ in range(rng.randint(0, 2)):
+            deadline, first = (bench.now + rng.uniform(1, 30) for _ in range(2))
+            made = bench.add(rng.randint(1, 12), 40, deadline=deadline, first_token_deadline=first)
+            requests.append(made)
+        bench.step()
+        for request in bench.scheduler.running:
+            if rng.random() < 0.7:
+                request.timeline.first_token_s = 0.0
+        late = [
+            request
+            for request in requests
+            if request.state is not State.FINISHED
+            and (
+                bench.now >= request.deadline
+                or (request.awaits_first_token and bench.now >= request.first_token_deadline)
+            )
+        ]
+        finished = {id(request) for request in bench.finished}
+        bench.scheduler.expire(bench.now)
+        ended = [request for request in bench.finished if id(request) not in finished]
+        assert sorted(map(id, ended)) == sorted(map(id, late))
+        assert all(isinstance(request.error, DeadlineExceeded) for request in late)
+        num_late += len(late)
+    assert num_late > 3
 
 
 def test_what_is_cached_of_a_waiting_prompt_is_not_queued() -> None:
@@ -254,9 +287,9 @@ def test_prompts_beside_decodes_fill_what_a_step_is_padded_to() -> None:
 
 
 def test_a_step_with_decodes_is_filled_to_its_size() -> None:
-    bench = Bench(random.Random(5), 400, SchedulerLimits(PAGE, 40 * PAGE, 40 * PAGE, 8))
-    bench.scheduler.prompt_tokens_beside_decode = lambda: 17 * PAGE
-    bench.scheduler.step_sizes = [4 * PAGE, 20 * PAGE, 30 * PAGE]
+    sizes = [4 * PAGE, 20 * PAGE, 30 * PAGE]
+    limits = SchedulerLimits(PAGE, 40 * PAGE, 40 * PAGE, 8, step_sizes=sizes)
+    bench = Bench(random.Random(5), 400, limits, prompt_budget=lambda: 17 * PAGE)
     decoding = [bench.add(4, 1000) for _ in range(3)]
     bench.step()
     prompts = [bench.add(33 * PAGE, 5), bench.add(33 * PAGE, 5)]

@@ -15,6 +15,7 @@ from weft.engine.messages import (
     Pong,
     Preempted,
     SessionBatch,
+    TokenColumns,
     Tokens,
 )
 from weft.engine.request import MAX_TOP_LOGPROBS, TokenLogprob
@@ -146,3 +147,41 @@ def test_merged_tokens_keep_their_log_probabilities() -> None:
     assert [len(tokens.ids) for tokens in event.tokens] == [3, 3]
     assert [token for tokens in event.tokens for token in tokens.ids] == expected
     assert [entry.token_id for entry in event.tokens[1].logprobs] == expected[3:]
+
+
+def test_columns_say_what_entries_say() -> None:
+    """Together with log-probabilities of some, and merged where a gateway reads late."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    numbers = rng.sample(range(10_000), 3_000)
+    batches, expected = [], defaultdict(list)
+    for index in range(4):
+        wanted = rng.sample(range(len(numbers)), rng.choice((0, 5)))
+        ids = [rng.randrange(2**32) for _ in numbers]
+        columns = TokenColumns(
+            [request_id(number) for number in numbers],
+            [LARGE - number for number in numbers],
+            [number % 7 for number in numbers],
+            [index + number for number in numbers],
+            ids,
+            {row: logprob(ids[row], 2) for row in wanted},
+        )
+        batches.append(SessionBatch(session=1, columns=[columns]))
+        for row, number in enumerate(numbers):
+            expected[number].append((index + number, ids[row], row in wanted))
+        told = [tokens for event in events_of(batches[-1]) for tokens in event.tokens]
+        assert [(t.request_id, t.attempt, t.sample, t.first_index, *t.ids) for t in told] == [
+            (request_id(number), LARGE - number, number % 7, index + number, token)
+            for number, token in zip(numbers, ids, strict=True)
+        ]
+        assert [row for row, tokens in enumerate(told) if tokens.logprobs] == sorted(wanted)
+    merged: dict[str, list[tuple[int, int, bool]]] = defaultdict(list)
+    for event in events_of(merge_batches(batches)):
+        for tokens in event.tokens:
+            assert [entry.token_id for entry in tokens.logprobs] in ([], tokens.ids)
+            merged[tokens.request_id] += [
+                (tokens.first_index + at, token, bool(tokens.logprobs))
+                for at, token in enumerate(tokens.ids)
+            ]
+    assert merged == {request_id(number): found for number, found in expected.items()}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import trace as otel
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from weft.cli.trace_tree import Node, build_trees
+from weft.cli.trace_tree import SpanNode, build_trees
 from weft.common.spans import Span, SpanContext, Tracer, new_trace, parse_traceparent
 from weft.v1 import trace_pb2
 
@@ -120,7 +120,7 @@ def wire(
     return message
 
 
-def shape(nodes: list[Node]) -> list[tuple[str, list[object]]]:
+def shape(nodes: list[SpanNode]) -> list[tuple[str, list[object]]]:
     return [(node.span.name, list(shape(node.children))) for node in nodes]
 
 

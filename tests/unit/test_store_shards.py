@@ -16,7 +16,7 @@ from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import Held, Stored
 from weft.engine.memory.keys import PageKeys
 from weft.engine.messages import Inbox, StoreAnswer, StoreLookup, StorePut, StorePutResult
-from weft.engine.shards import MOST_PAGES, ranked, shard_start, stretches
+from weft.engine.shards import MAX_PAGES, ranked, shard_start, stretches
 
 PAGE = 4
 NAMESPACE = bytes(32)
@@ -28,7 +28,7 @@ def test_stretches_are_without_gaps_and_everybody_cuts_alike(num_pages: int) -> 
     pages = [index for first, end in found for index in range(first, end)]
     assert pages == list(range(num_pages))
     assert all(shard_start(index) == first for first, end in found for index in range(first, end))
-    assert all(end - first <= MOST_PAGES for first, end in found)
+    assert all(end - first <= MAX_PAGES for first, end in found)
 
 
 def test_a_lost_replica_moves_only_its_own() -> None:

@@ -1,4 +1,4 @@
-"""`python -m weft.cli`."""
+"""Entry point of `python -m weft.cli`."""
 
 import sys
 

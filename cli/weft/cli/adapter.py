@@ -33,7 +33,9 @@ from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _LIST_TIMEOUT_S = 10.0
 _GRACE_S = 5.0
-"""By which the call outlasts the time given to the gateway, whose answer says what is wrong."""
+"""Seconds by which the call outlasts the gateway's own time limit, so that its answer, which says
+what is wrong, arrives.
+"""
 _STATES = {
     gateway_pb2.REGISTRY_STATE_LOADING: "loading",
     gateway_pb2.REGISTRY_STATE_SERVING: "serving",

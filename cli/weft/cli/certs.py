@@ -36,7 +36,7 @@ FURTHER = ("valkey",)
 """Servers that are none of the mesh's, and get a certificate only if they are named."""
 _AUTHORITY_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
-"""For hosts whose clocks are a little late."""
+"""Time by which certificates are backdated, for hosts whose clocks are slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Authority:
 
 
 def files_of(folder: Path, service: str) -> TlsFiles:
-    """Where `weft certs` keeps the identity of a service."""
+    """Paths of the identity that `weft certs` keeps for a service."""
     return TlsFiles(
         cert=folder / f"{service}.pem",
         key=folder / f"{service}-key.pem",
@@ -80,7 +80,7 @@ def make_authority(folder: Path) -> Authority:
 
 
 def read_authority(folder: Path) -> Authority:
-    """The authority of a folder.
+    """Reads the authority of a folder.
 
     Raises:
         ConfigError: It is damaged, or of a kind that this command does not make.

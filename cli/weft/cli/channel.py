@@ -14,7 +14,7 @@ from weft.common.tls import Identity
 from weft.engine.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
-"""What a call carries beside its request."""
+"""Metadata of a call."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
@@ -33,7 +33,7 @@ def open_channel(
 def open_blocking_channel(
     address: str, service: str = "gateway", identity: Identity | None = None
 ) -> grpc.Channel:
-    """As `open_channel`, without an event loop."""
+    """Like `open_channel`, without an event loop."""
     return channel.open_blocking_channel(address, service, identity, OPTIONS)
 
 
@@ -49,7 +49,7 @@ def add_address_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_gateway_flags(parser: argparse.ArgumentParser) -> None:
-    """As `add_address_flag`, with the gateway's operators' port as another way to it."""
+    """Like `add_address_flag`, with the gateway's admin port as an alternative."""
     add_address_flag(parser)
     parser.add_argument(
         "--admin-address",
@@ -63,7 +63,8 @@ def add_gateway_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def find_gateway(arguments: argparse.Namespace) -> tuple[str, Metadata]:
-    """Where the gateway is asked, by the flags of `add_gateway_flags`, and what calls must bring.
+    """Finds the gateway's address from the flags of `add_gateway_flags`, and the metadata that
+    calls must carry.
 
     Raises:
         ConfigError: The token is missing or cannot be read.
@@ -106,19 +107,19 @@ def cli_identity(tls_dir: Path | None) -> Identity | None:
 
 
 def api_key_metadata() -> Metadata:
-    """What calls carry where the gateway asks for API keys: that of $WEFT_API_KEY.
+    """Metadata with the API key of $WEFT_API_KEY, for gateways that ask for keys.
 
     Raises:
         ConfigError: It has characters that no header can carry.
     """
     key = os.environ.get("WEFT_API_KEY", "")
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError("$WEFT_API_KEY is no API key: it has characters that no key has")
+        raise ConfigError("$WEFT_API_KEY is not an API key: it contains invalid characters")
     return (("authorization", f"Bearer {key}"),) if key else ()
 
 
 def explain(error: grpc.RpcError, address: str) -> str:
-    """One sentence for a failed call."""
+    """Explains a failed call in one sentence."""
     if error.code() == grpc.StatusCode.UNAVAILABLE and not _is_typed(error):
         return (
             f"no gateway answers at {address}; is the mesh up (`weft up`), and does it want "
@@ -136,7 +137,7 @@ def explain(error: grpc.RpcError, address: str) -> str:
 
 
 def explain_service(error: grpc.RpcError, address: str) -> str:
-    """One sentence for a failed call of a service, whose name stands before it."""
+    """Explains a failed call of a service in one sentence, starting with the service's name."""
     if error.code() == grpc.StatusCode.UNAVAILABLE and not _is_typed(error):
         return f"does not answer at {address}; does the mesh want --tls-dir?"
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not _is_typed(error):

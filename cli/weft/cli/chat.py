@@ -31,7 +31,7 @@ _TIMEOUT_S = 10.0
 
 
 class Conversation:
-    """What was said, and the calls that carry it on."""
+    """A conversation: its messages, and the calls that continue it."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Conversation:
 
 
 def summary(last: gateway_pb2.ChatResponse, seconds: float) -> str:
-    """What an answer cost, from its last message."""
+    """Summarises the cost of an answer, from its last message."""
     tokens = last.usage.completion_tokens
     parts = [f"{tokens} tokens", f"{tokens / max(seconds, 1e-9):.0f} tokens/s"]
     timeline = last.timeline
@@ -167,7 +167,7 @@ def _first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, without empty lines; ends with the input."""
+    """Lines that the user types, without empty ones, up to the end of the input."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         # A terminal or a file of another encoding: what is no text comes as lone surrogates.
         sys.stdin.reconfigure(errors="surrogateescape")

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 async def call_operators(
     method: str, request: Any, address: str, operators: Operators, timeout_s: float = _TIMEOUT_S
 ) -> Any:
-    """One call of AdminService.
+    """Makes one call of AdminService.
 
     Raises:
         grpc.aio.AioRpcError: The service does not answer, or would not.

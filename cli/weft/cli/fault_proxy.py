@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     host, port = _split("--listen", arguments.listen)
     if not is_loopback(host) and not arguments.insecure:
         raise ConfigError(
-            f"--listen {arguments.listen} is open to other machines, and a fault proxy asks nobody "
-            "who they are; accept that with --insecure"
+            f"--listen {arguments.listen} is open to other machines, and a fault proxy has no "
+            "authentication; accept that with --insecure"
         )
     if not 0 <= arguments.delay_s < float("inf"):  # never of NaN
         raise ConfigError(f"--delay-s {arguments.delay_s:g}: give 0 or more")
@@ -113,7 +113,7 @@ class Orders:
     Args:
         proxy: Whose mode is changed.
         out: For what is said.
-        delay_s: Of a delay without a number of its own.
+        delay_s: Default length of a delay.
     """
 
     def __init__(self, proxy: FaultProxy, out: TextIO, delay_s: float) -> None:
@@ -122,7 +122,7 @@ class Orders:
         self._delay_s = delay_s
 
     def obey(self, line: str) -> None:
-        """Takes one order."""
+        """Executes one command."""
         words = line.split()
         if not words:
             return
@@ -138,7 +138,7 @@ class Orders:
             self._say(f"not an order: {line.strip()!r}; give {_ORDERS}")
 
     def _seconds(self, words: list[str]) -> float | None:
-        """How long a delay lasts; None = that cannot be read."""
+        """Parses a delay in seconds; None: not a number."""
         if not words:
             return self._delay_s
         try:

@@ -38,7 +38,7 @@ async def _flush_all(operators: Operators) -> int:
 
 
 async def _flush(address: str, operators: Operators) -> tuple[int, str]:
-    """Pages flushed, and why not."""
+    """Flushes one service; returns the number of pages flushed, and why not if it failed."""
     async with operators.open_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         try:

@@ -12,7 +12,7 @@ from weft.engine.errors import ConfigError
 
 
 class Command(NamedTuple):
-    """One subcommand."""
+    """A subcommand."""
 
     module: str
     """Module with `main(argv) -> int`."""
@@ -65,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_text(argument: str) -> bool:
-    """Other bytes reach Python as lone surrogates, which no message can carry."""
+    """Whether an argument is valid text: other bytes reach Python as lone surrogates, which no
+    message can carry.
+    """
     try:
         argument.encode()
     except UnicodeEncodeError:

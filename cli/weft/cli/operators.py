@@ -1,4 +1,4 @@
-"""Which services a command for operators talks to: flags, addresses, token."""
+"""Flags, addresses and token of the commands for operators, which talk to several services."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Operators(NamedTuple):
     """Operators' ports of some services, and the token for them."""
 
     addresses: Mapping[str, str]
-    """host:port by service name."""
+    """Addresses, host:port, by service name."""
     token: str
     identity: Identity | None = None
-    """Of the command line; None: the mesh runs without TLS."""
+    """Identity of the command line; None: the mesh runs without TLS."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call must bring."""
+        """Metadata that a call must carry."""
         return (("authorization", f"Bearer {self.token}"),)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:

@@ -46,7 +46,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one logged prompt."""
+    """Outcome of one logged prompt."""
 
     request_id: str
     verdict: Verdict
@@ -90,7 +90,7 @@ class Replay:
     Args:
         channel: To the gateway.
         concurrency: Requests under way at once, at most.
-        timeout_s: Of each.
+        timeout_s: Time limit of each prompt.
     """
 
     def __init__(self, channel: grpc.aio.Channel, concurrency: int, timeout_s: float) -> None:
@@ -99,10 +99,10 @@ class Replay:
         self._timeout_s = timeout_s
 
     async def run(self, prompts: Sequence[LoggedPrompt], speed: float) -> list[Result]:
-        """All prompts; results in their order.
+        """Replays all prompts; returns results in their order.
 
         Args:
-            prompts: Of the log.
+            prompts: Prompts of the log.
             speed: 1 = at the times of the log, 2 = twice as fast; 0 = as fast as it goes.
         """
         if not prompts:
@@ -175,7 +175,7 @@ def to_request(prompt: LoggedPrompt) -> gateway_pb2.CompleteRequest:
 
 
 def compare(prompt: LoggedPrompt, answers: dict[int, list[int]], reasons: dict[int, str]) -> str:
-    """How an answer differs from the logged one; empty when it does not.
+    """Describes how an answer differs from the logged one; empty if it does not.
 
     A sample that had not ended when it was logged is compared as far as it had come.
     """

@@ -1,4 +1,4 @@
-"""Where the Go edge is."""
+"""Locates the binary of the Go REST edge."""
 
 from __future__ import annotations
 

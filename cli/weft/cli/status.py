@@ -55,7 +55,7 @@ _ADAPTER_STATES = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Pages:
+class PageUsage:
     """KV pages of one worker."""
 
     free: int = 0
@@ -67,15 +67,15 @@ class Pages:
 
 @dataclass(slots=True, kw_only=True)
 class TierStatus:
-    """One place where a worker or store keeps pages."""
+    """One cache tier of a worker or store."""
 
     name: str
     """device, host, disk, arena, or store: a KV store as a worker sees it."""
     held_pages: int = 0
     total_pages: int = 0
-    """0: not counted here."""
+    """Total pages; 0: not counted here."""
     hit_rate: float | None = None
-    """Of what was looked for in it; None: nothing was."""
+    """Share of lookups that found the page; None: no lookups yet."""
     load_bytes_per_s: float = 0.0
     """Measured over loads; 0: unknown."""
 
@@ -95,7 +95,7 @@ class AdapterHeld:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerStatus:
-    """One worker: what the gateway sees, and what the worker itself says if it answers."""
+    """One worker: as the gateway sees it, and as the worker itself reports if it answers."""
 
     worker_id: str
     role: str
@@ -111,11 +111,11 @@ class WorkerStatus:
     waiting_requests: int = 0
     filling_requests: int = 0
     queued_tokens: int = 0
-    pages: Pages = field(default_factory=Pages)
+    pages: PageUsage = field(default_factory=PageUsage)
     sessions: int = 0
     """Chat sessions with pinned pages."""
     pinned_pages: int = 0
-    """For them; cached or used."""
+    """Pages pinned for them, cached or used."""
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     transports: list[str] = field(default_factory=list)
@@ -126,24 +126,24 @@ class WorkerStatus:
     kvstores: list[str] = field(default_factory=list)
     """host:port of the KV stores that it uses."""
     tiers: list[TierStatus] = field(default_factory=list)
-    """Where its pages are, the nearest first."""
+    """Tiers that hold its pages, nearest first."""
     adapters: list[AdapterHeld] = field(default_factory=list)
     """LoRA adapters that it has, or has tried to load."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GatewayStatus:
-    """What is at the gateway itself."""
+    """Load of the gateway itself."""
 
     running_prompts: int
     queued_prompts: int
     held_requests: int
     first_token_s: float | None
-    """That a short prompt would wait for its first token; None: not known."""
+    """Seconds that a short prompt would wait for its first token; None: not known."""
     requests_with_target: int
     requests_within_target: int
     limit_scale: float
-    """That rate limits are multiplied by."""
+    """Factor applied to rate limits."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -241,7 +241,7 @@ async def _read_store(address: str, identity: Identity | None) -> WorkerStatus:
     status.versions = dict(info.versions)
     status.counters = dict(stats.counters)
     status.filling_requests = status.counters.get("open_fills", 0)
-    status.pages = Pages(
+    status.pages = PageUsage(
         free=stats.free_pages,
         cached=stats.cached_pages,
         used=stats.pinned_pages,
@@ -269,7 +269,7 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
     status.waiting_requests = load.waiting_requests
     status.filling_requests = load.filling_requests
     status.queued_tokens = load.queued_tokens
-    status.pages = Pages(
+    status.pages = PageUsage(
         free=load.free_pages,
         cached=load.cached_pages,
         used=load.used_pages,
@@ -339,7 +339,7 @@ def gateway_status(load: gateway_pb2.GatewayLoad) -> GatewayStatus:
 
 
 def describe_load(load: gateway_pb2.GatewayLoad) -> str:
-    """One line on what is at the gateway itself."""
+    """Describes the gateway's own load in one line."""
     parts = [
         f"gateway: {load.running_prompts:,} prompts in work, {load.queued_prompts:,} queued, "
         f"{load.held_requests:,} held"
@@ -386,7 +386,7 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
 
 
 def _tier_table(workers: Sequence[WorkerStatus]) -> Table:
-    """Where pages are: how many, how often they are found, how fast they come."""
+    """Table of the tiers: pages, hit rate, load bandwidth."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("worker", no_wrap=True)
     table.add_column("tier", no_wrap=True)
@@ -408,7 +408,7 @@ def _tier_table(workers: Sequence[WorkerStatus]) -> Table:
 
 
 def _adapter_table(workers: Sequence[WorkerStatus]) -> Table:
-    """Which worker has which adapter where, and how many requests use it there."""
+    """Table of the adapters on each worker, and the requests that use them there."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("worker", "adapter", "content", "state"):
         table.add_column(name, no_wrap=True)

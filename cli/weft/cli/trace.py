@@ -26,7 +26,7 @@ from weft.cli.channel import (
     find_gateway,
     open_channel,
 )
-from weft.cli.trace_tree import Node, build_trees
+from weft.cli.trace_tree import SpanNode, build_trees
 from weft.common.tls import Identity
 from weft.engine.errors import ConfigError
 from weft.v1 import trace_pb2, trace_pb2_grpc
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 async def read_spans(
     address: str, wanted: str, identity: Identity | None = None, metadata: Metadata = ()
 ) -> trace_pb2.ListSpansResponse:
-    """What a gateway and the services behind it remember of a request or trace.
+    """Reads the spans of a request or trace from a gateway and the services behind it.
 
     Raises:
         grpc.aio.AioRpcError: The gateway does not answer.
@@ -106,7 +106,7 @@ def show(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
     console.print(table)
 
 
-def _add(table: Table, node: Node, lead: str, below: str) -> None:
+def _add(table: Table, node: SpanNode, lead: str, below: str) -> None:
     span = node.span
     name = f"[red]{escape(span.name)}[/]" if span.error else escape(span.name)
     after = "" if node.after_s is None else f"{'~' if node.is_shifted else ''}{_ms(node.after_s)}"
@@ -132,7 +132,7 @@ def _ms(seconds: float) -> str:
 
 
 def _details(span: trace_pb2.Span) -> str:
-    """What is known beside the times, the failure first."""
+    """The attributes of a span, the failure first."""
     values = dict(span.attributes.items())
     words = [say(values[name]) for name, say in _WORDS.items() if values.get(name)]
     if "weft.pages_asked" in values:

@@ -13,7 +13,7 @@ _TOLERANCE_S = 0.001
 
 
 @dataclass(slots=True)
-class Node:
+class SpanNode:
     """A span and those that it caused, in the order of their starts."""
 
     span: trace_pb2.Span
@@ -21,13 +21,13 @@ class Node:
     """Unix time on the clock of the root's service, as well as that is known."""
     duration_s: float
     after_s: float | None = None
-    """Since its parent's start; None for a root."""
+    """Seconds after its parent's start; None for a root."""
     is_shifted: bool = False
     """The services' clocks differ: it was put into the middle of its parent."""
-    children: list[Node] = field(default_factory=list)
+    children: list[SpanNode] = field(default_factory=list)
 
 
-def build_trees(spans: Sequence[trace_pb2.Span]) -> list[Node]:
+def build_trees(spans: Sequence[trace_pb2.Span]) -> list[SpanNode]:
     """Trees, oldest first. A span whose parent is not among them is a root.
 
     Times of two services are compared only to see whether they can be right. Where a child of
@@ -46,9 +46,9 @@ def build_trees(spans: Sequence[trace_pb2.Span]) -> list[Node]:
 
 def _build(
     span: trace_pb2.Span, children: dict[bytes, list[trace_pb2.Span]], shift_s: float
-) -> Node:
+) -> SpanNode:
     """A subtree; `shift_s` is what to add to the times of the span's service."""
-    node = Node(
+    node = SpanNode(
         span=span,
         start_s=span.start_time.ToNanoseconds() / 1e9 + shift_s,
         duration_s=span.duration.ToNanoseconds() / 1e9,

@@ -1,4 +1,4 @@
-"""What an engine says of adapters: to orders, to requests that name them, and in reports."""
+"""An engine's LoRA adapters: load orders, adapters named by requests, and what load reports say."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from weft.engine.errors import AdapterNotFound, ConfigError, WeftError
 from weft.engine.lora.manager import AdapterManager
 from weft.engine.messages import AdapterOrder, AdapterState, Submit
 from weft.engine.outgoing import Outgoing
-from weft.engine.scheduler.adapters import AdapterDoor, Adapters
+from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
 from weft.engine.scheduler.state import Request
 
 
 class EngineAdapters:
-    """The manager of an engine's adapters, or the lack of one.
+    """The adapter manager of an engine; every method also works without one.
 
     Args:
         manager: None: this engine serves none.
@@ -30,25 +30,25 @@ class EngineAdapters:
         self.manager = manager
         self._out = out
         self._fail = fail
-        self._door: AdapterDoor | None = None
+        self._waitlist: AdapterWaitlist | None = None
 
     @property
-    def places(self) -> Adapters | None:
-        """For the scheduler."""
+    def places(self) -> AdapterResidency | None:
+        """The residency that tells the scheduler which adapters are on the device."""
         return self.manager.residency if self.manager is not None else None
 
-    def attach(self, door: AdapterDoor) -> None:
-        """Takes the scheduler's door, before the first turn."""
-        self._door = door
+    def attach(self, waitlist: AdapterWaitlist) -> None:
+        """Takes the scheduler's waitlist, before the first turn."""
+        self._waitlist = waitlist
         if self.manager is not None:
-            self.manager.attach(door, self)
+            self.manager.attach(waitlist, self)
 
     def holds(self, digest: bytes) -> bool:
-        """Work that was begun with an adapter may go on here."""
+        """Whether a request that was started with the adapter may continue here."""
         return self.manager is not None and self.manager.holds(digest)
 
     def check(self, submit: Submit) -> None:
-        """A request's adapter is served here.
+        """Checks that a request's adapter is served here.
 
         Raises:
             AdapterNotFound: It is not.
@@ -75,8 +75,8 @@ class EngineAdapters:
 
     def adapter_failed(self, digest: bytes, error: WeftError) -> None:
         """See `AdapterOwner.adapter_failed`."""
-        assert self._door is not None
-        for request in self._door.waiting_for(digest):
+        assert self._waitlist is not None
+        for request in self._waitlist.waiting_for(digest):
             self._fail(request, error)
 
     def turn(self) -> None:

@@ -1,4 +1,4 @@
-"""Arrays of the host on a device, in one copy, and tensors of a device on the host.
+"""Copies of host arrays to a device in one transfer, and of device tensors to the host.
 
 Nothing here waits for the device but `wait`.
 """
@@ -12,7 +12,13 @@ import numpy.typing as npt
 import torch
 
 _ALIGNMENT_BYTES = 16
-_NUM_BUFFERS = 2
+_NUM_BUFFERS = 8
+"""Of two steps: a copy waits for the step before its own, and each has up to four (its adapters,
+its columns, what only the device completes, and adapters of the LM head). With fewer, the host
+would wait in the middle of a step for the device to end the one before."""
+_GROUP = 4
+"""Buffers with one event, recorded behind the last of their copies: recording takes the host longer
+than telling the device to copy."""
 _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -21,7 +27,7 @@ _TORCH_DTYPES = {
 
 
 class PinnedBuffers:
-    """Memory of the host that copies start from, used in turn: one may still be under way.
+    """Pinned host buffers that copies start from, used in turn, since copies may still be running.
 
     Args:
         device: copies go to; the memory is pinned for a CUDA device.
@@ -30,13 +36,14 @@ class PinnedBuffers:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(_NUM_BUFFERS)]
-        self._copied: list[torch.cuda.Event | None] = [None] * _NUM_BUFFERS
+        self._copied: list[torch.cuda.Event | None] = [None] * (_NUM_BUFFERS // _GROUP)
         self._next = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """A buffer of at least so many bytes, no longer read by any copy."""
-        event = self._copied[self._next]
-        if event is not None:
+        """A buffer of at least this many bytes that no copy reads any more."""
+        group, place = divmod(self._next, _GROUP)
+        event = self._copied[group]
+        if event is not None and place == 0:
             event.synchronize()
         if self._buffers[self._next].numel() < num_bytes:
             size = 1 << max(16, num_bytes - 1).bit_length()
@@ -46,16 +53,17 @@ class PinnedBuffers:
         return self._buffers[self._next]
 
     def sent(self) -> None:
-        """The copy out of the buffer taken last has been enqueued."""
-        if self._is_cuda:
-            event = self._copied[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """Notes that the copy out of the buffer taken last has been enqueued."""
+        group, place = divmod(self._next, _GROUP)
+        if self._is_cuda and place == _GROUP - 1:
+            event = self._copied[group] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-            self._copied[self._next] = event
+            self._copied[group] = event
         self._next = (self._next + 1) % _NUM_BUFFERS
 
 
 class DeviceCopies:
-    """Sends arrays to a device.
+    """Copies host arrays to a device, asynchronously where possible.
 
     Args:
         device: where to.
@@ -64,10 +72,10 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.pinned = PinnedBuffers(device)
-        """What copies start from; others may send from it as well."""
+        """Pinned buffers that copies start from; other senders may use them too."""
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
-        """Copies int64, int32 and float32 arrays as one piece of memory, without waiting.
+        """Sends int64, int32 and float32 arrays in one transfer, without waiting.
 
         Returns:
             A flat tensor for each array.
@@ -86,14 +94,15 @@ class DeviceCopies:
         sent = torch.empty(end, dtype=torch.uint8, device=self._device)
         sent.copy_(buffer[:end], non_blocking=True)
         self.pinned.sent()
+        views = {dtype: sent.view(_TORCH_DTYPES[dtype]) for dtype in {a.dtype for a in arrays}}
         return [
-            sent[begin : begin + array.nbytes].view(_TORCH_DTYPES[array.dtype])
+            views[array.dtype][begin // array.itemsize : begin // array.itemsize + array.size]
             for begin, array in zip(begins, arrays, strict=True)
         ]
 
 
 class Mark:
-    """What a device has been told to do so far.
+    """A point in a device's queue of work.
 
     Args:
         device: it; of a CPU, everything is done already.
@@ -106,12 +115,12 @@ class Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Waits until it is done."""
+        """Blocks until the device has reached the mark."""
         if self._event is not None:
             self._event.synchronize()
 
     def hold(self, stream: torch.cuda.Stream | None) -> None:
-        """Lets what a stream is told from now on wait until it is done; None: waits itself."""
+        """Makes later work of a stream wait for the mark; without a stream, blocks the caller."""
         if stream is None:
             self.wait()
         elif self._event is not None:
@@ -119,7 +128,7 @@ class Mark:
 
 
 class Fetched:
-    """A tensor on its way to the host, through pinned memory if it was on a GPU.
+    """A tensor being copied to the host, through pinned memory if it is on a GPU.
 
     Args:
         values: of any device; may be freed or written to by later work.
@@ -130,6 +139,6 @@ class Fetched:
         self._copied = Mark(values.device)
 
     def wait(self) -> torch.Tensor:
-        """The tensor on the host, once it is there."""
+        """Waits for the copy and returns the tensor on the host."""
         self._copied.wait()
         return self._host

@@ -1,8 +1,9 @@
-"""Draws the next tokens of running requests: their sampler rows, and masks of their constraints."""
+"""Draws the next tokens of running requests, with their sampler rows and constraint masks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,40 +20,44 @@ from weft.engine.scheduler.state import Request
 
 
 class Drawn(NamedTuple):
-    """What a step drew: of requests without drafts first."""
+    """Tokens drawn in one step; requests without drafts come first."""
 
     requests: Sequence[Request]
     tokens: list[int]
-    """Of those with an error they mean nothing."""
+    """Drawn token ids; undefined for requests with an error."""
+    positions: npt.NDArray[np.int64]
+    """Positions of the tokens."""
     logprobs: Sequence[TokenLogprob | None]
     errors: list[tuple[Request, WeftError]]
     runs: Sequence[Run] = ()
-    """Of requests with drafts."""
+    """Outcomes of the requests with drafts."""
 
 
 class Draw(NamedTuple):
-    """The tokens of a step, which may be under way."""
+    """The tokens of a step, which may still be computed."""
 
     plan: Plan
     requests: Sequence[Request]
-    """By row of the logits; a request with drafts for each of its rows."""
+    """The request of each row of the logits; one with drafts appears once for each of its rows."""
     samples: SamplesUnderWay
+    positions: npt.NDArray[np.int64]
+    """Positions of the tokens, by row."""
     mask_errors: dict[int, WeftError]
-    """By row."""
+    """Constraint errors by row."""
 
     @property
     def tokens(self) -> torch.Tensor:
-        """`[len(requests)]` where they are drawn; negative where there is none."""
+        """Token ids, `[len(requests)]`, on the device that drew them; negative for errors."""
         return self.samples.tokens
 
     def wait(self) -> Drawn:
-        """The tokens, once they are there."""
+        """Waits for the tokens and returns them."""
         output = self.samples.wait()
         errors = {**output.errors, **self.mask_errors}
         requests, tokens = self.requests, output.token_ids.tolist()
         if not self.plan.verifies:
             found = [(requests[row], error) for row, error in errors.items()]
-            return Drawn(requests, tokens, output.logprobs, found)
+            return Drawn(requests, tokens, self.positions, output.logprobs, found)
         row = len(self.plan.decodes)
         alone, runs, failed = list(range(row)), [], []
         for item, drafts in zip(self.plan.verifies, self.plan.drafts, strict=True):
@@ -76,6 +81,7 @@ class Draw(NamedTuple):
         return Drawn(
             [requests[index] for index in alone],
             [tokens[index] for index in alone],
+            self.positions[alone],
             [output.logprobs[index] for index in alone],
             failed,
             runs,
@@ -83,11 +89,11 @@ class Draw(NamedTuple):
 
 
 def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """A request's rows whose tokens count: its last token's and those of the drafts that are right.
+    """The rows whose tokens count: that of the last token and those of accepted drafts.
 
     Args:
         tokens: Drawn from each row, 1 + len(drafts); negative where there is none.
-        drafts: Of the request.
+        drafts: Drafts of the request.
     """
     if tokens[0] < 0:
         return []
@@ -100,12 +106,12 @@ def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 def _follow(plan: Plan, index: int, path: list[int], tokens: npt.NDArray[np.int64]) -> bool:
-    """Appends the row of the draft that is what was drawn last, if there is one and the request
-    goes on with it.
+    """Extends a path by the draft that equals the token drawn last, if there is one and the request
+    continues.
 
     Args:
-        plan: Of the step.
-        index: Of the request among those with drafts.
+        plan: Plan of the step.
+        index: Index of the request among those with drafts.
         path: Its rows so far.
         tokens: By row; there is one of the path's last.
     """
@@ -121,14 +127,14 @@ def _follow(plan: Plan, index: int, path: list[int], tokens: npt.NDArray[np.int6
 
 
 def _is_end(request: Request, token: int, num_drawn: int) -> bool:
-    """A request ends with the last of so many tokens drawn in one step."""
+    """Whether a request ends with the last of this many tokens drawn in one step."""
     if token not in request.end_token_ids:
         return False
     return end_of(request, token, request.num_generated + num_drawn) is not None
 
 
 class Drawing:
-    """Keeps a row of the sampler for each slot that is drawn for.
+    """Draws the tokens of a step; keeps a sampler row for each slot.
 
     Args:
         sampler: Rows by slot.
@@ -141,33 +147,34 @@ class Drawing:
         self._has_row = np.zeros(sampler.null_slot + 1, np.bool_)
         self._has_row[sampler.null_slot] = True
         self.num_slots = 0
-        """Slots that have a row."""
+        """Number of slots that have a row in this step."""
+        self._prepared = np.zeros(0, np.int64)
+        """Slots of the requests given to `prepare` last."""
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Gets ready what drawing needs beside the logits.
+        """Prepares everything that drawing needs besides the logits.
 
         Args:
             requests: That will draw; the tokens before those to be drawn are known.
         """
-        slots = self._slots(requests)
+        self._prepared = slots = self._slots(requests)
         for row in np.flatnonzero(~self._has_row[slots]).tolist():
             self._take_slot(requests[row])
         self._constraints.begin_masks(requests)
 
     def begin(self, plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
-        """Draws a token each, and of drafts as many as are what is drawn, and one more.
+        """Draws one token for each request; with drafts, one for each accepted draft and one more.
 
         Args:
-            plan: Of the step.
-            requests: That `prepare` was told of; what is drawn for those that have ended means
+            plan: Plan of the step.
+            requests: Requests given to `prepare` last; what is drawn for those that had ended means
                 nothing.
             drawable: Decodes, requests with drafts (a row for each token), chunks.
         """
         if not plan.verifies:
             errors = self._take_masks(requests)
-            slots = self._slots(requests)
-            samples = self._begin(drawable, slots)
-            return Draw(plan, requests, samples, errors)
+            samples = self._begin(drawable, self._prepared)
+            return Draw(plan, requests, samples, drawable.positions, errors)
         num_decodes = len(plan.decodes)
         by_row = [*requests[:num_decodes]]
         for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
@@ -177,18 +184,19 @@ class Drawing:
         if not any(item.request.draws_in_turn for item in plan.verifies):
             errors = self._take_masks(by_row)
             samples = self._begin(drawable, self._slots(by_row))
-            return Draw(plan, by_row, samples, errors)
+            return Draw(plan, by_row, samples, drawable.positions, errors)
         return self._draw_in_turn(plan, requests, by_row, drawable)
 
     def _begin(self, drawable: Drawable, slots: npt.NDArray[np.int64]) -> SamplesUnderWay:
-        if drawable.late_positions is None:
+        if drawable.on_device is None:
             return self._sampler.begin(drawable.logits, slots, drawable.positions)
-        return self._sampler.begin(
-            drawable.logits, slots, drawable.positions, drawable.late_positions
-        )
+        # Where somebody has ended since, a row draws from a slot of nobody.
+        has_slots = np.array_equal(slots, drawable.slots)
+        on_device = partial(drawable.on_device, has_slots=has_slots)
+        return self._sampler.begin(drawable.logits, slots, drawable.positions, on_device)
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
-        """Gives the sampler the masks that were begun; by first row, those that failed."""
+        """Passes the computed masks to the sampler; returns errors by first row."""
         errors: dict[int, WeftError] = {}
         for request, mask in self._constraints.take_masks():
             if isinstance(mask, WeftError):
@@ -200,8 +208,9 @@ class Drawing:
     def _draw_in_turn(
         self, plan: Plan, requests: Sequence[Request], by_row: Sequence[Request], drawable: Drawable
     ) -> Draw:
-        """Draws the first token of each request, then the second of those whose draft it was, and
-        so on: what is drawn may depend on the tokens before it (penalties, constraints)."""
+        """Draws the first token of each request, then the second of those whose draft was accepted,
+        and so on: each draw may depend on the tokens before it (penalties, constraints).
+        """
         output = SampleOutput(np.full(len(by_row), -1, np.int64), [None] * len(by_row))
         begin, lengths = len(plan.decodes), [1 + len(drafts) for drafts in plan.drafts]
         firsts = begin + np.cumsum([0, *lengths])
@@ -231,7 +240,7 @@ class Drawing:
         samples = SamplesUnderWay(
             torch.from_numpy(output.token_ids), lambda: output, drawable.positions
         )
-        return Draw(plan, by_row, samples, errors)
+        return Draw(plan, by_row, samples, drawable.positions, errors)
 
     def _draw_rows(
         self,
@@ -240,7 +249,7 @@ class Drawing:
         drawable: Drawable,
         output: SampleOutput,
     ) -> None:
-        """Draws a token each of some rows of the logits into `output`."""
+        """Draws one token for each of some rows of the logits into `output`."""
         logits = drawable.logits[torch.from_numpy(rows)]
         drawn = self._sampler.sample(logits, self._slots(requests), drawable.positions[rows])
         output.token_ids[rows] = drawn.token_ids
@@ -255,11 +264,11 @@ class Drawing:
         return slots
 
     def give_up(self) -> None:
-        """The step failed after `prepare`: its masks are of no use."""
+        """Drops the masks of a step that failed after `prepare`."""
         self._constraints.take_masks()
 
     def free(self, slot: int) -> None:
-        """The slot's request is gone."""
+        """Frees the sampling state of a slot whose request is gone."""
         if self._has_row[slot]:
             self._has_row[slot] = False
             self.num_slots -= 1

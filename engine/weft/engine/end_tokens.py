@@ -1,4 +1,4 @@
-"""Which tokens end a text of a model: one rule for engine and gateway. Pure Python."""
+"""End-of-text token ids of a model: one rule for engine and gateway. Pure Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIELD = "eos_token_id"
 def end_token_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], where: str = ""
 ) -> tuple[int, ...]:
-    """The ends that generation_config.json names; else those of config.json; else none.
+    """The end tokens that generation_config.json names; else those of config.json; else none.
 
     So does `transformers`, but that it takes nothing from config.json when there is a
     generation_config.json without any.

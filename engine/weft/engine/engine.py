@@ -1,4 +1,4 @@
-"""One engine: requests in, tokens and filled pages out, a step at a time.
+"""The engine: takes requests, returns tokens and filled pages, one step at a time.
 
 `Engine.turn(inbox)` is the whole life of a request on a worker: take what came in, plan, run the
 model, sample, commit, and return what has to go out. It never waits for the outside world.
@@ -19,16 +19,18 @@ from weft.engine.drawing import Drawing, Drawn
 from weft.engine.errors import Draining, Internal, Overloaded, WeftError
 from weft.engine.fill_jobs import ComputeJobs
 from weft.engine.flight import FlightRecorder
-from weft.engine.intake import append_run, end_of
+from weft.engine.intake import append_run
 from weft.engine.memory.kv_events import KvEvents
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.messages import Inbox, LeaseReply, Outbox, Ping, Pong, Submit
+from weft.engine.new_tokens import NewTokens
 from weft.engine.outgoing import Outgoing
 from weft.engine.parts import EngineParts, make_store
-from weft.engine.pipeline import Pipeline
+from weft.engine.pipeline import StepPipeline
 from weft.engine.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.resumption import first_to_run
 from weft.engine.sampling.sampler import Sampler
+from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, Run
@@ -72,6 +74,7 @@ class Engine:
         self.memory: KvMemory = parts.memory
         self.info = parts.info
         self._out = Outgoing()
+        self._new_tokens = NewTokens(self._out)
         self._kv_events = KvEvents(config.page_size)
         parts.memory.on_published.append(lambda _, key, parent: self._kv_events.stored(key, parent))
         parts.memory.on_evicted.append(self._kv_events.removed)
@@ -92,23 +95,22 @@ class Engine:
         )
         waiting = make_queue(config.scheduling_policy, config.ageing_s, pages.num_cached_tokens)
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
+        events = SchedulerEvents()
         self.scheduler = Scheduler(
-            SchedulerLimits.of(config),
+            SchedulerLimits.of(config, parts.runner.step_sizes),
             pages,
             waiting,
             fills,
             self._on_finish,
             self._on_slot_free,
             self.adapters.places,
+            events=events,
+            prompt_budget=partial(self.costs.tokens_within, config.inter_token_target_s),
         )
-        self.adapters.attach(self.scheduler.door)
-        self.scheduler.prompt_tokens_beside_decode = partial(
-            self.costs.tokens_within, config.inter_token_target_s
-        )
-        self.scheduler.step_sizes = parts.runner.step_sizes
+        self.adapters.attach(self.scheduler.waitlist)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
         if self.sessions is not None:
-            self.scheduler.on_leaving = self.sessions.on_leaving
+            events.leaving.append(self.sessions.on_leaving)
         self.fills.listener = self.scheduler
         if self.tiers is not None:
             self.tiers.listener = self.scheduler
@@ -138,7 +140,7 @@ class Engine:
         if self.tiers is not None:
             num_held_pages = self.tiers.num_held_pages
         self.store = make_store(config, parts, num_held_pages, self._out.store, clock)
-        write_through(self.scheduler, self.tier_policy, self.tiers, self.store)
+        write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:
             self.audit = PageAudit(parts.runner.page_digests, parts.memory)
@@ -151,9 +153,8 @@ class Engine:
         self._constraints = parts.constraints
         self._drawing = Drawing(sampler, parts.constraints)
         self.drafting = Drafting(config, parts.drafter, draws_on_device=sampler.is_on_device)
-        self.scheduler.has_draft = config.head_dir is not None
         self.drafting.attach(self.scheduler.running_plans, parts.info.max_context_tokens)
-        self.pipeline = Pipeline(
+        self.pipeline = StepPipeline(
             parts.runner,
             self._drawing,
             self.scheduler,
@@ -166,7 +167,7 @@ class Engine:
         self.stats = EngineStats(clock, config.max_step_tokens)
         self.is_draining = False
         self.ran_step = False
-        """The last turn computed something."""
+        """Whether the last turn computed something."""
         self._expire_at = 0.0
         self._report_at = 0.0
 
@@ -174,7 +175,7 @@ class Engine:
 
     @property
     def flight(self) -> FlightRecorder | None:
-        """Keeps each plan for those who look into a crash, once it is set."""
+        """Records each plan for crash dumps, once set."""
         return self.pipeline.flight
 
     @flight.setter
@@ -183,12 +184,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """The next turn would run a step."""
+        """Whether the next turn would run a step."""
         return self.scheduler.has_work or self.pipeline.num_steps > 0
 
     @property
     def is_idle(self) -> bool:
-        """No request, no fill, no lease: it can be stopped without anybody noticing."""
+        """Whether no request, fill or lease exists: stopping the engine disturbs nobody."""
         return not (
             self.scheduler.num_requests
             or self.pipeline.num_steps
@@ -199,7 +200,7 @@ class Engine:
 
     @property
     def num_copies(self) -> int:
-        """Pages that are held for copies to elsewhere."""
+        """Number of pages held for copies to elsewhere."""
         num_copies = self.store.num_open_pages if self.store is not None else 0
         return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
 
@@ -207,8 +208,7 @@ class Engine:
         return self.costs.local_tokens_per_s
 
     def turn(self, inbox: Inbox | None = None) -> Outbox:
-        """Takes the inbox, begins at most one step and ends at most one, and returns what has to
-        go out."""
+        """Takes the inbox, starts and completes at most one step each; returns what to send."""
         if inbox is not None:
             self._take_inbox(inbox)
         if self.tiers is not None:
@@ -352,7 +352,7 @@ class Engine:
                 self.scheduler.release(self._groups[key][0])
 
     def _hand_back(self, *, is_running_too: bool) -> None:
-        """Gives requests back to their gateways, which go on with them elsewhere.
+        """Hands requests back to their gateways, which resume them elsewhere.
 
         Args:
             is_running_too: All of them, and open leases are stopped; else those that only wait.
@@ -372,7 +372,7 @@ class Engine:
             self.store.look_up(request)
 
     def _repeat_state(self, key: RequestKey) -> None:
-        """A duplicate submit is answered with where its request is."""
+        """Answers a duplicate submit with the state of its request."""
         self._out.accepted(key)
         for request in self._groups[key]:
             self._out.all_tokens(request)
@@ -399,7 +399,7 @@ class Engine:
     # -- the step --------------------------------------------------------------------------------
 
     def _note_plan(self) -> None:
-        """Reports what planning did: pre-emptions, cached pages of fill jobs, and wipes."""
+        """Reports the results of planning: preemptions, cached pages of fill jobs, and wipes."""
         for request in self.scheduler.preempted:
             self._out.preempted(request)
         self.scheduler.preempted.clear()
@@ -425,16 +425,16 @@ class Engine:
         num_surplus = 0
         runs: Sequence[Run] = ()
         if drawn is not None:
-            num_surplus, runs = self._take_tokens(drawn, len(plan.decodes)), drawn.runs
+            num_surplus, runs = self._take_tokens(drawn, plan), drawn.runs
         self.stats.step(plan, duration_s, self.costs, num_surplus, runs)
         self.drafting.observe(plan, runs, duration_s)
 
-    def _take_tokens(self, drawn: Drawn, num_decodes: int) -> int:
+    def _take_tokens(self, drawn: Drawn, plan: Plan) -> int:
         """Appends and emits new tokens; ends samples where they end, and forks others.
 
         Args:
             drawn: What came.
-            num_decodes: Of so many of the rows, at the front, it is not the first token.
+            plan: Plan of the step; the tokens of its decodes are not first tokens.
 
         Returns:
             Tokens of requests that had ended while the step was under way.
@@ -445,32 +445,21 @@ class Engine:
                 num_surplus -= 1  # Its token is neither of use nor too many.
                 self._fail_group(failed.key, error)
         now = self._clock()
-        firsts = drawn.requests[num_decodes:]
+        firsts = drawn.requests[len(plan.decodes) :]
         for request in firsts:
             timeline = request.timeline
             if timeline.first_token_s is None:
                 timeline.first_token_s = now - timeline.submitted_at
-        emit, finished = self._out.token, State.FINISHED
-        for request, token, logprob in zip(*drawn[:3], strict=True):
-            if request.state is finished:
-                num_surplus += 1
-                continue
-            tokens = request.tokens
-            num_generated = len(tokens) - request.num_prompt_tokens
-            emit(request, token, num_generated, logprob)
-            tokens.append(token)
-            num_generated += 1
-            if num_generated >= request.max_tokens or token in request.end_token_ids:
-                end = end_of(request, token, num_generated)
-                if end is not None:
-                    self._end_sample(request, *end)
+        ends, num_ended = self._new_tokens.take(drawn, plan)
+        for end in ends:
+            self._end_sample(*end)
         for request in firsts:
             if request.unforked_samples and request.state is not State.FINISHED:
                 self._fork(request, now)
-        return num_surplus + sum(self._take_run(run) for run in drawn.runs)
+        return num_surplus + num_ended + sum(self._take_run(run) for run in drawn.runs)
 
     def _take_run(self, run: Run) -> int:
-        """`_take_tokens` of a request with drafts, whose tokens may end it anywhere."""
+        """Like `_take_tokens`, for a request with drafts, whose tokens may end it anywhere."""
         request, tokens, first = run.request, run.tokens, run.request.num_generated
         if request.state is State.FINISHED:
             return max(1, len(tokens))
@@ -482,7 +471,7 @@ class Engine:
         return len(tokens) - num_taken
 
     def _fork(self, first: Request, now: float) -> None:
-        """Makes the other samples of a prompt whose KV exists now; they share its full pages."""
+        """Creates the other samples of a prompt whose KV exists now; they share its full pages."""
         num_pages = (first.num_prompt_tokens - 1) // self.config.page_size
         group = self._groups.get(first.key)
         samples, first.unforked_samples = first.unforked_samples, {}
@@ -501,7 +490,7 @@ class Engine:
     # -- ends ------------------------------------------------------------------------------------
 
     def _end_sample(self, request: Request, reason: str, stop_token_id: int | None) -> None:
-        """One sample ended well."""
+        """Finishes one sample without an error."""
         request.timeline.finish_s = self._clock() - request.timeline.submitted_at
         if request.unforked_samples:
             self._fork(request, self._clock())
@@ -509,14 +498,14 @@ class Engine:
         self.scheduler.finish(request)
 
     def _end_unforked(self, first: Request, sample: int) -> None:
-        """A sample is cancelled before it was forked."""
+        """Cancels a sample before it was forked."""
         generated = first.unforked_samples.pop(sample)
         never = self._intake.sibling(first, sample, generated, self._clock())
         never.timeline.finish_s = self._clock() - never.timeline.submitted_at
         self._out.finished(never, "cancelled", None)
 
     def _end_group(self, key: RequestKey) -> None:
-        """All samples of a request are cancelled."""
+        """Cancels all samples of a request."""
         for request in self._groups.pop(key, []):
             for sample in list(request.unforked_samples):
                 self._end_unforked(request, sample)
@@ -524,7 +513,7 @@ class Engine:
                 self._end_sample(request, "cancelled", None)
 
     def _fail_group(self, key: RequestKey, error: WeftError) -> None:
-        """A whole request fails: one event, and all its samples end."""
+        """Fails a whole request: one event, and all its samples end."""
         group = self._groups.pop(key, None)
         if group is None:
             return
@@ -547,7 +536,7 @@ class Engine:
             self._fail_group(request.key, error)
 
     def _on_finish(self, request: Request) -> None:
-        """The scheduler's word that a request is over and its pages released."""
+        """Handles the end of a request, whose pages are released."""
         if request.is_fill:
             if request.error is not None:
                 self.filler.on_job_failed(request, request.error.message)
@@ -567,7 +556,7 @@ class Engine:
     # -- state -----------------------------------------------------------------------------------
 
     def staging_counts(self) -> StagingCounts | None:
-        """Staging pages by state; None where there are none."""
+        """Staging pages by state; None if there are none."""
         area = self.parts.plane.staging
         return area.counts() if area is not None else None
 
@@ -576,7 +565,7 @@ class Engine:
         return engine_counters(self)
 
     def sizes(self) -> dict[str, int]:
-        """Lengths of everything that grows with requests, by name; see `snapshot`."""
+        """Sizes of everything that grows with requests, by name; see `snapshot`."""
         return {
             "groups": len(self._groups),
             "sampling_slots": self._drawing.num_slots,
@@ -592,9 +581,9 @@ class Engine:
         }
 
     def snapshot(self, max_entries: int) -> dict[str, Any]:
-        """What this engine is doing now, as JSON can hold it: ids and numbers, no tokens.
+        """The engine's current state as JSON values, for operators: ids and numbers, no tokens.
 
         Args:
-            max_entries: Of each list; `sizes` has the whole lengths.
+            max_entries: Most entries of each list; `sizes` has the whole lengths.
         """
         return engine_snapshot(self, self._clock(), max_entries)

@@ -1,16 +1,16 @@
-"""Typed failures. Services turn them into statuses; nothing else crosses a public seam."""
+"""Typed errors. Services turn them into statuses; no other exceptions cross a public interface."""
 
 from __future__ import annotations
 
 
 class WeftError(Exception):
-    """A failure that tells what failed, where, and whether a repetition can help.
+    """An error that says what failed, where, and whether a retry can help.
 
     Subclasses fix the reason and the codes; callers give the message and what they know.
     """
 
     reason: str = "INTERNAL"
-    """UPPER_SNAKE; stable, part of the API."""
+    """Error code, UPPER_SNAKE; stable, part of the API."""
     grpc_code: str = "INTERNAL"
     """Name of the google.rpc.Code."""
     http_status: int = 500
@@ -35,16 +35,16 @@ class WeftError(Exception):
         self.attempt = attempt
         self.retry_after_s = retry_after_s
         self.metadata = metadata
-        """What the caller is told beside it: keys in lower case, and values."""
+        """Further facts for the caller: keys in lower case, and values."""
 
     def blame(self, param: str) -> None:
-        """Names the field at fault as the client knows it, in the message too."""
+        """Names the field at fault as the client knows it; also in the message."""
         self.param = param
         self.message = f"{param}: {self.message}"
 
 
 class InvalidRequest(WeftError):
-    """The request can never succeed as it is; `param` names the field."""
+    """The request can never succeed as it is; `param` names the field at fault."""
 
     reason = "INVALID_REQUEST"
     grpc_code = "INVALID_ARGUMENT"
@@ -52,7 +52,7 @@ class InvalidRequest(WeftError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt plus the least output is longer than the context or than the KV pool."""
+    """Prompt plus minimal output exceed the context length or the KV pool."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
@@ -66,13 +66,13 @@ class Unauthenticated(WeftError):
 
 
 class InvalidApiKey(Unauthenticated):
-    """The call has no API key, or one that is not known."""
+    """The call has no API key, or an unknown one."""
 
     reason = "INVALID_API_KEY"
 
 
 class PermissionDenied(WeftError):
-    """The caller is known, and may not do this."""
+    """The caller is known but not allowed to do this."""
 
     reason = "PERMISSION_DENIED"
     grpc_code = "PERMISSION_DENIED"
@@ -80,7 +80,7 @@ class PermissionDenied(WeftError):
 
 
 class ModelNotFound(WeftError):
-    """No such model is served here."""
+    """The named model is not served here."""
 
     reason = "MODEL_NOT_FOUND"
     grpc_code = "NOT_FOUND"
@@ -111,7 +111,7 @@ class Overloaded(WeftError):
 
 
 class RateLimited(WeftError):
-    """The caller, or all together, have used up what a minute allows."""
+    """The caller, or all callers together, have used up their rate."""
 
     reason = "RATE_LIMIT_EXCEEDED"
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -120,13 +120,13 @@ class RateLimited(WeftError):
 
 
 class TargetUnattainable(Overloaded):
-    """As busy as the workers are, the request would miss its latency target."""
+    """With the present load the request would miss its latency target."""
 
     reason = "TARGET_UNATTAINABLE"
 
 
 class SlowClient(WeftError):
-    """The client reads more slowly than its stream is produced and its buffer is full."""
+    """The client reads more slowly than its stream is produced, and its buffer is full."""
 
     reason = "SLOW_CLIENT"
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -134,7 +134,7 @@ class SlowClient(WeftError):
 
 
 class PeerUnavailable(WeftError):
-    """A worker that the request needs is gone or unreachable."""
+    """A worker that the request needs is unavailable."""
 
     reason = "PEER_UNAVAILABLE"
     grpc_code = "UNAVAILABLE"
@@ -149,7 +149,7 @@ class Draining(PeerUnavailable):
 
 
 class DeadlineExceeded(WeftError):
-    """The request's time ran out."""
+    """The request's deadline has passed."""
 
     reason = "DEADLINE_EXCEEDED"
     grpc_code = "DEADLINE_EXCEEDED"
@@ -158,7 +158,7 @@ class DeadlineExceeded(WeftError):
 
 
 class Cancelled(WeftError):
-    """The client or its disconnect ended the request."""
+    """The client cancelled the request or disconnected."""
 
     reason = "CANCELLED"
     grpc_code = "CANCELLED"
@@ -166,7 +166,7 @@ class Cancelled(WeftError):
 
 
 class Internal(WeftError):
-    """A fault of Weft's own."""
+    """An internal error: a defect in Weft itself."""
 
 
 class ModelError(WeftError):
@@ -177,20 +177,20 @@ class ModelError(WeftError):
 
 
 class ConfigError(WeftError):
-    """Settings do not fit together or do not fit this machine."""
+    """Settings are inconsistent or do not suit this machine."""
 
     reason = "CONFIG_INVALID"
     grpc_code = "FAILED_PRECONDITION"
 
 
 class FaultsDisabled(ConfigError):
-    """Faults cannot be injected into a service that was not started for it."""
+    """Faults cannot be injected into a service that was not started with fault injection."""
 
     reason = "FAULTS_DISABLED"
 
 
 class InjectedFault(Internal):
-    """Not a fault at all: somebody has asked for it (`weft.engine.faults`)."""
+    """An error requested through fault injection (`weft.engine.faults`), not a defect."""
 
     reason = "INJECTED_FAULT"
 
@@ -224,5 +224,5 @@ _BY_REASON: dict[str, type[WeftError]] = {
 
 
 def error_class(reason: str) -> type[WeftError]:
-    """Class of a reason that came over a wire; `Internal` when it is not known here."""
+    """Error class of a reason received over the wire; `Internal` for unknown ones."""
     return _BY_REASON.get(reason, Internal)

@@ -1,4 +1,4 @@
-"""Fault points: named places where a process can be told to fail, so that failures can be tested.
+"""Fault points: named places where a process can be made to fail, so that failures can be tested.
 
     if faults.SHIP_POST.is_armed and faults.SHIP_POST.fire() == "drop":
         return
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 from weft.engine.errors import FaultsDisabled, InjectedFault, InvalidRequest
-from weft.engine.transfer.staging import Pages
+from weft.engine.transfer.staging import StagingPages
 
 FaultKind = Literal[
     "drop", "delay", "duplicate", "corrupt", "stall", "kill", "error", "sabotage", ""
 ]
-"""What happens at a point; the empty one: nothing."""
+"""Kind of fault at a point; the empty one: nothing happens."""
 KINDS: tuple[FaultKind, ...] = tuple(kind for kind in get_args(FaultKind) if kind)
-MOST_ARMED = 64
-MOST_DELAY_S = 600.0
+MAX_ARMED = 64
+MAX_DELAY_S = 600.0
 _CLEARED_POLL_S = 0.02
 _ANYWHERE: tuple[FaultKind, ...] = ("delay", "stall", "kill")
 T = TypeVar("T")
@@ -41,32 +41,33 @@ class FaultSpec:
 
     point: str
     kind: str
-    """Of KINDS, as far as the point has it."""
+    """One of KINDS that the point supports."""
     probability: float = 1.0
-    """That it happens when the point is reached, in (0, 1]."""
+    """Probability, in (0, 1], that the fault happens each time the point is reached."""
     count: int = 1
-    """How often it happens at most; 0 = without bound."""
+    """Most times that the fault happens; 0: no limit."""
     skip: int = 0
-    """Times that the point is passed before anything happens."""
+    """Number of times that the point is passed before the fault can happen."""
     seed: int = 0
-    """Of the draws, and of the bit that `corrupt` flips."""
+    """Seed of the random draws and of the bit that `corrupt` flips."""
     delay_s: float = 1.0
-    """Of `delay`; the most that `stall` lasts, which ends when the fault is cleared."""
+    """Duration of `delay`, seconds; also the longest `stall`, which ends when the fault is cleared.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class FaultState:
-    """An armed fault and what it has done."""
+    """An armed fault and its counts."""
 
     spec: FaultSpec
     reached: int = 0
-    """Times that its point was passed since it was armed."""
+    """Number of times that its point was passed since it was armed."""
     fired: int = 0
-    """Times that it happened."""
+    """Number of times that the fault has happened."""
 
 
 class _Armed:
-    """A fault at its point."""
+    """A fault armed at a point."""
 
     def __init__(self, spec: FaultSpec) -> None:
         self.state = FaultState(spec=spec)
@@ -74,7 +75,7 @@ class _Armed:
         self.cleared = threading.Event()
 
     def draw(self) -> bool:
-        """Counts one pass; whether the fault happens now."""
+        """Counts one pass; returns whether the fault happens now."""
         spec, state = self.state.spec, self.state
         state.reached += 1
         if state.reached <= spec.skip or (spec.count and state.fired >= spec.count):
@@ -86,7 +87,7 @@ class _Armed:
 
 
 class FaultPoint:
-    """One place in the code.
+    """A named place in the code where faults can be injected.
 
     Args:
         name: Part and action, as `ship.post`.
@@ -100,12 +101,12 @@ class FaultPoint:
         self.where = where
         self.kinds = kinds if "sabotage" in kinds else (*kinds, *_ANYWHERE)
         self.is_armed = False
-        """Look at this first: it is all that a point costs while nothing is armed."""
+        """Whether any fault is armed; the only cost of a point while none is."""
         self._armed: list[_Armed] = []
         self._lock = threading.Lock()
 
     def fire(self) -> FaultKind:
-        """Passes the point: waits, dies or raises here, or returns what the place has to do.
+        """Passes the point: waits, dies or raises here, or returns what the caller has to do.
 
         Raises:
             InjectedFault: For `error`.
@@ -114,20 +115,22 @@ class FaultPoint:
         return "" if fault is None else self._wait(fault)
 
     async def fire_async(self) -> FaultKind:
-        """As `fire`, where waiting must not hold up the event loop."""
+        """Asynchronous form of `fire`, which does not block the event loop."""
         fault = self._draw()
         return "" if fault is None else await self._wait_async(fault)
 
     def repeat(self, item: T) -> Sequence[T]:
-        """Passes a message: none of it after `drop`, two after `duplicate`, else itself."""
+        """Yields a message as often as it is to be processed: never after `drop`, twice after
+        `duplicate`, else once.
+        """
         return _repeated(item, self.fire())
 
     async def repeat_async(self, item: T) -> Sequence[T]:
-        """As `repeat`, where waiting must not hold up the event loop."""
+        """Asynchronous form of `repeat`, which does not block the event loop."""
         return _repeated(item, await self.fire_async())
 
-    def flip_bit(self, pool: Pages, pages: Sequence[int]) -> None:
-        """Passes pages that lie in a pool: `corrupt` flips one bit in one of them.
+    def flip_bit(self, pool: StagingPages, pages: Sequence[int]) -> None:
+        """Passes pages in a pool: `corrupt` flips one bit in one of them.
 
         Args:
             pool: uint8 `[num_pages, page_bytes]`.
@@ -137,8 +140,8 @@ class FaultPoint:
         if fault is not None and self._wait(fault) == "corrupt":
             _flip(fault.random, pool, pages)
 
-    async def flip_bit_async(self, pool: Pages, pages: Sequence[int]) -> None:
-        """As `flip_bit`, where waiting must not hold up the event loop."""
+    async def flip_bit_async(self, pool: StagingPages, pages: Sequence[int]) -> None:
+        """Asynchronous form of `flip_bit`, which does not block the event loop."""
         fault = self._draw() if pages else None
         if fault is not None and await self._wait_async(fault) == "corrupt":
             _flip(fault.random, pool, pages)
@@ -174,7 +177,7 @@ class FaultPoint:
         return kind
 
     def arm(self, spec: FaultSpec) -> None:
-        """Arms one more fault here."""
+        """Arms a fault at this point, beside those already armed."""
         with self._lock:
             self._armed.append(_Armed(spec))
             self.is_armed = True
@@ -189,29 +192,29 @@ class FaultPoint:
         return len(gone)
 
     def states(self) -> list[FaultState]:
-        """The faults armed here."""
+        """States of the faults armed at this point."""
         with self._lock:
             return [fault.state for fault in self._armed]
 
 
 class FaultBoard:
-    """The points of this process."""
+    """The fault points of this process."""
 
     def __init__(self, *points: FaultPoint) -> None:
         self._points = {point.name: point for point in points}
         self.is_enabled = False
 
     def enable(self) -> None:
-        """Lets faults be armed, for the rest of the process's life."""
+        """Allows faults to be armed, for the rest of the process's life."""
         self.is_enabled = True
 
     @property
     def points(self) -> Sequence[FaultPoint]:
-        """All there are."""
+        """All registered points."""
         return tuple(self._points.values())
 
     def arm(self, spec: FaultSpec) -> None:
-        """Arms a fault.
+        """Arms a fault at its point.
 
         Raises:
             FaultsDisabled: This process was not started for it.
@@ -219,8 +222,8 @@ class FaultBoard:
         """
         self.check_enabled()
         self.check(spec)
-        if len(self.states()) >= MOST_ARMED:
-            raise InvalidRequest(f"{MOST_ARMED} faults are armed; clear some", stage="faults")
+        if len(self.states()) >= MAX_ARMED:
+            raise InvalidRequest(f"{MAX_ARMED} faults are armed; clear some", stage="faults")
         self._points[spec.point].arm(spec)
 
     def check_enabled(self) -> None:
@@ -243,22 +246,22 @@ class FaultBoard:
             ("probability", 0 < spec.probability <= 1, "give more than 0, at most 1"),
             ("count", spec.count >= 0, "give 0 (no bound) or more"),
             ("skip", spec.skip >= 0, "give 0 or more"),
-            ("delay", 0 <= spec.delay_s <= MOST_DELAY_S, f"give 0 to {MOST_DELAY_S:g} s"),
+            ("delay", 0 <= spec.delay_s <= MAX_DELAY_S, f"give 0 to {MAX_DELAY_S:g} s"),
         )
         for param, is_good, message in problems:
             if not is_good:
                 raise InvalidRequest(f"{param}: {message}", stage="faults", param=param)
 
     def clear(self, name: str = "") -> int:
-        """Disarms everything, or what is armed at one point; returns how many faults there were."""
+        """Disarms all faults, or those armed at one point; returns how many there were."""
         return sum(point.clear() for point in self.points if name in ("", point.name))
 
     def states(self) -> list[FaultState]:
-        """All armed faults."""
+        """States of all armed faults."""
         return [state for point in self._points.values() for state in point.states()]
 
 
-def _flip(draw: random.Random, pool: Pages, pages: Sequence[int]) -> None:
+def _flip(draw: random.Random, pool: StagingPages, pages: Sequence[int]) -> None:
     pool[draw.choice(pages), draw.randrange(pool.shape[1])] ^= 1 << draw.randrange(8)
 
 
@@ -367,4 +370,4 @@ BOARD = FaultBoard(
     SABOTAGE_CHECK,
     SABOTAGE_INDEX,
 )
-"""This process's points."""
+"""The process-wide board on which fault points are registered."""

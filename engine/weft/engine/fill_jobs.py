@@ -1,4 +1,4 @@
-"""A filler's jobs where pages are computed: prompts in the scheduler."""
+"""The jobs of a filler that computes pages: prompts in the scheduler."""
 
 from __future__ import annotations
 

@@ -1,27 +1,29 @@
-"""The last plan of an engine, in a file that outlives its process."""
+"""Records the last plan of an engine in a file that outlives its process."""
 
 from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from weft.engine.clock import Clock, monotonic
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request
 
 MAX_ITEMS = 64
-"""Of a plan; of a longer one only its length and its tokens are known."""
+"""Most items recorded of a plan; of a longer one only its length and token count are kept."""
 MAX_SLOTS = 4096
 _HEADER = struct.Struct("<QddII")
-"""Steps begun, begin and end of the last one (monotonic seconds), its items, its tokens."""
+"""Header: steps begun, begin and end of the last one (monotonic seconds), its items, its tokens."""
 _NAME = struct.Struct("<64siB")
-"""By slot: request id, sample, is it a fill."""
+"""Record of a slot: request id, sample, whether it is a fill."""
 _ROW = "III"
-"""By item: slot, first token, tokens."""
+"""Record of an item: slot, first token, tokens."""
 _NAMES_AT = _HEADER.size + MAX_ITEMS * struct.calcsize(f"<{_ROW}")
 _FILE_BYTES = _NAMES_AT + MAX_SLOTS * _NAME.size
 
@@ -32,8 +34,8 @@ def _rows(count: int) -> struct.Struct:
 
 
 class FlightRecorder:
-    """Writes each plan over the one before. The file's pages are the kernel's: they survive any
-    end of the process.
+    """Writes each plan over the previous one. The file is mapped, so the kernel keeps it however
+    the process ends.
 
     Args:
         path: The file, made anew.
@@ -48,31 +50,42 @@ class FlightRecorder:
         self._num_steps = 0
         self._last: tuple[float, int, int] = (0.0, 0, 0)
         self._arrivals: dict[int, int] = {}
-        """Whose name is in the file, by slot."""
+        """Arrival number of the request whose name is in the file, by slot."""
+        self._decodes: Sequence[Request] = ()
+        """Decodes of the last plan."""
 
     def begin(self, plan: Plan) -> None:
-        """A step begins."""
+        """Records the start of a step."""
         self._num_steps += 1
-        values: list[int] = []
-        for request, start, count, *_ in islice(plan, MAX_ITEMS):
-            slot = request.slot
-            if self._arrivals.get(slot) != request.arrival:
+        num_decodes = min(len(plan.decodes), MAX_ITEMS)
+        if plan.decodes is not self._decodes:  # Of many steps they are the same object.
+            self._decodes = plan.decodes
+            for request in plan.decodes[:num_decodes]:
                 self._name(request)
-            values += (slot, start, count)
-        _rows(len(values) // 3).pack_into(self._map, _HEADER.size, *values)
+        rows = np.ones((num_decodes, 3), np.dtype("<u4"))
+        rows[:, 0], rows[:, 1] = plan.slots[:num_decodes], plan.starts[:num_decodes]
+        pieces_at = _HEADER.size + rows.nbytes
+        self._map[_HEADER.size : pieces_at] = rows.tobytes()
+        values: list[int] = []
+        for request, start, count, *_ in islice(plan.pieces(), MAX_ITEMS - num_decodes):
+            self._name(request)
+            values += (request.slot, start, count)
+        _rows(len(values) // 3).pack_into(self._map, pieces_at, *values)
         self._last = (self._clock(), len(plan), plan.num_tokens)
         began_at, num_items, num_tokens = self._last
         _HEADER.pack_into(self._map, 0, self._num_steps, began_at, 0.0, num_items, num_tokens)
 
     def end(self) -> None:
-        """The step has ended."""
+        """Records the end of the step."""
         began_at, num_items, num_tokens = self._last
         ended_at = self._clock()
         _HEADER.pack_into(self._map, 0, self._num_steps, began_at, ended_at, num_items, num_tokens)
 
     def _name(self, request: Request) -> None:
-        """Another request has the slot."""
+        """Records the name of the request that has the slot, unless the file has it."""
         slot = request.slot
+        if self._arrivals.get(slot) == request.arrival:
+            return
         self._arrivals[slot] = request.arrival
         at = _NAMES_AT + slot % MAX_SLOTS * _NAME.size
         name = request.key.request_id.encode()
@@ -80,7 +93,7 @@ class FlightRecorder:
 
 
 def read_plan(path: Path) -> dict[str, Any] | None:
-    """What a recorder wrote last, for people and their tools; None if it wrote nothing."""
+    """Reads what a recorder wrote last, as JSON-like values; None if it wrote nothing."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Turns submits and handles into requests, refusing what can never run."""
+"""Converts submits and handles to requests; refuses those that can never run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NO_STOP = StopCriteria()
 
 
 def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int | None] | None:
-    """Why a sample ends with its newest token: (reason, stop token if that did it); None: not.
+    """Why a sample ends with its newest token: (reason, the stop token if one matched); None: it
+    goes on.
 
     Args:
         request: The sample.
@@ -40,7 +41,7 @@ def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int |
 
 
 def append_run(run: Run) -> tuple[int, tuple[str, int | None] | None]:
-    """Adds to a request what it drew in a step with drafts, up to the token that ends it.
+    """Appends the tokens that a request drew in a step with drafts, up to the one that ends it.
 
     Returns:
         How many tokens were added, and why the sample ends (`end_of`); None: it does not.
@@ -89,7 +90,7 @@ class Intake:
         self._namespaces: dict[tuple[str, bytes], bytes] = {}
 
     def namespace(self, cache_salt: str, adapter: bytes = b"") -> bytes:
-        """Namespace of this model and layout with a tenant's salt and an adapter; 32 bytes."""
+        """Namespace for this model and layout, a tenant's salt and an adapter; 32 bytes."""
         known = self._namespaces.get((cache_salt, adapter))
         if known is None:
             known = namespace_digest(
@@ -100,7 +101,7 @@ class Intake:
         return known
 
     def from_submit(self, submit: Submit, now: float) -> Request:
-        """The first sample of a submit that is to run; the others are forked from it.
+        """Builds the first sample of a submit that is to run; the others are forked from it.
 
         A resumed one has the tokens of its earlier attempts. It goes on as if it had drawn them
         here: they may even have ended it (`end_of`).
@@ -159,7 +160,7 @@ class Intake:
         )
 
     def _samples(self, submit: Submit, max_tokens: int) -> dict[int, list[int]]:
-        """The samples that are to run, and what each has generated in earlier attempts."""
+        """The samples that are to run, with the tokens generated in earlier attempts."""
         samples: dict[int, list[int]] = {sample: [] for sample in range(submit.sampling.n)}
         for entry in submit.progress:
             self._check_progress(entry, submit.sampling.n, max_tokens)
@@ -184,7 +185,9 @@ class Intake:
         raise InvalidRequest(message, stage="validate", param="progress")
 
     def sibling(self, first: Request, sample: int, generated: list[int], now: float) -> Request:
-        """Another sample of the same prompt, with the tokens that it has generated elsewhere."""
+        """Builds another sample of the same prompt, with the tokens it has already generated
+        elsewhere.
+        """
         return Request(
             key=first.key,
             sample=sample,
@@ -216,7 +219,7 @@ class Intake:
     def from_handle(
         self, handle: KvHandle, request_id: str, traceparent: str, now: float
     ) -> Request:
-        """The compute job of a fill. It has no deadline of its own: its lease ends it."""
+        """Builds the compute job of a fill. It has no deadline of its own: its lease ends it."""
         return Request(
             key=RequestKey(-1, request_id, 0),
             sample=0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +23,12 @@ from weft.engine.scheduler.state import Timeline
 NO_TIMEOUT_S = 1e9
 _SESSION = 0
 _IDLE_S = 0.05
-"""Between turns that have nothing to do but to wait for a thread of the engine's."""
+"""Seconds between turns in which the engine only waits for one of its threads."""
 
 
 @dataclass(slots=True)
-class Sample:
-    """What one sample of one prompt became."""
+class GeneratedSample:
+    """The result of one sample of one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -36,7 +37,7 @@ class Sample:
 
 
 def to_error(failure: Failure) -> WeftError:
-    """The exception that a failure was."""
+    """Converts a failure message back to the exception."""
     return error_class(failure.reason)(
         failure.message,
         stage=failure.stage,
@@ -46,7 +47,7 @@ def to_error(failure: Failure) -> WeftError:
 
 
 class LLM:
-    """Generates tokens from tokens.
+    """Generates token ids from token ids.
 
     Args:
         model_dir: Hugging Face directory.
@@ -76,7 +77,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine's threads."""
+        """Stops the engine's threads."""
         self.engine.close()
 
     def load_adapter(
@@ -110,7 +111,7 @@ class LLM:
         return digest
 
     def unload_adapter(self, digest: bytes) -> None:
-        """Forgets an adapter."""
+        """Unloads an adapter."""
         self._order(AdapterOrder(query=next(self._ids), action="unload", digest=digest))
 
     def _order(self, order: AdapterOrder) -> None:
@@ -136,21 +137,24 @@ class LLM:
         stop: StopCriteria | None = None,
         top_logprobs: int | None = None,
         adapters: Sequence[bytes] = (),
-    ) -> list[Sample]:
+        max_at_once: int | None = None,
+    ) -> list[GeneratedSample]:
         """Runs prompts of token ids to their end; with n > 1 the first sample of each.
 
         Args:
-            prompts: Of token ids.
-            sampling: Of all, or of each prompt its own; greedy if not given.
-            stop: Of all.
+            prompts: Token ids of each prompt.
+            sampling: For all prompts, or one for each; greedy if not given.
+            stop: Stop criteria of all prompts.
             top_logprobs: None: no log-probabilities.
             adapters: By prompt, each one's digest, or empty for the base model; none at all: the
                 base model for all.
+            max_at_once: Number of prompts under way at most: others begin as these end. None: all.
 
         Raises:
+            ValueError: `max_at_once` is less than one.
             WeftError: a prompt was refused; nothing else goes on.
         """
-        groups = self.generate_all(prompts, sampling, stop, top_logprobs, adapters)
+        groups = self.generate_all(prompts, sampling, stop, top_logprobs, adapters, max_at_once)
         return [group[0] for group in groups]
 
     def generate_all(
@@ -160,8 +164,11 @@ class LLM:
         stop: StopCriteria | None = None,
         top_logprobs: int | None = None,
         adapters: Sequence[bytes] = (),
-    ) -> list[list[Sample]]:
+        max_at_once: int | None = None,
+    ) -> list[list[GeneratedSample]]:
         """Like `generate`, with all `n` samples of each prompt."""
+        if max_at_once is not None and max_at_once < 1:
+            raise ValueError(f"max_at_once = {max_at_once}: at least one prompt must be under way")
         sampling = sampling or SamplingParams(temperature=0.0)
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
@@ -182,33 +189,40 @@ class LLM:
                 prompts, sampling, adapters or [b""] * len(prompts), strict=True
             )
         ]
-        groups = {s.request_id: [Sample() for _ in range(s.sampling.n)] for s in submits}
+        groups = {s.request_id: [GeneratedSample() for _ in range(s.sampling.n)] for s in submits}
         try:
-            self._run(submits, groups)
+            self._run(submits, groups, max_at_once or len(submits))
         except BaseException:
             cancels = [Cancel(session=_SESSION, request_id=i, attempt=1) for i in groups]
             self.engine.turn(Inbox(cancels=cancels))
             raise
         return list(groups.values())
 
-    def _run(self, submits: list[Submit], groups: dict[str, list[Sample]]) -> None:
-        num_open = sum(map(len, groups.values()))
-        inbox: Inbox | None = Inbox(submits=submits)
-        while num_open:
+    def _run(
+        self, submits: list[Submit], groups: dict[str, list[GeneratedSample]], max_at_once: int
+    ) -> None:
+        waiting = deque(submits)
+        open_samples: dict[str, int] = {}
+        while waiting or open_samples:
+            room = min(max_at_once - len(open_samples), len(waiting))
+            new = [waiting.popleft() for _ in range(room)]
+            open_samples.update((submit.request_id, submit.sampling.n) for submit in new)
             self._woken.clear()
-            outbox = self.engine.turn(inbox)
-            inbox = None
+            outbox = self.engine.turn(Inbox(submits=new) if new else None)
             for batch in outbox.sessions:
-                num_open -= _take(batch, groups)
-            if num_open:
+                for request_id in _take(batch, groups):
+                    open_samples[request_id] -= 1
+                    if not open_samples[request_id]:
+                        del open_samples[request_id]
+            if open_samples:
                 self._wait()
 
 
-def _take(batch: SessionBatch, groups: dict[str, list[Sample]]) -> int:
-    """Adds a step's events; returns how many samples finished."""
+def _take(batch: SessionBatch, groups: dict[str, list[GeneratedSample]]) -> list[str]:
+    """Adds a step's events; returns the request of each sample that finished."""
     for failed in batch.failed:
         raise to_error(failed.failure)
-    for tokens in batch.tokens:
+    for tokens in batch.all_tokens():
         sample = groups[tokens.request_id][tokens.sample]
         sample.token_ids += tokens.ids
         sample.logprobs += tokens.logprobs
@@ -216,4 +230,4 @@ def _take(batch: SessionBatch, groups: dict[str, list[Sample]]) -> int:
         sample = groups[finished.request_id][finished.sample]
         sample.finish_reason = finished.reason
         sample.timeline = finished.timeline
-    return len(batch.finished)
+    return [finished.request_id for finished in batch.finished]

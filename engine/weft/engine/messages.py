@@ -1,4 +1,4 @@
-"""What crosses the border between an engine and the server process in front of it.
+"""Messages between an engine and the server process in front of it.
 
 Plain dataclasses: the engine knows no wire format, the server encodes them (msgpack) for the local
 socket and converts them to protobuf at its edge. One `Inbox` and one `Outbox` travel per turn.
@@ -6,6 +6,7 @@ socket and converts them to protobuf at its edge. One `Inbox` and one `Outbox` t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -21,13 +22,13 @@ from weft.engine.transfer.staging import StagingCounts
 
 @dataclass(slots=True, kw_only=True)
 class SampleProgress:
-    """Where one sample of a resumed request stands."""
+    """Progress of one sample of a resumed request."""
 
     sample: int
     tokens: list[int]
     """Generated so far, on other owners."""
     is_finished: bool = False
-    """It is not run again, and nothing is reported of it."""
+    """Whether the sample is complete: it is not run again, and nothing is reported of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,24 +42,24 @@ class Submit:
     sampling: SamplingParams
     stop: StopCriteria
     top_logprobs: int | None = None
-    """None: no log-probabilities."""
+    """Number of alternatives per token; None: no log-probabilities."""
     candidates: list[FillCandidate] = field(default_factory=list)
     first_token_timeout_s: float = 600.0
     total_timeout_s: float = 600.0
     cache_salt: str = ""
     traceparent: str = ""
     priority: int = 0
-    """Less is more urgent."""
+    """Priority; a lower number is more urgent."""
     tenant: str = ""
-    """Who is charged, where tenants are treated fairly; empty = one shared."""
+    """Tenant that is charged, where tenants are treated fairly; empty: one shared tenant."""
     adapter: bytes = b""
     """Content digest (32 bytes) of the adapter that it is to be run with; empty: the base model."""
     session_id: str = ""
-    """Of the chat whose KV is to stay; empty = none."""
+    """Chat session whose KV is to be kept; empty: none."""
     ends_session: bool = False
-    """It is the last request of that session."""
+    """Whether this is the last request of the session."""
     progress: list[SampleProgress] = field(default_factory=list)
-    """Of earlier attempts; samples without an entry begin anew."""
+    """Progress in earlier attempts; samples without an entry start afresh."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class FillStart:
 
 @dataclass(slots=True, kw_only=True)
 class LeaseQuery:
-    """What became of a lease (and stop it)."""
+    """Asks a filler what became of a lease, and stops it."""
 
     query: int
     lease_id: bytes
@@ -99,7 +100,7 @@ class LeaseQuery:
 
 @dataclass(slots=True, kw_only=True)
 class FillerEvent:
-    """Something that a filler said about one of our leases, or that its stream broke."""
+    """An event from a filler about one of our leases, or the loss of its stream."""
 
     lease_id: bytes
     event: FillEvent
@@ -141,14 +142,14 @@ class StoreAnswer:
 
     lookup: int
     segments: list[StoreSegment] = field(default_factory=list)
-    """What is held from the prompt's first page on."""
+    """What is held, from the prompt's first page on."""
     epochs: dict[str, int] = field(default_factory=dict)
     """Incarnations of the replicas that answered, by their addresses."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StorePutResult:
-    """What became of a put."""
+    """Result of a put."""
 
     put: int
     is_answered: bool
@@ -173,13 +174,15 @@ class AdapterOrder:
     digest: bytes
     """Content digest, 32 bytes; what is read must have it."""
     name: str = ""
-    """For people; the engine does not tell adapters apart by it."""
+    """Name for people; the engine does not tell adapters apart by it."""
     directory: str = ""
-    """Where it lies, and stays unchanged until it is unloaded: it may be read again."""
+    """Directory of the adapter, unchanged until it is unloaded: it may be read again."""
     is_pinned: bool = False
-    """It stays on the device."""
+    """Whether the adapter stays on the device."""
     is_lenient: bool = False
-    """Of a load: what the model or this worker cannot apply is left out (the digest tells)."""
+    """For a load: whether to leave out what the model or this worker cannot apply (the digest
+    tells).
+    """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,19 +197,19 @@ class FaultOrder:
 
 @dataclass(slots=True, kw_only=True)
 class Ping:
-    """Is the loop alive, and does it have these requests?"""
+    """Asks whether the loop is alive and whether it has these requests."""
 
     session: int
     nonce: int
     asked: list[tuple[str, int]] = field(default_factory=list)
-    """(request id, attempt)."""
+    """Requests asked about: (request id, attempt)."""
     expects_constraints: bool = False
     """Constrained requests may come."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Inbox:
-    """Everything that came in since the last turn; handled kind by kind in this order."""
+    """All messages received since the last turn; handled kind by kind in this order."""
 
     submits: list[Submit] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
@@ -230,15 +233,15 @@ class Inbox:
     hand_back: bool = False
     """Hands back what still runs: its owners can resume it elsewhere."""
     flush_cache: list[int] = field(default_factory=list)
-    """Query ids."""
+    """Query ids of flush orders."""
     dump_state: list[tuple[int, int]] = field(default_factory=list)
     """(query, entries of each list at most)."""
     adapter_orders: list[AdapterOrder] = field(default_factory=list)
     """Handled before everything else: what comes with them may name the adapters."""
     fault_orders: list[FaultOrder] = field(default_factory=list)
-    """For the engine's process."""
+    """Orders for the fault points of the engine's process."""
     log_level: str = ""
-    """For the engine's process: debug, info, warning or error; empty = as it is."""
+    """New log level of the engine's process: debug, info, warning or error; empty: unchanged."""
 
 
 # -- from the engine -------------------------------------------------------------------------------
@@ -246,7 +249,7 @@ class Inbox:
 
 @dataclass(slots=True, kw_only=True)
 class Failure:
-    """A `WeftError` as data."""
+    """A `WeftError` as plain data."""
 
     reason: str
     message: str
@@ -257,23 +260,59 @@ class Failure:
 
 @dataclass(slots=True, kw_only=True)
 class Accepted:
-    """The request is queued."""
+    """Confirms that the request is queued."""
 
     request_id: str
     attempt: int
 
 
 class Tokens(NamedTuple):
-    """New tokens of one sample. A tuple: there are hundreds a step."""
+    """New tokens of one sample."""
 
     request_id: str
     attempt: int
     sample: int
     first_index: int
-    """Of generated tokens."""
+    """Index of the first of these among the generated tokens."""
     ids: list[int]
     logprobs: list[TokenLogprob]
-    """One for each of `ids`, or none."""
+    """Log-probabilities, one for each of `ids`, or none."""
+
+
+class TokenColumns(NamedTuple):
+    """One new token each of many samples: what `Tokens` says of one."""
+
+    request_ids: list[str]
+    attempts: list[int]
+    samples: list[int]
+    indices: list[int]
+    """Numbers of the tokens among the generated ones."""
+    ids: list[int]
+    logprobs: dict[int, TokenLogprob]
+    """Log-probabilities by row, of the samples that want them."""
+
+    def of_rows(self, rows: Sequence[int]) -> TokenColumns:
+        """Returns the columns of some of the samples."""
+        return TokenColumns(
+            [self.request_ids[row] for row in rows],
+            [self.attempts[row] for row in rows],
+            [self.samples[row] for row in rows],
+            [self.indices[row] for row in rows],
+            [self.ids[row] for row in rows],
+            {at: self.logprobs[row] for at, row in enumerate(rows) if row in self.logprobs},
+        )
+
+    def rows(self) -> Iterator[tuple[str, int, int, int, int]]:
+        """Yields request id, attempt, sample, index and token of each sample."""
+        return zip(
+            self.request_ids, self.attempts, self.samples, self.indices, self.ids, strict=True
+        )
+
+    def entries(self) -> Iterator[Tokens]:
+        """Yields the same one by one."""
+        for row, (request_id, attempt, sample, index, token) in enumerate(self.rows()):
+            logprobs = [self.logprobs[row]] if row in self.logprobs else []
+            yield Tokens(request_id, attempt, sample, index, [token], logprobs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -287,13 +326,13 @@ class Preempted:
 
 @dataclass(slots=True, kw_only=True)
 class Finished:
-    """One sample ended well."""
+    """Reports that one sample ended without an error."""
 
     request_id: str
     attempt: int
     sample: int
     reason: str
-    """stop, length or cancelled."""
+    """Reason: stop, length or cancelled."""
     stop_token_id: int | None
     completion_tokens: int
     cached_prompt_tokens: int
@@ -308,52 +347,60 @@ class Failed:
     attempt: int
     failure: Failure
     timeline: Timeline | None = None
-    """Of its first sample, once it was queued."""
+    """Timeline of the request's first sample, if it was queued."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Pong:
-    """The answer to a ping."""
+    """Answer to a ping."""
 
     nonce: int
     unknown: list[tuple[str, int]] = field(default_factory=list)
-    """Of the requests asked for, those that the engine does not have."""
+    """Those of the requests asked about that the engine does not have."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SessionBatch:
-    """All that one step brought for one session."""
+    """Everything that one step produced for one session."""
 
     session: int
     accepted: list[Accepted] = field(default_factory=list)
     tokens: list[Tokens] = field(default_factory=list)
+    """Tokens of drafts, and repeated ones; of a sample also in `columns`, these come first."""
+    columns: list[TokenColumns] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     pongs: list[Pong] = field(default_factory=list)
 
+    def all_tokens(self) -> Iterator[Tokens]:
+        """Yields `tokens`, then the tokens of `columns`."""
+        yield from self.tokens
+        for columns in self.columns:
+            yield from columns.entries()
+
 
 @dataclass(slots=True, kw_only=True)
 class FillCommand:
-    """For the server to send to a filler: start (with handle), renew, stop or query."""
+    """A message that the server sends to a filler: start (with handle), renew, stop or query."""
 
     lease_id: bytes
     worker_id: str
     address: str
     kind: str
-    """prefill or kvstore."""
+    """Kind of filler: prefill or kvstore."""
     action: str
     """start, renew, stop, query or report."""
     handle: KvHandle | None = None
     corrupt: tuple[bytes, int] | None = None
-    """With `report`: key of a page and the digest that the store told for it."""
+    """With `report`: key of a page, and the digest that the store announced for it."""
     request_id: str = ""
     traceparent: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class StoreLookup:
-    """How many leading pages does the store hold?"""
+    """Asks how many leading pages the store holds."""
 
     lookup: int
     namespace: bytes
@@ -372,11 +419,11 @@ class StorePut:
     parents: list[bytes]
     """Keys of the pages before them in their prompts; empty: none."""
     shards: list[bytes]
-    """What the replica of each page follows from (`weft.engine.shards`)."""
+    """Shard key of each page, which determines its replica (`weft.engine.shards`)."""
     digests: list[int]
     pages: list[int]
     source: NixlTargetInfo | None
-    """Where the store reads them; None: their bytes are in `data`."""
+    """Where the store reads the pages; None: their bytes are in `data`."""
     data: list[bytes]
 
 
@@ -398,11 +445,11 @@ class LeaseReply:
 
 @dataclass(slots=True, kw_only=True)
 class AdapterReply:
-    """What became of an AdapterOrder."""
+    """Result of an AdapterOrder."""
 
     query: int
     failure: Failure | None = None
-    """None: it is done."""
+    """The failure; None: the order succeeded."""
 
 
 AdapterPlace = Literal["loading", "disk", "host", "device", "failed"]
@@ -410,7 +457,7 @@ AdapterPlace = Literal["loading", "disk", "host", "device", "failed"]
 
 @dataclass(slots=True, kw_only=True)
 class AdapterState:
-    """One adapter that an engine was told to load, and not yet to forget."""
+    """State of one adapter from the order to load it until the order to unload it."""
 
     digest: bytes
     name: str
@@ -421,14 +468,14 @@ class AdapterState:
     rank: int = 0
     """The largest; 0 while it is not known."""
     num_bytes: int = 0
-    """Of its weights in memory; 0 while they are not known."""
+    """Bytes of its weights in memory; 0 while unknown."""
     num_requests: int = 0
     """Requests that name it and have not ended."""
     is_pinned: bool = False
     is_unloading: bool = False
     """New requests may not name it; it goes with the last that does."""
     error: str = ""
-    """Of `failed`."""
+    """Error message of the state `failed`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -441,11 +488,11 @@ class TierReport:
     free_pages: int
     cached_pages: int
     used_pages: int
-    """Read, or reserved for a page that comes."""
+    """Pages that can be read, and pages reserved for loads in progress."""
     load_bytes_per_s: float
-    """Measured; 0 = unknown."""
+    """Measured load bandwidth, bytes per second; 0: unknown."""
     counters: dict[str, int]
-    """Since start (`weft.engine.tiers.tier.TierCounters`)."""
+    """Counters since start (`weft.engine.tiers.tier.TierCounters`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -465,10 +512,11 @@ class LoadReport:
     used_pages: int
     quarantined_pages: int
     quarantine_over_s: float
-    """How long that, or what is quarantined of staging pages, has been above
-    `max_quarantine_fraction`; 0: it is not."""
+    """Seconds for which quarantined pages, or quarantined staging pages, have been above
+    `max_quarantine_fraction`; 0: they are not.
+    """
     staging: StagingCounts | None = None
-    """Of a pool that peers do not reach; None: they do."""
+    """Staging pages of a pool that peers cannot reach directly; None: they can."""
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
     decode_step_s: float
@@ -480,19 +528,19 @@ class LoadReport:
     stale_after_s: float
     is_draining: bool
     is_idle: bool
-    """Nobody would notice its end: no request, no lease, no put is under way."""
+    """Whether there is no request, lease or put, so that the engine's end would go unnoticed."""
     transport_detail: str
     """Transports and lanes now (lanes are known once pages travelled)."""
     counters: dict[str, int]
     tiers: list[TierReport] = field(default_factory=list)
     adapters: list[AdapterState] = field(default_factory=list)
-    """Those of which something has changed since the last report: there may be thousands."""
+    """Adapters whose state has changed since the last report: there may be thousands."""
     gone_adapters: list[bytes] = field(default_factory=list)
     """Digests of those that are no more since then."""
     sessions: int = 0
     """Chat sessions with pinned pages."""
     pinned_pages: int = 0
-    """For them; cached or used."""
+    """Number of pages pinned for them, cached or used."""
     draft_depths: dict[int, int] = field(default_factory=dict)
     """Drafts that each request brings to a step, by the number of requests in it from which on
     that holds; none where nothing is drafted."""
@@ -509,13 +557,13 @@ class Outbox:
     store_lookups: list[StoreLookup] = field(default_factory=list)
     store_puts: list[StorePut] = field(default_factory=list)
     exit_replies: list[tuple[int, int]] = field(default_factory=list)
-    """(query, pages released)."""
+    """Pairs (query, pages released)."""
     kv_changes: list[KvChange] = field(default_factory=list)
-    """Of the prefix cache."""
+    """Changes of the prefix cache."""
     flush_replies: list[tuple[int, int]] = field(default_factory=list)
-    """(query, pages flushed)."""
+    """Pairs (query, pages flushed)."""
     state_replies: list[tuple[int, str]] = field(default_factory=list)
-    """(query, JSON object)."""
+    """Pairs (query, JSON object)."""
     adapter_replies: list[AdapterReply] = field(default_factory=list)
     fault_replies: list[tuple[int, list[FaultState]]] = field(default_factory=list)
     """(query, faults armed in the engine's process)."""
@@ -524,7 +572,7 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine tells once, when it is ready."""
+    """What an engine reports once, when it is ready."""
 
     epoch: int
     model_digest: bytes

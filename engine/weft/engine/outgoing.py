@@ -1,4 +1,4 @@
-"""Collects what a turn produced, session by session."""
+"""Collects the messages that a turn produces, by session."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from weft.engine.messages import (
     SessionBatch,
     StoreLookup,
     StorePut,
+    TokenColumns,
     Tokens,
 )
 from weft.engine.request import TokenLogprob
@@ -25,7 +26,7 @@ from weft.engine.scheduler.state import Request, RequestKey, Timeline
 
 
 def failure_of(error: WeftError) -> Failure:
-    """An error as data."""
+    """Converts an error to a message."""
     return Failure(
         reason=error.reason,
         message=error.message,
@@ -44,36 +45,31 @@ class Outgoing:
 
     @property
     def outbox(self) -> Outbox:
-        """For what belongs to no session."""
+        """The outbox for messages that belong to no session."""
         return self._outbox
 
     def take(self) -> Outbox:
-        """What was collected; collection starts anew."""
+        """Returns what was collected and starts a new collection."""
         taken = self._outbox
         taken.sessions = list(self._sessions.values())
         self._outbox, self._sessions = Outbox(), {}
         return taken
 
     def session(self, session: int) -> SessionBatch:
-        """The batch of one session."""
+        """The batch of one session, created on first use."""
         batch = self._sessions.get(session)
         if batch is None:
             batch = self._sessions[session] = SessionBatch(session=session)
         return batch
 
     def accepted(self, key: RequestKey) -> None:
-        """The request is queued."""
+        """Reports that a request is queued."""
         event = Accepted(request_id=key.request_id, attempt=key.attempt)
         self.session(key.session).accepted.append(event)
 
-    def token(self, request: Request, token: int, index: int, logprob: TokenLogprob | None) -> None:
-        """Token number `index` of a sample."""
-        key = request.key
-        batch = self._sessions.get(key.session) or self.session(key.session)
-        logprobs = [logprob] if logprob is not None else []
-        batch.tokens.append(
-            Tokens(key.request_id, key.attempt, request.sample, index, [token], logprobs)
-        )
+    def columns(self, session: int, columns: TokenColumns) -> None:
+        """Tokens of many samples of a session, one each."""
+        self.session(session).columns.append(columns)
 
     def run(
         self,
@@ -82,14 +78,14 @@ class Outgoing:
         first_index: int,
         logprobs: Sequence[TokenLogprob | None],
     ) -> None:
-        """Tokens of a sample from number `first_index` on."""
+        """Reports tokens of a sample from number `first_index` on."""
         key = request.key
         known = [logprob for logprob in logprobs if logprob is not None]
         event = Tokens(key.request_id, key.attempt, request.sample, first_index, tokens, known)
         self.session(key.session).tokens.append(event)
 
     def all_tokens(self, request: Request) -> None:
-        """Everything that a sample has generated so far (log-probabilities are not kept)."""
+        """Reports all tokens that a sample has generated (log-probabilities are not kept)."""
         if request.num_generated == 0:
             return
         key = request.key
@@ -98,13 +94,13 @@ class Outgoing:
         self.session(key.session).tokens.append(event)
 
     def preempted(self, request: Request) -> None:
-        """A running sample went back into the queue."""
+        """Reports that a running sample went back into the queue."""
         key = request.key
         event = Preempted(request_id=key.request_id, attempt=key.attempt, sample=request.sample)
         self.session(key.session).preempted.append(event)
 
     def finished(self, request: Request, reason: str, stop_token_id: int | None) -> None:
-        """One sample ended well."""
+        """Reports that one sample ended without an error."""
         key = request.key
         event = Finished(
             request_id=key.request_id,
@@ -119,7 +115,7 @@ class Outgoing:
         self.session(key.session).finished.append(event)
 
     def failed(self, key: RequestKey, error: WeftError, timeline: Timeline | None = None) -> None:
-        """A whole request was refused or broke; `timeline` says how far it had come."""
+        """Reports that a whole request was refused or failed; `timeline` shows how far it came."""
         event = Failed(
             request_id=key.request_id,
             attempt=key.attempt,
@@ -129,22 +125,22 @@ class Outgoing:
         self.session(key.session).failed.append(event)
 
     def adapter_reply(self, query: int, error: WeftError | None) -> None:
-        """To an order about an adapter; None: it is done."""
+        """Answers an order about an adapter; no error: it succeeded."""
         failure = None if error is None else failure_of(error)
         reply = AdapterReply(query=query, failure=failure)
         self._outbox.adapter_replies.append(reply)
 
     def fill_command(self, command: FillCommand) -> None:
-        """For a filler."""
+        """Queues a message to a filler."""
         self._outbox.fill_commands.append(command)
 
     def store(self, message: StoreLookup | StorePut) -> None:
-        """For the KV store."""
+        """Queues a message to the KV store."""
         if isinstance(message, StoreLookup):
             self._outbox.store_lookups.append(message)
         else:
             self._outbox.store_puts.append(message)
 
     def fill_reply(self, reply: FillReply) -> None:
-        """For an owner."""
+        """Queues a reply to an owner."""
         self._outbox.fill_replies.append(reply)

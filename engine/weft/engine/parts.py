@@ -1,4 +1,4 @@
-"""Loads what an engine is made of: model, pool, memory, data plane."""
+"""Loads the components of an engine: model, pool, memory, data plane."""
 
 from __future__ import annotations
 
@@ -52,13 +52,17 @@ from weft.engine.transfer.nixl import nixl_available
 from weft.engine.transfer.page_mover import Lanes, PageMover
 from weft.engine.transfer.plane import DataPlane
 from weft.engine.transfer.staging import StagingArea
-from weft.engine.transfer.staging_memory import DevicePages, PinnedPages, StagingMemory
+from weft.engine.transfer.staging_memory import (
+    DeviceStagingPages,
+    PinnedStagingPages,
+    StagingMemory,
+)
 from weft.engine.transfer.window import DirectWindow, PoolWindow, StagedWindow
 from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.cpu import native_cpu, native_cpu_missing
 
 DEFAULT_KV_BYTES = 1 << 30
-"""Of the pool on a CPU."""
+"""Default size of the KV pool on a CPU."""
 DEFAULT_STAGING_BYTES = 2 << 30
 MIN_STAGING_PAGES = 4
 LANDING_SHARES = {
@@ -67,8 +71,9 @@ LANDING_SHARES = {
     ("prefill", False): 0.0,
     ("prefill", True): 1 / 4,
 }
-"""Of a staging area, by role and whether there is a KV store: the part that fills are received in.
-Both parts have at least one page."""
+"""Share of a staging area in which fills are received, by role and whether there is a KV store;
+both parts have at least one page.
+"""
 
 MAX_FIXED_GROUP = 64
 """Query heads of a KV head in a tile of rows of deterministic attention on a GPU."""
@@ -76,25 +81,25 @@ MAX_FIXED_GROUP = 64
 
 @dataclass(slots=True, kw_only=True)
 class EngineParts:
-    """Everything that `Engine` wires together."""
+    """The components that `Engine` wires together."""
 
     runner: ModelRunner
     layout: PlaneLayout
     memory: KvMemory
     prefixes: RadixCache | None
-    """Index of `memory`; None: nothing is cached."""
+    """Index of `memory`; None: no prefix caching."""
     intake: Intake
     constraints: Constraints
     plane: DataPlane
     info: EngineInfo
     tiers: TierParts | None = None
-    """Below the pool; None: there are none."""
+    """Tiers below the pool; None: there are none."""
     sampling_device: torch.device | None = None
-    """Where tokens are drawn; None = on the host."""
+    """Device on which tokens are drawn; None: the host."""
     adapters: AdapterManager | None = None
-    """None: it serves none."""
+    """The adapters; None: none are served."""
     drafter: Drafter | None = None
-    """Of the draft model; None: there is none."""
+    """The drafter that runs a draft model; None: there is none."""
 
 
 def load_parts(
@@ -103,7 +108,7 @@ def load_parts(
     wake: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total, what: None,
 ) -> EngineParts:
-    """Loads the model and makes the pool.
+    """Loads the model and creates the pool.
 
     Args:
         config: settings.
@@ -240,7 +245,7 @@ def make_store(
 
 
 def _load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
-    """The model with its draft head; None without one."""
+    """Loads the model with its draft head; None without one."""
     if config.head_dir is None:
         return None
     max_requests = config.max_running_requests
@@ -264,7 +269,7 @@ def _load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None
 
 
 def _describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
-    """Who drafts, and the head whose KV pages hold, in words."""
+    """Describes the drafter, and the head whose KV the pages hold."""
     head = f"pages hold KV of the EAGLE head {layout.draft[:12]}" if layout.draft else ""
     if config.role == "prefill" or config.drafter == "none":
         return [f"drafts: {head}"] if head else []
@@ -282,7 +287,8 @@ def _head_drafter(
     lora: LoraPool | None,
     wake: Callable[[], None],
 ) -> Drafter:
-    """The head as drafter, captured where steps are; else it is copied for each draft adapter.
+    """Creates the drafter of a head, with captured graphs where steps are captured; else the head
+    is copied for each draft adapter.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -338,19 +344,21 @@ def _tree_graphs(
 
 
 def _max_drafts(config: EngineConfig) -> int:
-    """Of a request in a step, in a chain."""
+    """Most drafts of one request in a step, as a chain."""
     return 0 if config.drafter == "none" else config.max_draft_tokens
 
 
 def _tree_rows(config: EngineConfig) -> list[int]:
-    """Of requests whose drafts are trees: their last token, and drafts; none without trees."""
+    """Rows of a request whose drafts form a tree: its last token and the drafts; none without
+    trees.
+    """
     return [1 + shape.num_drafts for shape in tree_shapes(config.draft_width)]
 
 
 def _lora_pool(
     config: EngineConfig, loaded: LoadedModel, drafted: DraftedModel | None, device: torch.device
 ) -> LoraPool | None:
-    """The memory for adapters; None where none are served."""
+    """Creates the memory for adapters; None if none are served."""
     if not config.enable_lora:
         return None
     dtype: torch.dtype = getattr(torch, loaded.dtype)
@@ -365,7 +373,7 @@ def _lora_pool(
 def _draft_adapters(
     config: EngineConfig, drafted: DraftedModel | None, device: torch.device
 ) -> DraftAdapterFiles | None:
-    """What adapters may bring for the head, where drafts will be captured."""
+    """Draft adapters that adapters may bring for the head, where drafting is captured in graphs."""
     if device.type != "cuda" or not config.cuda_graphs or config.drafter != "eagle3":
         return None
     if drafted is None or not isinstance(drafted.head, Eagle3Head):
@@ -382,8 +390,9 @@ def _size_pools(
     lora: LoraPool | None,
     draft: DraftModel | None,
 ) -> tuple[int, int, list[str]]:
-    """Pages of the pool and of a draft model's, null pages included, and how they were found, in
-    words."""
+    """Computes the pages of the pool and of a draft model's, null pages included, with a
+    description of the calculation.
+    """
     size = config.kv_memory_bytes
     if device.type == "cuda" and not config.num_pages and size is None:
         needs = measure_needs(
@@ -424,7 +433,7 @@ def _size_pools(
 
 
 def _staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) -> StagingMemory:
-    """The pages in front of a pool.
+    """Allocates the staging pages of a pool.
 
     Raises:
         ConfigError: They are too few, or there is not that much memory.
@@ -441,14 +450,14 @@ def _staging_memory(config: EngineConfig, page_bytes: int, device: torch.device)
             f"least {MIN_STAGING_PAGES * page_bytes:,}",
             param="staging_bytes",
         )
-    kind = DevicePages if _stages_on_device(config, device) else PinnedPages
+    kind = DeviceStagingPages if _stages_on_device(config, device) else PinnedStagingPages
     return kind(num_pages, page_bytes, device)
 
 
 def _staged_window(
     config: EngineConfig, pool: torch.Tensor, memory: StagingMemory, lanes: Lanes
 ) -> StagedWindow:
-    """The staging area in front of a pool, and the way between them."""
+    """Creates the staging area of a pool, and the copies between the two."""
     num_pages = len(memory.pages)
     share = LANDING_SHARES[config.role, config.has_store]
     area = StagingArea(memory.pages, min(num_pages - 1, max(1, int(share * num_pages))))
@@ -467,7 +476,7 @@ def _stages_on_device(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _device(config: EngineConfig) -> torch.device:
-    """The device, which must be there."""
+    """The configured device; checks that it exists."""
     try:
         device = torch.device(config.device)
     except RuntimeError as error:
@@ -486,7 +495,7 @@ def _device(config: EngineConfig) -> torch.device:
 def _promise_determinism(
     config: EngineConfig, loaded: LoadedModel, layout: PlaneLayout, device: torch.device
 ) -> list[str]:
-    """What deterministic mode is here, in words.
+    """Describes what deterministic mode does on this machine.
 
     Raises:
         ConfigError: Some operation would depend on what else a step holds.
@@ -508,14 +517,12 @@ def _promise_determinism(
 
 
 def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[str]:
-    """`_promise_determinism` on a GPU."""
+    """Describes deterministic mode on a GPU; see `_promise_determinism`."""
     capability = torch.cuda.get_device_capability(device)
     if loaded.dtype == "float32":
         reason = "products in float32 are cuBLAS's, which cuts them by their rows; take bfloat16"
     elif capability < (9, 0):
         reason = f"tested from compute capability 9.0 on, {device} has {capability}"
-    elif config.enable_lora:
-        reason = "adapters add in an order that depends on the step; set enable_lora = false"
     elif loaded.config.num_heads // loaded.config.num_kv_heads > MAX_FIXED_GROUP:
         reason = f"attention takes at most {MAX_FIXED_GROUP} query heads of one KV head"
     elif not isinstance(loaded.model, DecoderOnlyLM | DraftedModel):
@@ -541,7 +548,7 @@ def _sampling_device(
 
 
 def _missing_native(device: torch.device) -> list[str]:
-    """What a missing C compiler costs here, in words."""
+    """Describes what is slower here for lack of a C compiler."""
     reason = native_cpu_missing()
     if device.type != "cpu" or reason is None:
         return []

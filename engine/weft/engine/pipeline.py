@@ -1,4 +1,4 @@
-"""Steps under way: the host plans and starts a step while the device still runs the one before.
+"""Overlap: the host plans and starts a step while the device still runs the previous one.
 
     host     plan 2, start 2 | wait 1, commit 1 | masks 2, draw 2 | plan 3, start 3 | wait 2, ...
     device   ......forward 1, draw 1.......|........forward 2........, draw 2.|....forward 3....
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepOwner(Protocol):
-    """Who is told what steps brought."""
+    """Receives the results of steps."""
 
     def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
-        """A step was computed and its KV committed; in the order in which steps began.
+        """Called when a step was computed and its KV committed, in the order in which steps began.
 
         Args:
             plan: Its plan; an empty one if it failed. Requests may have ended since.
@@ -46,7 +46,7 @@ class StepOwner(Protocol):
         ...
 
     def step_failed(self, plan: Plan, error: Exception) -> None:
-        """What one step computes is shared: none of its requests can be trusted to go on."""
+        """Called when a step has failed. Its requests share the computation, so none can go on."""
         ...
 
 
@@ -55,18 +55,18 @@ class _Step:
     number: int
     plan: Plan
     began_at: float
-    """Or the end of the step before, if the host went on at once."""
+    """When the step began; if the host went on at once, the end of the step before."""
     drawing: Sequence[Request]
-    """Who draws."""
+    """Requests that draw a token."""
     drawable: Drawable | None = None
     draw: Draw | None = None
     mark: Mark | None = None
-    """What the device has to do for it, where that does not end with the drawing."""
+    """Work of the device for this step that does not end with drawing."""
     ended_at: float = 0.0
 
 
-class Pipeline:
-    """Runs plans, at most one of them behind another.
+class StepPipeline:
+    """Runs plans, with at most one step enqueued behind another.
 
     Args:
         runner: The device.
@@ -75,7 +75,7 @@ class Pipeline:
         owner: Is told the outcomes.
         clock: Monotonic seconds.
         is_overlapped: A step begins before the one before it is committed.
-        drafter: Of requests with drafts; None: there are none.
+        drafter: Drafter of requests with drafts; None: there are none.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class Pipeline:
         self._flying: _Step | None = None
         self._last_ended_at = 0.0
         self._goes_on = False
-        """The last turn had work and left some."""
+        """Whether the last turn had work and left some."""
         self.flight: FlightRecorder | None = None
-        """Keeps each plan for those who look into a crash."""
+        """Records each plan for crash dumps."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that have begun and are not committed."""
+        """Number of steps that have begun and are not committed."""
         return int(self._flying is not None)
 
     def turn(self, plan: Plan) -> bool:
-        """Begins a step, if there is anything to do, and commits the one before it.
+        """Starts a step, if there is anything to do, and commits the previous one.
 
         Returns:
             There was a step to begin or to commit.
@@ -133,7 +133,7 @@ class Pipeline:
         return has_worked
 
     def _start(self, plan: Plan, *, is_ready: bool) -> _Step:
-        """Enqueues the forward."""
+        """Enqueues the forward pass of a step."""
         drawing = plan.decodes
         if plan.verifies or plan.chunks:
             drawing = [*drawing, *(item.request for item in plan.verifies)]
@@ -160,7 +160,7 @@ class Pipeline:
         return step
 
     def _draw(self, step: _Step, *, is_ready: bool) -> None:
-        """Enqueues the drawing of tokens; all steps before are committed."""
+        """Enqueues the drawing of tokens; all earlier steps are committed."""
         try:
             if step.drawable is None:
                 step.mark = step.mark or self._runner.mark()
@@ -178,7 +178,7 @@ class Pipeline:
         step.ended_at = self._clock()
 
     def _end(self, step: _Step) -> None:
-        """Waits for the device, and commits."""
+        """Waits for the device and commits the step."""
         drawn: Drawn | None = None
         try:
             if step.mark is not None:
@@ -195,7 +195,7 @@ class Pipeline:
         self._owner.step_done(step.plan, drawn, duration_s)
 
     def _fail(self, step: _Step, error: Exception) -> None:
-        """Ends the step's requests; the step stays, for the device may still work on it."""
+        """Fails the step's requests; the step is kept, since the device may still work on it."""
         logger.exception("a step failed", exc_info=error)
         self._drawing.give_up()
         plan, step.plan = step.plan, Plan()

@@ -1,4 +1,4 @@
-"""What an engine tells of its load, and what it has counted."""
+"""An engine's load reports and counters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.5, 60.0
 
 
 def wants_report(inbox: Inbox) -> bool:
-    """Somebody waits for what these do to the load, or compares it with the state."""
+    """Whether these messages warrant a load report at once: the sender waits for their effect on
+    the load or compares the two.
+    """
     return inbox.drain or inbox.hand_back or bool(inbox.flush_cache or inbox.dump_state)
 
 
 def retry_after_s(engine: Engine) -> float:
-    """When what is queued will have been computed, as things go; within bounds."""
+    """Seconds until the queued work will be computed at the present rate, within bounds."""
     rate = engine.costs.local_tokens_per_s
     time_s = engine.scheduler.num_queued_tokens / rate if rate else 0.0
     return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, time_s))
@@ -36,7 +38,7 @@ def load_report(engine: Engine) -> LoadReport:
     adapters, gone_adapters = engine.adapters.take_changes()
     return LoadReport(
         running_requests=len(scheduler.running) + len(scheduler.prefilling),
-        waiting_requests=len(scheduler.waiting) + len(scheduler.door),
+        waiting_requests=len(scheduler.waiting) + len(scheduler.waitlist),
         filling_requests=len(scheduler.filling),
         queued_tokens=scheduler.num_queued_tokens,
         request_tokens=scheduler.num_request_tokens,

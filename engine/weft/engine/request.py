@@ -1,4 +1,4 @@
-"""What a request asks for: plain values, validated at the services' edges."""
+"""The parameters of a request: plain values, validated at the services' edges."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Literal
 MAX_TOP_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 1e-3
 MAX_REPETITION_PENALTY = 100.0
-"""It divides logits; they must stay finite."""
+"""Limit of the penalty, which divides logits: they must stay finite."""
 GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy."""
+"""Temperature below which decoding is greedy."""
 
 
 MAX_PRIORITY = 1_000_000
-"""Priorities are -MAX_PRIORITY to MAX_PRIORITY; less is more urgent."""
+"""Priorities are -MAX_PRIORITY to MAX_PRIORITY; lower is more urgent."""
 MAX_TENANT_BYTES = 64
 MAX_SESSION_ID_BYTES = 128
-"""Of the name that a client gives to a chat."""
+"""Longest client-chosen name of a chat session, bytes."""
 
 ConstraintKind = Literal["json_schema", "regex", "ebnf", "choice"]
 MAX_CONSTRAINT_BYTES = 64 << 10
-"""Of a constraint's text or choices."""
+"""Largest text, or choices, of a constraint, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """What the text of a sample must be, as a whole."""
+    """A constraint on the whole text of a sample."""
 
     kind: ConstraintKind
     text: str = ""
     """The schema as JSON, the regular expression or the grammar; empty for choices."""
     choices: tuple[str, ...] = ()
-    """Of which the sample is one."""
+    """The allowed texts; the sample is one of them."""
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +47,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 = all."""
+    """Number of most likely tokens to draw from; 0: all."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -58,16 +58,16 @@ class SamplingParams:
     n: int = 1
     constraint: Constraint | None = None
     speculates: bool = True
-    """Tokens may be drafted, where that pays; the text is the same."""
+    """Whether tokens may be drafted, where that pays; the text is the same."""
 
     @property
     def is_greedy(self) -> bool:
-        """The most likely token is taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
-        """Logits depend on the tokens so far."""
+        """Whether the logits depend on the tokens so far."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -77,7 +77,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopCriteria:
-    """When a sample ends by its tokens; stop strings are the gateway's affair."""
+    """Conditions on tokens that end a sample; the gateway handles stop strings."""
 
     max_tokens: int | None = None
     min_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Requests that other owners have begun: what of them is over, and what is left to run."""
+"""Requests resumed from other owners: reports what is finished, and finds what is left to run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.engine.scheduler.state import Request
 
 
 def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> Request | None:
-    """Reports the samples that their tokens had ended already: only the word of it was lost.
+    """Reports the samples whose tokens already ended them: only their end was not delivered.
 
     Args:
         first: A resumed request as `Intake.from_submit` made it.

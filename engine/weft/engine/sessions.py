@@ -1,4 +1,4 @@
-"""What an engine does for chat sessions: pins what their requests leave, as far as that may be."""
+"""Chat sessions of an engine: pins the pages of their finished requests, within the quotas."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weft.engine.scheduler.state import Request
 def make_sessions(
     config: EngineConfig, prefixes: RadixCache | None, num_pages: int, clock: Clock
 ) -> Sessions | None:
-    """Sessions within the shares of the pool that settings give them; None: there are none.
+    """Creates the session pins within the configured shares of the pool; None: disabled.
 
     Args:
         config: Settings.
         prefixes: None: nothing is cached.
-        num_pages: Of the pool.
+        num_pages: Number of pages of the pool.
         clock: Monotonic seconds.
     """
     max_pages = int(num_pages * config.session_pool_share)
@@ -28,14 +28,14 @@ def make_sessions(
 
 
 class Sessions:
-    """Takes requests that end. Belongs to the engine's thread."""
+    """Pins the pages of requests that end. Used by the engine's thread."""
 
     def __init__(self, pins: SessionPins, clock: Clock) -> None:
         self.pins = pins
         self._clock = clock
 
     def on_leaving(self, request: Request) -> None:
-        """A request that names a session ends well; its pages are its own still."""
+        """Called when a session's request ends well, while it still has its pages."""
         if request.ends_session:
             self.release(request.cache_salt, request.session_id)
         elif request.cache_leaf is not None and request.cache_leaf.page >= 0:
@@ -43,9 +43,9 @@ class Sessions:
             self.pins.pin(key, request.tenant, request.cache_leaf, self._clock())
 
     def release(self, cache_salt: str, session_id: str) -> None:
-        """A client says that a session is over."""
+        """Ends a session at its client's request."""
         self.pins.release(cache_salt, session_id)
 
     def tick(self) -> None:
-        """Ends what has been still for too long."""
+        """Ends sessions that have been idle for too long."""
         self.pins.expire(self._clock())

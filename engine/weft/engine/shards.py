@@ -1,4 +1,4 @@
-"""Which replica of the KV store has which page of a prompt.
+"""Placement of a prompt's pages on the KV store's replicas.
 
 A prompt is cut into stretches, the first ones short: many prompts begin alike, and their replica
 shall not have to hold what follows as well. All pages of a stretch are where the key of its first
@@ -13,32 +13,34 @@ import hashlib
 from collections.abc import Iterator, Sequence
 
 FIRST_PAGES = 8
-MOST_PAGES = 64
+MAX_PAGES = 64
 
 
 def stretches(num_pages: int) -> Iterator[tuple[int, int]]:
-    """Stretches [first, end) of a prompt's first so many pages: 8, 16, 32, 64, 64, ... pages."""
+    """Splits the first pages of a prompt into stretches [first, end) of 8, 16, 32, 64, 64, ...
+    pages.
+    """
     first, length = 0, FIRST_PAGES
     while first < num_pages:
         yield first, min(first + length, num_pages)
-        first, length = first + length, min(2 * length, MOST_PAGES)
+        first, length = first + length, min(2 * length, MAX_PAGES)
 
 
 def shard_start(index: int) -> int:
-    """First page of the stretch of page number `index`."""
+    """First page of the stretch that contains page number `index`."""
     first, length = 0, FIRST_PAGES
     while first + length <= index:
-        if length == MOST_PAGES:
-            return index - (index - first) % MOST_PAGES
+        if length == MAX_PAGES:
+            return index - (index - first) % MAX_PAGES
         first, length = first + length, 2 * length
     return first
 
 
 def ranked(names: Sequence[str], shard: bytes) -> list[str]:
-    """Replicas in the order in which they are to have a stretch.
+    """Replicas in their order of preference for a stretch.
 
     Args:
-        names: Of the replicas, the same for everybody.
+        names: Names of the replicas, the same for everybody.
         shard: Key of the stretch's first page.
     """
     if len(names) == 1:

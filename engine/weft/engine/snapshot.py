@@ -1,4 +1,4 @@
-"""What an engine is doing now, for operators: ids and numbers, no tokens."""
+"""Snapshot of an engine's state for operators: ids and numbers, no tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, Any]:
-    """Scheduler, memory and fills of an engine.
+    """Snapshot of an engine's scheduler, memory and fills.
 
     Args:
         engine: Between two turns.
         now: On its clock.
-        max_entries: Of each list.
+        max_entries: Most entries of each list.
     """
     memory, staging = engine.memory, engine.staging_counts()
     return {
@@ -43,7 +43,7 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
 
 
 def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[dict[str, Any]]:
-    """Requests that are not finished, those waiting in their order of admission.
+    """Unfinished requests, waiting ones in their order of admission.
 
     Args:
         scheduler: Their owner.
@@ -52,7 +52,7 @@ def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[
     """
     queues: tuple[Iterable[Request], ...] = (
         *(scheduler.running, scheduler.prefilling, scheduler.filling),
-        *(scheduler.waiting, scheduler.held, scheduler.door),
+        *(scheduler.waiting, scheduler.held, scheduler.waitlist),
     )
     return [
         {
@@ -79,7 +79,7 @@ def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[
 
 
 def fill_entries(fills: Iterable[Fill], now: float, max_entries: int) -> list[dict[str, Any]]:
-    """Leases that this engine asked for and that are not closed.
+    """Open leases that this engine asked for.
 
     Args:
         fills: As their owner keeps them.
@@ -108,7 +108,7 @@ def fill_entries(fills: Iterable[Fill], now: float, max_entries: int) -> list[di
 
 
 def adapter_entries(adapters: Iterable[AdapterState], max_entries: int) -> list[dict[str, Any]]:
-    """Adapters that this engine was told of.
+    """Adapters that this engine was ordered to load.
 
     Args:
         adapters: As it reports them.

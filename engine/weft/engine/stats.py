@@ -1,4 +1,4 @@
-"""What the engine measures about its own steps."""
+"""The engine's measurements of its own steps."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import asdict, dataclass
 
 from weft.engine.clock import Clock
 from weft.engine.scheduler.plan import Plan, Run
-from weft.engine.transfer.cost import LEAST_MEASURED_TOKENS, FillCosts
+from weft.engine.transfer.cost import MIN_MEASURED_TOKENS, FillCosts
 
-LEAST_STALE_S = 2.0
+MIN_STALE_S = 2.0
 STALE_STEPS = 4
-"""A loop older than this many of its longest steps is stale."""
+"""Age of the loop, in its longest steps, from which it is stale."""
 UNKNOWN_STEP_S = 5.0
-"""What a full step is taken to last before one with a prompt in it was measured."""
+"""Assumed duration of a full step until one with a prompt has been measured."""
 RATE_WINDOW_S = 1.0
 
 
 @dataclass(slots=True)
 class StepCounters:
-    """Since start."""
+    """Counters since start."""
 
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     surplus_tokens: int = 0
-    """Drawn for requests that had ended while the step was under way."""
+    """Tokens drawn for requests that had ended while the step was under way."""
     speculated_steps: int = 0
-    """In which drafts were verified."""
+    """Steps in which drafts were verified."""
     verified_runs: int = 0
-    """Requests in those steps that had drafts."""
+    """Requests with drafts in those steps."""
     tree_runs: int = 0
-    """Of these, those whose drafts formed a tree."""
+    """Requests of these steps whose drafts formed a tree."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Drafts that were what the model drew."""
+    """Drafts that were accepted."""
     busy_us: int = 0
     """Time spent in steps, in microseconds."""
 
 
 class EngineStats:
-    """Rates and the longest step.
+    """Rates, and the longest step.
 
     Args:
         clock: monotonic seconds.
@@ -61,9 +61,9 @@ class EngineStats:
         self._window_decodes = 0
         self.decode_tokens_per_s = 0.0
         self.decode_step_s = 0.0
-        """Mean time of a step in which requests decoded, in the last window that had any."""
+        """Mean time of a step with decodes, in the last window that had any."""
         self.decode_step_requests = 0.0
-        """Mean requests that decoded in those."""
+        """Mean number of decoding requests in those steps."""
 
     def step(
         self,
@@ -73,14 +73,14 @@ class EngineStats:
         num_surplus_tokens: int = 0,
         runs: Sequence[Run] = (),
     ) -> None:
-        """Takes one step into account.
+        """Records one step.
 
         Args:
-            plan: Of the step.
-            duration_s: Of the step.
+            plan: Plan of the step.
+            duration_s: Duration of the step.
             costs: Are told of it.
             num_surplus_tokens: Drawn for requests that had ended.
-            runs: Of requests with drafts.
+            runs: Runs of requests with drafts.
         """
         num_decodes, num_prompt_tokens = len(plan.decodes) + len(runs), plan.num_chunk_tokens
         num_drafts = sum(run.num_drafts for run in runs)
@@ -98,7 +98,7 @@ class EngineStats:
         self._counts.surplus_tokens += num_surplus_tokens
         self._counts.prompt_tokens += num_prompt_tokens
         self._longest_step_s = max(self._longest_step_s * 0.999, duration_s)
-        if num_prompt_tokens >= LEAST_MEASURED_TOKENS:
+        if num_prompt_tokens >= MIN_MEASURED_TOKENS:
             self._observe_prompts(num_tokens, duration_s)
             # Else it would stay unknown where somebody always decodes.
             if num_decodes == 0 or not costs.local_tokens_per_s:
@@ -126,18 +126,18 @@ class EngineStats:
         self._window_decode_s = 0.0
 
     def _observe_prompts(self, num_tokens: int, duration_s: float) -> None:
-        """Takes a step into what a full one would last at the slowest recent rate."""
+        """Updates the estimated duration of a full step, at the slowest recent rate."""
         full_step_s = duration_s / num_tokens * self._max_step_tokens
         known_s = 0.99 * self._full_step_s if self._is_measured else 0.0
         self._full_step_s, self._is_measured = max(known_s, full_step_s), True
 
     @property
     def stale_after_s(self) -> float:
-        """Age of the loop from which on the engine counts as stalled.
+        """Age of the loop from which the engine counts as stalled.
 
         It allows for the longest step that can be planned, even if none was run for long.
         """
-        return max(LEAST_STALE_S, STALE_STEPS * max(self._longest_step_s, self._full_step_s))
+        return max(MIN_STALE_S, STALE_STEPS * max(self._longest_step_s, self._full_step_s))
 
     def counters(self) -> dict[str, int]:
         """Counts since start, by name."""

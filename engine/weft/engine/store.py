@@ -1,4 +1,4 @@
-"""What an engine asks of a KV store: lookups before admission, puts off the step.
+"""The engine's client of a KV store: lookups before admission, puts off the step.
 
 A put is a courtesy: it may be dropped (the queue is bounded, the store may be away), it is never
 waited for. Its pages keep a reference until the store has answered, so that they do not change
@@ -20,18 +20,18 @@ from weft.engine.shards import shard_start
 from weft.engine.transfer.fill import OwnerPlane
 
 LOOKUP_TIMEOUT_S = 0.1
-"""A request is admitted without an answer after this long."""
+"""Seconds after which a request is admitted without the store's answer."""
 MAX_OPEN_PUTS = 2
 MAX_REMEMBERED_KEYS = 1 << 16
 
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Since start; part of the worker's counters."""
+    """Counters since start, part of the worker's counters."""
 
     store_lookups: int = 0
     store_lookup_pages: int = 0
-    """Asked for."""
+    """Pages asked for."""
     store_hit_pages: int = 0
     store_put_pages: int = 0
     store_stored_pages: int = 0
@@ -52,7 +52,7 @@ class _Put:
     offers: list[_Offer]
     digests: list[int] = field(default_factory=list)
     exposed: list[int] = field(default_factory=list)
-    """Where the store reads them."""
+    """Page numbers under which the store reads them."""
     as_data: bool = False
 
     @property
@@ -61,7 +61,7 @@ class _Put:
 
 
 class StoreLink:
-    """One engine's side of the KV store.
+    """The engine's side of the KV store.
 
     Args:
         page_size: token positions a page.
@@ -149,19 +149,19 @@ class StoreLink:
         request.candidates[:0] = candidates
 
     def _note_held(self, request: Request, num_pages: int) -> None:
-        """What the store lacks of a prompt is due for a put again, whoever computed it."""
+        """Notes the pages of a prompt that the store lacks: they are due for a put again."""
         request.num_store_pages = num_pages
         for key in request.keys.upto(request.tokens, self._num_pages(request))[num_pages:]:
             self._known.pop(key, None)
 
     def _num_pages(self, request: Request) -> int:
-        """Pages of a prompt that a store can be of use for."""
+        """Number of pages of a prompt for which a store is useful."""
         return (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
 
     # -- puts ------------------------------------------------------------------------------------
 
     def offer(self, request: Request, first_page: int, end_page: int) -> None:
-        """Queues pages of this engine that the store may lack, each key once."""
+        """Queues pages that the store may lack, each key once."""
         keys = request.keys.upto(request.tokens, end_page)
         for index in range(first_page, end_page):
             key = keys[index]
@@ -194,14 +194,14 @@ class StoreLink:
             self._open[number] = put
 
     def on_digested(self, number: int, digests: list[int], exposed: list[int]) -> None:
-        """The pages' digests are known, and where the store can read them: the put goes out."""
+        """Sends a put, once its pages' digests and their readable locations are known."""
         put = self._open[number]
         put.digests, put.exposed = digests, exposed
         self.counters.store_put_pages += len(put.offers)
         self._send_put(number, put)
 
     def on_result(self, result: StorePutResult) -> None:
-        """The store has answered, or will not: the pages may change again."""
+        """Handles the store's answer, or its absence: the pages may change again."""
         put = self._open.get(result.put)
         if put is None:
             return
@@ -238,11 +238,12 @@ class StoreLink:
 
     @property
     def num_open_pages(self) -> int:
-        """Pages that are held for puts."""
+        """Number of pages held for puts."""
         return len(self._queue) + sum(len(put.offers) for put in self._open.values())
 
     def report(self, load_bytes_per_s: float) -> TierReport:
-        """The store as the tier below this engine's own; what it holds it tells itself.
+        """Report of the store as the tier below this engine's own; the store itself reports its
+        content.
 
         Args:
             load_bytes_per_s: Measured over fills.
@@ -264,7 +265,7 @@ class StoreLink:
         )
 
     def sizes(self) -> dict[str, int]:
-        """Lookups without an answer, pages that wait to be put, puts without an answer."""
+        """Numbers of unanswered lookups, of pages waiting to be put, and of unanswered puts."""
         return {
             "store_lookups": len(self._asked),
             "store_offers": len(self._queue),

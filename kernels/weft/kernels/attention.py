@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from weft.kernels import cpu
 
 MAX_TREE_ROWS = 32
-"""Of a request whose rows form a tree, those of earlier steps included; a window must be larger."""
+"""Most rows of a request whose rows form a tree, including those of earlier steps; a sliding window
+must be larger.
+"""
 
 
 def paged_attention(
@@ -160,8 +162,8 @@ def gains_by_exact_lengths(
     max_kv_len: int,
     window: int | None = None,
 ) -> bool:
-    """Whether a GPU's attention over such a step is faster if the lengths are known when it is
-    launched, which they are not in a captured graph: cuDNN takes long cold prompts.
+    """Whether a GPU's attention over such a step is faster if the lengths are known at launch, as
+    they are not in a captured graph: cuDNN handles long cold prompts.
 
     Args:
         heads: Hq.
@@ -170,7 +172,7 @@ def gains_by_exact_lengths(
         requests: R.
         max_q_len: Largest number of rows of a request.
         max_kv_len: Largest kv_len.
-        window: Of every layer, or None.
+        window: Window of every layer, or None.
     """
     from weft.kernels.gpu.dense_attention import is_long_and_cold
 
@@ -241,7 +243,7 @@ def paged_attention_reference(
 
 
 def depths_of(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """How deep rows lie in their trees: how many of its tree's rows each one sees before itself.
+    """Depth of each row in its tree: the number of its tree's rows that it sees before itself.
 
     Args:
         words: [N] int64: of `ancestors`.

@@ -28,15 +28,15 @@ class NativeLibrary:
     """A loaded library, or the reason why there is none."""
 
     library: ctypes.CDLL | None
-    """The loaded library; calls through it release the GIL. None if it could not be had."""
+    """The loaded library; calls through it release the GIL. None if it could not be built."""
     path: Path | None
     """The file it was loaded from."""
     reason: str | None
-    """What failed, in one line fit for a log; None on success."""
+    """Why the build failed, in one line for a log; None on success."""
 
 
 class _BuildError(Exception):
-    """Why a library could not be built."""
+    """The reason why a library could not be built."""
 
 
 def cache_folder() -> Path:
@@ -143,7 +143,9 @@ def _build_key(
 
 
 def _cpu_features() -> str:
-    """What `-march=native` depends on; machines of different CPUs may share a cache folder."""
+    """CPU features that `-march=native` depends on; machines with different CPUs may share a cache
+    folder.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -181,7 +183,7 @@ def _compile(
 
 
 def _run(command: Sequence[str]) -> str:
-    """Output of a command; raises with the first lines of what it complained about."""
+    """Runs a command; returns its output, or raises with the first lines of its errors."""
     try:
         done = subprocess.run(
             command,

@@ -13,10 +13,10 @@ from weft.kernels.build import load_native, loaded_openmp_library
 SOURCE = Path(__file__).parent / "csrc" / "cpu.c"
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""What the native operations compute with."""
+"""Dtypes of the native operations."""
 
 
-class Weight(ctypes.Structure):
+class WeightStruct(ctypes.Structure):
     """`Weight` of csrc/linear.h."""
 
     _fields_ = (
@@ -29,7 +29,7 @@ class Weight(ctypes.Structure):
     )
 
 
-class Pool(ctypes.Structure):
+class PoolStruct(ctypes.Structure):
     """`Pool` of csrc/rows.h."""
 
     _fields_ = (
@@ -43,7 +43,7 @@ class Pool(ctypes.Structure):
     )
 
 
-class Attention(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     """`Attention` of csrc/attention.h."""
 
     _fields_ = (
@@ -64,7 +64,7 @@ class Attention(ctypes.Structure):
     )
 
 
-class LoraPart(ctypes.Structure):
+class LoraPartStruct(ctypes.Structure):
     """`LoraPart` of csrc/lora.h."""
 
     _fields_ = (
@@ -74,24 +74,24 @@ class LoraPart(ctypes.Structure):
     )
 
 
-class LoraGroup(ctypes.Structure):
+class LoraGroupStruct(ctypes.Structure):
     """`LoraGroup` of csrc/lora.h."""
 
-    _fields_ = (("parts", LoraPart * 3), ("count", ctypes.c_int64))
+    _fields_ = (("parts", LoraPartStruct * 3), ("count", ctypes.c_int64))
 
 
-class Lora(ctypes.Structure):
+class LoraStruct(ctypes.Structure):
     """`Lora` of csrc/lora.h."""
 
     _fields_ = (
-        ("groups", LoraGroup * 4),
+        ("groups", LoraGroupStruct * 4),
         *((name, ctypes.c_void_p) for name in ("token_slots", "order", "starts", "slots")),
         *((name, ctypes.c_void_p) for name in ("blocks", "shrunk")),
         *((name, ctypes.c_int64) for name in ("tokens", "segments", "width")),
     )
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """`Layer` of csrc/layer.h."""
 
     _fields_ = (
@@ -108,11 +108,11 @@ class Layer(ctypes.Structure):
     )
 
 
-class Batch(ctypes.Structure):
+class BatchStruct(ctypes.Structure):
     """`Batch` of csrc/layer.h."""
 
     _fields_ = (
-        ("attention", Attention),
+        ("attention", AttentionStruct),
         ("positions", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("cos_sin", ctypes.c_void_p),
@@ -126,7 +126,7 @@ class Batch(ctypes.Structure):
 MAX_TAPS = 8
 
 
-class Taps(ctypes.Structure):
+class TapsStruct(ctypes.Structure):
     """`Taps` of csrc/layer.h."""
 
     _fields_ = (
@@ -138,7 +138,7 @@ class Taps(ctypes.Structure):
     )
 
 
-class Experts(ctypes.Structure):
+class ExpertsStruct(ctypes.Structure):
     """`Experts` of csrc/moe.h."""
 
     _fields_ = (
@@ -152,7 +152,7 @@ class Experts(ctypes.Structure):
     )
 
 
-class DraftHead(ctypes.Structure):
+class DraftHeadStruct(ctypes.Structure):
     """`DraftHead` of csrc/draft.h."""
 
     _fields_ = (
@@ -165,7 +165,7 @@ class DraftHead(ctypes.Structure):
     )
 
 
-class DraftEntries(ctypes.Structure):
+class DraftEntriesStruct(ctypes.Structure):
     """`DraftEntries` of csrc/draft.h."""
 
     _fields_ = (
@@ -177,7 +177,7 @@ class DraftEntries(ctypes.Structure):
     )
 
 
-class DraftWrite(ctypes.Structure):
+class DraftWriteStruct(ctypes.Structure):
     """`DraftWrite` of csrc/draft.h."""
 
     _fields_ = (
@@ -187,7 +187,7 @@ class DraftWrite(ctypes.Structure):
     )
 
 
-class DraftChain(ctypes.Structure):
+class DraftChainStruct(ctypes.Structure):
     """`DraftChain` of csrc/draft.h."""
 
     _fields_ = (
@@ -325,7 +325,7 @@ _STATUS = (
 
 
 def check_status(status: int, operation: str) -> None:
-    """Raises what a native operation's status says.
+    """Raises the error that a native operation's status stands for.
 
     Raises:
         MemoryError: It ran out of memory.
@@ -337,7 +337,7 @@ def check_status(status: int, operation: str) -> None:
         raise IndexError(f"{operation}: {_STATUS[status]}")
 
 
-def describe_pool(pool: torch.Tensor) -> Pool:
+def describe_pool(pool: torch.Tensor) -> PoolStruct:
     """A KV pool [num_pages, kv_heads, layers, 2, page_size, dim] for the native operations.
 
     Valid as long as `pool` lives.
@@ -351,6 +351,6 @@ def describe_pool(pool: torch.Tensor) -> Pool:
             f"{tuple(pool.shape)}"
         )
     pages, kv_heads, layers, _, page_size, dim = pool.shape
-    return Pool(
+    return PoolStruct(
         pool.data_ptr(), pages, kv_heads, layers, page_size, dim, pool.dtype == torch.bfloat16
     )

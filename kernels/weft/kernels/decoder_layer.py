@@ -47,7 +47,7 @@ class GatedMlpWeight:
         return self.down.out_features if fits else 0
 
     def shapes(self) -> tuple[object, ...]:
-        """What layers of one stack have in common."""
+        """The shapes that must be equal in all layers of a stack."""
         return tuple((w.out_features, w.in_features, w.dtype) for w in (self.gate_up, self.down))
 
 
@@ -70,7 +70,7 @@ class SparseMlpWeight:
         return self.experts.hidden_size if fits else 0
 
     def shapes(self) -> tuple[object, ...]:
-        """What layers of one stack have in common."""
+        """The shapes that must be equal in all layers of a stack."""
         experts = self.experts
         sizes = (experts.num_experts, experts.inner_size, experts.hidden_size)
         return (*sizes, self.top_k, experts.dtype, self.router.dtype)
@@ -89,7 +89,7 @@ class SparseMlpWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayerWeight:
-    """Parameters of one layer."""
+    """The parameters of one decoder layer."""
 
     input_norm: torch.Tensor
     """[H]."""
@@ -105,30 +105,30 @@ class DecoderLayerWeight:
     """[H]."""
     mlp: GatedMlpWeight | SparseMlpWeight
     eps: float
-    """Of all norms."""
+    """Epsilon of all norms."""
     window: int | None
     """Positions that a row attends to at most; layers of one stack may differ in it."""
-    native: cpu.Layer | None
+    native: cpu.LayerStruct | None
     """The same for the native operation; None if some part is not in native form."""
 
     def shapes(self) -> tuple[object, ...]:
-        """What layers of one stack have in common."""
+        """The shapes that must be equal in all layers of a stack."""
         parts = ((part.out_features, part.in_features) for part in (self.qkv, self.o))
         return (self.qkv.dtype, *parts, self.mlp.shapes())
 
 
 class Follower(Protocol):
-    """Goes on from what taps took; the native operation does it with the layers' own threads."""
+    """Work that continues from the tapped states, in the native operation with its threads."""
 
-    def native(self) -> cpu.DraftWrite | None:
-        """For the native operation, valid as long as this lives; None: it cannot do it."""
+    def native(self) -> cpu.DraftWriteStruct | None:
+        """Its native form, valid as long as this object lives; None: it has none."""
 
     def done(self) -> None:
-        """The operation did it."""
+        """Called when the native operation has run it."""
 
 
 class Taps:
-    """Takes the residual stream as it enters some layers, side by side.
+    """Collects the residual stream as it enters some layers, side by side.
 
     Args:
         layers: Indices in the pool; a layer may be there twice.
@@ -157,11 +157,11 @@ class Taps:
                 self._out[:, index * width : (index + 1) * width].copy_(hidden)
 
     def follower_of(self, first: int, count: int) -> Follower | None:
-        """Who can go on behind these layers, if anybody."""
+        """The work that can run directly behind these layers, if any."""
         ends = (min(self._layers), max(self._layers))
         return self._follower if first <= ends[0] and ends[1] < first + count else None
 
-    def native(self, hidden: torch.Tensor) -> cpu.Taps:
+    def native(self, hidden: torch.Tensor) -> cpu.TapsStruct:
         """The same for the native operation on `hidden`; valid as long as this lives."""
         rows, width = hidden.shape
         count = len(self._layers)
@@ -170,7 +170,7 @@ class Taps:
                 f"{count} inputs of layers {tuple(hidden.shape)} {hidden.dtype} do not fit "
                 f"{tuple(self._out.shape)} {self._out.dtype}"
             )
-        described = cpu.Taps(self._out.data_ptr(), count * width, count)
+        described = cpu.TapsStruct(self._out.data_ptr(), count * width, count)
         for index, layer in enumerate(self._layers):
             described.layers[index], described.columns[index] = layer, index * width
         return described
@@ -182,23 +182,24 @@ class DecoderLayers:
 
     layers: tuple[DecoderLayerWeight, ...]
     native: ctypes.Array[ctypes.c_void_p] | None
-    """Their addresses; None if some layer is not in native form."""
+    """Addresses of the native layers; None if some layer has no native form."""
 
 
 class NativeStep(NamedTuple):
     """A step described to the native operation."""
 
-    batch: cpu.Batch
-    pool: cpu.Pool
+    batch: cpu.BatchStruct
+    pool: cpu.PoolStruct
     scratch: torch.Tensor
-    """What layers compute in."""
+    """Scratch memory of the layers."""
     lora: NativeLora | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderStep:
-    """What all layers of one step share; the tensors are as in `rope_and_cache` and
-    `paged_attention`. Must not outlive a change of any of them."""
+    """Inputs that all layers of one step share; the tensors are as in `rope_and_cache` and
+    `paged_attention`. Must not outlive a change of any of them.
+    """
 
     pool: torch.Tensor
     positions: torch.Tensor
@@ -258,7 +259,7 @@ def pack_decoder_layer(
         raise ValueError(f"projections of a layer differ in dtype: {dtypes}")
     native = None
     if isinstance(mlp, GatedMlpWeight) and all(part.native is not None for part in parts):
-        native = cpu.Layer(
+        native = cpu.LayerStruct(
             *(part.address for part in parts),
             input_norm.data_ptr(),
             post_norm.data_ptr(),
@@ -282,7 +283,7 @@ def pack_decoder_layer(
 
 
 def stack_layers(layers: Sequence[DecoderLayerWeight]) -> DecoderLayers:
-    """Puts layers together.
+    """Joins layers into a stack.
 
     Raises:
         ValueError: There are none, or they differ in shape or dtype.
@@ -350,7 +351,7 @@ def prepare_step(
             )
         check_rope(shape, dtype, positions, cos_sin, pool, slots, (num_heads, kv_heads))
         check_attention((rows, num_heads, dim), dtype, pool, page_table, cu_q_lens, kv_lens)
-        attention = cpu.Attention(
+        attention = cpu.AttentionStruct(
             None,
             None,
             page_table.data_ptr(),
@@ -370,7 +371,7 @@ def prepare_step(
             groups = (lora.qkv, lora.o, lora.gate_up, lora.down)
             if any(groups):
                 described_lora = describe_lora(native, groups, lora.segments)
-        batch = cpu.Batch(
+        batch = cpu.BatchStruct(
             attention,
             positions.data_ptr(),
             slots.data_ptr(),
@@ -404,7 +405,7 @@ def prepare_step(
 
 
 def _check_lora(w: DecoderLayerWeight, lora: LoraStep, rows: int) -> None:
-    """For a layer with a gated MLP."""
+    """Checks the LoRA inputs of a layer with a gated MLP."""
     assert isinstance(w.mlp, GatedMlpWeight)
     groups: tuple[tuple[Group, LinearWeight], ...] = (
         ("qkv", w.qkv),
@@ -426,14 +427,14 @@ def decoder_layers(
     first: int = 0,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """For each layer: hidden += attention(norm(hidden)); hidden += mlp(norm(hidden)).
+    """Runs layers; for each: hidden += attention(norm(hidden)); hidden += mlp(norm(hidden)).
 
     Stores K and V of every row in every layer.
 
     Args:
         hidden: [T, H], contiguous; becomes the result where the operation is native.
         stack: The layers.
-        step: Of this step, from `prepare_step`.
+        step: Inputs of the step, from `prepare_step`.
         first: Index in the pool of the stack's first layer.
         taps: Gets what enters those of these layers that it names, or None.
 
@@ -501,7 +502,7 @@ def decoder_layer(
 def decoder_layer_reference(
     hidden: torch.Tensor, w: DecoderLayerWeight, step: DecoderStep, layer: int
 ) -> torch.Tensor:
-    """One layer as its single operations."""
+    """Runs one layer as separate operations."""
     q = rope_and_cache(
         linear(
             rms_norm(hidden, w.input_norm, w.eps), w.qkv, lora=addition_to(step.lora, "qkv", layer)

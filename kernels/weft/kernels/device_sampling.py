@@ -1,4 +1,4 @@
-"""Draws tokens where the logits are: the samplers of `weft.kernels.sampling`, on a device.
+"""Sampling on the device of the logits: the counterpart of `weft.kernels.sampling`.
 
 What is drawn is defined in sampling_reference.py; changes to the logits (bias, penalties, masks),
 which the host makes on the row itself, are parts of the parameters here.
@@ -28,9 +28,9 @@ class Field(IntEnum):
     TOP_K = 4
     IS_MASKED = 5
     BIAS_ROW = 6
-    """Of `SlotTables.biases`; -1 = none."""
+    """Row of `SlotTables.biases`; -1: none."""
     COUNT_ROW = 7
-    """Of `SlotTables.counts`; -1 = none."""
+    """Row of `SlotTables.counts`; -1: none."""
     REPETITION = 8
     FREQUENCY = 9
     PRESENCE = 10
@@ -53,7 +53,7 @@ def pack_slot(
     frequency: float = 0.0,
     presence: float = 0.0,
 ) -> Int64Array:
-    """One row of `SlotTables.params`.
+    """Packs one row of `SlotTables.params`.
 
     Args:
         temperature: Below `GREEDY_TEMPERATURE` greedy.
@@ -81,7 +81,7 @@ def pack_slot(
 
 
 class SlotTables(NamedTuple):
-    """How each slot draws, on the device of the logits."""
+    """Sampling parameters of each slot, on the device of the logits."""
 
     params: torch.Tensor
     """[max_slots, NUM_FIELDS] int64, rows of `pack_slot`."""
@@ -95,7 +95,7 @@ class SlotTables(NamedTuple):
 
 
 class TopLogits(NamedTuple):
-    """What log-probabilities are made of: log_softmax(row)[i] = row[i] - log_sum."""
+    """Inputs of log-probabilities: log_softmax(row)[i] = row[i] - log_sum."""
 
     log_sums: torch.Tensor
     """[M] float64; NaN for rows that are not finite."""
@@ -104,7 +104,7 @@ class TopLogits(NamedTuple):
     ids: torch.Tensor
     """[M, num_top] int64 of the largest logits, largest first, lower ids first among equals."""
     logits: torch.Tensor
-    """[M, num_top] float32."""
+    """Largest logits, [M, num_top] float32."""
 
 
 def draw_rows(
@@ -143,7 +143,7 @@ def draw_rows(
 def top_logits(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, num_top: int
 ) -> TopLogits:
-    """What the log-probabilities of some rows are made of, without a copy of the rows.
+    """Computes the inputs of the log-probabilities of some rows, without copying the rows.
 
     Args:
         logits: [L, vocab_size] float32, rows contiguous; not changed.

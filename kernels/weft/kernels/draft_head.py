@@ -20,7 +20,7 @@ from weft.kernels.norm import rms_norm
 from weft.kernels.rope import rope_and_cache
 
 FIRST_POSITION = 1
-"""Of a head's entries."""
+"""First position for which a head has an entry."""
 MAX_NATIVE_DEPTH = 32
 """`MAX_DEPTH` of csrc/draft.h."""
 
@@ -44,13 +44,13 @@ class DraftHeadWeight:
     lm_head: LinearWeight
     """[draft vocabulary, H]."""
     input_norm: torch.Tensor
-    """[H]: of embeddings."""
+    """Norm of the embeddings, [H]."""
     hidden_norm: torch.Tensor
-    """[H]: of states."""
+    """Norm of the hidden states, [H]."""
     post_norm: torch.Tensor
-    """[H]: before the MLP."""
+    """Norm before the MLP, [H]."""
     norm: torch.Tensor
-    """[H]: before the LM head."""
+    """Norm before the LM head, [H]."""
     embedding: torch.Tensor
     """[vocab, H]."""
     target_ids: torch.Tensor
@@ -59,18 +59,18 @@ class DraftHeadWeight:
     """[max_positions, D] float32, as in `rope_and_cache`."""
     num_heads: int
     eps: float
-    """Of all norms."""
-    native: cpu.DraftHead | None
+    """Epsilon of all norms."""
+    native: cpu.DraftHeadStruct | None
     """The same for the native operations; None if some part is not in native form."""
 
     @property
     def hidden_size(self) -> int:
-        """H."""
+        """Hidden size H."""
         return self.fc.out_features
 
     @property
     def scale(self) -> float:
-        """Of attention scores."""
+        """Scale of the attention scores."""
         return 1 / math.sqrt(self.cos_sin.shape[1])
 
 
@@ -101,7 +101,7 @@ def pack_draft_head(
         if not all(table.is_contiguous() for table in tables):
             raise ValueError("norms, embedding and tables of a draft head must be contiguous")
         (vocab, hidden), (positions, dim) = embedding.shape, cos_sin.shape
-        native = cpu.DraftHead(
+        native = cpu.DraftHeadStruct(
             *(part.address for part in products),
             *(table.data_ptr() for table in tables),
             *(vocab, hidden, positions, num_heads),
@@ -147,17 +147,17 @@ class DraftRows:
     """The rows of a target's step: T of R requests, as in `paged_attention`."""
 
     token_ids: torch.Tensor
-    """[T] int64."""
+    """Token ids, [T] int64."""
     positions: torch.Tensor
-    """[T] int64."""
+    """Positions, [T] int64."""
     slots: torch.Tensor
     """[T] int64: page * page_size + offset."""
     cu_q_lens: torch.Tensor
     """[R + 1] int32; requests that do not exist begin behind the last row."""
     request_slots: torch.Tensor
-    """[R] int64: rows of `kept`."""
+    """Rows of `kept`, [R] int64."""
     is_uniform: bool = False
-    """Every request brings one row."""
+    """Whether every request brings exactly one row."""
     ancestors: torch.Tensor | None = None
     """[T] int64, contiguous: as in `paged_attention`; the row before one is its parent. None: each
     follows the one before it."""
@@ -176,7 +176,7 @@ def draft_entries(
     Args:
         aux: [T, W], contiguous: the target's states.
         w: The head.
-        rows: Of the step.
+        rows: Rows of the step.
         kept: [slots, H], contiguous: g of the row before each request's first one, which counts
             as zeros at position 0; becomes g of its last row.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous; written.
@@ -208,14 +208,16 @@ class DraftEntries:
         layer: int,
     ) -> None:
         self._arguments = (aux, w, rows, kept, pool, layer)
-        self._described: tuple[cpu.DraftWrite, cpu.DraftEntries, torch.Tensor] | None = None
+        self._described: (
+            tuple[cpu.DraftWriteStruct, cpu.DraftEntriesStruct, torch.Tensor] | None
+        ) = None
         self._g: torch.Tensor | None = None
         self._is_done = False
         self._native = _native_for(aux, w, pool)
         if self._native is not None:
             self._describe(self._native)
 
-    def native(self) -> cpu.DraftWrite | None:
+    def native(self) -> cpu.DraftWriteStruct | None:
         """See `Follower.native`."""
         return None if self._described is None else self._described[0]
 
@@ -224,7 +226,7 @@ class DraftEntries:
         self._is_done = True
 
     def finish(self) -> torch.Tensor:
-        """Does it unless it is done; g."""
+        """Runs the operation unless the layers have; returns g."""
         if self._native is None or self._described is None:
             return draft_entries_reference(*self._arguments)
         assert self._g is not None
@@ -251,14 +253,14 @@ class DraftEntries:
         tensors = (aux, g, kept, rows.token_ids, rows.positions, rows.slots, rows.cu_q_lens)
         if rows.ancestors is not None:
             _check(rows.ancestors, (num_rows,), torch.int64, "ancestors")
-        entries = cpu.DraftEntries(
+        entries = cpu.DraftEntriesStruct(
             *(tensor.data_ptr() for tensor in tensors),
             rows.request_slots.data_ptr(),
             None if rows.ancestors is None else rows.ancestors.data_ptr(),
             *(num_rows, requests, kept.shape[0]),
             scratch.data_ptr(),
         )
-        write = cpu.DraftWrite(_at(w), ctypes.addressof(entries), layer)
+        write = cpu.DraftWriteStruct(_at(w), ctypes.addressof(entries), layer)
         self._g, self._described = g, (write, entries, scratch)
 
 
@@ -280,7 +282,7 @@ def draft_entries_reference(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChains:
-    """Where chains of D tokens behind the last ones of R requests go."""
+    """Places of chains of D draft tokens behind the last tokens of R requests."""
 
     positions: torch.Tensor
     """[D, R] int64: of the tokens that the steps take in."""
@@ -289,16 +291,17 @@ class DraftChains:
     kv_lens: torch.Tensor
     """[D, R] int32: positions + 1."""
     counts: Sequence[int]
-    """Each step runs so many of the first requests; none more than the one before."""
+    """Number of leading requests that each step runs; never increases."""
     page_table: torch.Tensor
     """[R, max_pages] int32, contiguous along a row."""
     one_row_each: torch.Tensor
-    """[R + 1] int32: 0, 1, 2 ..."""
+    """Row offsets for one row each, [R + 1] int32: 0, 1, 2 ..."""
     max_kv_len: int
-    """A bound of `kv_lens`."""
+    """Upper bound of `kv_lens`."""
     lora: LoraStep | None = None
-    """What adapters add to the head's layer, number 0; then every step runs all requests. For heads
-    of EAGLE-3."""
+    """Additions of adapters to the head's layer, number 0; with them every step runs all requests.
+    For EAGLE-3 heads.
+    """
 
 
 def draft_chain(
@@ -348,7 +351,7 @@ def draft_chain(
     width = native.draft_chain_width(_at(w), pool.shape[-1])
     scratch = torch.empty(requests * width, dtype=state.dtype)
     logits = torch.empty((requests, w.lm_head.out_features), dtype=torch.float32)
-    chain = cpu.DraftChain(
+    chain = cpu.DraftChainStruct(
         *(x.data_ptr() for x in (state, tokens, chains.positions, chains.slots, chains.kv_lens)),
         ctypes.addressof(counts),
         *(table.data_ptr(), chains.one_row_each.data_ptr()),
@@ -389,25 +392,25 @@ def draft_chain_reference(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRows:
-    """What a turn of the head runs: T rows of R requests, as in `paged_attention`."""
+    """The rows of one turn of the head: T rows of R requests, as in `paged_attention`."""
 
     positions: torch.Tensor
-    """[T] int64."""
+    """Positions, [T] int64."""
     slots: torch.Tensor
     """[T] int64: page * page_size + offset where K and V go."""
     page_table: torch.Tensor
-    """[R, max_pages] int32."""
+    """Page numbers, [R, max_pages] int32."""
     cu_q_lens: torch.Tensor
-    """[R + 1] int32."""
+    """Row offsets, [R + 1] int32."""
     kv_lens: torch.Tensor
-    """[R] int32."""
+    """Context lengths, [R] int32."""
     max_kv_len: int
     max_q_len: int = 1
     ancestors: torch.Tensor | None = None
     """[T] int64; None: each row sees all before it."""
     earlier_rows: int = 0
     lora: LoraStep | None = None
-    """What the adapters of these rows add to the head's layer, number 0."""
+    """Additions of these rows' adapters to the head's layer, number 0."""
 
 
 def draft_turn(
@@ -456,7 +459,7 @@ def draft_turn(
 
 
 def _choose(logits: torch.Tensor, target_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Most likely tokens [R], in the target's vocabulary, in `out`."""
+    """Writes the most likely tokens [R], as ids of the target's vocabulary, to `out`."""
     if logits.is_cuda:
         from weft.kernels.gpu import greedy as gpu
 
@@ -465,7 +468,7 @@ def _choose(logits: torch.Tensor, target_ids: torch.Tensor, out: torch.Tensor) -
 
 
 def _join(w: DraftHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """[T], [T, H] -> [T, 2 * H]."""
+    """Joins embeddings and states: [T], [T, H] -> [T, 2 * H]."""
     if state.is_cuda:
         from weft.kernels.gpu import draft_rows as gpu
 
@@ -534,7 +537,7 @@ def _store(
 
 
 def _native_for(x: torch.Tensor, w: DraftHeadWeight, pool: torch.Tensor) -> cpu.NativeCpu | None:
-    """The native operations if they can do it."""
+    """The native operations if they support this head."""
     native = cpu.native_cpu_for(x)
     if native is None or w.native is None or not fits_native(native, w.num_heads, pool):
         return None

@@ -20,18 +20,18 @@ from weft.kernels.draft_head import DraftHeadWeight, TurnRows, draft_turn
 from weft.kernels.lora import LoraStep
 
 _LAST_BIT = 62
-"""Of a word; ranks of nodes that are not kept count as this one."""
+"""Last bit of a word, to which the ranks of dropped nodes are clamped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTrees:
-    """Where trees behind the last tokens of R requests are grown."""
+    """Inputs for growing trees behind the last tokens of R requests."""
 
     width: int
     depth: int
-    """Levels."""
+    """Number of levels."""
     num_nodes: int
-    """To be kept of each tree: at most as many as are grown, and 31."""
+    """Number of nodes to keep of each tree: at most as many as are grown, and 31."""
     starts: torch.Tensor
     """[R] int64: positions of the last tokens."""
     slots: torch.Tensor
@@ -44,11 +44,11 @@ class DraftTrees:
     page_table: torch.Tensor
     """[R, max_pages] int32, contiguous along a row; wide enough for as many places."""
     cu_q_lens: torch.Tensor
-    """[R + 1] int32: 0, 1, 2 ..."""
+    """Row offsets for one row each, [R + 1] int32: 0, 1, 2 ..."""
     max_kv_len: int
-    """Bound of all lengths."""
+    """Upper bound of all lengths."""
     root_lora: LoraStep | None = None
-    """What adapters add to the head's layer, number 0, for the R rows of the first turn."""
+    """Additions of adapters to the head's layer, number 0, for the R rows of the first turn."""
     lora: LoraStep | None = None
     """The same for the R * width rows of the others, one request after the other."""
 
@@ -59,7 +59,7 @@ class DraftTrees:
 
 
 class Nodes(NamedTuple):
-    """All nodes that were grown, M of each of R trees, level by level."""
+    """All nodes grown, M for each of R trees, level by level."""
 
     tokens: torch.Tensor
     """[R, M] int64, of the target's vocabulary."""
@@ -72,12 +72,12 @@ class Nodes(NamedTuple):
 
 
 class Expanded(NamedTuple):
-    """Nodes that get children: P of each of R trees, which are rows of the head's next turn."""
+    """Nodes that get children, P for each of R trees: the rows of the head's next turn."""
 
     tokens: torch.Tensor
-    """[R * P] int64."""
+    """Token ids, [R * P] int64."""
     scores: torch.Tensor
-    """[R * P] float32."""
+    """Scores, [R * P] float32."""
     paths: torch.Tensor
     """[R * P] int64: those that each follows, and itself."""
     rows: torch.Tensor
@@ -133,8 +133,9 @@ def draft_tree(
 
 
 def _turns(trees: DraftTrees) -> list[TurnRows]:
-    """Where the rows of each level are, the root's first; without words. Those of trees without
-    places of their own are behind nothing, in the null page."""
+    """Rows of each level, the root's first, without ancestor words. Trees without places of their
+    own have empty contexts and write to the null page.
+    """
     width, requests, device = trees.width, len(trees.starts), trees.starts.device
     turns = [
         TurnRows(
@@ -193,7 +194,7 @@ def grow_reference(
         target_ids: [draft vocabulary] int64.
         parents: At `depth`, 0 for the root.
         trees: What is grown.
-        depth: Of the parents.
+        depth: Depth of the parents.
 
     Returns:
         width nodes of each tree; of the last level they mean nothing.

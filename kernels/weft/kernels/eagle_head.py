@@ -37,7 +37,7 @@ class EagleHeadWeight:
     lm_head: LinearWeight
     """[vocab, H]."""
     post_norm: torch.Tensor
-    """[H]: before the MLP."""
+    """Norm before the MLP, [H]."""
     embedding: torch.Tensor
     """[vocab, H]."""
     cos_sin: torch.Tensor
@@ -59,7 +59,7 @@ def eagle_entries(
     Args:
         states: [T, H], contiguous: the target's last hidden states, normalised.
         w: The head.
-        rows: Of the step.
+        rows: Rows of the step.
         kept: [slots, H], contiguous: f of the row before each request's first one, which counts as
             zeros at position 0; becomes f of its last row.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous; written.
@@ -154,5 +154,5 @@ def _states_before(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) ->
 
 
 def _join(w: EagleHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """[T], [T, H] -> [T, 2 * H]."""
+    """Joins embeddings and states: [T], [T, H] -> [T, 2 * H]."""
     return torch.cat((w.embedding.index_select(0, token_ids), state), dim=1)

@@ -34,10 +34,10 @@ class LinearWeight:
     """The weight in whatever form; the one copy of it in memory."""
     bias: torch.Tensor | None
     """[out_features] of `dtype`, or float32 in panel order in the native form, or None."""
-    native: cpu.Weight | None = None
+    native: cpu.WeightStruct | None = None
     """Describes `data` and `bias` to the native operation."""
     address: int = 0
-    """Of `native`."""
+    """Address of `native`."""
     onednn: bool = False
     is_fixed: bool = False
     """A row's result does not depend on the other rows on a GPU either."""
@@ -218,7 +218,7 @@ def _pack_native(
 ) -> LinearWeight:
     n, k = weight.shape
     weight = weight.contiguous()
-    shape = cpu.Weight(
+    shape = cpu.WeightStruct(
         out_features=n, in_features=k, is_bf16=weight.dtype == torch.bfloat16, gated=gated
     )
     address = ctypes.addressof(shape)

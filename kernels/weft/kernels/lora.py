@@ -19,7 +19,7 @@ import torch
 from weft.kernels import cpu
 
 ROW_RANK = 8
-"""Ranks in a row of the pool."""
+"""Number of ranks in a row of the pool."""
 
 NO_SLOT = 0
 """The slot of tokens without an adapter."""
@@ -35,7 +35,7 @@ Group = Literal["qkv", "o", "gate_up", "down", "embed", "lm_head"]
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """All loaded adapters' parameters for one kind of projection ("q", "gate", ...).
+    """The parameters of all loaded adapters for one kind of projection ("q", "gate", ...).
 
     The tensors stay where they are: loading an adapter writes rows, then its table and counts.
     """
@@ -50,14 +50,15 @@ class LoraWeights:
     counts: torch.Tensor
     """[layers, num_slots] int32: how many rows; 0 leaves the projection alone, as slot 0 does."""
     column: int = 0
-    """Where the projection's results begin in the product that it is computed in: for k after q's
-    columns, for v after k's, for up after gate's."""
+    """First column of the projection's results in the fused product: for k after q's columns, for v
+    after k's, for up after gate's.
+    """
     b_table: torch.Tensor | None = None
     """The rows of `b`, where they are not those of `a`: experts may share one of the two."""
     is_a_shared: bool = False
-    """All experts of an adapter have the same rows of `a`,"""
+    """Whether all experts of an adapter have the same rows of `a`."""
     is_b_shared: bool = False
-    """or of `b`."""
+    """Whether all experts of an adapter have the same rows of `b`."""
 
     def __post_init__(self) -> None:
         """Raises ValueError where the tensors do not fit together."""
@@ -106,7 +107,7 @@ class LoraWeights:
 
 
 class LoraRows(NamedTuple):
-    """One projection's A and B as rows of the pool."""
+    """The A and B of one projection as rows of the pool."""
 
     a: torch.Tensor
     """[ceil(r / ROW_RANK), ROW_RANK, in_features]."""
@@ -175,10 +176,10 @@ def sort_tokens(token_slots: Int32Array, num_segments: int | None = None) -> Hos
 
 @dataclass(frozen=True, slots=True)
 class LoraSegments:
-    """Which adapter each token of a step uses, T tokens in S segments; on the model's device."""
+    """The adapter of each token of a step, T tokens in S segments; on the model's device."""
 
     token_slots: torch.Tensor
-    """[T] int32."""
+    """Adapter slot of each token, [T] int32."""
     order: torch.Tensor
     """[T] int32: tokens sorted by slot, those of one slot in their order."""
     ordered: torch.Tensor
@@ -206,7 +207,7 @@ class LoraSegments:
         return cls(*(torch.from_numpy(array) for array in host))
 
     def select(self, rows: torch.Tensor) -> LoraSegments:
-        """Of some of the tokens, in their order.
+        """The segments of some of the tokens, in their order.
 
         Computed on the device, without waiting for it.
 
@@ -222,10 +223,10 @@ class LoraSegments:
 
 @dataclass(frozen=True, slots=True)
 class LoraAddition:
-    """What a step's adapters add to one product of one layer."""
+    """The additions of a step's adapters to one product of one layer."""
 
     parts: tuple[LoraWeights, ...]
-    """Of all projections in the product; no two for the same columns."""
+    """All projections in the product; no two cover the same columns."""
     layer: int
     segments: LoraSegments
     are_given: bool = False
@@ -234,15 +235,15 @@ class LoraAddition:
 
 @dataclass(frozen=True, slots=True)
 class ExpertAddition:
-    """What a step's adapters add to the experts of one layer."""
+    """The additions of a step's adapters to the experts of one layer."""
 
     w13: tuple[LoraWeights, ...]
-    """Of gate and up, before the activation; their slots are slot * num_experts + expert."""
+    """Gate and up, before the activation; their slots are slot * num_experts + expert."""
     w2: tuple[LoraWeights, ...]
-    """Of down, before the sum over experts."""
+    """Down, before the sum over experts."""
     layer: int
     token_slots: torch.Tensor
-    """[T] int32."""
+    """Adapter slot of each token, [T] int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,38 +259,38 @@ class LoraStep:
     gate_up: tuple[LoraWeights, ...] = ()
     down: tuple[LoraWeights, ...] = ()
     w13: tuple[LoraWeights, ...] = ()
-    """Of experts, see `ExpertAddition`."""
+    """Parameters of experts, see `ExpertAddition`."""
     w2: tuple[LoraWeights, ...] = ()
     embed: tuple[LoraWeights, ...] = ()
-    """At most one, whose input is the vocabulary."""
+    """Parameters of the embedding, at most one, whose input is the vocabulary."""
     lm_head: tuple[LoraWeights, ...] = ()
     are_given: bool = False
     """The segments were complete on the device before the first kernel of the step was launched: a
     kernel may read them before what was launched ahead of it is complete."""
 
     def of(self, group: Group, layer: int) -> LoraAddition | None:
-        """What is added to a group's product in a layer; None for nothing."""
+        """The addition to a group's product in a layer; None: nothing."""
         parts: tuple[LoraWeights, ...] = getattr(self, group)
         return LoraAddition(parts, layer, self.segments, self.are_given) if parts else None
 
     def of_experts(self, layer: int) -> ExpertAddition | None:
-        """What is added to a layer's experts; None for nothing."""
+        """The addition to a layer's experts; None: nothing."""
         if not (self.w13 or self.w2):
             return None
         return ExpertAddition(self.w13, self.w2, layer, self.segments.token_slots)
 
     def select(self, rows: torch.Tensor) -> LoraStep:
-        """For some of the step's tokens ([L] int64), in their order."""
+        """The LoRA inputs of some of the step's tokens ([L] int64), in their order."""
         return replace(self, segments=self.segments.select(rows), are_given=False)
 
 
 def experts_addition(lora: LoraStep | None, layer: int) -> ExpertAddition | None:
-    """What a step's adapters add to a layer's experts; None for nothing."""
+    """The addition of a step's adapters to a layer's experts; None: nothing."""
     return None if lora is None else lora.of_experts(layer)
 
 
 def addition_to(lora: LoraStep | None, group: Group, layer: int) -> LoraAddition | None:
-    """What a step's adapters add to a group's product in a layer; None for nothing."""
+    """The addition of a step's adapters to a group's product in a layer; None: nothing."""
     return None if lora is None else lora.of(group, layer)
 
 
@@ -340,8 +341,12 @@ def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: Lor
             continue
         a_rows, b_rows = _rows_of(part, addition.layer, slot, count)
         given = part.a[a_rows[:, None], :, token_ids.index_select(0, tokens)[None, :]]
-        shrunk = given.transpose(0, 1).flatten(1).float()
-        _add(out, tokens, part, shrunk @ part.b.index_select(0, b_rows).flatten(0, 1).float())
+        shrunk = given.transpose(1, 2).flatten(0, 1).float()
+        added = torch.zeros((tokens.shape[0], part.out_features))
+        # Rank by rank: how a product is cut, and so what it rounds, would depend on the tokens.
+        for ranks, b in zip(shrunk, part.b.index_select(0, b_rows).flatten(0, 1), strict=True):
+            added += ranks[:, None] * b.float()
+        _add(out, tokens, part, added)
 
 
 def add_lora_reference(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
@@ -383,11 +388,11 @@ def _add(out: torch.Tensor, tokens: torch.Tensor, part: LoraWeights, added: torc
 class NativeLora(NamedTuple):
     """Additions described to the native operations; valid as long as this and the tensors live."""
 
-    described: cpu.Lora
+    described: cpu.LoraStruct
     address: int
     num_layers: int
     buffers: tuple[torch.Tensor, torch.Tensor]
-    """What they compute in."""
+    """Scratch memory of the native operations."""
 
 
 def describe_lora(
@@ -398,7 +403,7 @@ def describe_lora(
     Args:
         native: The operations.
         groups: The parts of each product.
-        segments: Of the step.
+        segments: Segments of the step.
 
     Raises:
         ValueError: The parts are of different numbers of layers.
@@ -412,8 +417,8 @@ def describe_lora(
     width = max(sum(part.max_rank for part in group) for group in groups)
     blocks = torch.empty(num_segments + 1, dtype=torch.int64)
     shrunk = torch.empty(tokens * width, dtype=torch.float32)
-    described = cpu.Lora(
-        (cpu.LoraGroup * 4)(*(describe_group(group) for group in groups)),
+    described = cpu.LoraStruct(
+        (cpu.LoraGroupStruct * 4)(*(describe_group(group) for group in groups)),
         segments.token_slots.data_ptr(),
         segments.order.data_ptr(),
         segments.starts.data_ptr(),
@@ -429,12 +434,12 @@ def describe_lora(
     return NativeLora(described, address, num_layers, (blocks, shrunk))
 
 
-def describe_group(parts: tuple[LoraWeights, ...]) -> cpu.LoraGroup:
+def describe_group(parts: tuple[LoraWeights, ...]) -> cpu.LoraGroupStruct:
     """The parts of one product for the native operations."""
     described, offset = [], 0
     for part in parts:
         described.append(
-            cpu.LoraPart(
+            cpu.LoraPartStruct(
                 *(t.data_ptr() for t in (part.a, part.b, part.table, part.rows_of_b, part.counts)),
                 part.a.shape[0],
                 part.b.shape[0],
@@ -446,7 +451,7 @@ def describe_group(parts: tuple[LoraWeights, ...]) -> cpu.LoraGroup:
             )
         )
         offset += part.max_rank
-    return cpu.LoraGroup((cpu.LoraPart * 3)(*described), len(described))
+    return cpu.LoraGroupStruct((cpu.LoraPartStruct * 3)(*described), len(described))
 
 
 def check_addition(
@@ -457,7 +462,7 @@ def check_addition(
     Args:
         out_shape: [T, N] of the product.
         x_shape: [T, K] of what is multiplied.
-        dtype: Of what is multiplied.
+        dtype: Dtype of what is multiplied.
         addition: What is added.
 
     Raises:

@@ -23,8 +23,8 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     Memory is taken from the system only as it is first written.
 
     Args:
-        shape: Of the tensor.
-        dtype: Of the tensor.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
 
     Returns:
         A contiguous CPU tensor that begins at a huge page.

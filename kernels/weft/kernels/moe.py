@@ -23,12 +23,12 @@ from weft.kernels.memory import WeightArena
 
 
 class Routing(NamedTuple):
-    """Each row's experts, in ascending order, and their shares."""
+    """The experts of each row, in ascending order, and their weights."""
 
     ids: torch.Tensor
-    """[T, k] int32."""
+    """Expert ids, [T, k] int32."""
     weights: torch.Tensor
-    """[T, k] float32."""
+    """Weights of the experts, [T, k] float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ExpertWeights:
     w2: tuple[LinearWeight, ...]
     """Down projection of each expert; none on a GPU."""
     stacked: tuple[torch.Tensor, torch.Tensor] | None
-    """On a GPU [E, 2 * I, H] and [E, H, I]."""
+    """On a GPU the stacked weights, [E, 2 * I, H] and [E, H, I]."""
     native: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None
     """Addresses of `w13` and `w2` for the native operation; None if they are not in its form."""
     is_fixed: bool = False
@@ -51,7 +51,7 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Number of experts E."""
         return len(self.w13) if self.stacked is None else self.stacked[0].shape[0]
 
 
@@ -195,7 +195,7 @@ def moe_reference(
 def _of_expert(
     lora: ExpertAddition | None, rows: torch.Tensor, expert: int, num_experts: int
 ) -> tuple[LoraAddition | None, LoraAddition | None]:
-    """What is added to the two products of an expert with some of the rows."""
+    """The additions to the two products of an expert, for some of the rows."""
     if lora is None:
         return None, None
     slots = lora.token_slots.index_select(0, rows)
@@ -264,14 +264,14 @@ def _moe_native(
         width = max(sum(part.max_rank for part in parts) for parts in (lora.w13, lora.w2))
         shrunk = torch.empty(pairs * width, dtype=torch.float32)
         place_slots = torch.empty(pairs, dtype=torch.int32)
-        added = cpu.Lora(
-            groups=(cpu.LoraGroup * 4)(describe_group(lora.w13), describe_group(lora.w2)),
+        added = cpu.LoraStruct(
+            groups=(cpu.LoraGroupStruct * 4)(describe_group(lora.w13), describe_group(lora.w2)),
             token_slots=lora.token_slots.data_ptr(),
             shrunk=shrunk.data_ptr(),
             tokens=rows,
             width=width,
         )
-    described = cpu.Experts(
+    described = cpu.ExpertsStruct(
         *(ctypes.addressof(array) for array in addresses),
         *(experts, top_k, rows),
         *(t.data_ptr() for t in (x, routing.ids, routing.weights)),

@@ -33,7 +33,7 @@ WORD = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[UInt32Array, ...], key: tuple[int, int]) -> tuple[UInt32Array, ...]:
-    """Philox4x32-10.
+    """The Philox4x32-10 block function.
 
     Args:
         counter: Four uint32 arrays that broadcast to one shape, first word first.
@@ -66,7 +66,7 @@ LOG_COEFFICIENTS = (
     1.531383769920937332e-01,
     1.479819860511658591e-01,
 )
-"""Of the odd series in s = f / (2 + f); lowest first (FreeBSD msun, e_log.c)."""
+"""Coefficients of the odd series in s = f / (2 + f), lowest first (FreeBSD msun, e_log.c)."""
 SQRT_HALF_BITS = np.int64(0x3FE6A09E00000000)
 ONE_BITS = np.int64(0x3FF0000000000000)
 MANTISSA_MASK = np.int64(0x000FFFFFFFFFFFFF)

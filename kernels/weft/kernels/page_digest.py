@@ -1,4 +1,4 @@
-"""Digests of a pool's pages, where the pool lies.
+"""Digests of a pool's pages, computed on the pool's device.
 
 The digest of a page is the sum, modulo 2**64, of mix(w, i) over its little-endian 64-bit words w, i
 being the word's index in the global page; mix is the output function of SplitMix64 (Steele, Lea,
@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.kernels.page_ops import page_words
 
 MAX_PAGE_WORDS = 1 << 32
-"""An index has 32 bits."""
+"""Most words in a page: an index has 32 bits."""
 INCREMENT = 0x9E3779B97F4A7C15
 FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """(shift, factor) of the rounds of mix; a last shift of 31 follows."""

@@ -1,4 +1,4 @@
-"""Whole pages of a KV pool.
+"""Operations on whole pages of a KV pool.
 
 A pool is a tensor `[num_pages, ...]` of any dtype whose pages are contiguous. Page numbers come
 from the host, which owns them, and are checked there; on a CUDA device the work is enqueued on the

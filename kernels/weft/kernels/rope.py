@@ -38,7 +38,7 @@ def rope_and_cache(
         num_kv_heads: Hkv.
         q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None.
         k_norm: [D], the same for k.
-        eps: Of these norms.
+        eps: Epsilon of these norms.
 
     Returns:
         Rotated q [T, Hq, D], dtype of `qkv`.

@@ -35,7 +35,7 @@ __all__ = [
 
 SOURCE = Path(__file__).parent / "csrc" / "sampling.c"
 MIN_PARALLEL_LOGITS = 1 << 16
-"""Below this many logits a call waking other threads costs more than it brings."""
+"""Number of logits from which a call uses several threads; below, waking them costs more."""
 
 
 @functools.cache
@@ -83,7 +83,8 @@ class _ColumnPointers(ctypes.Structure):
 
 
 class SamplingColumns:
-    """How each slot draws: one numpy array a parameter, changed in place by the owner.
+    """Sampling parameters of each slot: one numpy array per parameter, changed in place by the
+    owner.
 
     Serves one thread at a time (it carries the native path's memory).
     """
@@ -97,7 +98,7 @@ class SamplingColumns:
     seed: npt.NDArray[np.uint64]
     """[max_slots]."""
     top_k: npt.NDArray[np.int64]
-    """[max_slots]; 0 = off."""
+    """Number of most likely tokens to draw from, [max_slots]; 0: off."""
     is_masked: npt.NDArray[np.bool_]
     """[max_slots]: only tokens of the slot's mask may be drawn."""
     masks: npt.NDArray[np.uint32]
@@ -105,7 +106,7 @@ class SamplingColumns:
     vocab_size on have no meaning; rows of slots that are not masked neither."""
 
     def __init__(self, vocab_size: int, max_slots: int, *, use_native: bool = True) -> None:
-        """All slots greedy.
+        """Creates the columns with all slots greedy.
 
         Args:
             vocab_size: Length of each row of logits.
@@ -149,7 +150,7 @@ def sample_rows(
     positions: npt.NDArray[np.int64],
     columns: SamplingColumns,
 ) -> npt.NDArray[np.int64]:
-    """Draws one token a row.
+    """Draws one token per row.
 
     Args:
         logits: [L, vocab_size] float32 on the CPU, rows contiguous; not changed. Tokens at
@@ -192,7 +193,7 @@ def sample_rows(
 def top_rows(
     logits: torch.Tensor, num_top: int, columns: SamplingColumns
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """What log-probabilities are made of: log_softmax(row)[i] = row[i] - log_sum.
+    """Computes the inputs of log-probabilities: log_softmax(row)[i] = row[i] - log_sum.
 
     Args:
         logits: [L, vocab_size] float32 on the CPU, rows contiguous; not changed.

@@ -44,7 +44,7 @@ SMALL = 64
 def sample_rows_reference(
     logits: Float32Array, slots: Int64Array, positions: Int64Array, columns: SamplingColumns
 ) -> Int64Array:
-    """`sample_rows` in numpy."""
+    """Reference of `sample_rows` in numpy."""
     is_finite = np.isfinite(logits.max(axis=1)) & np.isfinite(logits.min(axis=1))
     if columns.is_masked[slots].any():
         logits = _under_masks(logits, slots, columns)
@@ -59,7 +59,7 @@ def sample_rows_reference(
 
 
 def top_rows_reference(logits: Float32Array, num_top: int) -> tuple[Float64Array, Int64Array]:
-    """`top_rows` in numpy."""
+    """Reference of `top_rows` in numpy."""
     wide = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):
         largest = wide.max(axis=1)
@@ -85,7 +85,7 @@ def _under_masks(logits: Float32Array, slots: Int64Array, columns: SamplingColum
 
 
 def _draw(row: Float32Array, slot: int, position: int, columns: SamplingColumns) -> int:
-    """One token; the row is finite and not greedy."""
+    """Draws one token; the row is finite and not greedy."""
     temperature = float(columns.temperature[slot])
     ids = np.arange(len(row))
     if 0 < (top_k := int(columns.top_k[slot])) < len(row):

@@ -1,6 +1,6 @@
-"""Launches beside those of the current stream, where a graph is captured: it runs both at once.
+"""Launches on a side stream while a graph is captured, so that the graph runs both in parallel.
 
-Out of captures the events that this takes cost the host more than the device gains.
+Outside of captures the events that this takes cost the host more than the device gains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """What is inside is launched as while a graph is captured, so that it is compiled by then."""
+    """Context in which kernels are launched as during capture of a graph, so that they are compiled
+    by then.
+    """
     token = _is_rehearsal.set(True)
     try:
         yield
@@ -34,24 +36,25 @@ def rehearsal() -> Iterator[None]:
 
 
 def is_forking(device: torch.device) -> bool:
-    """Whether `Beside` takes another stream now."""
+    """Whether `SideStreamWork` uses another stream now."""
     if device.type != "cuda":
         return False
     return _is_rehearsal.get() or torch.cuda.is_current_stream_capturing()
 
 
-class Beside(Generic[Result]):
-    """Work on another stream where `is_forking`, else on this one, at once.
+class SideStreamWork(Generic[Result]):
+    """Work that runs on a side stream if `is_forking`, else on the current one, at once.
 
-    On another stream it waits for what was launched before this is made, and not for what is
-    launched between that and `join`. There it is launched: after the other, which so gets its
-    multiprocessors first.
+    On the side stream it waits for everything launched before this object was created, but not for
+    launches between that and `join`. It is launched by `join`, after those launches, so that they
+    get their multiprocessors first.
 
     Args:
-        device: Of the current stream.
-        work: Launches; on another stream none of them, nor the first after the join, may begin
-            early (`weft.kernels.gpu.dependent_launch`). What they read stays as it is meanwhile.
-        is_forked: False: on this stream, at once, in any case.
+        device: Device of the current stream.
+        work: Launches kernels; on the side stream neither they nor the first kernel after the join
+            may start early (`weft.kernels.gpu.dependent_launch`). Their inputs must not change
+            until the join.
+        is_forked: False: always on the current stream, at once.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Beside(Generic[Result]):
             self._done.append(work())
 
     def join(self) -> Result:
-        """Its result, for launches on the current stream; once."""
+        """Returns the result, for launches on the current stream; call once."""
         if self._fork is None:
             return self._done.pop()
         side, main = _stream(self._device), torch.cuda.current_stream(self._device)

@@ -1,4 +1,4 @@
-"""Rows of a step that follow from the step before it, which only the device has seen."""
+"""Rows of a step that depend on the previous step's results, which only the device has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.kernels.attention import depths_of
 
 
 class SlotTokens(NamedTuple):
-    """What the device knows of each slot; nobody's is the last one."""
+    """State of each slot on the device; the last slot is a dummy."""
 
     tokens: torch.Tensor
     """[1 + drafts, slots + 1] int64, contiguous: last tokens, and behind them what is drafted."""
@@ -25,15 +25,15 @@ class StepRows(NamedTuple):
     """A step of R requests on the device."""
 
     token_ids: torch.Tensor
-    """[T] int64."""
+    """Token ids, [T] int64."""
     positions: torch.Tensor
-    """[T] int64."""
+    """Positions, [T] int64."""
     places: torch.Tensor
     """[T] int64: page * page_size + offset."""
     cu_q_lens: torch.Tensor
-    """[R + 1] int32."""
+    """Row offsets, [R + 1] int32."""
     kv_lens: torch.Tensor
-    """[R] int32."""
+    """Context lengths, [R] int32."""
     ancestors: torch.Tensor | None = None
     """[T] int64: which rows of its request each one sees; None: all before it."""
 
@@ -64,7 +64,7 @@ def resolve_rows(
             which before are those of chains.
         sources: [N] int64: d * (slots + 1) + slot, where row is the d-th behind the last token.
         owners: [N] int64: the row's request, if that starts late: at `known.starts`; else -1.
-        known: Of the slots.
+        known: Device state of the slots.
         page_table: [slots + 1, max_pages] int32.
         page_size: Token positions a page.
     """
@@ -76,9 +76,10 @@ def resolve_rows(
         gpu.resolve_rows(step, sources, owners, known, page_table, page_size)
         return
     count, width = sources.shape[0], known.tokens.shape[1]
-    step.token_ids[:count] = known.tokens.view(-1)[sources]
-    late = (owners >= 0).nonzero()[:, 0]
-    if len(late):
+    # Numpy: operations on so few numbers are calls only, and torch's take several times as long.
+    step.token_ids.numpy()[:count] = known.tokens.numpy().reshape(-1)[sources.numpy()]
+    if (owners.numpy() >= 0).any():
+        late = (owners >= 0).nonzero()[:, 0]
         slots, behind, requests = sources[late] % width, sources[late] // width, owners[late]
         positions = known.starts[slots] + behind
         step.positions[late] = positions
@@ -92,16 +93,31 @@ def resolve_rows(
         step.positions[:count] += depths_of(words, behind) - behind
 
 
+def keep_tokens(drawn: torch.Tensor, slots: torch.Tensor, known: SlotTokens) -> None:
+    """Makes drawn tokens the last ones of their slots.
+
+    Args:
+        drawn: [L] int64: tokens; negative where there is none.
+        slots: [L] int64.
+        known: Changed.
+    """
+    # What follows a token that there is not is dropped, but it must be of the vocabulary.
+    if drawn.is_cuda:
+        known.tokens[0].index_copy_(0, slots, drawn.clamp(min=0))
+    else:
+        known.tokens.numpy()[0, slots.numpy()] = np.maximum(drawn.numpy(), 0)
+
+
 def accept_drafts(
     drawn: torch.Tensor, step: StepRows, verified: Verified, known: SlotTokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Follows each request's drafts as far as they are what was drawn.
+    """Accepts each request's drafts as far as they equal the drawn tokens.
 
     Args:
         drawn: [L] int64: tokens; negative where there is none. Drawing stops where a request ends:
             the token before goes on then, if it does.
         step: That drew.
-        verified: Of it.
+        verified: Its verified drafts.
         known: Changed: the requests' last tokens, and their positions.
 
     Returns:
@@ -111,7 +127,6 @@ def accept_drafts(
         from weft.kernels.gpu import step_rows as gpu
 
         return gpu.accept_drafts(drawn, step, verified, known)
-    # Numpy: operations on so few numbers are calls only, and torch's take several times as long.
     rows, tokens = verified.rows.numpy(), drawn.numpy()
     following = rows[:, 1:]
     found, drafts = tokens[np.maximum(rows, 0)], step.token_ids.numpy()[np.maximum(following, 0)]
@@ -134,7 +149,7 @@ def chain_places(
     depth: int,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the tokens of chains go.
+    """Computes the positions and pool slots of the tokens of chains.
 
     Args:
         slots: [R] int64.
@@ -142,7 +157,7 @@ def chain_places(
         limits: [R] int64: positions from which on a chain has no pages; at least 1.
         late_starts: [slots + 1] int64.
         page_table: [slots + 1, max_pages] int32; the null page is page 0.
-        depth: Of the chains.
+        depth: Depth of the chains.
         page_size: Token positions a page.
 
     Returns:

@@ -17,7 +17,7 @@ def parent_of(word: int, row: int) -> int:
     """The row that a row of a tree follows: the last of its ancestors; of row 0 it is -1.
 
     Args:
-        word: Of the row; see `ancestors`.
+        word: Word of the row; see `ancestors`.
         row: Which of its request's it is.
     """
     return (word & (1 << row) - 1).bit_length() - 1
@@ -31,7 +31,7 @@ def accept_trees(
     Args:
         drawn: [L] int64: tokens; negative where there is none: such a row is on no path.
         step: That drew, with `ancestors`.
-        verified: Of it; at most 32 rows each.
+        verified: Its verified drafts; at most 32 rows each.
         known: Changed: the requests' last tokens, and their positions.
 
     Returns:

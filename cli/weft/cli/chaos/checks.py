@@ -1,4 +1,4 @@
-"""What is looked at beside the answers: pages, published content, hit rate after a restart."""
+"""Checks beyond the answers: pages, published content, hit rate after a restart."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import secrets
 import signal
 from collections.abc import Sequence
 
-from weft.cli.chaos.asks import Ask, Pace, Reply, send
 from weft.cli.chaos.load import Violation
 from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
+from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
 
 IDLE_TIMEOUT_S = 45.0
 SECONDS_TO_LEARN = 2.0
-"""From the moment that a restarted gateway sees its workers."""
-LEAST_HIT_SHARE = 0.6
-"""Of prompts that were asked before. A worker that a busy machine makes stale for a moment is
-passed over, and its prompts miss: of six prompts one or two may."""
+"""Time allowed from the moment that a restarted gateway sees its workers."""
+MIN_HIT_SHARE = 0.6
+"""Least share of hits among prompts that were sent before. A worker that a busy machine makes stale
+for a moment is passed over and its prompts miss: of six prompts one or two may.
+"""
 _POLL_S = 0.2
-_NUM_PROBES, _MOST_PROBE_TOKENS = 6, 300
+_NUM_PROBES, _MAX_PROBE_TOKENS = 6, 300
 
 
 async def check_pages(mesh: ChaosMesh) -> list[Violation]:
@@ -33,7 +34,7 @@ async def check_pages(mesh: ChaosMesh) -> list[Violation]:
 
 
 async def _idle_problem(mesh: ChaosMesh, name: str) -> str:
-    """What is left in a service after a while; empty when nothing is."""
+    """What is left in a service after a while, in words; empty if nothing."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + IDLE_TIMEOUT_S
     while True:
@@ -81,16 +82,18 @@ async def check_content(mesh: ChaosMesh) -> list[Violation]:
     return found
 
 
-async def check_hit_rate(mesh: ChaosMesh, model: str, asks: Sequence[Ask]) -> list[Violation]:
+async def check_hit_rate(
+    mesh: ChaosMesh, model: str, asks: Sequence[ChaosRequest]
+) -> list[Violation]:
     """Invariant 6: a restarted gateway routes to who holds a prompt, as it did before.
 
     What decode workers hold is dropped before each round, so that hits are the prefill workers'.
     """
     gateway = mesh.named("gateway")[0]
-    probes = [ask for ask in asks if 64 <= len(ask.prompt) <= _MOST_PROBE_TOKENS][:_NUM_PROBES]
+    probes = [ask for ask in asks if 64 <= len(ask.prompt) <= _MAX_PROBE_TOKENS][:_NUM_PROBES]
     pace = Pace(salt=secrets.token_hex(8))
 
-    async def hit_share(order: Sequence[Ask]) -> float:
+    async def hit_share(order: Sequence[ChaosRequest]) -> float:
         for name in (*mesh.named("decode"), *mesh.named("kvstore")):
             await mesh.flush(name)
         address = mesh.gateways[gateway]
@@ -106,7 +109,7 @@ async def check_hit_rate(mesh: ChaosMesh, model: str, asks: Sequence[Ask]) -> li
     await asyncio.sleep(SECONDS_TO_LEARN)
     # In another order: taking workers in turn, without a look at what they hold, must not do.
     after = await hit_share([probes[i ^ (i // 2 % 2)] for i in range(len(probes) // 2 * 2)])
-    if min(before, after) < LEAST_HIT_SHARE:
+    if min(before, after) < MIN_HIT_SHARE:
         what = f"hit rate {before:.2f} before {gateway} was restarted, {after:.2f} after"
         return [Violation(invariant=6, what=what)]
     return []

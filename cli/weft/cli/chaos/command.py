@@ -110,9 +110,9 @@ def mesh_settings(
         is_tiny: For the tiny model; else for one of the demo model's size.
         transport: As of `weft up`.
         gateways: How many.
-        workers: Of prefill and decode workers each.
+        workers: Number of prefill workers, and of decode workers.
         stores: KV stores.
-        draft_dir: Of an EAGLE-3 head; without one drafts come from the text so far.
+        draft_dir: Directory of an EAGLE-3 head; without one drafts come from the text so far.
     """
     flags = _TINY_WORKERS if is_tiny else _DEMO_WORKERS
     return UpSettings.model_validate(

@@ -18,21 +18,21 @@ _POLL_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class Injection:
-    """One fault that was carried out. Times are of the event loop."""
+    """One fault that was injected, with event loop times."""
 
     planned: Planned
     names: frozenset[str]
     """Services that were, or could have been, afflicted."""
     started_s: float
     ended_s: float | None = None
-    """None: not over yet."""
+    """End of the fault; None: it lasts."""
     has_happened: bool = True
     """A point may never have been reached."""
     num_deaths: int = 0
-    """Of its target, before."""
+    """Deaths of its target before it."""
 
     def overlaps(self, names: Collection[str], start_s: float, end_s: float) -> bool:
-        """It may have afflicted one of the services between the two times."""
+        """Whether it may have affected one of the services between the two times."""
         is_over_s = float("inf") if self.ended_s is None else self.ended_s + AFTERMATH_S
         return not self.names.isdisjoint(names) and self.started_s <= end_s and start_s <= is_over_s
 
@@ -94,13 +94,13 @@ class Injector:
         await asyncio.gather(*self._recoveries)
 
     async def close(self) -> None:
-        """Waits for nobody any more."""
+        """Stops waiting."""
         for task in self._recoveries:
             task.cancel()
         await asyncio.gather(*self._recoveries, return_exceptions=True)
 
     def can_hit(self, planned: Planned) -> bool:
-        """All services of the target's role are there: one of them at a time is afflicted."""
+        """Whether all services of the target's role are up: only one at a time is attacked."""
         role = planned.target.partition("-")[0]
         return all(self.mesh.ready(name) is not None for name in self.mesh.named(role))
 

@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.cli.chaos.asks import Ask, Pace, Reply, send
 from weft.cli.chaos.inject import Injector
+from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
 from weft.engine.errors import DeadlineExceeded, PeerUnavailable
 
 LATE_S = 4.0
-"""After its deadline a request is late; machines that run chaos are busy."""
+"""Seconds after its deadline from which a request counts as late; machines that run chaos are busy.
+"""
 TIMEOUT_S = 20.0
 RESUME_S = 12.0
-"""In which a request is done, wherever it was, once there is a decode worker that is well."""
+"""Seconds within which any request must end once a decode worker is healthy."""
 _PAUSE_AFTER_ERROR_S = 0.3
 _SALTS = ("shared-a", "shared-b", "shared-c")
 
@@ -35,14 +36,14 @@ class Known:
     """Requests to a model, and how it answered them in peace."""
 
     model: str
-    asks: Sequence[Ask]
+    asks: Sequence[ChaosRequest]
     expected: Mapping[int, list[list[int]]]
     """Tokens of each sample, by number of the ask."""
 
 
 @dataclass(slots=True)
 class LoadResult:
-    """What all clients saw."""
+    """Results of all clients."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     """`ok`, `cancelled`, the failure's reason in lower case, or `cut off` by the transport."""
@@ -53,18 +54,18 @@ class LoadResult:
     """Answers of which tokens were drafted and verified, by their timelines."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Of these, those that were what the model drew."""
+    """Drafted tokens that were accepted."""
     slowest_s: float = 0.0
 
 
-class Load:
+class ChaosLoad:
     """Asks from a catalogue, with all paces, through all gateways.
 
     Args:
         gateways: host:port by name.
         known: The catalogue.
         injector: Knows the faults.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Load:
         await asyncio.gather(*(self._client(number) for number in range(num_clients)))
 
     def stop(self) -> None:
-        """No client begins anything new."""
+        """Stops clients from starting anything new."""
         self._is_over = True
 
     async def _client(self, number: int) -> None:
@@ -99,7 +100,7 @@ class Load:
             if reply.error is not None:
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
 
-    def _note(self, gateway: str, ask: Ask, pace: Pace, reply: Reply) -> None:
+    def _note(self, gateway: str, ask: ChaosRequest, pace: Pace, reply: Reply) -> None:
         result = self.result
         result.violations += self._violations(gateway, ask, pace, reply)
         result.slowest_s = max(result.slowest_s, reply.ended_s - reply.started_s)
@@ -113,7 +114,9 @@ class Load:
             result.drafted_tokens += reply.timeline.drafted_tokens
             result.accepted_tokens += reply.timeline.accepted_tokens
 
-    def _violations(self, gateway: str, ask: Ask, pace: Pace, reply: Reply) -> list[Violation]:
+    def _violations(
+        self, gateway: str, ask: ChaosRequest, pace: Pace, reply: Reply
+    ) -> list[Violation]:
         found: list[Violation] = []
         name = f"request {ask.number} at {gateway}"
         took_s = reply.ended_s - reply.started_s
@@ -160,7 +163,7 @@ class Load:
 
 
 def draw_pace(draw: random.Random) -> Pace:
-    """Most clients read on; some go away, are slow, or are in a hurry."""
+    """Draws a pace: most clients read on; some go away, are slow, or are in a hurry."""
     salt = draw.choice(_SALTS) if draw.random() < 0.4 else f"{draw.randrange(1 << 62):x}"
     kind = draw.random()
     if kind < 0.1:
@@ -172,8 +175,8 @@ def draw_pace(draw: random.Random) -> Pace:
     return Pace(TIMEOUT_S, salt=salt)
 
 
-def whole_problem(ask: Ask, reply: Reply) -> str | None:
-    """Why an answer that has ended well is not whole: each index has to come once."""
+def whole_problem(ask: ChaosRequest, reply: Reply) -> str | None:
+    """Why a finished answer is incomplete: each index has to come exactly once."""
     num_tokens = sum(map(len, reply.tokens))
     if not all(reply.is_finished):
         return "ended well without the end of every sample"
@@ -185,7 +188,7 @@ def whole_problem(ask: Ask, reply: Reply) -> str | None:
 
 
 def text_problem(expected: Sequence[Sequence[int]], reply: Reply) -> str | None:
-    """Where an answer, or as much of it as came, is not what it was in peace."""
+    """Where an answer, or its received part, differs from the answer without faults."""
     for sample, (wanted, found) in enumerate(zip(expected, reply.tokens, strict=True)):
         if list(wanted[: len(found)]) != found:
             pairs = zip(wanted, found, strict=False)

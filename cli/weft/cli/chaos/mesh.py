@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import grpc
 from weft.cli.channel import open_channel
-from weft.cli.chaos.pages import Pages, read_pages
+from weft.cli.chaos.pages import ServicePages, read_pages
 from weft.cli.chaos.proxy import FaultProxy
 from weft.cli.up.exits import report_exit
 from weft.cli.up.plan import ModelFolder, plan_mesh
@@ -22,7 +22,7 @@ from weft.cli.up.process import ReadyFile
 from weft.cli.up.readiness import wait_for_mesh
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import locked_state_folder
-from weft.cli.up.supervisor import Backoff, Supervisor
+from weft.cli.up.supervisor import RestartBackoff, Supervisor
 from weft.common.admin import read_token
 from weft.common.faults import spec_to_proto
 from weft.engine.faults import FaultSpec
@@ -34,9 +34,9 @@ from weft.v1 import (
 )
 
 Part = Literal["whole", "server", "engine"]
-"""Which processes of a service."""
+"""The processes of a service to attack."""
 Link = tuple[str, str]
-"""Who dials (gateway, decode or worker), and whom."""
+"""A connection: who dials (gateway, decode or worker), and whom."""
 RECOVERY_TIMEOUT_S = 600.0
 """A worker starts in seconds, on a machine that has time."""
 _CALL_TIMEOUT_S = 10.0
@@ -65,7 +65,7 @@ class ChaosMesh:
         self._supervisor = supervisor
         self.proxies = proxies
         self.names = names
-        """All services."""
+        """Names of all services."""
         self.gateways = gateways
         """host:port by name; clients dial them directly."""
         self.logs = logs
@@ -82,7 +82,7 @@ class ChaosMesh:
 
         Args:
             settings: As of `weft up`, with a state folder and `enable_faults`.
-            model_dir: Of the model.
+            model_dir: Directory of the model.
             model_name: Its name in requests.
 
         Raises:
@@ -105,7 +105,7 @@ class ChaosMesh:
 
             listener = _Listener()
             supervisor = Supervisor(
-                plan.services, listener, tell, lambda: Backoff(first_s=0.1, most_s=0.5)
+                plan.services, listener, tell, lambda: RestartBackoff(first_s=0.1, most_s=0.5)
             )
             mesh = cls(
                 supervisor,
@@ -140,12 +140,12 @@ class ChaosMesh:
         return [name for name in self.names if name.partition("-")[0] == role]
 
     def ready(self, name: str) -> ReadyFile | None:
-        """What a service said when it became ready; None while it is not."""
+        """What a service reported when it became ready; None until then."""
         process = self._supervisor.process(name)
         return None if process is None or process.is_gone else process.ready
 
     async def wait_ready(self, name: str, timeout_s: float = RECOVERY_TIMEOUT_S) -> ReadyFile:
-        """What a service says once it is ready.
+        """Waits until a service is ready and returns what it reported.
 
         Raises:
             MeshNotReady: Not in time.
@@ -186,7 +186,7 @@ class ChaosMesh:
     # -- what they say ---------------------------------------------------------------------------
 
     async def admin(self, name: str, method: str, request: Any) -> Any:
-        """One call of a service's AdminService.
+        """Makes one call of a service's AdminService.
 
         Raises:
             MeshNotReady: It is not there, or does not answer.
@@ -224,7 +224,7 @@ class ChaosMesh:
         """A service's state. Raises MeshNotReady."""
         return json.loads((await self.admin(name, "DumpState", admin_pb2.DumpStateRequest())).state)
 
-    async def pages(self, name: str) -> Pages:
+    async def pages(self, name: str) -> ServicePages:
         """Pages of a worker or store by state, and what it works on. Raises MeshNotReady."""
         ready = self.ready(name)
         if ready is None:

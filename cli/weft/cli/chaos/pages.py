@@ -11,7 +11,7 @@ _CALL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pages:
+class ServicePages:
     """Pages of one worker or store."""
 
     free: int
@@ -20,16 +20,16 @@ class Pages:
     quarantined: int
     total: int
     in_work: int
-    """Requests, fills or puts."""
+    """Requests, fills or puts in progress."""
 
     @property
     def is_whole(self) -> bool:
-        """Every page is in one state."""
+        """Whether every page is in exactly one state."""
         return self.free + self.cached + self.used + self.quarantined == self.total
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in work, and no page is held for anything."""
+        """Whether nothing is in progress and no page is held for anything."""
         return not self.in_work and self.free + self.cached == self.total
 
     def __str__(self) -> str:
@@ -39,8 +39,8 @@ class Pages:
         )
 
 
-async def read_pages(channel: grpc.aio.Channel, *, is_store: bool) -> Pages:
-    """Asks a worker or a store.
+async def read_pages(channel: grpc.aio.Channel, *, is_store: bool) -> ServicePages:
+    """Asks a worker or a store for its pages.
 
     Raises:
         grpc.aio.AioRpcError: It does not answer.
@@ -48,12 +48,12 @@ async def read_pages(channel: grpc.aio.Channel, *, is_store: bool) -> Pages:
     return await (_store_pages(channel) if is_store else _worker_pages(channel))
 
 
-async def _worker_pages(channel: grpc.aio.Channel) -> Pages:
+async def _worker_pages(channel: grpc.aio.Channel) -> ServicePages:
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=_CALL_TIMEOUT_S)
     async for load in call:
         call.cancel()
-        return Pages(
+        return ServicePages(
             free=load.free_pages,
             cached=load.cached_pages,
             used=load.used_pages,
@@ -64,10 +64,10 @@ async def _worker_pages(channel: grpc.aio.Channel) -> Pages:
     raise AssertionError("a call without an error and without a report")
 
 
-async def _store_pages(channel: grpc.aio.Channel) -> Pages:
+async def _store_pages(channel: grpc.aio.Channel) -> ServicePages:
     stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
     stats = await stub.Stats(kvstore_pb2.StatsRequest(), timeout=_CALL_TIMEOUT_S)
-    return Pages(
+    return ServicePages(
         free=stats.free_pages,
         cached=stats.cached_pages,
         used=stats.pinned_pages,

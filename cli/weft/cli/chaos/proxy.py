@@ -36,7 +36,7 @@ class Mode(Enum):
 
 
 class FaultProxy:
-    """Has a port of its own and passes connections on to one service.
+    """Listens on a port of its own and forwards connections to one service.
 
     What was received in a mode is dealt with in that mode: bytes kept back are lost for good, and
     a connection that has lost bytes is ended when the proxy passes again.
@@ -60,11 +60,11 @@ class FaultProxy:
         self.mode = Mode.PASS
         self.delay_s = 0.0
         self.num_connections = 0
-        """Taken since the start."""
+        """Connections accepted since the start."""
 
     @property
     def address(self) -> str:
-        """host:port to dial."""
+        """Address to dial, host:port."""
         return f"{bracket(self._host)}:{self._port}"
 
     async def start(self) -> None:
@@ -149,7 +149,7 @@ class _Connection:
             self.cut()
 
     def cut(self) -> None:
-        """Ends both halves at once."""
+        """Closes both halves at once."""
         for _, writer in (self._client, self._server):
             writer.transport.abort()
 

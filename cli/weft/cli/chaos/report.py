@@ -1,4 +1,4 @@
-"""What a chaos run found: a table for people, JSON for keeping."""
+"""Results of a chaos run: a table for people, JSON for records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from weft.cli.chaos.run import INVARIANTS, ChaosPlan, ChaosResult
 
-_MOST_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 def show(console: Console, plan: ChaosPlan, result: ChaosResult) -> None:
@@ -28,10 +28,10 @@ def show(console: Console, plan: ChaosPlan, result: ChaosResult) -> None:
     console.print(table)
     for number in result.red:
         found = [v.what for v in result.violations if v.invariant == number]
-        for what in found[:_MOST_SHOWN]:
+        for what in found[:_MAX_SHOWN]:
             console.print(f"  {number}: {what}", markup=False, highlight=False, soft_wrap=True)
-        if len(found) > _MOST_SHOWN:
-            console.print(f"  {number}: and {len(found) - _MOST_SHOWN} more", highlight=False)
+        if len(found) > _MAX_SHOWN:
+            console.print(f"  {number}: and {len(found) - _MAX_SHOWN} more", highlight=False)
     faults = ", ".join(f"{count} {kind}" for kind, count in sorted(result.by_class().items()))
     outcomes = result.load.outcomes
     requests = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
@@ -52,7 +52,7 @@ def show(console: Console, plan: ChaosPlan, result: ChaosResult) -> None:
 
 
 def as_json(plan: ChaosPlan, result: ChaosResult, command: str) -> dict[str, Any]:
-    """All of it, as JSON can hold it."""
+    """Converts everything to JSON values."""
     return {
         "command": command,
         "seed": plan.seed,

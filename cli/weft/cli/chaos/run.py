@@ -1,4 +1,4 @@
-"""One chaos run: peace, faults under load, quiet, checks."""
+"""One chaos run: reference answers without faults, load with faults, recovery, checks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weft.cli.chaos.asks import Ask, Pace, make_asks, send
 from weft.cli.chaos.checks import check_content, check_hit_rate, check_pages
 from weft.cli.chaos.inject import Injection, Injector
-from weft.cli.chaos.load import Known, Load, LoadResult, Violation
+from weft.cli.chaos.load import ChaosLoad, Known, LoadResult, Violation
 from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
+from weft.cli.chaos.requests import ChaosRequest, Pace, make_asks, send
 from weft.cli.chaos.sabotage import SABOTAGES, Sabotage, disarm, keep_armed
 from weft.cli.chaos.schedule import WEIGHTS, Planned, make_schedule
 from weft.cli.up.settings import UpSettings
@@ -30,15 +30,15 @@ INVARIANTS = {
 }
 _CONTENT_EVERY = 5
 """Faults between two looks at the published pages."""
-_MOST_POSTPONED = 64
+_MAX_POSTPONED = 64
 _WORK_TIMEOUT_S, _LOOK_EVERY_S = 60.0, 0.05
 _PEACE_TIMEOUT_S = 300.0
-"""Nothing but a busy machine makes them wait."""
+"""Limit of the phases without faults, which only a busy machine delays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
-    """What a run does."""
+    """Plan of a chaos run."""
 
     seed: int
     num_faults: int | None
@@ -48,20 +48,20 @@ class ChaosPlan:
     max_prompt_tokens: int
     max_new_tokens: int
     sabotage: str | None = None
-    """Name of a sabotage."""
+    """Name of a sabotage; None: none."""
     checks_hit_rate: bool = True
 
 
 @dataclass(slots=True)
 class ChaosResult:
-    """What a run found."""
+    """Result of a chaos run."""
 
     load: LoadResult
     injections: list[Injection] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
     deaths: dict[str, int] = field(default_factory=dict)
     speculated_steps: int = 0
-    """In which drafts were verified, of decode workers since they were started last."""
+    """Steps in which drafts were verified, since the decode workers were last started."""
     elapsed_s: float = 0.0
 
     @property
@@ -90,8 +90,8 @@ async def run_chaos(
 
     Args:
         plan: What to do.
-        settings: Of the mesh.
-        model_dir: Of the model.
+        settings: Settings of the mesh.
+        model_dir: Directory of the model.
         model_name: Its name in requests.
         tell: Hears what happens, a line each.
 
@@ -123,7 +123,7 @@ async def run_on(
     """
     sabotage = SABOTAGES[plan.sabotage] if plan.sabotage else None
     injector = Injector(mesh)
-    load = Load(mesh.gateways, known, injector, plan.seed)
+    load = ChaosLoad(mesh.gateways, known, injector, plan.seed)
     result = ChaosResult(load.result, injector.done)
     async with _sabotaged(mesh, sabotage):
         try:
@@ -148,7 +148,7 @@ async def _speculated_steps(mesh: ChaosMesh) -> int:
 
 
 async def answers_in_peace(
-    mesh: ChaosMesh, model: str, asks: Sequence[Ask]
+    mesh: ChaosMesh, model: str, asks: Sequence[ChaosRequest]
 ) -> dict[int, list[list[int]]]:
     """The tokens of each ask's samples, one request at a time and without a fault.
 
@@ -211,14 +211,14 @@ def _next(schedule: Iterator[Planned], postponed: list[Planned], injector: Injec
             postponed.remove(planned)
             return planned
     for planned in schedule:
-        if injector.can_hit(planned) or len(postponed) >= _MOST_POSTPONED:
+        if injector.can_hit(planned) or len(postponed) >= _MAX_POSTPONED:
             return planned
         postponed.append(planned)
     raise AssertionError("a schedule has no end")
 
 
 async def _look_again(plan: ChaosPlan, mesh: ChaosMesh, known: Known) -> list[Violation]:
-    """All that can be seen once the faults are over."""
+    """Runs the checks that follow once the faults are over."""
     found = await check_pages(mesh)
     found += await check_content(mesh)
     try:
@@ -236,7 +236,7 @@ async def _look_again(plan: ChaosPlan, mesh: ChaosMesh, known: Known) -> list[Vi
 
 
 @contextlib.asynccontextmanager
-async def _running(load: Load, num_clients: int) -> AsyncIterator[None]:
+async def _running(load: ChaosLoad, num_clients: int) -> AsyncIterator[None]:
     clients = asyncio.create_task(load.run(num_clients))
     try:
         yield

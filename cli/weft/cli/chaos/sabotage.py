@@ -1,4 +1,4 @@
-"""Each invariant broken once on purpose: a run that stays green then is worth nothing."""
+"""Sabotages: each breaks one invariant on purpose, to show that a run detects it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _REARM_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sabotage:
-    """What is broken, where, and the faults that make it show."""
+    """What is broken, where, and the faults that reveal it."""
 
     invariant: int
-    """That must turn red."""
+    """Number of the invariant that the run must report as broken."""
     role: str
-    """All services of it are sabotaged."""
+    """Role whose services are all sabotaged."""
     spec: FaultSpec
     support: Mapping[str, FaultSpec]
     """Faults that stay armed beside it, by role."""
     weights: Mapping[FaultClass, float]
-    """Of the schedule."""
+    """Weights of the fault classes in the schedule."""
     what: str
     targets: tuple[str, ...] = ()
     """Roles that the schedule is about; none = all."""
     hits_work: bool = False
-    """Each fault waits until its target has requests: it would show nothing otherwise."""
+    """Whether each fault waits until its target has requests; otherwise it would show nothing."""
     is_after_restart: bool = False
-    """It is armed in services that were started again, and in no others."""
+    """Whether it is armed only in services that were restarted."""
 
     @property
     def armed(self) -> list[tuple[str, FaultSpec]]:
@@ -108,7 +108,7 @@ SABOTAGES: Mapping[str, Sabotage] = {
         is_after_restart=True,
     ),
 }
-"""By name."""
+"""Sabotages by name."""
 
 
 async def keep_armed(mesh: ChaosMesh, sabotage: Sabotage) -> None:

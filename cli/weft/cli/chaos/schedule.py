@@ -1,4 +1,4 @@
-"""Which faults come, drawn from a seed: the same seed, the same schedule."""
+"""Schedules of faults, drawn from a seed: the same seed gives the same schedule."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ POINTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         **_FILLS_MADE,
     },
 }
-"""What can be armed in the services of a role."""
+"""Fault points that can be armed in the services of a role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,12 @@ class Planned:
 
     number: int
     gap_s: float
-    """Peace before it."""
+    """Seconds without faults before it."""
     kind: FaultClass
     target: str
     """A service; of a link, who is dialled."""
     hold_s: float
-    """How long it lasts; of a point, how long is waited for it to happen."""
+    """Duration of the fault; for a fault point, how long to wait until it fires."""
     part: Part = "whole"
     link: Link | None = None
     mode: Mode = Mode.PASS
@@ -71,7 +71,7 @@ class Planned:
 
     @property
     def label(self) -> str:
-        """In a few words."""
+        """A short description."""
         if self.kind == "link":
             assert self.link is not None
             return f"{self.link[0]}->{self.link[1]} {self.mode.value} {self.hold_s:.1f} s"
@@ -87,10 +87,10 @@ def make_schedule(
     links: Sequence[Link],
     weights: Mapping[FaultClass, float] = WEIGHTS,
 ) -> Iterator[Planned]:
-    """Faults without end.
+    """Generates faults without end.
 
     Args:
-        seed: Of all draws.
+        seed: Seed of all draws.
         names: Services of the mesh.
         links: Those with a proxy.
         weights: How often each class comes.

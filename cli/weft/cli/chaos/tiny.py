@@ -30,7 +30,7 @@ def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> 
 
     Args:
         folder: Made if need be.
-        seed: Of the weights.
+        seed: Seed of the weights.
         max_context_tokens: Longest prompt plus output.
 
     Returns:
@@ -95,7 +95,7 @@ def write_tokenizer(folder: Path, vocab_size: int, max_context_tokens: int) -> N
     """Writes a byte-level tokenizer: specials, the 256 bytes, then pairs of letters.
 
     Args:
-        folder: Of the model.
+        folder: Folder of the model.
         vocab_size: Its tokens, 2,963 at most; never less than specials and bytes.
         max_context_tokens: Longest prompt plus output.
     """

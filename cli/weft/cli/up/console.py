@@ -1,4 +1,4 @@
-"""What `weft up` shows."""
+"""The terminal output of `weft up`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ConsoleReporter:
         self._line(f"[yellow]{name} did not stop in time and was killed")
 
     def notice(self, text: str) -> None:
-        """Something the user should know, and that is no failure."""
+        """Shows a notice that is not a failure."""
         self._line(f"[yellow]{escape(text)}")
 
     def _line(self, text: str) -> None:

@@ -25,7 +25,7 @@ async def report_exit(
         workers: host:port of every worker that it may have filled, by names as `decode-0`.
         worker_id: Stable id of the worker or store.
         epoch: Its incarnation that ended.
-        identity: Of the command line; None: the mesh runs without TLS.
+        identity: Identity of the command line; None: the mesh runs without TLS.
 
     Returns:
         Pages released, by name. A worker that cannot be reached is left out: it finds out when

@@ -16,7 +16,7 @@ IsAlive = Callable[[str, str], Awaitable[bool]]
 """Whether the worker of this name, at this host:port, is alive."""
 
 _LOOKS = 10
-"""In the time that a worker may be away: each opens a connection."""
+"""Checks within the time that a worker may be unreachable; each opens a connection."""
 _CALL_TIMEOUT_S = 5.0
 
 
@@ -48,7 +48,7 @@ def health_checker(identity: Identity | None) -> IsAlive:
     """Asks grpc.health.v1 as a kubelet's liveness probe would; no answer is a no.
 
     Args:
-        identity: Of the command line; None: the mesh runs without TLS.
+        identity: Identity of the command line; None: the mesh runs without TLS.
     """
 
     async def is_alive(name: str, address: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.cli.up.liveness import IsAlive
 from weft.cli.up.process import ServiceSpec
-from weft.cli.up.supervisor import Backoff, ExitReporter, Reporter, Supervisor
+from weft.cli.up.supervisor import ExitReporter, Reporter, RestartBackoff, Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -54,7 +54,7 @@ async def run_mesh(
         services,
         reporter,
         report_exit,
-        partial(Backoff, most_s=max_restart_delay_s),
+        partial(RestartBackoff, most_s=max_restart_delay_s),
         is_alive=is_alive,
         stall_timeout_s=stall_timeout_s,
         ready_timeout_s=ready_timeout_s,

@@ -1,4 +1,4 @@
-"""Which processes make up a mesh, and with which flags."""
+"""The processes of a mesh and their flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Dial(Protocol):
     """Tells what to dial to reach a service: its address, or something that stands before it."""
 
     def __call__(self, source: str, target: str, address: str) -> str:
-        """host:port to dial.
+        """The address to dial, host:port.
 
         Args:
             source: Who dials: gateway, decode, or worker (prefill and decode).
@@ -48,26 +48,26 @@ class MeshPlan:
     services: tuple[ServiceSpec, ...]
     model_names: tuple[str, ...]
     gateways: dict[str, str]
-    """Where a client on this machine finds each gateway, by name."""
+    """Addresses of the gateways for clients on this machine, by name."""
     rest_edges: dict[str, str]
-    """Likewise; empty: REST is off."""
+    """Addresses of the REST edges, likewise; empty: REST is off."""
     rest_scheme: str
-    """http or https."""
+    """Scheme of the REST edges: http or https."""
     tls_dir: Path | None
-    """What clients need for TLS; None: there is none."""
+    """Folder with the files that clients need for TLS; None: TLS is off."""
     needs_key: bool
     """Clients must bring an API key."""
     worker_addresses: dict[str, str]
-    """Of prefill and decode workers, by id: whoever may be filled by another process."""
+    """Addresses of prefill and decode workers, by id: those that may exchange pages."""
 
     @property
     def grpc_address(self) -> str:
-        """Of the first gateway."""
+        """Address of the first gateway."""
         return next(iter(self.gateways.values()))
 
     @property
     def rest_address(self) -> str | None:
-        """Of the first REST edge; None: REST is off."""
+        """Address of the first REST edge; None: REST is off."""
         return next(iter(self.rest_edges.values()), None)
 
 
@@ -75,7 +75,7 @@ class ModelFolder(NamedTuple):
     """A model of the mesh."""
 
     name: str
-    """In requests."""
+    """Name in requests."""
     folder: Path
 
 
@@ -346,7 +346,7 @@ def _flags(values: dict[str, object]) -> list[str]:
 
 
 def _reachable(address: str) -> str:
-    """Where a client on this machine finds a listener on all addresses."""
+    """The address at which a client on this machine reaches a listener on all addresses."""
     return address.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
 
 

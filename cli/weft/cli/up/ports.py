@@ -1,4 +1,4 @@
-"""Free TCP ports."""
+"""Allocation of free TCP ports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from weft.engine.errors import ConfigError
 
 _FIRST_PORT = 20_000
-"""Of those that are given out."""
+"""First port to allocate."""
 _TRIES = 1000
 """Ports that are taken, before it is up to the system."""
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -83,7 +83,7 @@ def free_run(host: str, count: int) -> int:
 
 
 def _any_port() -> int:
-    """One that no outgoing connection takes before its server listens; 0: the system chooses."""
+    """A port that no outgoing connection takes before its server listens; 0: the system chooses."""
     try:
         end = int(_LOCAL_PORTS.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""One incarnation of a service: its process, its engine, its log."""
+"""One incarnation of a service: its process, its engine process, its log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _SERVER_GRACE_S = 5.0
 
 
 class ReadyFile(BaseModel):
-    """What a service writes once it serves. The last three are a worker's."""
+    """Content of the file that a service writes once it serves. The last three fields are a
+    worker's.
+    """
 
     address: str
     pid: int
@@ -39,7 +41,7 @@ class ServiceSpec:
     name: str
     """Unique in the mesh, as `decode-0`; a worker's id."""
     command: tuple[str, ...]
-    """Without --ready-file, which is added."""
+    """Command line without --ready-file, which is added."""
     ready_file: Path
     log_file: Path
     stop_phase: int = 0

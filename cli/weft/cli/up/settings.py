@@ -24,7 +24,7 @@ class UpSettings(Settings):
         0,
         ge=0,
         le=64,
-        description="number of KV stores of each model, each with a share of the pages",
+        description="number of KV stores of each model, which share its pages",
     )
     gateways: int = Field(
         1, ge=1, le=16, description="number of gateways, each with a REST edge if there is REST"
@@ -38,11 +38,12 @@ class UpSettings(Settings):
     )
     model_name: list[str] = Field(
         [],
-        description="names in requests, in the order of the models; where there is none, the "
-        "directory's, or demo's own",
+        description="names in requests, in the order of the models; default = the directory's "
+        "name, or demo's own",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="number format of the weights; auto = what the machine does fast"
+        "auto",
+        description="number format of the weights; auto = what the machine computes fast",
     )
     host: str = Field("127.0.0.1", description="address that REST and gRPC listen on")
     rest: bool = Field(True, description="serve REST")
@@ -53,12 +54,14 @@ class UpSettings(Settings):
         50051, ge=1, le=65520, description="port of the first gateway; the next ones follow"
     )
     state_dir: Path | None = Field(
-        None, description="folder for logs and state, one mesh each; none = by the gRPC port"
+        None,
+        description="folder for logs and state, one per mesh; none = by the gRPC port",
     )
     local_prefill_max_tokens: int | None = Field(
         None,
         ge=0,
-        description="decode workers prefill this much themselves, in tokens; none = what is faster",
+        description="prompt remainders of at most this many tokens run on decode workers, in "
+        "tokens; none = by measured cost",
     )
     kv_memory_bytes: int | None = Field(
         None,
@@ -71,22 +74,24 @@ class UpSettings(Settings):
     host_cache_bytes: int | None = Field(
         None,
         ge=0,
-        description="host memory of each worker for KV pages that its pool gives up, in bytes; "
+        description="host memory of each worker for KV pages evicted from its pool, in bytes; "
         "none = its default",
     )
     disk_cache_dir: Path | None = Field(
-        None, description="folder for KV pages of workers and KV stores on disk; none = no such"
+        None,
+        description="folder for KV pages of workers and KV stores on disk; none = no disk cache",
     )
     disk_cache_bytes: int | None = Field(
         None,
         ge=1 << 12,
-        description="KV pages of each worker and store there, in bytes; none = its default",
+        description="most KV pages of each worker and store on disk, in bytes; none = its default",
     )
     transport: Literal["auto", "nixl", "data"] = Field(
         "auto", description="how pages travel; auto = NIXL where it works, else gRPC data messages"
     )
     adapter_root: Path | None = Field(
-        None, description="folder of LoRA adapters; none = the mesh serves none"
+        None,
+        description="folder of LoRA adapters; none = no adapters",
     )
     adapter: list[str] = Field(
         [],
@@ -96,45 +101,54 @@ class UpSettings(Settings):
     draft_dir: Path | None = Field(
         None,
         description="folder of an EAGLE head for the model, which all workers load, or with "
-        "--drafter model of a smaller model, which decode workers load; none = no",
+        "--drafter model of a smaller model, which decode workers load; none = "
+        "neither",
     )
     drafter: DrafterName | None = Field(
         None,
-        description="who drafts tokens on decode workers for the model to verify, where it is "
-        "measured to pay: none, ngram, eagle3 or eagle with a head of that kind in draft_dir, or "
-        "model with a whole model there; default the head that draft_dir holds, else none",
+        description="source of draft tokens on decode workers, for the model to verify where it "
+        "is measured to pay: none, ngram, eagle3 or eagle with a head of that kind in "
+        "draft_dir, or model with a whole model there; default the head that "
+        "draft_dir holds, else none",
     )
     enable_faults: bool = Field(False, description="let `weft fault` inject faults, for tests")
     tls_dir: Path | None = Field(
         None, description="folder of `weft certs`: gRPC is mutual TLS and REST is HTTPS; none = off"
     )
     api_keys_file: Path | None = Field(
-        None, description="tenants' API keys, made by `weft keys`; none = nobody needs one"
+        None,
+        description="tenants' API keys, made by `weft keys`; none = no keys needed",
     )
     insecure: bool = Field(
-        False, description="let --host be open to other machines without TLS or without API keys"
+        False,
+        description="let --host be reachable from other machines without TLS or without API keys",
     )
-    log_level: LogLevel = Field("info", description="least level that services log")
+    log_level: LogLevel = Field(
+        "info",
+        description="lowest level that services log",
+    )
     drain_grace_s: float = Field(
-        3.0, ge=0, le=600, description="time that running requests get at the end, in seconds"
+        3.0,
+        ge=0,
+        le=600,
+        description="grace period for running requests at the end, in seconds",
     )
     stall_timeout_s: float | None = Field(
         30.0,
         gt=0,
-        description="a worker whose engine stands still, or that does not answer, for longer is "
-        "killed and started again, in seconds; none = never",
+        description="time for which a worker's engine may stall, or the worker not answer, before "
+        "it is killed and restarted, in seconds; none = never",
     )
     max_restart_delay_s: float = Field(
         30.0,
         ge=0.5,
-        description="longest delay before a service that dies again and again is started once "
-        "more, in seconds",
+        description="longest delay before a service that dies repeatedly is restarted, in seconds",
     )
     ready_timeout_s: float = Field(
         900.0,
         gt=0,
-        description="longest time until a service must be ready, after every start of it, and then "
-        "the mesh as a whole, in seconds",
+        description="time limit for a service to become ready after every start, and then for the "
+        "mesh as a whole, in seconds",
     )
     prefill_args: str = Field("", description="further flags for prefill workers, in one string")
     decode_args: str = Field("", description="further flags for decode workers, in one string")
@@ -232,6 +246,6 @@ class UpSettings(Settings):
 
 
 def default_state_folder(grpc_port: int) -> Path:
-    """Where a mesh keeps its state unless told otherwise."""
+    """Default folder of a mesh's state."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "weft" / f"mesh-{grpc_port}"

@@ -21,7 +21,7 @@ class StateFolder:
 
     @property
     def logs(self) -> Path:
-        """One log per service, of the latest mesh."""
+        """Folder of the logs of the latest mesh, one per service."""
         return self.root / "logs"
 
     @property

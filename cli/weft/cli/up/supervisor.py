@@ -28,28 +28,28 @@ class Reporter(Protocol):
     """Hears what happens to the services."""
 
     def starting(self, name: str) -> None:
-        """A process was started."""
+        """Called when a process was started."""
 
     def loading(self, name: str, done: int, total: int, what: str) -> None:
-        """It has done so much of something before it serves, such as loading its model."""
+        """Called with the progress of work that precedes serving, such as loading the model."""
 
     def ready(self, name: str, seconds: float) -> None:
-        """It serves, this long after its start."""
+        """Called when a service serves, this long after its start."""
 
     def died(self, name: str, how: str) -> None:
-        """It ended without being told to."""
+        """Called when a process ended without being told to."""
 
     def stalled(self, name: str, seconds: float) -> None:
-        """It was not alive for so long and is killed, to be started again."""
+        """Called when a service was not alive for this long and is killed, to be restarted."""
 
     def restarting(self, name: str, delay_s: float) -> None:
-        """It will be started again after a delay."""
+        """Called when a service will be restarted after a delay."""
 
     def killed(self, name: str) -> None:
-        """It did not stop in time and was killed."""
+        """Called when a process did not stop in time and was killed."""
 
 
-class Backoff:
+class RestartBackoff:
     """Delays between restarts: doubled by every death that follows soon, with jitter."""
 
     def __init__(self, first_s: float = 0.5, most_s: float = 30.0, calm_s: float = 60.0) -> None:
@@ -85,7 +85,7 @@ class Supervisor:
         specs: Sequence[ServiceSpec],
         reporter: Reporter,
         report_exit: ExitReporter,
-        make_backoff: Callable[[], Backoff] = Backoff,
+        make_backoff: Callable[[], RestartBackoff] = RestartBackoff,
         *,
         is_alive: IsAlive | None = None,
         stall_timeout_s: float | None = None,
@@ -179,7 +179,7 @@ class Supervisor:
         process.kill()
 
     async def _tell(self, process: ServiceProcess) -> None:
-        """Both processes of the worker are gone by now: its writes cannot arrive any more."""
+        """Announces that both processes of a worker are gone: its writes cannot arrive any more."""
         ready = process.ready
         if ready is not None and ready.worker_id is not None and ready.epoch is not None:
             await self._report_exit(ready.worker_id, ready.epoch)

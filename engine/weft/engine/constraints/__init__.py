@@ -1,1 +1,3 @@
-"""Constrained output: grammars compiled apart from the engine, masks made beside the forward."""
+"""Constrained output: grammars are compiled in another process, masks computed during the forward
+pass.
+"""

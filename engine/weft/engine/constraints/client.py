@@ -1,4 +1,6 @@
-"""The engine's side of the compiler process: a thread that starts it, asks it, and reads on."""
+"""The engine's side of the compiler process: a thread that starts it, sends orders and reads
+results.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from weft.engine.constraints.wire import (
     CompilerConfig,
     CompileResult,
     PeerClosed,
-    Vocabulary,
+    VocabularyMessage,
     encode,
     receive,
 )
@@ -36,25 +38,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_SENT = 2
-"""Orders that the process has at a time; it compiles them side by side."""
+"""Orders sent to the process at a time; it compiles them in parallel."""
 START_S = 120.0
-"""For the process to come up, beyond what an order may take."""
+"""Seconds allowed for the process to start, beyond what an order may take."""
 _SOCKET_BYTES = 1 << 20
-"""Of buffers: orders in flight fit, so that writing one never waits."""
+"""Size of the socket buffers: all orders in flight fit, so that writing one never blocks."""
 
 
 class Compiled(NamedTuple):
-    """What became of a constraint."""
+    """Outcome of compiling one constraint."""
 
     constraint: Constraint
     outcome: xgrammar.CompiledGrammar | WeftError
 
 
 class CompilerClient:
-    """Has constraints compiled by a process of its own, which is started at once.
+    """Compiles constraints in a separate process, which is started at once.
 
     Args:
-        config: Of the process.
+        config: Configuration of the process.
         wake: Called from the thread when `take` has something.
     """
 
@@ -65,18 +67,18 @@ class CompilerClient:
         self._ordered: deque[Constraint] = deque()
         self._done: deque[Compiled] = deque()
         self._sent: dict[int, tuple[Constraint, float]] = {}
-        """By number: what, and until when an answer is waited for."""
+        """Orders in flight by number: the constraint, and the deadline for its answer."""
         self._next_number = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._is_closing = False
-        self._vocabulary: Vocabulary | None = None
-        """Once it was read."""
+        self._vocabulary: VocabularyMessage | None = None
+        """The model's vocabulary, once it has been read."""
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
     def order(self, constraint: Constraint) -> None:
-        """Lets it be compiled."""
+        """Queues a constraint for compilation."""
         self._ordered.append(constraint)
         os.eventfd_write(self._event, 1)
 
@@ -85,7 +87,7 @@ class CompilerClient:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def close(self) -> None:
-        """Ends thread and process."""
+        """Stops the thread and the process."""
         self._is_closing = True
         os.eventfd_write(self._event, 1)
         self._thread.join(timeout=10.0)
@@ -117,7 +119,7 @@ class CompilerClient:
             self._end_process(selector)
 
     def _prepare(self, selector: selectors.BaseSelector) -> GrammarSource:
-        """Starts the process, and gets ready itself meanwhile."""
+        """Starts the process, and imports what is needed here meanwhile."""
         with contextlib.suppress(OSError):  # the first order tries again
             self._start_process(selector)
         # Imported here: it takes a second, which the engine's thread need not wait.
@@ -128,7 +130,7 @@ class CompilerClient:
         vocabulary = load_vocabulary(
             Path(config.model_dir), config.vocab_size, config.eos_token_ids
         )
-        self._vocabulary = Vocabulary(text=vocabulary.serialize_json())
+        self._vocabulary = VocabularyMessage(text=vocabulary.serialize_json())
         try:
             if self._sock is not None:
                 self._sock.sendall(encode(self._vocabulary))
@@ -190,7 +192,7 @@ class CompilerClient:
         return ours
 
     def _lose_process(self, selector: selectors.BaseSelector, error: Exception) -> None:
-        """What it was doing fails; the next order starts another."""
+        """Fails the orders in flight; the next order starts a new process."""
         logger.warning("the grammar compiler is gone: %s", error)
         self._end_process(selector)
         lost = Internal("the grammar compiler ended; try again", stage="compile")

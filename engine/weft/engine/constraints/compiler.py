@@ -26,7 +26,7 @@ from weft.engine.constraints.wire import (
     CompilerConfig,
     CompileResult,
     PeerClosed,
-    Vocabulary,
+    VocabularyMessage,
     decode,
     encode,
     receive,
@@ -41,7 +41,7 @@ Compile = Callable[[Constraint], str]
 
 
 class _Child:
-    """One order under way."""
+    """A child process that compiles one order."""
 
     def __init__(self, number: int, pid: int, pipe: int, deadline: float) -> None:
         self.number = number
@@ -53,7 +53,7 @@ class _Child:
 
 
 class CompilerProcess:
-    """Runs orders from a socket, each in a child.
+    """Runs orders from a socket, each in a child process.
 
     Args:
         sock: To the engine.
@@ -128,7 +128,7 @@ class CompilerProcess:
 
 
 def _answer(order: CompileOrder, pipe: int, config: CompilerConfig, compile_one: Compile) -> None:
-    """What a child does; it ends here."""
+    """Compiles one order and sends the result; the body of a child process, which never returns."""
     try:
         limit = _address_space() + config.max_memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -166,7 +166,7 @@ def main(descriptor: int) -> None:
     from weft.engine.constraints.grammar import GrammarSource
 
     try:
-        vocabulary = receive(sock, Vocabulary)
+        vocabulary = receive(sock, VocabularyMessage)
     except PeerClosed:
         return
     source = GrammarSource.of_text(vocabulary.text, config.max_grammar_bytes)
@@ -174,7 +174,7 @@ def main(descriptor: int) -> None:
 
 
 def _import_after_others() -> None:
-    """Imports what compiles; the calling thread, and only that, has less priority from then on."""
+    """Imports the compiler at low priority, which applies to the calling thread only."""
     if sys.platform == "linux":  # elsewhere a priority is a whole process's
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADING_NICE)
     import_xgrammar_lightly()

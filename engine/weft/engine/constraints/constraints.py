@@ -1,4 +1,4 @@
-"""The constrained requests of an engine: their grammars, and where each sample is in its own."""
+"""The constrained requests of an engine: their grammars, and the grammar state of each sample."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 class Constraints:
-    """Grammars and masks. Free requests cost nothing here; used by the engine's thread.
+    """Grammars and masks of constrained requests. Used by the engine's thread; other requests cost
+    nothing.
 
     Args:
-        config: Of the engine.
-        vocab_size: Of the model.
-        eos_token_ids: Of the model: how a complete text ends.
+        config: Configuration of the engine.
+        vocab_size: Vocabulary size of the model.
+        eos_token_ids: End-of-text token ids of the model: how a complete text ends.
         wake: Called from another thread when `take_compiled` has something.
     """
 
@@ -48,16 +49,16 @@ class Constraints:
         self._compiled = Grammars(compiler, config.constraint_cache_bytes, wake)
         self._waiting: dict[Constraint, list[RequestKey]] = {}
         self._grammars: dict[RequestKey, xgrammar.CompiledGrammar] = {}
-        """Of requests that are not over."""
+        """Compiled grammars of the unfinished requests."""
         self._states: dict[tuple[RequestKey, int], ConstraintState] = {}
-        """By request and sample, from its first step here on."""
+        """Grammar states by request and sample, from the sample's first step on this engine."""
         self._maker: MaskMaker | None = None
         self._masked: list[Request] = []
-        """Of the step under way."""
+        """Requests whose masks are being computed for the current step."""
         self._may_start = config.early_compiler
 
     def admit(self, request: Request) -> bool:
-        """Whether a new request may run now; if not, `take_compiled` will tell.
+        """Whether a new request may run now; if not, `take_compiled` will return it.
 
         Raises:
             InvalidRequest: Its constraint can never be used here.
@@ -76,7 +77,7 @@ class Constraints:
         return False
 
     def expect(self) -> None:
-        """Constrained requests may come: starts what compiles them, which takes seconds."""
+        """Starts the compiler, which takes seconds, since constrained requests may come."""
         if self._may_start and not self._lacks():
             self._compiled.start()
         self._may_start = False
@@ -89,7 +90,7 @@ class Constraints:
             raise InvalidRequest(message, stage="compile", param="constraint")
 
     def _lacks(self) -> str:
-        """What the model lacks for constraints; empty when it has all."""
+        """What the model lacks for constraints, in words; empty if nothing."""
         if not (self._model_dir / TOKENIZER_FILE).is_file():
             return f"constrained output needs the model's {TOKENIZER_FILE}, which is not here"
         if not self._eos_token_ids:
@@ -97,7 +98,7 @@ class Constraints:
         return ""
 
     def take_compiled(self) -> list[tuple[RequestKey, WeftError | None]]:
-        """Requests whose grammar is there now, or cannot be had."""
+        """Requests whose grammar has been compiled, or has failed to."""
         ready: list[tuple[RequestKey, WeftError | None]] = []
         for constraint, outcome in self._compiled.take():
             for key in self._waiting.pop(constraint, ()):
@@ -109,7 +110,7 @@ class Constraints:
         return ready
 
     def end(self, request: Request, *, is_last: bool) -> None:
-        """A sample is over.
+        """Drops the state of a finished sample.
 
         Args:
             request: The sample.
@@ -129,11 +130,11 @@ class Constraints:
     def begin_masks(
         self, requests: Sequence[Request], accepted: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Starts on the masks of those that draw in the step under way, the ended ones left out.
+        """Starts computing the masks of requests that draw in the current step, except ended ones.
 
         Args:
             requests: Which.
-            accepted: Of each, tokens that it has drawn in this step already; None: none.
+            accepted: For each, tokens that it has already drawn in this step; None: none.
         """
         if not self._grammars:
             return
@@ -158,7 +159,7 @@ class Constraints:
         self._maker.begin(jobs)
 
     def _state(self, request: Request) -> ConstraintState:
-        """Of a sample; a new one when it was never here, or was elsewhere before."""
+        """The grammar state of a sample; built by replay if the sample is new here."""
         from weft.engine.constraints.masks import ConstraintState
 
         key = request.key, request.sample
@@ -169,7 +170,9 @@ class Constraints:
         return state
 
     def take_masks(self) -> list[tuple[Request, Mask | WeftError | None]]:
-        """Waits for what `begin_masks` started: each sample's mask, None where all may come."""
+        """Waits for the masks that `begin_masks` started; None for a sample that may draw any
+        token.
+        """
         if not self._masked:
             return []
         assert self._maker is not None
@@ -177,7 +180,7 @@ class Constraints:
         return list(zip(masked, self._maker.take(), strict=True))
 
     def sizes(self) -> dict[str, int]:
-        """Lengths of what grows with requests."""
+        """Sizes of what grows with requests."""
         return {
             "constrained_requests": len(self._grammars),
             "constrained_samples": len(self._states),

@@ -10,16 +10,18 @@ from weft.engine.constraints.schema import prepare_schema
 from weft.engine.request import Constraint
 
 MAX_WHITESPACE = 32
-"""Between two tokens of JSON: room for deep indentation, an end to a model that only indents."""
+"""Most whitespace characters between two tokens of JSON: enough for deep indentation, while a model
+that emits nothing else is stopped.
+"""
 _ORIGIN = re.compile(r"^\[[^\]]*\] \S+: ")
 
 
 class GrammarSource:
-    """Grammars of one vocabulary.
+    """Compiles grammars for one vocabulary.
 
     Args:
         vocabulary: What the model's tokens spell.
-        max_grammar_bytes: Of a compiled grammar.
+        max_grammar_bytes: Largest size of a compiled grammar.
     """
 
     def __init__(self, vocabulary: xgrammar.TokenizerInfo, max_grammar_bytes: int) -> None:
@@ -28,7 +30,7 @@ class GrammarSource:
 
     @classmethod
     def of_text(cls, vocabulary: str, max_grammar_bytes: int) -> GrammarSource:
-        """Likewise, of a vocabulary as xgrammar serialises it."""
+        """Builds the source from a vocabulary as xgrammar serialises it."""
         return cls(xgrammar.TokenizerInfo.deserialize_json(vocabulary), max_grammar_bytes)
 
     def compile(self, constraint: Constraint) -> str:
@@ -51,7 +53,7 @@ class GrammarSource:
         return compiled.serialize_json()
 
     def read(self, serialised: str) -> xgrammar.CompiledGrammar:
-        """What `compile` made, with another object of the same vocabulary."""
+        """Reads what `compile` returned, possibly in another process with the same vocabulary."""
         return xgrammar.CompiledGrammar.deserialize_json(serialised, self._vocabulary)
 
 

@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     import xgrammar
 
 MAX_OPEN = 256
-"""Constraints that are compiled or wait for it."""
+"""Most constraints being compiled or queued for it."""
 
 
 class Grammars:
-    """Grammars by content: the least recently used go when their bytes are too many.
+    """Compiled grammars by content; the least recently used are evicted when they need too many
+    bytes.
 
     Used by the engine's thread.
 
     Args:
-        config: Of the compiler process, which is started when it is first needed.
-        max_bytes: Of the cache.
+        config: Configuration of the compiler process, which is started when it is first needed.
+        max_bytes: Most bytes of the cache.
         wake: Called from another thread when `take` has something.
     """
 
@@ -39,14 +40,14 @@ class Grammars:
         self._wake = wake
 
     def find(self, constraint: Constraint) -> xgrammar.CompiledGrammar | None:
-        """The grammar, if it is there."""
+        """The grammar, if it is cached."""
         found = self._cached.get(constraint)
         if found is not None:
             self._cached.move_to_end(constraint)
         return found
 
     def order(self, constraint: Constraint) -> None:
-        """Lets a constraint be compiled; `take` tells when.
+        """Queues a constraint for compilation; `take` returns the result.
 
         Raises:
             Overloaded: Too many are waiting.
@@ -60,13 +61,13 @@ class Grammars:
         self.start().order(constraint)
 
     def start(self) -> CompilerClient:
-        """Starts the process, if it was not started before; it is ready some seconds later."""
+        """Starts the process if it is not running; it is ready some seconds later."""
         if self._client is None:
             self._client = CompilerClient(self._config, self._wake)
         return self._client
 
     def take(self) -> list[Compiled]:
-        """What was compiled since the last call, or could not be."""
+        """The constraints that were compiled, or failed to compile, since the last call."""
         if not self._open or self._client is None:
             return []
         taken = self._client.take()
@@ -85,10 +86,10 @@ class Grammars:
 
     @property
     def num_open(self) -> int:
-        """Constraints that are being compiled."""
+        """Number of constraints being compiled."""
         return len(self._open)
 
     def close(self) -> None:
-        """Ends the process."""
+        """Stops the compiler process."""
         if self._client is not None:
             self._client.close()

@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 
 STAND_INS = ("torch", "transformers")
-"""What xgrammar imports for its other uses: masks as tensors, and tokenizers of its own."""
+"""Modules that xgrammar imports for features unused here: tensor masks and its own tokenizers."""
 
 
 class _StandIn(ModuleType):

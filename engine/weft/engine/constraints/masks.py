@@ -1,4 +1,4 @@
-"""Which tokens a constrained sample may draw next, found while the model computes the logits."""
+"""Token masks of constrained samples, computed on the host while the model computes the logits."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ Mask = npt.NDArray[np.uint32]
 """[ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i."""
 
 SLOW_MASK_S = 0.05
-"""CPU time of a mask that is too much to happen often: the whole batch waits for it."""
+"""CPU seconds beyond which a mask counts as slow: the whole batch waits for it."""
 MAX_SLOW_MASKS = 16
-"""A sample that had more of them is ended."""
+"""Number of slow masks beyond which a sample is ended."""
 TIMEOUT_S = 3.0
-"""That a step waits for a mask."""
+"""Seconds that a step waits for a mask."""
 
 
 class ConstraintState:
-    """Where one sample is in its grammar: a function of the grammar and the tokens so far.
+    """The position of one sample in its grammar: a function of the grammar and the tokens so far.
 
     Args:
         grammar: Compiled for the model's vocabulary.
-        vocab_size: Of the model.
+        vocab_size: Vocabulary size of the model.
     """
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._vocab_size = vocab_size
         self.num_accepted = 0
-        """Tokens that it has followed."""
+        """Number of tokens that it has followed."""
         self._num_slow = 0
 
     def next_mask(self, tokens: Sequence[int]) -> Mask | None:
-        """Follows more tokens of the sample, then tells what may come.
+        """Follows more tokens of the sample, then returns the mask of the next one.
 
         Args:
             tokens: Those from `num_accepted` on.
@@ -74,29 +74,29 @@ def _too_slow() -> InvalidRequest:
 
 
 class MaskJob(NamedTuple):
-    """One sample that will draw in the step under way."""
+    """One constrained sample that draws a token in the current step."""
 
     state: ConstraintState
     tokens: Sequence[int]
-    """New since its last job; not changed until the masks are taken."""
+    """Tokens since its last job; not changed until the masks are taken."""
 
 
 class MaskMaker:
-    """Makes the masks of a step in a thread of its own. Used by the engine's thread."""
+    """Computes the masks of a step in a thread of its own. Used by the engine's thread."""
 
     def __init__(self) -> None:
         self._work: _Work | None = None
         self._thread: _MaskThread | None = None
 
     def begin(self, jobs: Sequence[MaskJob]) -> None:
-        """Starts on the masks of a step; those of the step before have been taken."""
+        """Starts on the masks of a step; those of the previous step must have been taken."""
         if self._thread is None:
             self._thread = _MaskThread()
         self._work = _Work(jobs)
         self._thread.begin(self._work)
 
     def take(self) -> list[Mask | WeftError | None]:
-        """Waits for the masks, one a job; an error for each that could not be made."""
+        """Waits for the masks, one per job; an error for each that failed."""
         work, self._work = self._work, None
         assert work is not None
         if work.is_done.wait(TIMEOUT_S):
@@ -110,7 +110,7 @@ class MaskMaker:
         return done + self.take()
 
     def close(self) -> None:
-        """Lets the thread end."""
+        """Stops the thread."""
         if self._thread is not None:
             self._thread.begin(None)
             self._thread = None
@@ -122,7 +122,7 @@ class _Work:
         self.results: list[Mask | WeftError | None] = []
         self.is_done = threading.Event()
         self.is_abandoned = False
-        """The jobs behind the one under way are done elsewhere."""
+        """Whether the jobs behind the current one are computed elsewhere."""
 
 
 class _MaskThread:
@@ -132,7 +132,7 @@ class _MaskThread:
         threading.Thread(target=self._run, name="masks", daemon=True).start()
 
     def begin(self, work: _Work | None) -> None:
-        """Hands the next work over; None ends the thread after what it is doing."""
+        """Passes on the next work; None ends the thread after its current work."""
         self._work = work
         self._has_work.release()
 

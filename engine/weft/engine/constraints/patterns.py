@@ -1,4 +1,4 @@
-"""Regular expressions inside JSON strings: what may stand in a schema's pattern."""
+"""Regular expressions inside JSON strings: which patterns a schema may contain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bounded_string(least: int, most: int | None) -> str:
 
 
 def prepare_pattern(pattern: str, where: str) -> str:
-    """A schema's pattern as the compiler reads it right.
+    """Converts a schema's pattern to the form that the compiler interprets correctly.
 
     It matches patterns against the string as it is written: a literal that JSON has to escape would
     break the JSON. Classes of characters leave such characters out, but only while all of the
@@ -76,7 +76,7 @@ def _check_class(pattern: str, begin: int, where: str) -> int:
 
 
 def _escaped(pattern: str, i: int) -> tuple[str, int]:
-    """What the escape at `i` spells ("" for a kind of characters), and where it ends."""
+    """The character that the escape at `i` stands for ("" for a character class), and its end."""
     kind = pattern[i + 1 : i + 2]
     width = {"x": 2, "u": 4}.get(kind, 0)
     digits = pattern[i + 2 : i + 2 + width]

@@ -1,4 +1,4 @@
-"""JSON schemas as the grammar compiler enforces them exactly, or not at all.
+"""Rewrites JSON schemas so that the grammar compiler enforces them exactly, or refuses them.
 
 The compiler ignores what it does not know, which would give answers that the schema forbids. So a
 schema is brought into the form that it knows, and refused, with the place, where there is none.
@@ -16,13 +16,13 @@ from jsonschema.protocols import Validator
 from weft.engine.constraints.patterns import bounded_string, prepare_pattern
 
 Json = Any
-"""A parsed JSON value: its type is what is being found out."""
+"""A parsed JSON value of any type."""
 
 _NEVER = (
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
     *("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef"),
 )
-"""Keywords that no grammar here expresses."""
+"""Keywords that cannot be expressed as a grammar here."""
 _OF_TYPE: dict[str, tuple[str, ...]] = {
     "object": (
         *("properties", "required", "additionalProperties", "patternProperties"),
@@ -36,12 +36,12 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 _DECISIVE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
-"""Keywords beside which the compiler looks at no other."""
+"""Keywords beside which the compiler ignores all others."""
 _FORMATS = (
     *("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6"),
     *("uri", "uri-reference", "uuid"),
 )
-"""Formats that are followed; others are notes, as the standard has it."""
+"""Formats that are enforced; others are annotations, as in the standard."""
 _TYPE_NAMES: dict[type, str] = {
     **{bool: "boolean", int: "number", float: "number", str: "string"},
     **{dict: "object", list: "array", type(None): "null"},
@@ -55,7 +55,7 @@ _WITH_SCHEMA = (
 
 
 def prepare_schema(text: str) -> str:
-    """A schema, as JSON text, in the form that is compiled.
+    """Rewrites a schema, given as JSON text, for compilation.
 
     Raises:
         ValueError: It is no schema, or asks for what cannot be enforced; the message says where.
@@ -76,7 +76,7 @@ def prepare_schema(text: str) -> str:
 
 
 class _Preparer:
-    """Rewrites one schema."""
+    """Rewrites one JSON schema into the subset that the grammar compiler supports."""
 
     def __init__(self, root: Json) -> None:
         draft: type[Validator] = validators.validator_for(
@@ -89,7 +89,7 @@ class _Preparer:
         self._draft = draft
 
     def prepare(self, schema: Json, where: str) -> Json:
-        """The schema at `where` in the form that is compiled."""
+        """Rewrites the schema at `where`."""
         if isinstance(schema, bool):
             return schema
         for name in _NEVER:
@@ -107,7 +107,7 @@ class _Preparer:
         return self._typed(schema, where)
 
     def _parts(self, schema: Mapping[str, Json], where: str) -> dict[str, Json]:
-        """The schema with the schemas inside it prepared."""
+        """Rewrites the schemas inside a schema."""
         out = dict(schema)
         for name in _WITH_SCHEMAS:
             if name in out:
@@ -126,7 +126,7 @@ class _Preparer:
         return out
 
     def _values(self, schema: Mapping[str, Json], where: str) -> dict[str, Json]:
-        """Of listed values, those that the other keywords allow."""
+        """The values of an enum or const that the other keywords allow."""
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         inner = {name: value for name, value in schema.items() if name != "$defs"}
         validator = self._draft(self._root).evolve(schema=inner)
@@ -152,7 +152,7 @@ class _Preparer:
             self._resolve(schema["$ref"], f"{where}.$ref")
 
     def _resolve(self, reference: str, where: str) -> Json:
-        """What a reference within the schema names."""
+        """The subschema that a local reference points to."""
         found = self._root
         for part in reference.removeprefix("#").split("/")[1:] or ["?"]:
             key = part.replace("~1", "/").replace("~0", "~")
@@ -181,7 +181,7 @@ class _Preparer:
         raise ValueError(_at(where, "a chain of references has no end"))
 
     def _typed(self, schema: dict[str, Json], where: str) -> dict[str, Json]:
-        """A schema of one or more types, named or implied by its keywords."""
+        """Rewrites a schema of one or more types, named or implied by its keywords."""
         if "type" not in schema:
             implied = [kind for kind, names in _OF_TYPE.items() if set(names) & schema.keys()]
             if not implied:
@@ -200,7 +200,7 @@ class _Preparer:
 
 
 def _with_prefix_items(schema: Mapping[str, Json]) -> dict[str, Json]:
-    """Tuples as drafts up to 2019-09 wrote them."""
+    """Rewrites tuples as drafts up to 2019-09 wrote them."""
     out = {name: value for name, value in schema.items() if name != "additionalItems"}
     out["prefixItems"] = out.pop("items")
     if "additionalItems" in schema:
@@ -263,7 +263,7 @@ def _prepare_array(schema: dict[str, Json], where: str) -> None:
 
 
 def _are_disjoint(first: Json, second: Json, resolve: Callable[[Json], Json]) -> bool:
-    """No value is valid under both, as far as types and constants show it."""
+    """Whether no value is valid under both schemas, as far as types and constants show."""
     if not isinstance(first, dict) or not isinstance(second, dict):
         return first is False or second is False
     listed = [_listed(schema) for schema in (first, second)]
@@ -294,7 +294,7 @@ def _same(first: Json, second: Json) -> bool:
 
 
 def _types_of(schema: Mapping[str, Json]) -> set[str]:
-    """Names of the JSON types that a schema allows; empty: not known."""
+    """Names of the JSON types that a schema allows; empty: unknown."""
     if listed := _listed(schema):
         return {_TYPE_NAMES[type(value)] for value in listed}
     given = schema.get("type", [])

@@ -1,4 +1,4 @@
-"""What the model's tokens spell, in the form that grammars are compiled against."""
+"""The model's vocabulary in the form that grammars are compiled against."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_vocabulary(
 
     Args:
         model_dir: Has `tokenizer.json`.
-        vocab_size: Of the model; it may be larger than the tokenizer's.
+        vocab_size: Vocabulary size of the model; it may be larger than the tokenizer's.
         eos_token_ids: Tokens that may follow when a grammar is complete.
     """
     tokenizer = Tokenizer.from_file(str(model_dir / TOKENIZER_FILE))

@@ -1,4 +1,4 @@
-"""What an engine and its compiler process tell each other: length-prefixed msgpack."""
+"""Messages between an engine and its compiler process: length-prefixed msgpack."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TypeVar, cast
 from weft.engine.request import Constraint
 
 TOKENIZER_FILE = "tokenizer.json"
-"""In the model's directory."""
+"""Name of the tokenizer's file in the model's directory."""
 WALL_FACTOR = 6
-"""The clock may show so many times the processor's time: the machine may be busy."""
+"""Factor by which wall-clock time may exceed processor time, since the machine may be busy."""
 _HEADER = struct.Struct("<I")
 T = TypeVar("T")
 
@@ -32,17 +32,17 @@ class CompilerConfig:
     timeout_s: float
     """Processor time that one grammar may take to compile."""
     max_memory_bytes: int
-    """That compiling one grammar may take, beyond what the process has."""
+    """Most memory that compiling one grammar may take, beyond what the process has."""
     max_grammar_bytes: int
-    """Of a compiled grammar."""
+    """Largest compiled grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    """The second message to the process: what the model's tokens spell."""
+class VocabularyMessage:
+    """The second message to the process: the model's vocabulary."""
 
     text: str
-    """As xgrammar serialises it."""
+    """The vocabulary as xgrammar serialises it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,30 +55,30 @@ class CompileOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileResult:
-    """What became of an order: a grammar, or a problem of the constraint."""
+    """Result of an order: a grammar, or the reason why the constraint cannot be used."""
 
     number: int
     grammar: str = ""
-    """As xgrammar serialises it."""
+    """The grammar as xgrammar serialises it."""
     problem: str = ""
-    """Why the constraint cannot be used, and where in it."""
+    """Why the constraint cannot be used, and which part of it is at fault."""
 
 
 def _msgpack() -> ModuleType:
-    """Imported when a constraint comes: without any, an engine runs where msgspec is missing."""
+    """The msgspec module, imported on first use: engines without constraints need not have it."""
     import msgspec.msgpack
 
     return msgspec.msgpack
 
 
-def encode(message: CompilerConfig | Vocabulary | CompileOrder | CompileResult) -> bytes:
-    """A frame."""
+def encode(message: CompilerConfig | VocabularyMessage | CompileOrder | CompileResult) -> bytes:
+    """Encodes a message as one frame."""
     body: bytes = _msgpack().encode(message)
     return _HEADER.pack(len(body)) + body
 
 
 def decode(frame: bytes, kind: type[T]) -> T | None:
-    """The message of a whole frame; None when it is cut off."""
+    """Decodes a whole frame; None if it is truncated."""
     body = frame[_HEADER.size :]
     if len(frame) < _HEADER.size or len(body) != _HEADER.unpack_from(frame)[0]:
         return None
@@ -86,7 +86,7 @@ def decode(frame: bytes, kind: type[T]) -> T | None:
 
 
 def receive(sock: socket.socket, kind: type[T]) -> T:
-    """Waits for one message.
+    """Receives one message; blocks until it is complete.
 
     Raises:
         PeerClosed: There will be none.

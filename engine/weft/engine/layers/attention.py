@@ -29,7 +29,7 @@ class Attention:
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
     ) -> None:
-        """Puts the parts together.
+        """Assembles the layer from its parts.
 
         Args:
             config: Head counts and sizes.
@@ -51,10 +51,10 @@ class Attention:
         self.scale = config.head_dim**-0.5
         self.eps = config.rms_norm_eps
         self.window = config.window_of(layer)
-        """Positions that a row attends to at most; None: all."""
+        """Number of positions that a row attends to; None: all."""
 
     def write(self, x: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
-        """Stores K and V of x [T, hidden]; returns the rotated q [T, heads, head_dim]."""
+        """Writes K and V of x [T, hidden]; returns the rotated q [T, heads, head_dim]."""
         return rope_and_cache(
             self.qkv_proj(x, lora=addition_to(batch.lora, "qkv", self.layer)),
             batch.positions,
@@ -72,7 +72,9 @@ class Attention:
     def attend(
         self, q: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of q over its requests' pages, projected, plus `residual`: [T, hidden]."""
+        """Computes attention of q over its requests' pages, projected, plus `residual`: [T,
+        hidden].
+        """
         mixed = paged_attention(
             q,
             pool,

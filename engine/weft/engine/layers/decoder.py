@@ -1,4 +1,4 @@
-"""The walk through a stack of pre-norm decoder layers."""
+"""A stack of pre-norm decoder layers."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class DecoderLayer:
             k_norm=None if self_attn.k_norm is None else self_attn.k_norm.weight,
             window=self_attn.window,
         )
-        """For running many layers as one operation."""
+        """The layer's weights in the form that runs many layers as one operation."""
 
     def __call__(
         self, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor
     ) -> torch.Tensor:
-        """Runs the layer by single operations: [T, hidden] -> [T, hidden]."""
+        """Runs the layer as separate operations: [T, hidden] -> [T, hidden]."""
         q = self.self_attn.write(self.input_layernorm(hidden), batch, pool)
         return self._finish(q, hidden, batch, pool)
 
     def prepare(self, batch: ForwardBatch, pool: torch.Tensor) -> DecoderStep:
-        """Describes a step, once for all layers of the same shape."""
+        """Prepares a step, once for all layers of the same shape."""
         return prepare_step(
             self.packed,
             pool=pool,
@@ -94,7 +94,7 @@ class DecoderLayer:
     def _finish(
         self, q: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor
     ) -> torch.Tensor:
-        """What comes after K and V are written: [T, hidden] -> [T, hidden]."""
+        """The rest of the layer once K and V are written: [T, hidden] -> [T, hidden]."""
         hidden = self.self_attn.attend(q, hidden, batch, pool)
         normed = self.post_attention_layernorm(hidden)
         return self.mlp(normed, hidden, batch.lora, self.self_attn.layer)
@@ -106,7 +106,7 @@ class DecoderStack:
     def __init__(
         self, embed_tokens: torch.Tensor, layers: Sequence[DecoderLayer], norm: RMSNorm
     ) -> None:
-        """Composes the parts; `embed_tokens` is [vocab, hidden]."""
+        """Assembles the parts; `embed_tokens` is [vocab, hidden]."""
         self.embed_tokens = embed_tokens
         self.layers = tuple(layers)
         self.norm = norm
@@ -152,7 +152,7 @@ class DecoderStack:
         *,
         is_whole: bool,
     ) -> torch.Tensor:
-        """All layers, or all but the last."""
+        """Runs all layers, or all but the last."""
         stack = self._whole if is_whole else self._but_last
         if stack is not None:
             step = self.layers[0].prepare(batch, pool)
@@ -168,7 +168,7 @@ class DecoderStack:
 
 
 def one_row_requests(batch: ForwardBatch) -> ForwardBatch:
-    """The rows of `logits_rows`, each as a request of its own with one new token.
+    """Treats each row of `logits_rows` as a request of its own with one new token.
 
     A row attends to the positions up to its own, so this changes nothing in what it computes.
     """

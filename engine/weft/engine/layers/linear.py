@@ -19,7 +19,7 @@ from weft.kernels.memory import WeightArena
 
 
 class Linear:
-    """One or more projections of the same input, computed as one product."""
+    """One or more projections of the same input, computed as one matrix product."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class GateUp:
 
 
 class LMHead:
-    """Hidden states to logits."""
+    """The language-model head: hidden states to logits."""
 
     def __init__(self, weight: torch.Tensor, arena: WeightArena) -> None:
         """Packs `weight` [vocab, hidden], which is not changed, into `arena`."""

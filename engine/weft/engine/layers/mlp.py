@@ -21,7 +21,7 @@ class GatedMLP:
 
     @property
     def weight(self) -> GatedMlpWeight:
-        """Both projections, for a stack of layers."""
+        """The weights of both projections, for a stack of layers run as one operation."""
         return GatedMlpWeight(self.gate_up_proj.weight, self.down_proj.weight)
 
     def __call__(

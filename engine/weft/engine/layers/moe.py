@@ -16,7 +16,9 @@ _FUSED = "gate_up_proj"
 
 
 class SparseMLP:
-    """Some experts' gated MLPs, weighed by the router and added to the residual stream."""
+    """A mixture of experts: routed gated MLPs, weighted by the router and added to the residual
+    stream.
+    """
 
     def __init__(self, config: MoEConfig, hidden: int, weights: Weights) -> None:
         """Reads the router and all experts.
@@ -35,7 +37,7 @@ class SparseMLP:
         self.weight = SparseMlpWeight(
             router, packed, config.num_experts_per_tok, config.norm_topk_prob
         )
-        """All parameters, for a stack of layers."""
+        """All parameters, for a stack of layers run as one operation."""
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, lora: LoraStep | None, layer: int

@@ -16,5 +16,5 @@ class RMSNorm:
         self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, size] -> [M, size]."""
+        """Normalises each row: [M, size] -> [M, size]."""
         return rms_norm(x, self.weight, self.eps)

@@ -24,7 +24,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
-    """Cosines and sines of every position.
+    """Table of the cosines and sines of every position.
 
     Returns:
         [max_positions, head_dim] float32: the cosines of the head_dim / 2 frequencies, then the
@@ -36,7 +36,9 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.
 
 
 def _stretch_low(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Llama 3.1's extension: long waves are stretched, short ones kept, a ramp between."""
+    """Llama 3.1's context extension: long wavelengths are stretched, short ones kept, with a ramp
+    between.
+    """
     turns = rope.original_max_positions * frequencies / (2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)

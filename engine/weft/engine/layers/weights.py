@@ -1,4 +1,4 @@
-"""How layers take their parameters: by Hugging Face name, converted and fused on the way."""
+"""Loading of layer parameters: looked up by Hugging Face name, converted and fused on the way."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from weft.kernels.memory import WeightArena
 
 
 class WeightSource(Protocol):
-    """Where parameters come from: a checkpoint, or random numbers for benchmarks."""
+    """A source of parameters: a checkpoint, or random numbers for benchmarks."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layers compute in."""
+        """The dtype that the layers compute in."""
 
     @property
     def device(self) -> torch.device:
-        """Where the layers live."""
+        """The device that the layers live on."""
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Copies the tensor `name`, converted to the dtype of `out`, which has its shape.
@@ -31,7 +31,7 @@ class WeightSource(Protocol):
         """Whether there is a tensor of this name."""
 
     def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
-        """As `read_into`, of entry `index` of a tensor whose first axis has `count` entries."""
+        """Like `read_into`, for entry `index` of a tensor whose first axis has `count` entries."""
 
 
 class ChangedWeights:
@@ -48,12 +48,12 @@ class ChangedWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layers compute in."""
+        """The dtype that the layers compute in."""
         return self._source.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the layers live."""
+        """The device that the layers live on."""
         return self._source.device
 
     def has(self, name: str) -> bool:
@@ -89,16 +89,16 @@ class Weights:
         self._source = source
         self._prefix = prefix
         self.arena = arena or WeightArena()
-        """Where layers keep weights that they pack; one for the whole model."""
+        """Arena for the weights that layers pack; one for the whole model."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layers compute in."""
+        """The dtype that the layers compute in."""
         return self._source.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the layers live."""
+        """The device that the layers live on."""
         return self._source.device
 
     def at(self, name: str | int) -> Weights:
@@ -116,7 +116,7 @@ class Weights:
         return out
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """One parameter of this shape."""
+        """Reads one parameter of the given shape."""
         return self.fused((name,), shape[:1], *shape[1:])
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> torch.Tensor:

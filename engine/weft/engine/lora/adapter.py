@@ -1,4 +1,4 @@
-"""What an adapter is once it is read: scaled pairs of matrices in host memory."""
+"""An adapter in host memory: scaled pairs of matrices by module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class LoraPair:
     a: torch.Tensor
     """[r, in]; of an embedding [r, vocabulary]: a token takes its column."""
     b: torch.Tensor
-    """[out, r], multiplied by the scaling already."""
+    """The matrix B [out, r], already multiplied by the scaling."""
 
     @property
     def rank(self) -> int:
-        """r."""
+        """Rank r of the pair."""
         return self.a.shape[0]
 
 
@@ -31,31 +31,32 @@ class ExpertLora:
     """
 
     a: torch.Tensor
-    """[experts or 1, r, in]."""
+    """The A matrices, [experts or 1, r, in]."""
     b: torch.Tensor
-    """[experts or 1, out, r], multiplied by the scaling already. Zeros: an expert that the adapter
-    leaves alone."""
+    """The matrices B, [experts or 1, out, r], already scaled. Zeros: an expert that the adapter
+    does not change.
+    """
 
     @property
     def rank(self) -> int:
-        """r."""
+        """Rank r of the pairs."""
         return self.a.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyChange:
-    """What an adapter does to the embedding or to the LM head: one or more of these."""
+    """An adapter's changes to the embedding or to the LM head: one or more of the fields is set."""
 
     weight: torch.Tensor | None = None
-    """[vocabulary + added tokens, hidden]: takes the place of the base's."""
+    """Replacement of the base weight, [vocabulary + added tokens, hidden]."""
     token_ids: tuple[int, ...] = ()
-    """Tokens whose rows were trained one by one."""
+    """Tokens whose rows were trained individually."""
     rows: torch.Tensor | None = None
-    """[len(token_ids), hidden]: take the place of theirs."""
+    """Replacements of these rows, [len(token_ids), hidden]."""
     lora: LoraPair | None = None
-    """Added to what the above give."""
+    """Low-rank change, added to the result of the above."""
     tensor: str = ""
-    """Name of the tensor of `rows`, or else of `weight`; for messages."""
+    """Name of the tensor of `rows`, or else of `weight`, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,22 +64,23 @@ class Adapter:
     """A LoRA adapter that fits its model, in host memory."""
 
     digest: bytes
-    """32 bytes: its name inside the engine and between services."""
+    """Content digest, 32 bytes: its name inside the engine and between services."""
     rank: int
-    """The largest of its ranks; 0 where it has no LoRA at all, only vocabulary."""
+    """Largest rank of its modules; 0 if it changes only the vocabulary."""
     modules: Mapping[tuple[int, str], LoraPair]
-    """By (layer, kind), kind one of `DENSE_KINDS` or `ROUTER`; a projection that is not there stays
-    as it is."""
+    """Pairs by (layer, kind), kind one of `DENSE_KINDS` or `ROUTER`; absent projections are
+    unchanged.
+    """
     experts: Mapping[tuple[int, str], ExpertLora] = field(default_factory=dict)
-    """By (layer, kind), kind gate, up or down."""
+    """Pairs of experts by (layer, kind), kind gate, up or down."""
     embed_tokens: VocabularyChange | None = None
     lm_head: VocabularyChange | None = None
     ignored: tuple[str, ...] = ()
-    """Tensors that a lenient reading left out."""
+    """Tensors that a lenient read left out."""
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of all tensors; what two of them share counts once."""
+        """Bytes of host memory of all tensors; shared memory counts once."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in self._tensors()

@@ -1,4 +1,6 @@
-"""The digest that names an adapter: what of its configuration counts, and its tensors. No torch."""
+"""The digest that identifies an adapter: the relevant parts of its configuration, and its tensors.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ _UNORDERED = ("target_modules", "target_parameters", "exclude_modules", "modules
 
 
 def adapter_digest(directory: Path, *, is_lenient: bool = False) -> bytes:
-    """BLAKE2b-256 over an adapter's content, whatever it is called and wherever it lies.
+    """BLAKE2b-256 over an adapter's content, independent of its name and location.
 
     Args:
         directory: PEFT directory.
@@ -58,7 +60,7 @@ def adapter_digest(directory: Path, *, is_lenient: bool = False) -> bytes:
 
 
 def digest_of(files: AdapterFiles, *, is_lenient: bool = False) -> bytes:
-    """`adapter_digest` of a directory that is open."""
+    """`adapter_digest` of an open directory."""
     weights = hashlib.blake2b(digest_size=32)
     for piece in files.chunks():
         weights.update(piece)
@@ -71,7 +73,7 @@ def digest_of(files: AdapterFiles, *, is_lenient: bool = False) -> bytes:
 
 
 class Hashing:
-    """`digest_of` in a thread of its own, while others read the same file.
+    """Computes `digest_of` in a thread while others read the same file.
 
     A context manager: whoever leaves it may close the file.
 
@@ -94,7 +96,7 @@ class Hashing:
         self._thread.join()
 
     def result(self) -> bytes:
-        """The digest; waits for it.
+        """Waits for the digest and returns it.
 
         Raises:
             AdapterError: See `adapter_digest`.

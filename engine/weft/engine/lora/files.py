@@ -1,4 +1,4 @@
-"""The files of an adapter's directory, opened and checked before anything is believed. No torch."""
+"""The files of an adapter's directory, opened and validated. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from weft.engine.errors import AdapterError
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 DRAFT_FOLDER = "draft"
-"""In an adapter's folder, with the same files: LoRA on the head that drafts for its requests."""
+"""Subfolder of an adapter that holds its draft adapter: LoRA files for the draft head, used for the
+adapter's requests.
+"""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "BOOL": 1,
@@ -36,7 +38,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "U64": 8,
     "F64": 8,
 }
-"""Of the safetensors format: bytes of one element."""
+"""Bytes per element by dtype name of the safetensors format."""
 
 _MAX_CONFIG_BYTES = 2 << 20
 _MAX_HEADER_BYTES = 32 << 20
@@ -46,15 +48,15 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor stands in its file."""
+    """Location of a tensor in its file."""
 
     dtype: str
-    """As the format spells it: F32, BF16, ..."""
+    """Dtype as the format spells it: F32, BF16, ..."""
     shape: tuple[int, ...]
     start: int
     """First byte, from the beginning of the file."""
     end: int
-    """Past the last byte."""
+    """Offset just past the last byte."""
 
 
 class AdapterFiles:
@@ -75,10 +77,10 @@ class AdapterFiles:
         self._weights = weights
         self._stat = _identity(weights)
         self.tensors: Mapping[str, TensorEntry] = _read_header(directory, weights)
-        """By name, in the order of the file."""
+        """Tensors by name, in file order."""
 
     def read(self, entry: TensorEntry) -> bytearray:
-        """The bytes of one tensor.
+        """Reads the bytes of one tensor.
 
         Raises:
             AdapterError: The file has become shorter.
@@ -88,14 +90,14 @@ class AdapterFiles:
         return data
 
     def chunks(self, num_bytes: int = 1 << 22) -> Iterator[bytes]:
-        """The whole file of weights in pieces."""
+        """Reads the whole weight file in pieces."""
         offset = 0
         while piece := os.pread(self._weights, num_bytes, offset):
             offset += len(piece)
             yield piece
 
     def check_unchanged(self) -> None:
-        """What was read since the beginning is of one version of the file.
+        """Checks that the file has not changed since it was opened.
 
         Raises:
             AdapterError: It was written to.
@@ -109,7 +111,7 @@ class AdapterFiles:
 
 @contextmanager
 def open_adapter(directory: Path) -> Iterator[AdapterFiles]:
-    """Opens a PEFT directory.
+    """Opens a PEFT adapter directory.
 
     Raises:
         AdapterError: A file is missing, leads out of the directory, is no regular file, is damaged,
@@ -128,7 +130,7 @@ def open_adapter(directory: Path) -> Iterator[AdapterFiles]:
 
 
 def _open_inside(directory: Path, name: str) -> int:
-    """A descriptor of a regular file that lies in the directory itself.
+    """Opens a regular file that lies in the directory itself; returns its descriptor.
 
     The name is resolved and then opened without following links: a link that is put in its place in
     between is refused by the system.
@@ -200,7 +202,7 @@ def _parse(data: bytearray, where: str) -> Any:
 
 
 def _read_header(directory: Path, descriptor: int) -> dict[str, TensorEntry]:
-    """The header of a safetensors file: https://github.com/huggingface/safetensors#format."""
+    """Reads the header of a safetensors file: https://github.com/huggingface/safetensors#format."""
     where = f"adapter {directory}: {WEIGHTS_FILE}"
     file_bytes = os.fstat(descriptor).st_size
     if file_bytes < _LENGTH_BYTES:
@@ -251,7 +253,7 @@ def _entry(where: str, name: str, entry: Any, base: int) -> TensorEntry:
 def _check_coverage(
     where: str, tensors: Mapping[str, TensorEntry], base: int, file_bytes: int
 ) -> None:
-    """The tensors fill the file: without holes, without overlap, to its end."""
+    """Checks that the tensors fill the file without holes or overlap."""
     position = base
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.end > file_bytes:

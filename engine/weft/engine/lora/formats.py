@@ -1,4 +1,4 @@
-"""From a PEFT directory to an `Adapter`: everything in it is applied, or the load fails.
+"""Reads a PEFT directory into an `Adapter`: everything in it is applied, or the load fails.
 
 First names, shapes and sizes are checked, by the header alone (`plan`); then tensors are read,
 scaled and checked for NaN and infinity.
@@ -44,9 +44,9 @@ def read_adapter(
     Args:
         directory: adapter_config.json and adapter_model.safetensors, as PEFT writes them.
         config: The model that it is for.
-        max_rank: Of any of its modules.
-        max_bytes: Of host memory for its tensors; None: any.
-        dtype: Of the tensors returned; scaling is done in float32 before.
+        max_rank: Largest rank of any of its modules.
+        max_bytes: Most host memory for its tensors; None: any.
+        dtype: Dtype of the tensors returned; scaling is done in float32 before.
         parts: Which of `plan.PARTS` the caller applies; an adapter with others is refused.
         is_lenient: Leaves out, and lists in `Adapter.ignored`, tensors of modules that the model
             does not have, that the configuration does not target or that the caller does not apply.
@@ -70,14 +70,14 @@ def read_adapter(
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads tensors as a plan says."""
+    """Reads tensors according to a plan."""
 
     files: AdapterFiles
     config: ModelConfig
     dtype: torch.dtype
 
     def check_size(self, num_elements: int, max_bytes: int | None) -> None:
-        """Refuses what is too large, with the arithmetic."""
+        """Refuses an adapter that is too large; the message shows the calculation."""
         num_bytes = num_elements * self.dtype.itemsize
         if max_bytes is not None and num_bytes > max_bytes:
             raise AdapterError(
@@ -86,7 +86,7 @@ class _Reader:
             )
 
     def adapter(self, plan: AdapterPlan) -> Adapter:
-        """All of it, without its digest."""
+        """Reads the whole adapter; its digest is left empty."""
         changes = {name: self.vocabulary(part) for name, part in plan.vocabulary.items()}
         if plan.ties_vocabulary and "embed_tokens" in changes:
             changes.setdefault("lm_head", _tied(changes["embed_tokens"]))
@@ -101,7 +101,7 @@ class _Reader:
         )
 
     def dense(self, plans: Sequence[PairPlan]) -> Mapping[tuple[int, str], LoraPair]:
-        """The pairs of the projections of dense layers and of attention."""
+        """Reads the pairs of dense projections and of attention."""
         pairs: dict[tuple[int, str], LoraPair] = {}
         for plan in plans:
             pair = self._pair(plan)
@@ -111,7 +111,7 @@ class _Reader:
         return pairs
 
     def experts(self, plans: Sequence[PairPlan]) -> Mapping[tuple[int, str], ExpertLora]:
-        """The changes of experts, those of one projection stacked."""
+        """Reads the changes of experts, stacked by projection."""
         stacks: dict[tuple[int, str], ExpertLora] = {}
         single: dict[tuple[int, str], list[PairPlan]] = {}
         for plan in plans:
@@ -134,7 +134,7 @@ class _Reader:
         return _shared_outer(stacks)
 
     def vocabulary(self, plan: VocabularyPlan) -> VocabularyChange:
-        """What happens to the embedding or to the LM head."""
+        """Reads the changes to the embedding and to the LM head."""
         if plan.copy and not self._are_same(plan.weight, plan.copy):
             raise AdapterError(
                 f"adapter {self.files.directory}: tensors {plan.weight} and {plan.copy} are of the "
@@ -149,8 +149,9 @@ class _Reader:
         )
 
     def _stack(self, kind: str, plans: Sequence[PairPlan]) -> ExpertLora:
-        """Pairs of single experts as one; experts without one, and rows that one has fewer than
-        others, become zeros."""
+        """Stacks the pairs of single experts; missing experts, and missing ranks of some, become
+        zeros.
+        """
         assert self.config.moe is not None, "the plan has experts"
         count, rank = self.config.moe.num_experts, max(plan.rank for plan in plans)
         width, out = projection_shape(self.config, plans[0].module, kind)
@@ -163,7 +164,7 @@ class _Reader:
         return ExpertLora(a, b)
 
     def _split(self, plan: PairPlan, b: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """B of stacked projections by projection."""
+        """Splits B of a fused projection into its projections."""
         rows = [projection_shape(self.config, plan.module, kind)[1] for kind in plan.module.kinds]
         if len(rows) == 1:
             return [b.contiguous()]
@@ -178,7 +179,7 @@ class _Reader:
         return LoraPair(self._read(plan.a), self._read(plan.b, plan.scaling))
 
     def _read(self, name: str, scaling: float = 1.0) -> torch.Tensor:
-        """A tensor, scaled and in the dtype asked for.
+        """Reads a tensor, scaled and converted to the requested dtype.
 
         Raises:
             AdapterError: It has NaN or infinite numbers, or gets them by scaling or conversion.
@@ -198,7 +199,7 @@ class _Reader:
 def _shared_outer(
     stacks: Mapping[tuple[int, str], ExpertLora],
 ) -> Mapping[tuple[int, str], ExpertLora]:
-    """Outer sides that are written out for every expert, and are equal, as one for all.
+    """Merges outer sides that are equal for all experts into one.
 
     Trainers export shared outer sides under the names of the single experts. Only where this is so
     in all layers: an adapter is of one form.
@@ -215,7 +216,7 @@ def _shared_outer(
 
 
 def _tied(change: VocabularyChange) -> VocabularyChange:
-    """A change of the embedding as one of the LM head that is tied to it."""
+    """Converts a change of the embedding to one of the LM head tied to it."""
     if change.lora is None:
         return change
     return replace(
@@ -224,7 +225,7 @@ def _tied(change: VocabularyChange) -> VocabularyChange:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Neither NaN nor infinite numbers: no exponent has all bits set.
+    """Whether a tensor has neither NaN nor infinities: no exponent has all bits set.
 
     Several times as fast as `torch.isfinite`, and without torch's threads, for which steps on a CPU
     would have to wait.

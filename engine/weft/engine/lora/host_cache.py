@@ -1,4 +1,4 @@
-"""Adapters in host memory, within a bound of bytes. Pure Python."""
+"""Adapters in host memory, within a limit of bytes. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from typing import Protocol
 from weft.engine.lora.rows import Needs
 
 
-class Weights(Protocol):
-    """An adapter that was read, as rows of the device's memory (`weft.engine.lora.weights`)."""
+class AdapterWeights(Protocol):
+    """An adapter in host memory, as rows of the device's memory (`weft.engine.lora.weights`)."""
 
     @property
     def digest(self) -> bytes:
-        """Of its content, 32 bytes."""
+        """Content digest of the adapter, 32 bytes."""
         ...
 
     @property
     def rank(self) -> int:
-        """The largest of its ranks."""
+        """Largest rank among its modules."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Host memory."""
+        """Bytes of host memory."""
         ...
 
     @property
     def needs(self) -> Needs:
-        """Its rows of each kind."""
+        """Device rows needed of each kind."""
         ...
 
 
 class HostCache:
-    """Keeps what was used last, and first of all what is waited for.
+    """Keeps the most recently used adapters, and above all those that are waited for.
 
     Args:
-        max_bytes: Of all adapters together.
+        max_bytes: Most bytes of all adapters together.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._kept: dict[bytes, Weights] = {}
-        """The least recently used one first."""
+        self._kept: dict[bytes, AdapterWeights] = {}
+        """Cached adapters, the least recently used first."""
         self.touched: set[bytes] = set()
-        """Adapters that came or went; whoever takes note of them empties it."""
+        """Adapters that were added or evicted; cleared by the reader."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all."""
+        """Bytes of host memory of all cached adapters."""
         return sum(weights.num_bytes for weights in self._kept.values())
 
     def __len__(self) -> int:
@@ -57,15 +57,15 @@ class HostCache:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._kept
 
-    def get(self, digest: bytes) -> Weights | None:
-        """An adapter's weights, which are used now."""
+    def get(self, digest: bytes) -> AdapterWeights | None:
+        """An adapter's weights; counts as a use."""
         weights = self._kept.pop(digest, None)
         if weights is not None:
             self._kept[digest] = weights
         return weights
 
-    def put(self, weights: Weights, wanted: Sequence[bytes] = ()) -> bool:
-        """Keeps an adapter, and gives up others for it.
+    def put(self, weights: AdapterWeights, wanted: Sequence[bytes] = ()) -> bool:
+        """Caches an adapter, evicting others for it.
 
         Args:
             weights: Its.
@@ -97,6 +97,6 @@ class HostCache:
         return True
 
     def drop(self, digest: bytes) -> None:
-        """Gives an adapter up."""
+        """Removes an adapter from the cache."""
         self.touched.add(digest)
         self._kept.pop(digest, None)

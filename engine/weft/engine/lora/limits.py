@@ -1,4 +1,4 @@
-"""What adapters may take of a worker, and the words for what does not fit. Pure Python."""
+"""Limits of a worker on adapters, and the messages for adapters that exceed them. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from weft.engine.lora.rows import Needs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraLimits:
-    """Bounds that follow from the settings and from the model."""
+    """Limits that follow from the settings and the model."""
 
     max_loras: int
-    """Adapters on the device at once."""
+    """Most adapters on the device at once."""
     memory_bytes: int
-    """Setting that rows on the device follow from; those of a draft head come in addition."""
+    """The setting from which the number of device rows follows; rows of a draft head come in
+    addition.
+    """
     num_rows: Needs
-    """Rows on the device by kind of projection: all kinds that can be changed."""
+    """Device rows by kind of projection, for all kinds that can be changed."""
     row_bytes: Mapping[str, int]
-    """Of one row, by kind."""
+    """Bytes of one row, by kind."""
     host_bytes: int
-    """Of adapters in host memory."""
+    """Bytes of host memory for adapters."""
 
     def describe(self) -> str:
-        """In one line, for logs and status."""
+        """A one-line summary for logs and status."""
         rows = ", ".join(f"{kind} {count:,}" for kind, count in self.num_rows.items())
         size = sum(count * self.row_bytes[kind] for kind, count in self.num_rows.items())
         return (
@@ -34,12 +36,12 @@ class LoraLimits:
         )
 
     def check(self, name: str, needs: Needs, num_bytes: int) -> None:
-        """An adapter fits if nothing else is there.
+        """Checks that an adapter fits into an empty device.
 
         Args:
             name: For the message.
             needs: Its rows.
-            num_bytes: Of its weights on the host.
+            num_bytes: Bytes of its weights on the host.
 
         Raises:
             AdapterError: It does not, with the arithmetic.
@@ -52,10 +54,10 @@ class LoraLimits:
         self._check_rows(name, needs, {}, "all there are")
 
     def check_beside(self, name: str, pinned: Sequence[Needs], others: Iterable[Needs]) -> None:
-        """Pinned adapters leave room for any one of the others.
+        """Checks that pinned adapters leave room for any one of the others.
 
         Args:
-            name: Of the adapter that is looked at, which is among them.
+            name: Name of the adapter that is checked, which is among them.
             pinned: Rows of each pinned one.
             others: Rows of each other one.
 

@@ -1,4 +1,4 @@
-"""All adapters of a worker: told to load, read, kept on the host, brought to the device.
+"""All adapters of a worker: orders to load them, reading, the host cache, copies to the device.
 
     load order --> read (thread) --> host memory <--> device        (places: `Residency`)
                                         |  ^
@@ -19,26 +19,26 @@ from typing import Protocol
 
 from weft.engine.clock import Clock, monotonic
 from weft.engine.errors import AdapterError, AdapterNotFound, Internal, PeerUnavailable, WeftError
-from weft.engine.lora.host_cache import HostCache, Weights
+from weft.engine.lora.host_cache import AdapterWeights, HostCache
 from weft.engine.lora.limits import LoraLimits
 from weft.engine.lora.residency import Residency
-from weft.engine.lora.rows import Needs, Place, RowPool
+from weft.engine.lora.rows import DevicePlace, Needs, RowPool
 from weft.engine.messages import AdapterOrder, AdapterPlace, AdapterState
-from weft.engine.scheduler.adapters import AdapterDoor
-from weft.engine.tiers.mover import Mover
+from weft.engine.scheduler.adapters import AdapterWaitlist
+from weft.engine.tiers.mover import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
 READ_STALL_S = 30.0
-"""A read that takes longer is given up: its disk may never answer."""
-MOST_STALLED = 4
-"""Threads that are left to such reads; while one more is at such a read, others fail as it did."""
+"""Seconds after which a read is abandoned: its disk may never answer."""
+MAX_STALLED = 4
+"""Most threads left to stalled reads; while one more read stalls, further reads fail."""
 
 
 class AdapterStore(Protocol):
-    """Where weights come from and go to; both are called by threads of their own."""
+    """Reads adapter weights and writes them to the device; called by threads of their own."""
 
-    def read(self, directory: str, *, is_lenient: bool) -> Weights:
+    def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
         """Reads and checks an adapter.
 
         Raises:
@@ -46,27 +46,28 @@ class AdapterStore(Protocol):
         """
         ...
 
-    def write(self, place: Place, weights: Weights) -> None:
-        """Writes all rows of a place, which no step uses, and its entries of the tables. They are
-        there when the call returns."""
+    def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
+        """Writes all rows of a place, which no step uses, and its table entries; returns when they
+        are there.
+        """
         ...
 
 
 class AdapterOwner(Protocol):
-    """Who is told what becomes of orders."""
+    """Receives the outcome of adapter orders."""
 
     def adapter_ordered(self, query: int, error: WeftError | None) -> None:
-        """An order is done; or it has failed."""
+        """Called when an order is done or has failed."""
         ...
 
     def adapter_failed(self, digest: bytes, error: WeftError) -> None:
-        """Requests that wait for this adapter wait in vain."""
+        """Called when requests that wait for an adapter must fail."""
         ...
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Entry:
-    """One adapter that this worker was told of."""
+    """An adapter that this worker was ordered to load."""
 
     digest: bytes
     name: str
@@ -74,21 +75,21 @@ class _Entry:
     is_lenient: bool
     is_pinned: bool
     needs: Needs = field(default_factory=dict)
-    """Its rows; known with `is_held`."""
+    """Device rows that it needs; valid if `is_held`."""
     rank: int = 0
     num_bytes: int = 0
     is_held: bool = False
-    """It was read, and fits."""
+    """Whether it has been read and fits."""
     is_unloading: bool = False
     loads: list[int] = field(default_factory=list)
-    """Orders to be answered when it was read."""
+    """Load orders to be answered once it is read."""
     unloads: list[int] = field(default_factory=list)
-    """Orders to be answered when nobody uses it."""
+    """Unload orders to be answered once it is unused."""
     error: WeftError | None = None
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return f"adapter {self.name or self.digest.hex()[:16]} ({self.directory})"
 
 
@@ -112,63 +113,63 @@ class AdapterManager:
         self._limits = limits
         self._store = store
         self.residency = Residency(RowPool(limits.num_rows, limits.max_loras))
-        """For the scheduler."""
-        self._door: AdapterDoor | None = None
+        """Residency on the device, for the scheduler."""
+        self._waitlist: AdapterWaitlist | None = None
         self._owner: AdapterOwner | None = None
         self._host = HostCache(limits.host_bytes)
         self._entries: dict[bytes, _Entry] = {}
         self._new: deque[_Entry] = deque()
-        """To be read for the first time."""
+        """Adapters still to be read for the first time."""
         self._reading: _Entry | None = None
         self._was_new = False
-        """What was read last was so for the first time."""
+        """Whether the last adapter read was a new one."""
         self._wake, self._clock = wake, clock
-        self._reader = Mover("weft-lora-read", wake)
-        self._stalled: list[Mover] = []
-        """Readers that were left at a read."""
-        self._writer = Mover("weft-lora-write", wake)
+        self._reader = BackgroundThread("weft-lora-read", wake)
+        self._stalled: list[BackgroundThread] = []
+        """Reader threads that were left behind at a stalled read."""
+        self._writer = BackgroundThread("weft-lora-write", wake)
         self._is_changed = False
         self._touched: set[bytes] = set()
-        """Adapters of which something has changed that reports tell."""
+        """Adapters whose reported state has changed."""
         self.num_reads = 0
         self.num_writes = 0
-        """Adapters read, and written to the device, since start."""
+        """Number of adapters read, and written to the device, since start."""
 
-    def attach(self, door: AdapterDoor, owner: AdapterOwner) -> None:
-        """Makes itself known to the engine that is built around it.
+    def attach(self, waitlist: AdapterWaitlist, owner: AdapterOwner) -> None:
+        """Connects the manager to the engine that is built around it.
 
         Args:
-            door: The scheduler's.
+            waitlist: The scheduler's.
             owner: Is told what becomes of orders.
         """
-        self._door, self._owner = door, owner
+        self._waitlist, self._owner = waitlist, owner
 
     def close(self) -> None:
-        """Ends the threads after what they are at."""
+        """Stops the threads after their current work."""
         self._reader.close()
         self._writer.close()
 
     @property
-    def door(self) -> AdapterDoor:
-        """The scheduler's."""
-        assert self._door is not None
-        return self._door
+    def waitlist(self) -> AdapterWaitlist:
+        """Holds requests back from the scheduler until their adapter is loaded."""
+        assert self._waitlist is not None
+        return self._waitlist
 
     @property
     def owner(self) -> AdapterOwner:
-        """Whoever is told."""
+        """The receiver of order outcomes."""
         assert self._owner is not None
         return self._owner
 
     # -- orders and queries ----------------------------------------------------------------------
 
     def serves(self, digest: bytes) -> bool:
-        """New requests may name it."""
+        """Whether new requests may name the adapter."""
         entry = self._entries.get(digest)
         return entry is not None and entry.is_held and not entry.is_unloading
 
     def holds(self, digest: bytes) -> bool:
-        """Requests that were begun with it may go on here."""
+        """Whether requests that were started with it may continue here."""
         entry = self._entries.get(digest)
         return entry is not None and entry.is_held
 
@@ -182,11 +183,11 @@ class AdapterManager:
             self._unload(order)
 
     def states(self) -> list[AdapterState]:
-        """Of all adapters."""
+        """States of all adapters."""
         return [self._state_of(entry) for entry in self._entries.values()]
 
     def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
-        """What has changed since the last call; there may be thousands that have not.
+        """States that have changed since the last call; thousands may be unchanged.
 
         Returns:
             States, and the digests of adapters that are no more.
@@ -212,7 +213,7 @@ class AdapterManager:
         )
 
     def counters(self) -> dict[str, int]:
-        """Since start."""
+        """Counters since start."""
         return {
             "adapter_reads": self.num_reads,
             "adapter_writes": self.num_writes,
@@ -220,7 +221,7 @@ class AdapterManager:
         }
 
     def sizes(self) -> dict[str, int]:
-        """Lengths of what grows with requests."""
+        """Sizes of what grows with requests."""
         return {
             "adapter_moves": self._reader.num_open + self._writer.num_open,
             "adapter_stalls": sum(reader.current is not None for reader in self._stalled),
@@ -287,7 +288,7 @@ class AdapterManager:
         queries.clear()
 
     def _check_pins(self, entry: _Entry, *, is_pinned: bool) -> None:
-        """What would be pinned leaves room for each of the others.
+        """Checks that pinned adapters leave room for each of the others.
 
         Raises:
             AdapterError: It does not.
@@ -301,28 +302,28 @@ class AdapterManager:
     # -- a turn ----------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Takes what threads have done, and gives them what is wanted next."""
+        """Takes what the threads have finished, and gives them the next work."""
         has_news = self._reader.take() | self._writer.take() | self._leave_stalled_read()
         has_news |= self._is_changed
-        if not (has_news or self.door.is_changed or self.residency.is_changed):
+        if not (has_news or self.waitlist.is_changed or self.residency.is_changed):
             return
-        self._is_changed = self.door.is_changed = self.residency.is_changed = False
+        self._is_changed = self.waitlist.is_changed = self.residency.is_changed = False
         self._end_unloads()
         wanted = self._wanted()
         for digest in self.residency.stay(wanted):
-            self.door.came(digest)
+            self.waitlist.came(digest)
         for index, digest in enumerate(wanted):
             self._bring(self._entries[digest], wanted[index + 1 :])
         if self._reading is None:
             self._read_next(wanted)
 
     def _wanted(self) -> list[bytes]:
-        """Adapters that are to get a place on the device, the first one first."""
+        """Adapters that are to get a place on the device, in order."""
         has = self.residency.has
         entries = self._entries.values()
         pinned = [e.digest for e in entries if e.is_pinned and e.is_held and not e.is_unloading]
         wanted = [digest for digest in pinned if not has(digest)]
-        for digest in self.door.wanted():
+        for digest in self.waitlist.wanted():
             entry = self._entries.get(digest)
             if entry is None or not entry.is_held:
                 reason = entry.error.message if entry is not None and entry.error else "it is gone"
@@ -332,7 +333,9 @@ class AdapterManager:
         return wanted
 
     def _fail_requests(self, digest: bytes, message: str) -> None:
-        """Another worker may still have the adapter."""
+        """Fails the requests that wait for an adapter, as retryable: another worker may still have
+        it.
+        """
         self.owner.adapter_failed(digest, PeerUnavailable(message, stage="adapter"))
 
     def _end_unloads(self) -> None:
@@ -349,7 +352,7 @@ class AdapterManager:
             self._answer(entry.unloads, None)
 
     def _bring(self, entry: _Entry, later: list[bytes]) -> None:
-        """Gives a wanted adapter its place, or makes others leave for it."""
+        """Assigns a place to a wanted adapter, or drains others for it."""
         digest = entry.digest
         if digest not in self._host:
             return  # It is read first.
@@ -357,20 +360,20 @@ class AdapterManager:
         place = residency.place(digest, needs, later, is_pinned=entry.is_pinned)
         if place is None:
             for leaving in residency.make_leave(digest, needs, later):
-                self.door.goes(leaving)
+                self.waitlist.goes(leaving)
             place = residency.place(digest, needs, later, is_pinned=entry.is_pinned)
         weights = self._host.get(digest)
         if place is not None and weights is not None:
             self._write(entry, place, weights)
 
-    def _write(self, entry: _Entry, place: Place, weights: Weights) -> None:
+    def _write(self, entry: _Entry, place: DevicePlace, weights: AdapterWeights) -> None:
         self.num_writes += 1
         self._writer.give(_Write(self._store, place, weights, lambda e: self._written(entry, e)))
 
     def _written(self, entry: _Entry, error: Exception | None) -> None:
         self.residency.arrived(entry.digest)
         if error is None:
-            self.door.came(entry.digest)
+            self.waitlist.came(entry.digest)
             return
         logger.error("%s was not written to the device", entry.label, exc_info=error)
         self.residency.drop(entry.digest)
@@ -379,7 +382,9 @@ class AdapterManager:
     # -- reading ---------------------------------------------------------------------------------
 
     def _read_next(self, wanted: list[bytes]) -> None:
-        """One at a time: one that requests wait for, and one to be loaded, in turns."""
+        """Starts reading one adapter: one that requests wait for, or a newly ordered one,
+        alternately.
+        """
         again = self._first_to_read(wanted)
         if self._new and (again is None or not self._was_new):
             entry, self._was_new = self._new.popleft(), True
@@ -398,7 +403,7 @@ class AdapterManager:
         self._reader.give(_Read(self._store, entry, self._was_read))
 
     def _leave_stalled_read(self) -> bool:
-        """Fails a read whose disk does not answer; whether it did.
+        """Fails a read whose disk does not answer; returns whether it did.
 
         Its thread is left alone and another one reads what others need, if there may be one more.
         """
@@ -411,13 +416,13 @@ class AdapterManager:
         return True
 
     def _replace_reader(self) -> bool:
-        """Leaves a stalled reader alone and makes another one, if there may be one more."""
+        """Leaves a stalled reader behind and starts another one, if allowed."""
         self._stalled = [reader for reader in self._stalled if reader.current is not None]
-        if len(self._stalled) == MOST_STALLED:
+        if len(self._stalled) == MAX_STALLED:
             return False
         self._reader.take_back()
         self._stalled.append(self._reader)
-        self._reader = Mover(self._reader.name, self._wake)
+        self._reader = BackgroundThread(self._reader.name, self._wake)
         return True
 
     def _fail_read(self, entry: _Entry) -> None:
@@ -426,7 +431,9 @@ class AdapterManager:
         self._set_failed(entry, PeerUnavailable(message, stage="adapter"))
 
     def _first_to_read(self, wanted: list[bytes]) -> _Entry | None:
-        """Those wanted before stay in host memory beside it."""
+        """The first wanted adapter that is not in host memory and fits beside those wanted before
+        it.
+        """
         num_bytes = 0
         for digest in wanted:
             entry = self._entries[digest]
@@ -439,7 +446,9 @@ class AdapterManager:
                 return entry
         return None
 
-    def _was_read(self, entry: _Entry, weights: Weights | None, error: Exception | None) -> None:
+    def _was_read(
+        self, entry: _Entry, weights: AdapterWeights | None, error: Exception | None
+    ) -> None:
         if entry is not self._reading:
             return  # It was given up.
         self._reading = None
@@ -456,8 +465,8 @@ class AdapterManager:
             error = Internal(f"{entry.label} was not read: {type(error).__name__}: {error}")
         self._set_failed(entry, error)
 
-    def _take(self, entry: _Entry, weights: Weights) -> None:
-        """Raises AdapterError if it is not what was to be read, or does not fit."""
+    def _take(self, entry: _Entry, weights: AdapterWeights) -> None:
+        """Accepts a read adapter; raises AdapterError if it is the wrong one, or does not fit."""
         if weights.digest != entry.digest:
             raise AdapterError(
                 f"{entry.label} has the digest {weights.digest.hex()[:16]}, not "
@@ -489,16 +498,16 @@ class AdapterManager:
 
 @dataclass(slots=True)
 class _Read:
-    """An adapter being read."""
+    """A `BackgroundJob` that reads one adapter."""
 
     store: AdapterStore
     entry: _Entry
-    done: Callable[[_Entry, Weights | None, Exception | None], None]
-    weights: Weights | None = None
+    done: Callable[[_Entry, AdapterWeights | None, Exception | None], None]
+    weights: AdapterWeights | None = None
     error: Exception | None = None
 
     def run(self) -> None:
-        """See `Move.run`."""
+        """See `BackgroundJob.run`."""
         try:
             entry = self.entry
             self.weights = self.store.read(entry.directory, is_lenient=entry.is_lenient)
@@ -506,7 +515,7 @@ class _Read:
             self.error = error
 
     def end(self) -> None:
-        """See `Move.end`."""
+        """See `BackgroundJob.end`."""
         self.done(self.entry, self.weights, self.error)
 
 
@@ -515,18 +524,18 @@ class _Write:
     """An adapter being written to the device."""
 
     store: AdapterStore
-    place: Place
-    weights: Weights
+    place: DevicePlace
+    weights: AdapterWeights
     done: Callable[[Exception | None], None]
     error: Exception | None = None
 
     def run(self) -> None:
-        """See `Move.run`."""
+        """See `BackgroundJob.run`."""
         try:
             self.store.write(self.place, self.weights)
         except Exception as error:
             self.error = error
 
     def end(self) -> None:
-        """See `Move.end`."""
+        """See `BackgroundJob.end`."""
         self.done(self.error)

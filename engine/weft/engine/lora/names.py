@@ -1,4 +1,4 @@
-"""Tensor names of adapters, of PEFT and of those who write its format, taken apart. No torch."""
+"""Parsing of adapter tensor names, in PEFT's form and related ones. No torch."""
 
 from __future__ import annotations
 
@@ -70,22 +70,22 @@ class ModuleName:
     """A module of the model that an adapter has tensors for."""
 
     path: str
-    """As the adapter calls it, without PEFT's prefix; what patterns are matched with."""
+    """The module's name in the adapter, without PEFT's prefix; patterns match against it."""
     rest: str
-    """From `layers.` on, or the name of a module outside the layers."""
+    """The name from `layers.` on, or of a module outside the layers."""
     layer: int = -1
-    """-1: outside the layers."""
+    """The layer's index; -1: outside the layers."""
     kinds: tuple[str, ...] = ()
-    """Projections that it computes, whose outputs are stacked; empty: none that is known."""
+    """Projections that it computes, whose outputs are stacked; empty: unknown."""
     is_expert: bool = False
     expert: int | None = None
     """Number of the expert; None: no expert, or all of them."""
     parameter: str | None = None
-    """Of the parameters of all experts that PEFT wraps; "" as long as it is not known which."""
+    """The expert parameter that PEFT wraps; "" while it is not yet known which."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Full names that the module goes by in configurations."""
+        """Full names by which configurations refer to the module."""
         canonical = self.rest if self.rest == "lm_head" else f"model.{self.rest}"
         names: tuple[str, ...] = (self.path, canonical)
         if self.parameter is not None:
@@ -98,18 +98,19 @@ class ModuleName:
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """What a tensor is."""
+    """The parsed name of an adapter tensor."""
 
     module: ModuleName
     part: str
-    """A or B: half of a LoRA. embedding_A, embedding_B: of an embedding's. weight: the whole
-    parameter. copy: the same once more. frozen: the parameter below a LoRA, which was not trained.
-    original: the base's, in the place of which stands another. tokens: some rows of the parameter.
-    magnitude: DoRA's vector. bias: of B. other: none of these."""
+    """Role of the tensor. A, B: halves of a LoRA pair. embedding_A, embedding_B: those of an
+    embedding. weight: the whole parameter. copy: a second copy of it. frozen: the untrained
+    parameter below a LoRA. original: the base's parameter that another replaces. tokens: some rows
+    of the parameter. magnitude: DoRA's vector. bias: bias of B. other: none of these.
+    """
 
 
 def parse_name(name: str) -> TensorName:
-    """Takes the name of a tensor apart; never fails (see `TensorName.part`)."""
+    """Parses the name of a tensor; never fails (see `TensorName.part`)."""
     if found := _PART.fullmatch(name):
         part = found["part"].removeprefix("lora_").replace("magnitude_vector", "magnitude")
         part = "bias" if found["field"] == "bias" else part
@@ -123,7 +124,7 @@ def parse_name(name: str) -> TensorName:
 
 
 def parse_module(name: str) -> ModuleName:
-    """What a module is, by its name with or without prefixes."""
+    """Parses a module's name, with or without prefixes."""
     found = _PREFIX.fullmatch(name)
     assert found is not None, "every name has this form"
     path, rest = found["path"], found["rest"]

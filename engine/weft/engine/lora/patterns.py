@@ -1,4 +1,4 @@
-"""Whether a regular expression of somebody else's can be matched in little time. Pure Python.
+"""Checks that an untrusted regular expression can be matched quickly. Pure Python.
 
 Matching holds the interpreter: an expression that backtracks for ever would stop the engine, not
 only the load of its adapter.
@@ -17,12 +17,12 @@ _GROUP_HEAD = re.compile(r"\(\?(?:P<\w+>|[aiLmsux-]*:|<?[=!]|>)?")
 
 @dataclass(slots=True)
 class _Group:
-    """What stands between two parentheses, so far."""
+    """The part of an open parenthesis group seen so far."""
 
     degree: int = 0
-    """Repeats in a row of the alternative that is being read."""
+    """Consecutive repeats in the alternative being read."""
     highest: int = 0
-    """Of the alternatives before."""
+    """Highest value among the alternatives before this one."""
     has_alternatives: bool = False
 
     def total(self) -> int:
@@ -56,7 +56,9 @@ def is_quick(pattern: str) -> bool:
 
 
 def _item(pattern: str, i: int, stack: list[_Group]) -> tuple[int, _Group | None]:
-    """Steps over what begins at `i`; returns its end, and the item if a repeat may follow it."""
+    """Steps over the item that begins at `i`; returns its end, and the item if a repeat may follow
+    it.
+    """
     character = pattern[i]
     if character == "\\":
         return i + 2, _Group()

@@ -1,4 +1,4 @@
-"""What a PEFT `adapter_config.json` says about a LoRA adapter, checked. No torch.
+"""A checked PEFT `adapter_config.json` of a LoRA adapter. No torch.
 
 Names are matched as PEFT matches them (peft 0.21: `check_target_module_exists` and
 `get_pattern_key`), so that an adapter means here what it means there.
@@ -33,11 +33,11 @@ VARIANTS: Mapping[str, str] = {
     "monteclora_config": "Monte Carlo LoRA",
     "megatron_config": "Megatron's layers",
 }
-"""Fields of LoRAs whose arithmetic is another one; a falsy value is PEFT's "off"."""
+"""Fields of LoRA variants with different arithmetic; a falsy value is PEFT's "off"."""
 
 
 Patterns = tuple[tuple[re.Pattern[str], float], ...]
-"""Module names to values; the first that matches counts."""
+"""Values by module name pattern; the first match applies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +50,17 @@ class PeftConfig:
     rank_pattern: Patterns
     alpha_pattern: Patterns
     target_modules: tuple[str, ...] | str | None
-    """Names, a regular expression, `all-linear`, or None: not said."""
+    """Names, a regular expression, `all-linear`, or None: not given."""
     target_parameters: tuple[str, ...]
     exclude_modules: tuple[str, ...] | str
     modules_to_save: tuple[str, ...]
     layers_to_transform: tuple[int, ...]
-    """Empty: all."""
+    """Indices of the adapted layers; empty: all."""
     layers_pattern: tuple[str, ...]
     token_indices: Mapping[str, tuple[int, ...]]
     """Embedding module -> ids of the tokens whose rows were trained."""
     ties_weights: bool
-    """What changes the embedding changes the LM head that is tied to it."""
+    """Whether a change of the embedding also applies to the LM head tied to it."""
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], directory: Path) -> PeftConfig:
@@ -96,17 +96,18 @@ class PeftConfig:
         )
 
     def rank_of(self, names: Sequence[str]) -> int:
-        """Rank of a module that is known by these names."""
+        """Rank of a module with these names."""
         return int(_first_match(self.rank_pattern, names, self.rank))
 
     def scaling_of(self, names: Sequence[str], rank: int) -> float:
-        """By what the module's product B A is multiplied: alpha / r, or with rsLoRA (Kalajdzievski
-        2023, arXiv:2312.03732) alpha / sqrt(r)."""
+        """The factor on the module's product B A: alpha / r, or with rsLoRA (Kalajdzievski 2023,
+        arXiv:2312.03732) alpha / sqrt(r).
+        """
         alpha = _first_match(self.alpha_pattern, names, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def is_targeted(self, names: Sequence[str]) -> bool:
-        """Whether the configuration has LoRA on a module that is known by these names.
+        """Whether the configuration targets a module with these names.
 
         Names are full ones, such as model.layers.0.self_attn.q_proj, or of a wrapped parameter.
         """
@@ -182,7 +183,7 @@ def _token_indices(fields: _Fields) -> Mapping[str, tuple[int, ...]]:
 
 
 class _Fields:
-    """Typed reading; every failure names the field."""
+    """Typed access to fields; every error names the field."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
@@ -229,7 +230,7 @@ class _Fields:
         return None if value is None else self.texts(name)
 
     def pattern(self, name: str, pattern: str) -> str:
-        """A regular expression that compiles and cannot take for ever."""
+        """Reads a regular expression that compiles and can be matched quickly."""
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:

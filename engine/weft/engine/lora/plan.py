@@ -1,4 +1,4 @@
-"""What each tensor of an adapter is, and whether all fit the model, by the header alone. No torch.
+"""Plans how an adapter's tensors apply to the model, from the file's header alone. No torch.
 
 Nothing of the tensors' contents is read here, so that nothing in a file can make a worker reserve
 memory before its sizes are known to be sound.
@@ -19,9 +19,9 @@ from weft.engine.models.config import ModelConfig
 DENSE = "dense"
 EXPERTS = "experts"
 PARTS = (DENSE, EXPERTS, ROUTER, *VOCABULARY)
-"""What adapters can change in a model."""
+"""Parts of a model that adapters can change."""
 DTYPES = ("F32", "F16", "BF16")
-"""Of an adapter's tensors."""
+"""Dtypes accepted for an adapter's tensors."""
 
 _LINEAR_HALVES = ("A", "B")
 _EMBEDDING_HALVES = ("embedding_A", "embedding_B")
@@ -32,26 +32,26 @@ _MLP_KINDS = ("gate", "up", "down")
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """The two halves of one LoRA."""
+    """The two tensors of one LoRA pair."""
 
     module: ModuleName
     a: str
-    """Name of the tensor."""
+    """Name of the tensor A."""
     b: str
     rank: int
     scaling: float
-    """To multiply B with."""
+    """Factor applied to B."""
     experts: tuple[int, int] = (0, 0)
-    """Entries along the first axis of A and of B; 0: the tensor has no such axis."""
+    """Entries along the first axis of A and of B; 0: no such axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPlan:
-    """The tensors of the embedding or of the LM head; an empty name: there is none."""
+    """The tensors of the embedding or of the LM head; an empty name: none."""
 
     weight: str = ""
     copy: str = ""
-    """Must be the same."""
+    """Name of a second tensor that must be equal."""
     tokens: str = ""
     token_ids: tuple[int, ...] = ()
     pair: PairPlan | None = None
@@ -59,22 +59,22 @@ class VocabularyPlan:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """What is to be read."""
+    """The tensors to read, by the module they apply to."""
 
     dense: tuple[PairPlan, ...]
     experts: tuple[PairPlan, ...]
     vocabulary: Mapping[str, VocabularyPlan]
-    """By embed_tokens and lm_head."""
+    """Plans for embed_tokens and lm_head."""
     ties_vocabulary: bool
-    """What changes the embedding changes the LM head."""
+    """Whether a change of the embedding also applies to the LM head."""
     ignored: tuple[str, ...]
     """Names of tensors that a lenient reading leaves out."""
     num_elements: int
-    """Numbers that reading keeps in memory."""
+    """Number of elements that reading keeps in memory."""
 
     @property
     def pairs(self) -> tuple[PairPlan, ...]:
-        """Of all parts."""
+        """Pairs of all parts."""
         vocabulary = (plan.pair for plan in self.vocabulary.values())
         return (*self.dense, *self.experts, *(pair for pair in vocabulary if pair is not None))
 
@@ -92,7 +92,7 @@ def plan_adapter(
     Args:
         files: The open directory.
         config: The model that it is for.
-        max_rank: Of any module.
+        max_rank: Largest rank of any module.
         parts: Which of `PARTS` are applied.
         is_lenient: Tensors that cannot be applied are left out in the place of refusing the whole.
 
@@ -107,7 +107,7 @@ def plan_adapter(
 
 
 def projection_shape(config: ModelConfig, module: ModuleName, kind: str) -> tuple[int, int]:
-    """(in, out) of one projection; for the embedding its input is one of the vocabulary."""
+    """Sizes (in, out) of one projection; the input of the embedding has the vocabulary's size."""
     hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
     inner = config.intermediate_size
     if module.is_expert and config.moe is not None:
@@ -140,7 +140,7 @@ class _Planner:
     _vocabulary: dict[str, VocabularyPlan] = field(default_factory=dict)
     _ignored: list[str] = field(default_factory=list)
     _changed: dict[tuple[int, str, int | None], str] = field(default_factory=dict)
-    """Tensor that changes a projection of a layer and expert."""
+    """Name of the tensor that changes a projection of a layer and expert."""
 
     def __post_init__(self) -> None:
         self._peft = PeftConfig.parse(self.files.config, self.files.directory)
@@ -149,7 +149,7 @@ class _Planner:
         return AdapterError(f"adapter {self.files.directory}: {problem}")
 
     def sort(self) -> None:
-        """Puts the tensors of a module together."""
+        """Groups the tensors of a module."""
         if not self.files.tensors:
             raise self.error("it has no tensors")
         for name in self.files.tensors:
@@ -168,7 +168,7 @@ class _Planner:
             tensors[parsed.part] = name
 
     def plan(self, module: ModuleName, tensors: dict[str, str]) -> None:
-        """Checks a module and what the adapter has for it."""
+        """Plans a module's tensors, after checking them."""
         if module.parameter is not None and self.config.moe is not None:
             module = self._resolve(module, *self._halves(module, tensors))
         if problem := self._problem(module, tensors):
@@ -181,7 +181,7 @@ class _Planner:
             self._dense.append(self._plan_pair(module, tensors))
 
     def finish(self) -> AdapterPlan:
-        """What all modules together must fulfil."""
+        """Checks the rules that concern all modules together."""
         self._check_saved()
         self._check_mixture()
         ties = self.config.tie_word_embeddings
@@ -200,7 +200,7 @@ class _Planner:
         self._ignored.extend(names)
 
     def _resolve(self, module: ModuleName, a: str, b: str) -> ModuleName:
-        """Which parameter of all experts is wrapped, by the widths of A and B."""
+        """Finds which expert parameter is wrapped, from the widths of A and B."""
         assert self.config.moe is not None, "asked before"
         hidden, inner = self.config.hidden_size, self.config.moe.intermediate_size
         shape = self.files.tensors[b].shape[:1] + self.files.tensors[a].shape[1:]
@@ -214,7 +214,7 @@ class _Planner:
         )
 
     def _halves(self, module: ModuleName, tensors: Mapping[str, str]) -> tuple[str, str]:
-        """The names of A and B.
+        """Names of the tensors A and B.
 
         Raises:
             AdapterError: One is missing.
@@ -261,7 +261,9 @@ class _Planner:
     def _plan_pair(
         self, module: ModuleName, tensors: Mapping[str, str], vocab_size: int | None = None
     ) -> PairPlan:
-        """Both halves are there, and of shapes that fit the model and each other."""
+        """Plans a pair; checks that both halves exist, with shapes that fit the model and each
+        other.
+        """
         a, b = self._halves(module, tensors)
         config = replace(self.config, vocab_size=vocab_size or self.config.vocab_size)
         shapes = [projection_shape(config, module, kind) for kind in module.kinds]
@@ -282,7 +284,7 @@ class _Planner:
         return PairPlan(module, a, b, rank, scaling, experts)
 
     def _expert_axes(self, module: ModuleName, a: str, b: str) -> tuple[int, int]:
-        """Entries of A and of B along the axis of experts, where tensors have one."""
+        """Entries of A and of B along the axis of experts, if tensors have one."""
         if not module.is_expert or module.expert is not None or module.parameter is not None:
             return 0, 0
         assert self.config.moe is not None, "checked before"
@@ -302,7 +304,8 @@ class _Planner:
             raise self.error(f"tensor {name} has rank {stored}, adapter_config.json says {rank}")
         if rank > self.max_rank:
             raise self.error(
-                f"tensor {name} has rank {rank}, more than max_lora_rank {self.max_rank}"
+                f"tensor {name} has rank {rank}, more than max_lora_rank {self.max_rank} "
+                "(--max-lora-rank of the workers)"
             )
 
     def _check_tensor(self, name: str, expected: tuple[int, ...]) -> None:
@@ -318,7 +321,7 @@ class _Planner:
             )
 
     def _check_once(self, module: ModuleName, name: str) -> None:
-        """No projection is changed under two names, as q_proj and qkv_proj would."""
+        """Checks that no projection is changed under two names, such as q_proj and qkv_proj."""
         for kind in module.kinds:
             all_experts = (module.layer, kind, None)
             one = (module.layer, kind, _SOME_EXPERT if module.expert is None else module.expert)
@@ -329,7 +332,7 @@ class _Planner:
                 self._changed[module.layer, kind, _SOME_EXPERT] = name
 
     def _plan_vocabulary(self, module: ModuleName, tensors: Mapping[str, str]) -> VocabularyPlan:
-        """The embedding or the LM head."""
+        """Plans the embedding or the LM head."""
         weights = [tensors[part] for part in ("weight", "copy", "frozen") if part in tensors]
         weight, copy = (*weights, "", "")[:2]
         rows = self.config.vocab_size
@@ -366,7 +369,7 @@ class _Planner:
         raise self.error(f"tensor {name}: trainable_token_indices does not name its module")
 
     def _check_saved(self) -> None:
-        """Modules that the configuration says are saved are there."""
+        """Checks that the modules listed as saved are present."""
         saved = [m for m, tensors in self.modules.items() if tensors.keys() & {"weight", "copy"}]
         names = [name for module in saved for name in module.names]
         for target in self._peft.modules_to_save:
@@ -379,7 +382,7 @@ class _Planner:
                 )
 
     def _check_mixture(self) -> None:
-        """Either all experts share their outer sides, or none do."""
+        """Checks that either all experts share their outer sides, or none do."""
         forms: dict[bool, str] = {}
         for pair in self._experts:
             outer = pair.experts[pair.module.kinds == ("down",)]
@@ -391,18 +394,22 @@ class _Planner:
             )
 
     def _num_elements(self) -> int:
-        """Per-expert pairs are laid out for all experts of their layer."""
+        """Number of elements in memory; pairs of single experts are stacked, with zeros for experts
+        and ranks that the adapter leaves out.
+        """
         count = sum(
             math.prod(self.files.tensors[name].shape)
             for plan in self._vocabulary.values()
             for name in (plan.weight, plan.tokens)
             if name
         )
-        pairs = [*self._dense, *(plan.pair for plan in self._vocabulary.values() if plan.pair)]
-        for pair in pairs:
+        single = [pair for pair in self._experts if pair.module.expert is not None]
+        stacked = [pair for pair in self._experts if pair.module.expert is None]
+        vocabulary = [plan.pair for plan in self._vocabulary.values() if plan.pair]
+        for pair in (*self._dense, *vocabulary, *stacked):
             count += sum(math.prod(self.files.tensors[name].shape) for name in (pair.a, pair.b))
         widest: dict[tuple[int, str], int] = {}
-        for pair in self._experts:
+        for pair in single:
             for kind in pair.module.kinds:
                 size = pair.rank * sum(projection_shape(self.config, pair.module, kind))
                 key = (pair.module.layer, kind)
@@ -412,5 +419,5 @@ class _Planner:
 
 
 def _hint(part: str) -> str:
-    """What would apply changes of a part."""
+    """A hint: the setting that would allow changes of this part."""
     return "" if part == ROUTER else f": lora_projections does not name {part}"

@@ -19,12 +19,12 @@ from weft.engine.errors import AdapterError, ConfigError, ModelError
 from weft.engine.lora.adapter import Adapter, LoraPair
 from weft.engine.lora.files import DRAFT_FOLDER
 from weft.engine.lora.formats import read_adapter
-from weft.engine.lora.host_cache import Weights
+from weft.engine.lora.host_cache import AdapterWeights
 from weft.engine.lora.limits import LoraLimits
 from weft.engine.lora.names import VOCABULARY
 from weft.engine.lora.plan import DENSE, EXPERTS
 from weft.engine.lora.projections import B_SUFFIX, EMBED_TOKENS, Projection
-from weft.engine.lora.rows import Place, Rows
+from weft.engine.lora.rows import DevicePlace, Rows
 from weft.engine.lora.weights import Half, HostWeights, host_weights
 from weft.engine.models.checkpoint import Checkpoint
 from weft.engine.models.config import ModelConfig
@@ -33,16 +33,16 @@ from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights
 logger = logging.getLogger(__name__)
 
 DEFAULT_RANK = 16
-"""Of the adapters that the default of `lora_memory_bytes` has room for."""
+"""Rank of the adapters that the default of `lora_memory_bytes` is sized for."""
 DEFAULT_DRAFT_RANK = 32
-"""Of the draft adapters that there is room for at least: each changes a single layer."""
+"""Least rank of the draft adapters that there is room for: each changes a single layer."""
 
 
 def plan_lora(
     config: EngineConfig, projections: Sequence[Projection], dtype: torch.dtype
 ) -> LoraLimits:
-    """Divides the memory for adapters among the kinds of projections, for adapters of one rank on
-    all of them.
+    """Divides the adapter memory among the kinds of projections, for adapters of one rank on all of
+    them.
 
     Rows of a draft head come in addition, an equal part for each of `max_loras` adapters: drafts
     never decide whether an adapter has room.
@@ -78,17 +78,17 @@ def plan_lora(
 
 
 class DraftParts(Protocol):
-    """What adapters may change of the head that drafts."""
+    """The projections of the draft head that adapters may change."""
 
     projections: tuple[Projection, ...]
-    """Of one layer, number 0, in groups of `LoraStep`."""
+    """Projections of the head's one layer, number 0, grouped as in `LoraStep`."""
 
     def read(self, folder: Path, max_rank: int) -> Mapping[str, LoraPair]:
-        """What an adapter brings for it, scaled, in float32.
+        """Reads an adapter's changes to the draft head, scaled, in float32.
 
         Args:
             folder: That the adapter brings it in; need not be there.
-            max_rank: Of each change.
+            max_rank: Largest rank of a change.
 
         Returns:
             By `Projection.kind`; nothing where it cannot be used, which is logged.
@@ -97,7 +97,7 @@ class DraftParts(Protocol):
 
 
 class LoraPool:
-    """Rows and tables; implements `weft.engine.lora.manager.AdapterStore`.
+    """Rows and tables of adapters; implements `weft.engine.lora.manager.AdapterStore`.
 
     `read` and `write` are called by one thread each. `write` touches only what no step uses, and on
     a GPU works on a stream of its own: it waits for no step, and no step for it.
@@ -107,9 +107,9 @@ class LoraPool:
         projections: That adapters may change.
         model: Whose they are.
         model_dir: Its checkpoint.
-        max_rank: Of an adapter.
-        dtype: Of the model.
-        device: Of the model.
+        max_rank: Largest rank of an adapter.
+        dtype: Dtype of the model.
+        device: Device of the model.
         drafts: Adapters may bring these changes of a draft head, whose projections are among
             `projections`; None: they are not looked at.
 
@@ -136,7 +136,7 @@ class LoraPool:
         self._dtype = dtype
         self._is_cuda = device.type == "cuda"
         self.max_slots = limits.max_loras + 1
-        """Slots of tables, that of no adapter included."""
+        """Slots of the tables, including the one for no adapter."""
         try:
             self._weights = {part.name: self._new(part, device) for part in projections}
         except RuntimeError as error:
@@ -144,15 +144,15 @@ class LoraPool:
                 f"lora_memory_bytes: {limits.memory_bytes:,} bytes for adapters do not fit: {error}"
             ) from error
         self._groups: dict[str, Any] = {}
-        """Of tuples of LoraWeights, by group."""
+        """Tuples of LoraWeights by group."""
         self._draft_groups: dict[str, Any] = {}
-        """The same of a draft head."""
+        """Tuples of LoraWeights of the draft head by group."""
         for part in projections:
             groups = self._draft_groups if part.is_draft else self._groups
             groups[part.group] = (*groups.get(part.group, ()), self._weights[part.name])
         self._drafts = drafts
         self.has_drafts = np.zeros(self.max_slots, np.bool_)
-        """[max_slots]: the adapter in the slot brought changes of the draft head."""
+        """Whether the adapter in each slot has a draft adapter, [max_slots]."""
         self._stream = _new_stream(device) if self._is_cuda else None
 
     def _new(self, part: Projection, device: torch.device) -> LoraWeights:
@@ -176,23 +176,23 @@ class LoraPool:
 
     @property
     def changes_logits(self) -> bool:
-        """Adapters may change the LM head."""
+        """Whether adapters may change the LM head."""
         return "lm_head" in self._groups
 
     def step(self, segments: LoraSegments) -> LoraStep:
-        """What the layers are given for a step whose tokens are sorted so."""
+        """The LoRA inputs of a step whose tokens are sorted by these segments."""
         return LoraStep(segments=segments, **self._groups)
 
     @property
     def takes_drafts(self) -> bool:
-        """Adapters may bring changes of a draft head."""
+        """Whether adapters may bring draft adapters."""
         return self._drafts is not None
 
     def draft_step(self, segments: LoraSegments) -> LoraStep:
-        """The same for the layer of a draft head, number 0."""
+        """The same for the draft head's layer, number 0."""
         return LoraStep(segments=segments, **self._draft_groups)
 
-    def read(self, directory: str, *, is_lenient: bool) -> Weights:
+    def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
         """See `AdapterStore.read`."""
         with torch.inference_mode():
             adapter = read_adapter(
@@ -214,8 +214,9 @@ class LoraPool:
             return self._with_drafts(weights, Path(directory) / DRAFT_FOLDER)
 
     def _with_drafts(self, weights: HostWeights, folder: Path) -> HostWeights:
-        """With what the adapter changes of the draft head, if that is small enough to take nothing
-        from any adapter."""
+        """Adds the adapter's changes to the draft head, if they are small enough to displace no
+        adapter.
+        """
         if self._drafts is None:
             return weights
         parts = self._drafts.projections
@@ -264,7 +265,7 @@ class LoraPool:
                 parts.add(projection.kind)
         return parts
 
-    def write(self, place: Place, weights: Weights) -> None:
+    def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
         """See `AdapterStore.write`."""
         assert isinstance(weights, HostWeights)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -287,7 +288,7 @@ class LoraPool:
 
 
 def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Half) -> None:
-    """Overwrites rows wholly: nothing of what was there before is left, whatever it was."""
+    """Overwrites rows entirely, whatever they contained."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1  # Between pieces of consecutive rows.
     for begin, end in pairwise([0, *cuts.tolist(), len(rows)]):
         first, count = int(rows[begin]), end - begin

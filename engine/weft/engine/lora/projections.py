@@ -1,4 +1,4 @@
-"""What of a model adapters may change here, and the rows that it takes. Pure Python."""
+"""The projections that adapters may change, and the device rows that they take. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,48 +9,49 @@ from weft.engine.errors import ConfigError
 from weft.engine.models.config import ModelConfig
 
 ROW_RANK = 8
-"""Ranks of a row (`weft.kernels.lora.ROW_RANK`)."""
+"""Ranks per row (`weft.kernels.lora.ROW_RANK`)."""
 EXPERTS = "experts"
 SHARED_EXPERTS = "shared_experts"
-"""Experts of which all share one A for gate and up, and one B for down."""
+"""Experts that share one A for gate and up, and one B for down."""
 EMBED_TOKENS, LM_HEAD = "embed_tokens", "lm_head"
 B_SUFFIX = ".b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """One kind of product, in all layers that have it."""
+    """One kind of projection, in all layers that have it."""
 
     name: str
-    """Of its rows; `expert_gate` for `gate` of experts."""
+    """Name of its rows; `expert_gate` for `gate` of experts."""
     kind: str
-    """As adapters call it: `weft.engine.lora.names.DENSE_KINDS`, embed_tokens or lm_head."""
+    """Name of the kind in adapters: `weft.engine.lora.names.DENSE_KINDS`, embed_tokens or lm_head.
+    """
     group: str
-    """Field of `weft.kernels.lora.LoraStep`."""
+    """Name of its field in `weft.kernels.lora.LoraStep`."""
     in_features: int
     out_features: int
     column: int = 0
-    """Where its results begin in the product that it is computed in."""
+    """First column of its results in the fused product."""
     num_layers: int
     num_experts: int = 1
-    """In each layer; 1: there are none."""
+    """Number of experts in each layer; 1: no experts."""
     is_a_shared: bool = False
-    """There is memory for one A for all experts of a layer,"""
+    """Whether all experts of a layer share one A."""
     is_b_shared: bool = False
-    """or for one B."""
+    """Whether all experts of a layer share one B."""
     is_draft: bool = False
-    """Of the head that drafts, and not of the model."""
+    """Whether it belongs to the draft head rather than to the model."""
 
     @property
     def is_expert(self) -> bool:
-        """A and B have rows of their own: adapters may share one of them among experts."""
+        """Whether A and B have separate rows: adapters may share one of them among experts."""
         return self.num_experts > 1
 
     def rows(self, item_bytes: int) -> Mapping[str, tuple[int, int]]:
-        """What a change of rank `ROW_RANK` in all layers takes: rows, and bytes of each.
+        """Rows that a change of rank `ROW_RANK` in all layers takes, and bytes of each.
 
         Args:
-            item_bytes: Of a number.
+            item_bytes: Bytes of a number.
         """
         a, b = (ROW_RANK * size * item_bytes for size in (self.in_features, self.out_features))
         if not self.is_expert:

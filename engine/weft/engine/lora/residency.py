@@ -1,4 +1,4 @@
-"""Which adapters are on the device, who uses them there, and who has to go for others.
+"""Residency of adapters on the device: which are there, who uses them, and which are evicted.
 
     away --place--> coming --arrived--> here --(nobody uses it, no step names it)--> away
                                           | others need its place
@@ -19,34 +19,34 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from weft.engine.lora.rows import Needs, Place, RowPool
+from weft.engine.lora.rows import DevicePlace, Needs, RowPool
 
 LEAVING_SHARE = 4
-"""One of so many places may be made free of users at a time; all others are fully used."""
+"""Share of the places that may be drained of users at a time; the others stay fully used."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Resident:
-    """An adapter with a place."""
+    """An adapter that has a place on the device."""
 
     digest: bytes
-    place: Place
+    place: DevicePlace
     is_here: bool = False
-    """Its weights are there."""
+    """Whether its weights have arrived."""
     is_pinned: bool = False
     is_unused: bool = True
-    """Nobody was admitted with it since it came."""
+    """Whether no request has been admitted with it since it was loaded."""
     num_active: int = 0
-    """Requests admitted with it."""
+    """Number of requests admitted with it."""
     last_step: int = 0
-    """The newest step that may name it, once nobody uses it."""
+    """The newest step that may use it, once it has no users."""
     last_used: int = 0
     leaves_for: bytes = b""
-    """The adapter that waits for its place; empty: it stays."""
+    """The adapter that waits for its place; empty: it is not draining."""
 
 
 class Residency:
-    """Places on the device.
+    """Places of adapters on the device.
 
     Args:
         rows: Free rows and slots.
@@ -60,24 +60,23 @@ class Residency:
         self._ended_step = 0
         self._num_uses = 0
         self._idle_step = 0
-        """The newest step that keeps an adapter without users."""
+        """The newest step that may use an adapter without users."""
         self.is_changed = False
-        """Somebody may have come nearer to a place since this was reset."""
+        """Whether an adapter may have come closer to a place since this was reset."""
         self.num_evictions = 0
-        """Adapters that gave their place to others, since start."""
+        """Adapters evicted for others, since start."""
         self.touched: set[bytes] = set()
-        """Adapters that came or went, or have other requests than before; whoever takes note of
-        them empties it."""
+        """Adapters that were loaded or evicted, or whose users changed; cleared by the reader."""
 
-    # -- the scheduler's side (`weft.engine.scheduler.adapters.Adapters`) ------------------------
+    # -- for the scheduler (`AdapterResidency`) -------------------------------------------------
 
     def begin(self, digest: bytes) -> None:
-        """See `Adapters.begin`."""
+        """See `AdapterResidency.begin`."""
         self._num_requests[digest] = self._num_requests.get(digest, 0) + 1
         self.touched.add(digest)
 
     def end(self, digest: bytes) -> None:
-        """See `Adapters.end`."""
+        """See `AdapterResidency.end`."""
         self._num_requests[digest] -= 1
         self.touched.add(digest)
         if not self._num_requests[digest]:
@@ -85,12 +84,12 @@ class Residency:
             self.is_changed = True
 
     def is_here(self, digest: bytes) -> bool:
-        """See `Adapters.is_here`."""
+        """See `AdapterResidency.is_here`."""
         resident = self._residents.get(digest)
         return resident is not None and resident.is_here and not resident.leaves_for
 
     def enter(self, digest: bytes) -> int:
-        """See `Adapters.enter`."""
+        """See `AdapterResidency.enter`."""
         resident = self._residents[digest]
         assert resident.is_here
         assert not resident.leaves_for
@@ -102,7 +101,7 @@ class Residency:
         return resident.place.slot
 
     def leave(self, digest: bytes) -> None:
-        """See `Adapters.leave`."""
+        """See `AdapterResidency.leave`."""
         resident = self._residents[digest]
         assert resident.num_active > 0, "an adapter was left twice"
         resident.num_active -= 1
@@ -113,11 +112,11 @@ class Residency:
         self._touch(resident)
 
     def step_began(self, number: int) -> None:
-        """See `Adapters.step_began`."""
+        """See `AdapterResidency.step_began`."""
         self._newest_step = number
 
     def step_ended(self, number: int) -> None:
-        """See `Adapters.step_ended`."""
+        """See `AdapterResidency.step_ended`."""
         if self._ended_step < self._idle_step <= number:
             self.is_changed = True
         self._ended_step = number
@@ -125,20 +124,20 @@ class Residency:
     # -- queries ---------------------------------------------------------------------------------
 
     def has(self, digest: bytes) -> bool:
-        """It has a place, though it may still be on its way there."""
+        """Whether it has a place, even if its weights are still being copied."""
         return digest in self._residents
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Its weights are there, for some requests at least."""
+        """Whether its weights are there and usable by at least some requests."""
         resident = self._residents.get(digest)
         return resident is not None and resident.is_here
 
     def num_requests(self, digest: bytes) -> int:
-        """Requests that need it, admitted or not."""
+        """Number of requests that need it, admitted or not."""
         return self._num_requests.get(digest, 0)
 
     def sizes(self) -> dict[str, int]:
-        """Lengths of what grows with requests."""
+        """Sizes of what grows with requests."""
         counts = self._residents.values()
         return {
             "adapters_with_requests": len(self._num_requests),
@@ -146,7 +145,7 @@ class Residency:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each row and slot is free or has one adapter."""
+        """Raises AssertionError unless each row and slot is free or belongs to one adapter."""
         residents = self._residents.values()
         num_slots = self._rows.num_free_slots + len({r.place.slot for r in residents})
         assert num_slots == self._rows.max_loras, "a slot is lost, or shared"
@@ -160,8 +159,8 @@ class Residency:
 
     def place(
         self, digest: bytes, needs: Needs, later: Collection[bytes] = (), *, is_pinned: bool
-    ) -> Place | None:
-        """Gives an adapter a place that is free or that nobody needs; None: there is none now.
+    ) -> DevicePlace | None:
+        """Assigns a place that is free, or that of an unneeded adapter; None: there is none now.
 
         Its weights are to be written there, and then `arrived`.
 
@@ -185,24 +184,24 @@ class Residency:
         self._touch(resident)
         return place
 
-    def place_if_free(self, digest: bytes, needs: Needs, *, is_pinned: bool) -> Place | None:
-        """Like `place`, and no other adapter loses its place."""
+    def place_if_free(self, digest: bytes, needs: Needs, *, is_pinned: bool) -> DevicePlace | None:
+        """Like `place`, without evicting another adapter."""
         if self._rows.lacks(needs, {}, 0):
             return None
         return self.place(digest, needs, is_pinned=is_pinned)
 
     def arrived(self, digest: bytes) -> None:
-        """Its weights are there."""
+        """Records that its weights have arrived."""
         self._residents[digest].is_here = True
         self.touched.add(digest)
 
     def pin(self, digest: bytes, *, is_pinned: bool) -> None:
-        """It stays, or need not."""
+        """Pins or unpins an adapter."""
         if digest in self._residents:
             self._residents[digest].is_pinned = is_pinned
 
     def drop(self, digest: bytes) -> bool:
-        """Takes an adapter off the device; False: not yet, somebody uses it or writes it."""
+        """Removes an adapter from the device; False: not yet, it is in use or being written."""
         resident = self._residents.get(digest)
         if resident is None:
             return True
@@ -212,10 +211,10 @@ class Residency:
         return True
 
     def make_leave(self, digest: bytes, needs: Needs, later: Collection[bytes] = ()) -> list[bytes]:
-        """Chooses adapters whose users are not to become more, until there is a place for another.
+        """Starts draining adapters until there is a place for another.
 
         Args:
-            digest: Of the one that waits for it.
+            digest: Digest of the adapter that waits for the place.
             needs: Its rows.
             later: Adapters that wait as well, and have to wait longer: what leaves for them may
                 leave for this one.
@@ -244,8 +243,9 @@ class Residency:
         return [resident.digest for resident in chosen if resident in busy]
 
     def stay(self, wanted: Iterable[bytes]) -> list[bytes]:
-        """Lets adapters stay after all that leave for others than these, or that are pinned now;
-        returns them."""
+        """Keeps leaving adapters that leave for none of the wanted ones, or that are now pinned;
+        returns them.
+        """
         still = set(wanted)
         staying = [
             resident
@@ -265,15 +265,15 @@ class Residency:
         resident.last_used = self._num_uses
 
     def _is_idle(self, resident: Resident) -> bool:
-        """No request and no step that has begun uses it."""
+        """Whether no request and no started step uses it."""
         return resident.num_active == 0 and resident.last_step <= self._ended_step
 
     def _is_fresh(self, resident: Resident) -> bool:
-        """It has come for requests of which none was admitted yet."""
+        """Whether it was loaded for requests of which none has been admitted yet."""
         return resident.is_unused and resident.digest in self._num_requests
 
     def _idle(self, wanted: bytes, later: Collection[bytes]) -> list[Resident]:
-        """Adapters that may lose their place to this one at once, the first to do so first."""
+        """Adapters that may be evicted for this one at once, the first candidate first."""
         idle = [
             resident
             for resident in self._residents.values()
@@ -287,8 +287,9 @@ class Residency:
         return sorted(idle, key=lambda resident: (not resident.leaves_for, resident.last_used))
 
     def _enough(self, needs: Needs, residents: Sequence[Resident]) -> list[Resident] | None:
-        """As few of some adapters, from the front, as make room for another one; None: all of them
-        are too few."""
+        """The shortest front part of some adapters whose eviction makes room for another; None:
+        even all are too few.
+        """
         gained: dict[str, int] = {}
         for count, resident in enumerate(residents):
             if not self._rows.lacks(needs, gained, count):

@@ -1,4 +1,4 @@
-"""Who has which rows of the device's adapter memory. Pure Python.
+"""Allocation of the rows of the device's adapter memory. Pure Python.
 
 Each kind of projection has rows of its own, each for ROW_RANK ranks of one layer's projection. An
 adapter takes as many as its ranks need, in any place, and one slot: its number in the tables.
@@ -15,24 +15,24 @@ import numpy.typing as npt
 
 Rows = npt.NDArray[np.int32]
 Needs = Mapping[str, int]
-"""Rows of each kind; those that are not named: none."""
+"""Rows needed by kind; kinds that are absent: none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an adapter is on the device."""
+class DevicePlace:
+    """An adapter's place on the device."""
 
     slot: int
-    """1 or more; 0 means no adapter."""
+    """Slot number from 1; 0 means no adapter."""
     rows: Mapping[str, Rows]
-    """By kind of projection (`weft.engine.lora.names.DENSE_KINDS`), ascending."""
+    """Row indices by kind of projection (`weft.engine.lora.names.DENSE_KINDS`), ascending."""
 
 
 class RowPool:
-    """Free rows and slots.
+    """Free rows and slots of the adapter memory.
 
     Args:
-        num_rows: Of each kind that adapters may change here.
+        num_rows: Number of rows by kind, for the kinds that adapters may change here.
         max_loras: Slots, numbered from 1.
     """
 
@@ -46,31 +46,31 @@ class RowPool:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that nobody has."""
+        """Number of free slots."""
         return len(self._free_slots)
 
     def num_free_rows(self, kind: str) -> int:
-        """Rows that nobody has."""
+        """Number of free rows of a kind."""
         return len(self._free[kind])
 
     def lacks(self, needs: Needs, gained: Needs, gained_slots: int) -> bool:
-        """An adapter does not fit now, and would not either once so much more was free."""
+        """Whether an adapter does not fit now, and would not with this much more free."""
         return self.num_free_slots + gained_slots < 1 or any(
             self.num_free_rows(kind) + gained.get(kind, 0) < count for kind, count in needs.items()
         )
 
-    def allocate(self, needs: Needs) -> Place | None:
-        """Takes a slot and rows; None, and nothing changed, when there are too few."""
+    def allocate(self, needs: Needs) -> DevicePlace | None:
+        """Allocates a slot and rows; None, with nothing changed, if there are too few."""
         if self.lacks(needs, {}, 0):
             return None
         rows = {}
         for kind, count in needs.items():
             free = self._free[kind]
             rows[kind], self._free[kind] = free[:count], free[count:]
-        return Place(self._free_slots.pop(), rows)
+        return DevicePlace(self._free_slots.pop(), rows)
 
-    def free(self, place: Place) -> None:
-        """Gives a place back, once no step that was begun uses it."""
+    def free(self, place: DevicePlace) -> None:
+        """Frees a place, once no started step uses it."""
         assert place.slot not in self._free_slots, f"slot {place.slot} freed twice"
         insort(self._free_slots, place.slot, key=lambda slot: -slot)
         for kind, rows in place.rows.items():

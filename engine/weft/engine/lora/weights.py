@@ -1,4 +1,4 @@
-"""An adapter in host memory as the rows that it will take on the device."""
+"""An adapter in host memory, laid out as the rows that it takes on the device."""
 
 from __future__ import annotations
 
@@ -19,47 +19,48 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """All As of one kind of projection, or all Bs."""
+    """All A matrices of one kind of projection, or all B matrices."""
 
     rows: torch.Tensor
-    """[n, ROW_RANK, features]."""
+    """The rows, [n, ROW_RANK, features]."""
     index: Int32Array
-    """[layers, experts, max_rows]: which of them each layer and expert has, first its first ranks;
-    beyond its count: 0."""
+    """Row numbers of each layer and expert, [layers, experts, max_rows], in order of rank; 0 beyond
+    its count.
+    """
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows."""
+        """Bytes of the rows."""
         return self.rows.numel() * self.rows.element_size()
 
 
 @dataclass(frozen=True, slots=True)
 class KindRows:
-    """One kind of projection. But for experts A and B have the same index."""
+    """Rows of one kind of projection. Except for experts A and B have the same index."""
 
     a: Half
     b: Half
     counts: Int32Array
-    """[layers, experts]."""
+    """Number of rows, [layers, experts]."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """Implements `weft.engine.lora.host_cache.Weights`."""
+    """Implements `weft.engine.lora.host_cache.AdapterWeights`."""
 
     digest: bytes
     rank: int
     kinds: Mapping[str, KindRows]
-    """By `Projection.name`."""
+    """Rows by `Projection.name`."""
 
     @property
     def num_bytes(self) -> int:
-        """See `Weights.num_bytes`."""
+        """See `AdapterWeights.num_bytes`."""
         return sum(kind.a.num_bytes + kind.b.num_bytes for kind in self.kinds.values())
 
     @property
     def needs(self) -> dict[str, int]:
-        """See `Weights.needs`."""
+        """See `AdapterWeights.needs`."""
         needs = {}
         for name, kind in self.kinds.items():
             needs[name] = len(kind.a.rows)
@@ -69,8 +70,8 @@ class HostWeights:
 
 
 OwnWeight = Callable[[str], torch.Tensor | None]
-"""The model's own embed_tokens or lm_head, [vocabulary, hidden], on the host; None: it has no file
-of it."""
+"""The model's own embed_tokens or lm_head, [vocabulary, hidden], on the host; None: not available.
+"""
 
 
 def host_weights(
@@ -86,7 +87,7 @@ def host_weights(
     Args:
         adapter: In the model's dtype.
         projections: What it may change.
-        max_rank: Of any adapter.
+        max_rank: Largest rank of any adapter.
         own_weight: Looks into the model; asked where an adapter has whole rows.
         is_pinned: In page-locked memory, from which a GPU copies by itself.
 
@@ -123,7 +124,9 @@ def host_weights(
 def _changes(
     adapter: Adapter, part: Projection, max_rank: int, own_weight: OwnWeight
 ) -> list[ExpertLora | None]:
-    """What each layer of a projection has, as of experts, of which there may be one."""
+    """The change of each layer of a projection, as of experts; a dense projection counts as one
+    expert.
+    """
     if part.is_expert:
         return [adapter.experts.get((layer, part.kind)) for layer in range(part.num_layers)]
     if part.kind in (EMBED_TOKENS, LM_HEAD):
@@ -137,7 +140,7 @@ def _changes(
 def _as_lora(
     name: str, change: VocabularyChange, max_rank: int, own_weight: OwnWeight
 ) -> LoraPair | None:
-    """A change of the vocabulary as one LoRA: a row of another value is a rank of its own.
+    """Converts a change of the vocabulary to one LoRA: each differing row takes one rank.
 
     W' = W + sum over the rows that differ of e_t d_t^T: A or B has a one for the token, the other
     one the difference. PEFT saves the embedding beside its LoRA, unless it is told not to: then no
@@ -184,7 +187,7 @@ def _as_lora(
 
 
 def _changed_rows(change: VocabularyChange, own: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Tokens whose rows are not the model's own, and these rows."""
+    """Tokens whose rows differ from the model's own, and these rows."""
     changed = torch.zeros(len(own), dtype=torch.bool)
     whole = own if change.weight is None else change.weight
     if change.weight is not None:
@@ -200,7 +203,7 @@ def _changed_rows(change: VocabularyChange, own: torch.Tensor) -> tuple[list[int
 def _half(
     layers: Sequence[torch.Tensor | None], num_experts: int, max_rows: int, *, is_pinned: bool
 ) -> Half:
-    """Rows of [experts or 1, rank, features] for each layer; one is for all experts."""
+    """Lays out the rows of each layer from [experts or 1, rank, features]."""
     index = np.zeros((len(layers), num_experts, max_rows), np.int32)
     there = [values for values in layers if values is not None]
     total = sum(len(values) * -(-values.shape[1] // ROW_RANK) for values in there)

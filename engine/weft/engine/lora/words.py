@@ -1,4 +1,4 @@
-"""Numbers as their bits, for numpy, which has no bfloat16."""
+"""Reinterpretation of numbers as bits, since numpy has no bfloat16."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy.typing as npt
 import torch
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-"""By bytes of a number."""
+"""Integer dtypes by size in bytes."""
 
 
 def words_of(values: torch.Tensor) -> npt.NDArray[Any]:
-    """The bits of a CPU tensor's numbers, whose memory they share.
+    """The bits of a CPU tensor's numbers, as a view of the same memory.
 
     Args:
-        values: Of any shape and strides; float32, float16 or bfloat16.
+        values: Tensor of any shape and strides; float32, float16 or bfloat16.
     """
     words: npt.NDArray[Any] = values.view(_INTEGERS[values.element_size()]).numpy()
     return words

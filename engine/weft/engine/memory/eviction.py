@@ -1,4 +1,4 @@
-"""Which cached page is given up first: one small key function a policy.
+"""Eviction policies of cached pages: one small key function per policy.
 
 The page with the least key goes. Keys are compared among pages that nobody uses and that no other
 cached page follows, so a prompt is always given up from its end.
@@ -11,16 +11,16 @@ from typing import Literal, Protocol
 
 
 class PageUse(Protocol):
-    """What is known of a cached page's use. Times are counts of the cache's own events."""
+    """Usage record of a cached page. Times are counts of the cache's own events."""
 
     last_used: int
-    """When somebody used it last."""
+    """Time of the last use."""
     created: int
-    """When it was indexed."""
+    """Time of indexing."""
     num_hits: int
-    """Requests that found it, its maker not counted."""
+    """Number of requests that found it, besides the one that created it."""
     priority: int
-    """The least of the requests that used it; less is more urgent."""
+    """Lowest priority number of the requests that used it; lower is more urgent."""
 
 
 Key = tuple[int, ...]
@@ -28,32 +28,32 @@ EvictionPolicy = Callable[[PageUse], Key]
 
 
 def lru(page: PageUse) -> Key:
-    """Least recently used."""
+    """Evicts the least recently used page."""
     return (page.last_used,)
 
 
 def mru(page: PageUse) -> Key:
-    """Most recently used: for loops over more than the cache holds."""
+    """Evicts the most recently used page: for loops over more than the cache holds."""
     return (-page.last_used,)
 
 
 def lfu(page: PageUse) -> Key:
-    """Least frequently used, of those the least recently used."""
+    """Evicts the least frequently used page, among equals the least recently used."""
     return (page.num_hits, page.last_used)
 
 
 def fifo(page: PageUse) -> Key:
-    """First in, first out."""
+    """Evicts the page that was cached first."""
     return (page.created,)
 
 
 def filo(page: PageUse) -> Key:
-    """First in, last out: what came first stays."""
+    """First in, last out: evicts the page that was cached last."""
     return (-page.created,)
 
 
 def priority(page: PageUse) -> Key:
-    """Pages of the least urgent requests, of those the least recently used."""
+    """Evicts pages of the least urgent requests, among equals the least recently used."""
     return (-page.priority, page.last_used)
 
 

@@ -8,24 +8,27 @@ from collections.abc import Sequence
 from sys import byteorder
 
 HASH_VERSION = 2
-"""Of keys and digests: workers of another version take no pages from this one."""
+"""Version of keys and digests: workers of different versions exchange no pages."""
 ROOT_KEY = bytes(32)
-"""Parent of a prompt's first page."""
+"""Parent key of a prompt's first page."""
 TOKEN_BYTES = 4
-"""Of a token id in `token_bytes`."""
+"""Bytes of one token id in `token_bytes`."""
 
 
-def _digest(person: bytes, *parts: bytes) -> bytes:
-    state = hashlib.blake2b(digest_size=32, person=person)
-    for part in parts:
-        state.update(part)
+_OF_PAGES = hashlib.blake2b(digest_size=32, person=b"weft-page")
+"""Copied for each digest: making one takes longer than a page's tokens."""
+
+
+def _page_digest(parent: bytes, namespace: bytes, tokens: bytes) -> bytes:
+    state = _OF_PAGES.copy()
+    state.update(parent + namespace + tokens)
     return state.digest()
 
 
 def namespace_digest(
     model_digest: bytes, layout: str, *, adapter_digest: bytes = b"", cache_salt: str = ""
 ) -> bytes:
-    """Names everything but the tokens that a page's content depends on.
+    """Digest of everything but the tokens that a page's content depends on.
 
     Args:
         model_digest: 32 bytes over weights, config, dtype and quantisation.
@@ -38,7 +41,8 @@ def namespace_digest(
     """
     fields = [model_digest, layout.encode(), adapter_digest, cache_salt.encode()]
     framed = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
-    return _digest(b"weft-ns", HASH_VERSION.to_bytes(4, "little"), framed)
+    version = HASH_VERSION.to_bytes(4, "little")
+    return hashlib.blake2b(version + framed, digest_size=32, person=b"weft-ns").digest()
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -51,7 +55,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 def page_key(parent: bytes, tokens: Sequence[int], namespace: bytes) -> bytes:
     """Key of the page of `tokens` that follows the page `parent`; 32 bytes."""
-    return _digest(b"weft-page", parent, namespace, token_bytes(tokens))
+    return _page_digest(parent, namespace, token_bytes(tokens))
 
 
 SHORT_KEY_BYTES = 8
@@ -66,7 +70,7 @@ def short_key(key: bytes) -> int:
 
 
 class ShortKeys:
-    """Short keys of a prompt's full pages, computed as far as they are asked for.
+    """Short keys of a prompt's full pages, computed on demand.
 
     Args:
         tokens: The prompt; must not change.
@@ -84,7 +88,7 @@ class ShortKeys:
         self._keys: list[int] = []
 
     def upto(self, num_pages: int) -> list[int]:
-        """At least the keys of the first `num_pages` pages, which must be full.
+        """Keys of at least the first `num_pages` pages, which must be full.
 
         The list is the live one: do not change it.
         """
@@ -94,14 +98,14 @@ class ShortKeys:
             data = token_bytes(self._tokens[len(keys) * size : num_pages * size])
             width = size * TOKEN_BYTES
             for start in range(0, len(data), width):
-                key = _digest(b"weft-page", key, namespace, data[start : start + width])
+                key = _page_digest(key, namespace, data[start : start + width])
                 keys.append(short_key(key))
             self._parent = key
         return keys
 
 
 class PageKeys:
-    """Keys of a growing token sequence's full pages, each computed once.
+    """Keys of the full pages of a growing token sequence, each computed once.
 
     The sequence is given with each call; it is always the same one, perhaps longer.
     """
@@ -115,7 +119,7 @@ class PageKeys:
         self._packed = b""
 
     def packed(self, tokens: Sequence[int], start: int, end: int) -> bytes:
-        """`token_bytes` of tokens [start, end); a prompt's are kept."""
+        """`token_bytes` of tokens [start, end); those of the prompt are cached."""
         if end * TOKEN_BYTES <= len(self._packed):
             return self._packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
         data = token_bytes(tokens[start:end])
@@ -134,21 +138,20 @@ class PageKeys:
             data = self.packed(tokens, len(keys) * size, num_pages * size)
             width = size * TOKEN_BYTES
             for start in range(0, len(data), width):
-                page = data[start : start + width]
-                parent = _digest(b"weft-page", parent, self.namespace, page)
+                parent = _page_digest(parent, self.namespace, data[start : start + width])
                 keys.append(parent)
         return keys if len(keys) == num_pages else keys[:num_pages]
 
     def key_of(self, tokens: Sequence[int], index: int, page: bytes) -> bytes:
-        """Key of page number `index`, whose tokens are packed already."""
+        """Key of page number `index`, whose tokens are already packed."""
         keys = self._keys
         if index > len(keys):
             self.upto(tokens, index)
         if index == len(keys):
-            keys.append(_digest(b"weft-page", keys[-1] if keys else ROOT_KEY, self.namespace, page))
+            keys.append(_page_digest(keys[-1] if keys else ROOT_KEY, self.namespace, page))
         return keys[index]
 
     def adopt(self, keys: Sequence[bytes]) -> None:
-        """Takes keys of the first pages that are known from elsewhere."""
+        """Adopts known keys of the first pages."""
         if len(self._keys) < len(keys):
             self._keys[:] = keys

@@ -1,4 +1,4 @@
-"""What the prefix cache gains and loses, for those who choose workers by it.
+"""Changes of the prefix cache, published to routers that choose workers by cached prefixes.
 
 Two callbacks collect during a step; `take` turns what they heard into numbered changes. Within one
 batch a page that was stored and removed again leaves no trace, so stored and removed are disjoint
@@ -13,33 +13,33 @@ from dataclasses import dataclass
 from weft.engine.memory.keys import short_key
 
 MAX_CHANGE_PAGES = 16_384
-"""Of one change: some 128 KiB on the wire."""
+"""Most pages in one change: some 128 KiB on the wire."""
 MAX_RUN_TOKENS = 256
 
 
 @dataclass(slots=True, kw_only=True)
 class KvRun:
-    """Pages that follow one another in a prompt."""
+    """Consecutive pages of a prompt."""
 
     parent: int
-    """Short key of the page before the first one; 0 at a prompt's beginning."""
+    """Short key of the page before the first one; 0 at the beginning of a prompt."""
     keys: list[int]
     """Short keys (`weft.engine.memory.keys.short_key`)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class KvChange:
-    """What changed since the change before."""
+    """The changes since the previous event."""
 
     sequence: int
-    """Without gaps from 1 on, in the life of an engine."""
+    """Sequence number, from 1 without gaps over the life of an engine."""
     stored: list[KvRun]
     removed: list[int]
-    """Short keys."""
+    """Short keys of the removed pages."""
 
     @property
     def num_pages(self) -> int:
-        """Stored and removed."""
+        """Number of pages stored and removed."""
         return len(self.removed) + sum(len(run.keys) for run in self.stored)
 
 
@@ -72,21 +72,21 @@ class KvEvents:
         self._sequence = 0
 
     def stored(self, key: bytes, parent: bytes) -> None:
-        """A page was indexed; `parent` is the key of the page before it in its prompt."""
+        """Records that a page was indexed; `parent` is the key of the page before it."""
         if key in self._removed:
             del self._removed[key]
         else:
             self._stored[key] = parent
 
     def removed(self, key: bytes) -> None:
-        """A page was taken out of the index."""
+        """Records that a page was removed from the index."""
         if key in self._stored:
             del self._stored[key]
         else:
             self._removed[key] = None
 
     def take(self) -> list[KvChange]:
-        """What changed since the last call: mostly one change or none."""
+        """The changes since the last call: usually one event or none."""
         if not self._stored and not self._removed:
             return []
         stored = [(short_key(key), short_key(parent)) for key, parent in self._stored.items()]

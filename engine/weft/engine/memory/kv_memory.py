@@ -23,7 +23,7 @@ NULL_PAGE = 0
 
 
 class OutOfPages(Exception):
-    """Fewer pages are available than asked for (internal: the scheduler reacts)."""
+    """Fewer pages are available than requested (internal: the scheduler reacts)."""
 
 
 class PageCounts(NamedTuple):
@@ -62,36 +62,39 @@ class KvMemory:
         self._wipes: list[int] = []
         self.num_evictions = 0
         self.on_published: list[Callable[[int, bytes, bytes], None]] = []
-        """Told of every page that was indexed: page, its key, the key of the page before it."""
+        """Called for every page that was indexed, with the page, its key and the key of the page
+        before it.
+        """
         self.on_evicted: list[Callable[[bytes], None]] = []
-        """Told of every page that left the index: its key."""
+        """Called with the key of every page that left the index."""
         self.on_reclaimed: Callable[[Evicted], None] | None = None
-        """Told of every page that left the index to make room. Its content is there until somebody
-        writes to it, which may be from the next step on."""
+        """Called for every page that left the index to make room. Its content stays until the page
+        is written to, which may be from the next step on.
+        """
 
     @property
     def num_usable_pages(self) -> int:
-        """Pages that can ever be handed out."""
+        """Pages that can be allocated at all."""
         return self._num_pages - 1
 
     @property
     def num_promised_pages(self) -> int:
-        """Set aside for admitted requests that have not taken them yet."""
+        """Pages reserved for admitted requests that have not taken them yet."""
         return self._promised
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody refers to and that hold nothing of use."""
+        """Pages without references and without useful content."""
         return len(self._free)
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that `allocate` can hand out beyond what is promised."""
+        """Pages that `allocate` can return beyond those reserved."""
         evictable = self._index.num_evictable_pages if self._index else 0
         return len(self._free) + evictable - self._promised
 
     def promise(self, num_pages: int) -> None:
-        """Sets pages aside for an admitted request, which takes them with `promised=True`.
+        """Reserves pages for an admitted request, which takes them with `promised=True`.
 
         Raises:
             OutOfPages: not that many are available.
@@ -101,14 +104,14 @@ class KvMemory:
         self._promised += num_pages
 
     def unpromise(self, num_pages: int) -> None:
-        """Gives back a promise that was not used up."""
+        """Releases a reservation that was not used up."""
         assert 0 <= num_pages <= self._promised, "promise given back twice"
         self._promised -= num_pages
 
     def allocate(
         self, num_pages: int, namespace: bytes = b"", *, promised: bool = False
     ) -> list[int]:
-        """Takes pages, evicting cached ones as needed; each has one reference.
+        """Allocates pages with one reference each, evicting cached ones as needed.
 
         Args:
             num_pages: how many.
@@ -150,7 +153,7 @@ class KvMemory:
             self._num_refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes one reference from each page; the last one leaves it cached or free.
+        """Drops one reference of each page; without references it becomes cached or free.
 
         Of a prompt's pages in their order the last is left first, to be evicted first: what comes
         before a page is of use without it, what follows it is not.
@@ -170,7 +173,7 @@ class KvMemory:
                 self._set_free(page)
 
     def reclaim(self) -> Evicted | None:
-        """Evicts the least valuable cached page and hands it out with one reference.
+        """Evicts the least valuable cached page and returns it with one reference.
 
         None when there is none. Its content is what was cached.
         """
@@ -182,30 +185,30 @@ class KvMemory:
         return evicted
 
     def forget(self, page: int) -> None:
-        """Frees a page that its index gave up by itself; nobody refers to it."""
+        """Frees an unreferenced page that its index has dropped by itself."""
         assert self.is_unreferenced(page)
         assert self._index is None or not self._index.has_page(page)
         self._set_free(page)
 
     def is_unreferenced(self, page: int) -> bool:
-        """Nobody refers to the page."""
+        """Whether the page has no references."""
         return self._num_refs[page] == 0
 
     def num_shared_pages(self, pages: Iterable[int]) -> int:
-        """How many of the first of these pages somebody else refers to as well."""
+        """Number of leading pages that others reference as well."""
         return sum(1 for _ in takewhile(lambda page: self._num_refs[page] > 1, pages))
 
     def published(self, page: int, key: bytes, parent: bytes) -> None:
-        """Takes word that a page in use was indexed: its content must not change from now on."""
+        """Notes that a page in use was indexed: its content must not change from now on."""
         for listener in self.on_published:
             listener(page, key, parent)
 
     def is_published(self, page: int) -> bool:
-        """The page is indexed: its content must not change."""
+        """Whether the page is indexed, so that its content must not change."""
         return self._index is not None and self._index.has_page(page)
 
     def quarantine(self, pages: Iterable[int]) -> None:
-        """Sets pages with exactly one reference, never published, out of reach."""
+        """Quarantines pages with exactly one reference that were never published."""
         for page in pages:
             assert self._num_refs[page] == 1, f"page {page} is shared"
             assert self._index is None or not self._index.has_page(page)
@@ -214,32 +217,32 @@ class KvMemory:
             self._quarantined.add(page)
 
     def end_quarantine(self, pages: Iterable[int]) -> None:
-        """Frees quarantined pages: the caller has proof that no write can arrive any more."""
+        """Frees quarantined pages; the caller has proof that no write can arrive any more."""
         for page in pages:
             self._quarantined.remove(page)
             self._set_free(page)
 
     def take_freed(self) -> list[int]:
-        """Pages that became free since the last call and still are (for poisoning)."""
+        """Pages that became free since the last call and are still free (for poisoning)."""
         if not self._freed:
             return []
         freed, self._freed = self._freed, []
         return sorted(set(freed).intersection(self._free))
 
     def take_wipes(self) -> list[int]:
-        """Pages that changed namespace since the last call: zero them before anything else."""
+        """Pages that changed namespace since the last call: zero them before any other use."""
         wipes, self._wipes = self._wipes, []
         return wipes
 
     def flush_cache(self) -> int:
-        """Evicts every page that nobody uses; returns how many."""
+        """Evicts every unused page; returns how many."""
         count = 0
         while self._evict() is not None:
             count += 1
         return count
 
     def counts(self) -> PageCounts:
-        """Pages by state now."""
+        """Current number of pages by state."""
         cached = self._index.num_unused_pages if self._index else 0
         free, quarantined = len(self._free), len(self._quarantined)
         return PageCounts(free, cached, self._num_used, quarantined, self.num_usable_pages)
@@ -260,7 +263,7 @@ class KvMemory:
         assert NULL_PAGE not in free
 
     def _evict(self) -> Evicted | None:
-        """Frees the least valuable cached page; None when there is none."""
+        """Frees the least valuable cached page; None if there is none."""
         evicted = self._index.evict() if self._index is not None else None
         if evicted is None:
             return None

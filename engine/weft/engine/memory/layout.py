@@ -14,18 +14,18 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneLayout:
-    """Logical shape of one plane's page; independent of tensor parallelism."""
+    """Logical shape of a plane's pages; independent of tensor parallelism."""
 
     name: str = "target"
     layers: int
     heads: int
-    """Global KV heads."""
+    """KV heads over all ranks."""
     dim: int
     """Elements per head of K and of V."""
     dtype: str
     """float32, float16 or bfloat16."""
     page_size: int
-    """Token positions a page."""
+    """Token positions per page."""
     parts: tuple[str, ...] = ("k", "v")
     draft: str = ""
     """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""

@@ -1,4 +1,6 @@
-"""What indexes full pages: the interface of the page owner, and the index by key of lower tiers."""
+"""Indexes of full pages: the interface that the page owner uses, and the index by key of lower
+tiers.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 from weft.engine.memory.eviction import EvictionPolicy, Key, lru
 
-_LEAST_HEAP = 64
-"""Entries up to which no stale ones are looked for."""
+_MIN_HEAP = 64
+"""Heap size up to which stale entries are not removed."""
 
 
 class Evicted(NamedTuple):
@@ -22,37 +24,39 @@ class Evicted(NamedTuple):
 
 
 class PageIndex(Protocol):
-    """Index of published pages. It holds no references: `KvMemory` tells it what is in use."""
+    """Index of published pages. It holds no references: `KvMemory` reports which are in use."""
 
     def has_page(self, page: int) -> bool:
-        """The page is indexed."""
+        """Whether the page is indexed."""
         ...
 
     def mark_unused(self, page: int) -> None:
-        """Nobody uses this indexed page now: it may be evicted."""
+        """Marks an indexed page as unused: it may be evicted."""
         ...
 
     def mark_used(self, page: int) -> None:
-        """Somebody uses this indexed page: it may not be evicted."""
+        """Marks an indexed page as used: it may not be evicted."""
         ...
 
     def evict(self) -> Evicted | None:
-        """Takes the least valuable page that may go out of the index; None: there is none."""
+        """Removes the least valuable unused page from the index and returns it; None: there is
+        none.
+        """
         ...
 
     @property
     def num_unused_pages(self) -> int:
-        """Indexed pages that nobody uses."""
+        """Number of unused indexed pages."""
         ...
 
     @property
     def num_evictable_pages(self) -> int:
-        """Of these, how many `evict` could give one after the other."""
+        """Number of those pages that `evict` could return one after another."""
         ...
 
 
 class PageEntry:
-    """One page of a `PageKeyCache` and its use."""
+    """A page of a `PageKeyCache` and its usage."""
 
     __slots__ = (
         "created",
@@ -77,9 +81,9 @@ class PageEntry:
         self.group = group
         self.is_used = True
         self.is_quiet = False
-        """The use that goes on now is none of a reader."""
+        """Whether the current use is not by a reader, so that it does not refresh the page."""
         self.ticket = 0
-        """Of its entry in the heaps; 0 = it has none."""
+        """Ticket of its entry in the heaps; 0: it has none."""
         self.created = self.last_used = now
         self.num_hits = 0
         self.priority = priority
@@ -89,7 +93,7 @@ _Heap = list[tuple[Key, int, PageEntry]]
 
 
 class _Queues:
-    """Unused pages in the order in which they go: first those that no held page follows."""
+    """Unused pages in the order of eviction: first those that no held page follows."""
 
     __slots__ = ("inner", "leaves")
 
@@ -108,13 +112,13 @@ class _Queues:
     def push(self, item: tuple[Key, int, PageEntry], num_entries: int, *, is_leaf: bool) -> None:
         heap = self.leaves if is_leaf else self.inner
         heappush(heap, item)
-        if len(heap) > _LEAST_HEAP + 2 * num_entries:
+        if len(heap) > _MIN_HEAP + 2 * num_entries:
             heap[:] = [item for item in heap if item[2].ticket == item[1]]
             heapify(heap)
 
 
 class PageKeyCache:
-    """Index by page key: what lower tiers and the KV store hold.
+    """Index of pages by key, used by lower tiers and the KV store.
 
     A key's presence implies nothing about its parents'; `match` stops at the first gap. Of pages
     whose parent is told, one that another held page follows goes after that, if it can.
@@ -129,7 +133,7 @@ class PageKeyCache:
         self._by_key: dict[bytes, PageEntry] = {}
         self._by_page: dict[int, PageEntry] = {}
         self._num_children: dict[bytes, int] = {}
-        """Held pages that follow a key, held or not."""
+        """Number of held pages that follow a key, whether or not the key itself is held."""
         self._queues = _Queues()
         self._groups: dict[bytes, _Queues] | None = {} if has_groups else None
         self._group_pages: dict[bytes, int] = {}
@@ -150,7 +154,7 @@ class PageKeyCache:
         return pages
 
     def get(self, key: bytes) -> PageEntry | None:
-        """What is indexed under a key; changes nothing."""
+        """The page indexed under a key; changes nothing."""
         return self._by_key.get(key)
 
     def insert(
@@ -169,7 +173,7 @@ class PageKeyCache:
             page: Its number.
             parent: Key of the page before it; empty: unknown.
             group: Whose page it is, for `evict_of`.
-            priority: Of the request that made it.
+            priority: Priority of the request that computed the page.
         """
         if key in self._by_key:
             return False
@@ -218,7 +222,7 @@ class PageKeyCache:
         self._num_unused -= 1
 
     def keep_age(self, page: int) -> None:
-        """The use that has begun is a copy to another tier: it makes the page no younger."""
+        """Marks the current use as a copy to another tier, which does not refresh the page."""
         self._by_page[page].is_quiet = True
 
     # -- giving up -------------------------------------------------------------------------------
@@ -228,17 +232,17 @@ class PageKeyCache:
         return self._take_out(self._queues.pop())
 
     def evict_of(self, group: bytes) -> Evicted | None:
-        """`evict` among the pages of one group."""
+        """Like `evict`, among the pages of one group."""
         assert self._groups is not None
         queues = self._groups.get(group)
         return None if queues is None else self._take_out(queues.pop())
 
     def num_pages_of(self, group: bytes) -> int:
-        """Indexed pages of a group."""
+        """Number of indexed pages of a group."""
         return self._group_pages.get(group, 0)
 
     def drop(self, page: int) -> None:
-        """Takes a page out of the index, used or not (its content is not to be trusted)."""
+        """Removes a page from the index, in use or not, since its content cannot be trusted."""
         entry = self._by_page.get(page)
         if entry is not None:
             self._remove(entry)
@@ -282,7 +286,7 @@ class PageKeyCache:
             self._groups.pop(group, None)
 
     def _offer(self, entry: PageEntry) -> None:
-        """An unused page enters the queues."""
+        """Enters an unused page into the queues."""
         self._num_tickets += 1
         entry.ticket = self._num_tickets
         item = (self._policy(entry), entry.ticket, entry)

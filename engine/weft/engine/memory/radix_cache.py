@@ -24,12 +24,12 @@ from weft.engine.memory.eviction import EvictionPolicy, Key, lru
 from weft.engine.memory.keys import ROOT_KEY, TOKEN_BYTES, PageKeys
 from weft.engine.memory.prefix_cache import Evicted
 
-_LEAST_HEAP = 64
-"""Entries up to which no stale ones are looked for."""
+_MIN_HEAP = 64
+"""Heap size up to which stale entries are not removed."""
 
 
 class Node:
-    """One cached page; a root of a namespace has none (page = 0)."""
+    """A cached page; the root of a namespace has none (page = 0)."""
 
     __slots__ = (
         "children",
@@ -56,16 +56,16 @@ class Node:
         """The page's tokens as bytes; of a root, the namespace."""
         self.key = key
         self.page = page
-        """-1: it was given up."""
+        """The page's number; -1: it was evicted."""
         self.parent = parent
         self.children: dict[bytes, Node] | None = None
         self.order: list[bytes] | None = None
-        """Tokens of the children, sorted; None until they are asked for."""
+        """Tokens of the children, sorted; None until they are needed."""
         self.num_held = 0
-        """Children that are held."""
+        """Number of children that are held."""
         self.is_used = True
         self.ticket = 0
-        """Of its entry in the heap; 0 = it has none."""
+        """Ticket of its entry in the heap; 0: it has none."""
         self.created = self.last_used = now
         self.num_hits = 0
         self.num_pins = self.pinned_at = 0
@@ -73,17 +73,17 @@ class Node:
 
 
 class Match(NamedTuple):
-    """What is cached of a prompt."""
+    """The cached prefix of a prompt."""
 
     path: list[Node]
-    """Full pages, first page first."""
+    """Matching full pages, in order."""
     partial: Node | None
-    """A page that begins as the prompt goes on; None: there is none."""
+    """A page whose beginning matches the rest of the prompt; None: there is none."""
     num_partial_tokens: int
-    """Tokens that they have in common, fewer than a page."""
+    """Number of its tokens that match, fewer than a page."""
 
     def num_tokens(self, page_size: int) -> int:
-        """Tokens found in all."""
+        """Total number of tokens found."""
         return len(self.path) * page_size + self.num_partial_tokens
 
 
@@ -91,7 +91,7 @@ NO_MATCH = Match([], None, 0)
 
 
 class RadixCache:
-    """Index of full, immutable pages by what they hold. `KvMemory` tells it what is in use.
+    """Index of full, immutable pages by content. `KvMemory` reports which pages are in use.
 
     Args:
         page_size: token positions a page.
@@ -106,7 +106,7 @@ class RadixCache:
         self._node_by_page: dict[int, Node] = {}
         self._heap: list[tuple[Key, int, Node]] = []
         self._bared: tuple[Key, int, Node] | None = None
-        """Of the page above the one that was given up last, now a leaf."""
+        """The parent of the page evicted last, which became a leaf by that."""
         self._num_tickets = 0
         self._time = 0
         self.num_unused_pages = 0
@@ -114,14 +114,14 @@ class RadixCache:
         self.num_evictable_pages = 0
         """See `PageIndex.num_evictable_pages`."""
         self.num_pinned_pages = 0
-        """Pages that are pinned, used or not."""
+        """Number of pinned pages, in use or not."""
         self.num_pinned_evictions = 0
-        """Pinned pages that were given up all the same, since start."""
+        """Pinned pages that were evicted nevertheless, since start."""
 
     # -- finding and adding ----------------------------------------------------------------------
 
     def find(self, namespace: bytes, data: bytes) -> Match:
-        """The longest cached prefix of a prompt, exact to the token; changes nothing.
+        """Finds the longest cached prefix of a prompt, exact to the token; changes nothing.
 
         Args:
             namespace: 32 bytes.
@@ -142,11 +142,11 @@ class RadixCache:
         return Match(path, *_closest_child(node, data[start : start + width]))
 
     def touch(self, leaf: Node, priority: int) -> None:
-        """Notes that a request uses what it found.
+        """Notes that a request uses a match.
 
         Args:
             leaf: Last page of what it found.
-            priority: Of the request.
+            priority: Priority of the request.
         """
         self._time += 1
         node: Node | None = leaf
@@ -169,16 +169,16 @@ class RadixCache:
         priority: int = 0,
         num_spare_pages: Callable[[], int] | None = None,
     ) -> tuple[Node | None, list[Node]]:
-        """Indexes a request's full pages, which are in use, where no other page has their place.
+        """Indexes a request's full pages, which are in use, unless another page has their place.
 
         Args:
-            keys: Of the request's pages, and its namespace.
-            tokens: Of the request.
-            pages: Of the request; those before `end` are full.
+            keys: Keys of the request's pages, and its namespace.
+            tokens: Tokens of the request.
+            pages: Pages of the request; those before `end` are full.
             first: Pages before were given to an earlier call.
             end: Pages before are given now.
             leaf: What that call returned; None: there was none, or nothing is known of it.
-            priority: Of the request.
+            priority: Priority of the request.
             num_spare_pages: How many unused pages above the new ones may stop being evictable by
                 this; None: all.
 
@@ -212,7 +212,7 @@ class RadixCache:
         return added[-1], added
 
     def append(self, leaf: Node, tokens: bytes, key: bytes, page: int, priority: int) -> Node:
-        """`insert` of one page behind one that is in use: what generated tokens bring.
+        """Indexes one page after an indexed page in use, as generated tokens fill it.
 
         Returns:
             The node at that place: a new one, or that of another page, which stays.
@@ -236,7 +236,7 @@ class RadixCache:
         pages: Sequence[int],
         priority: int,
     ) -> list[Node]:
-        """Puts a chain of pages in use below a node that has no such child."""
+        """Adds a chain of pages in use below a node that has no such child."""
         self._time += 1
         if parent.children is None:
             parent.children = {}
@@ -283,7 +283,7 @@ class RadixCache:
             self._let_go(node)
 
     def _hold(self, node: Node) -> None:
-        """The node became held; so do those above that were not."""
+        """Marks a node, and its ancestors as far as necessary, as held."""
         while True:
             self.num_evictable_pages -= 1
             node.ticket = 0
@@ -294,7 +294,7 @@ class RadixCache:
                 return
 
     def _let_go(self, node: Node) -> None:
-        """The node is not held any more; nor are those above that only it held."""
+        """Marks a node as not held any more, and its ancestors that were held only through it."""
         while True:
             self.num_evictable_pages += 1
             if not node.children:
@@ -308,13 +308,13 @@ class RadixCache:
     # -- pins ------------------------------------------------------------------------------------
 
     def pin(self, leaf: Node, stamp: int) -> None:
-        """Pins a page and all before it: they are given up after pages that are not pinned.
+        """Pins a page and its ancestors: they are evicted after pages that are not pinned.
 
         A pin holds nothing, so it never keeps a request from its pages.
 
         Args:
             leaf: A page that is cached.
-            stamp: Of pinned pages those with the least go first; it rises from pin to pin.
+            stamp: Rises from pin to pin; of pinned pages those with the smallest are evicted first.
         """
         node = leaf
         while node.parent is not None:
@@ -326,7 +326,7 @@ class RadixCache:
             node = node.parent
 
     def unpin(self, leaf: Node) -> None:
-        """Ends a pin, whatever has been given up of it since."""
+        """Releases a pin, whatever of it has been evicted since."""
         node = leaf
         while node.parent is not None:
             node.num_pins -= 1
@@ -357,9 +357,9 @@ class RadixCache:
                 return evicted
 
     def _offer(self, node: Node) -> None:
-        """An evictable leaf enters the heap."""
+        """Enters an evictable leaf into the heap."""
         heappush(self._heap, self._entry(node))
-        if len(self._heap) > _LEAST_HEAP + 2 * len(self._node_by_page):
+        if len(self._heap) > _MIN_HEAP + 2 * len(self._node_by_page):
             self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
             heapify(self._heap)
 
@@ -396,7 +396,7 @@ class RadixCache:
     # -- for tests -------------------------------------------------------------------------------
 
     def keys(self) -> Iterator[bytes]:
-        """Keys of all pages, each before those that follow it in a prompt."""
+        """Keys of all pages, each before those that follow it."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -431,7 +431,7 @@ class RadixCache:
 
 
 def _num_evictable_above(node: Node | None) -> int:
-    """How many of this node and those above it become held when it does."""
+    """How many of this node and its ancestors become held when it does."""
     count = 0
     while node is not None and not (node.is_used or node.num_held):
         count += 1

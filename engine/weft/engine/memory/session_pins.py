@@ -1,4 +1,4 @@
-"""Chats whose KV stays: what a session's requests have left in the prefix cache is given up last.
+"""Pins of chat sessions: pages that a session's requests left in the prefix cache are evicted last.
 
 A session is named by its client. When one of its requests has ended, its pages, from the first on,
 are pinned until the session has been still for a while, is released, or pinned pages are more than
@@ -19,7 +19,7 @@ MAX_SESSIONS = 1 << 16
 
 
 class SessionKey(NamedTuple):
-    """Names what a session has with one adapter; those of two tenants' salts never meet."""
+    """A session with one adapter; sessions of different tenants' salts are distinct."""
 
     cache_salt: str
     session_id: str
@@ -29,14 +29,14 @@ class SessionKey(NamedTuple):
 
 @dataclass(slots=True)
 class SessionCounters:
-    """Since start; part of the worker's counters."""
+    """Counters since start, part of the worker's counters."""
 
     expired_sessions: int = 0
-    """Were still for too long."""
+    """Sessions released because they were idle for too long."""
     released_sessions: int = 0
-    """Their clients said so."""
+    """Sessions released by their clients."""
     displaced_sessions: int = 0
-    """Had to make room for others within the quota."""
+    """Sessions that were displaced by others within the quota."""
 
 
 class _Session(NamedTuple):
@@ -47,12 +47,12 @@ class _Session(NamedTuple):
 
 
 class SessionPins:
-    """The sessions of one prefix cache. For one thread.
+    """The pinned sessions of one prefix cache. For use by one thread.
 
     Args:
         cache: Whose pages are pinned.
         max_pages: Pinned at most, pages of several sessions counted once.
-        max_tenant_pages: Of one tenant's sessions, pages of each session counted.
+        max_tenant_pages: Most pages of one tenant's sessions, pages of each session counted.
         ttl_s: A session ends when none of its requests has for so long.
     """
 
@@ -64,30 +64,30 @@ class SessionPins:
         self._max_tenant_pages = max_tenant_pages
         self._ttl_s = ttl_s
         self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
-        """The stillest first."""
+        """Sessions, longest idle first."""
         self._of_tenant: dict[str, OrderedDict[SessionKey, None]] = {}
         self._adapters: dict[tuple[str, str], set[bytes]] = {}
-        """With which each session, named by salt and id, has pins."""
+        """Digests of the adapters with which each session, named by salt and id, has pins."""
         self._num_pages_of: Counter[str] = Counter()
         self._num_stamps = 0
         self.counters = SessionCounters()
 
     def __len__(self) -> int:
-        """Sessions with pins."""
+        """Number of sessions with pins."""
         return len(self._sessions)
 
     @property
     def num_pages(self) -> int:
-        """Pages that are pinned."""
+        """Number of pinned pages."""
         return self._cache.num_pinned_pages
 
     def pin(self, key: SessionKey, tenant: str, leaf: Node, now: float) -> None:
-        """A request of a session has ended: its pages take the place of the session's earlier ones.
+        """Pins the pages of a session's finished request in place of the session's earlier ones.
 
         Of more pages than there may be the first ones are pinned.
 
         Args:
-            key: Of the session.
+            key: Key of the session.
             tenant: Whose it is.
             leaf: Where the request's pages end in the cache, which has them.
             now: Monotonic seconds.
@@ -122,7 +122,7 @@ class SessionPins:
         return bool(adapters)
 
     def expire(self, now: float) -> None:
-        """Ends the sessions that have been still for too long."""
+        """Ends the sessions that have been idle for too long."""
         while self._sessions:
             key, session = next(iter(self._sessions.items()))
             if now < session.expires_at:
@@ -156,7 +156,7 @@ class SessionPins:
 
 
 def _depth(leaf: Node) -> int:
-    """Pages up to this one."""
+    """Number of pages from the root to this one."""
     depth, node = 0, leaf
     while node.parent is not None:
         depth, node = depth + 1, node.parent

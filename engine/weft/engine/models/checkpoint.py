@@ -19,20 +19,20 @@ _NAMES_SHOWN = 8
 
 
 class _File:
-    """One file, mapped while tensors of it are being read.
+    """A checkpoint file, mapped into memory while its tensors are being read.
 
     Args:
-        path: Of it.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.names: set[str] = set()
-        """Of the tensors that nobody has read yet."""
+        """Names of the tensors not yet read."""
         self._opened: Any = None
 
     def open(self) -> Any:
-        """Safetensors' own view of it, until `close`.
+        """Opens the file with safetensors, until `close`.
 
         Raises:
             ModelError: It cannot be read.
@@ -45,18 +45,18 @@ class _File:
         return self._opened
 
     def close(self) -> None:
-        """Lets go of what was mapped; `open` maps it again."""
+        """Unmaps the file; `open` maps it again."""
         self._opened = None
 
     def was_read(self, name: str) -> None:
-        """Closes the file once all of it was read: the next one needs the host's memory."""
+        """Notes that a tensor was read; closes the file after the last one, to free host memory."""
         self.names.discard(name)
         if not self.names:
             self.close()
 
 
 class _Tensor(NamedTuple):
-    """What a file's header says of a tensor."""
+    """A tensor's entry in the header of its file."""
 
     file: _File
     shape: tuple[int, ...]
@@ -64,12 +64,12 @@ class _Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Size in the file, bytes."""
         return math.prod(self.shape) * _DTYPE_BYTES.get(self.dtype, 1)
 
 
 class Checkpoint:
-    """The tensors of a model directory, read by mmap one by one; a `WeightSource`.
+    """The tensors of a model directory, read one by one through mmap; a `WeightSource`.
 
     Use as a context manager. A file is mapped from the first to the last of its tensors that are
     read, so that of files with neighbouring layers one is in memory at a time.
@@ -123,12 +123,12 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layers compute in."""
+        """The dtype that the layers compute in."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the layers live."""
+        """The device that the layers live on."""
         return self._device
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ class Checkpoint:
         return name in self._tensors
 
     def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
-        """As `read_into`, of entry `index` of a tensor whose first axis has `count` entries."""
+        """Like `read_into`, for entry `index` of a tensor whose first axis has `count` entries."""
         if self._is_missing(name):
             return
         tensor = self._check(name, (count, *out.shape))
@@ -163,7 +163,7 @@ class Checkpoint:
         self._advance(tensor.num_bytes // count)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that the files have."""
+        """Shape of a tensor that the files contain."""
         return self._tensors[name].shape
 
     def whole_numbers(self, name: str, count: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Checkpoint:
         return table
 
     def _is_missing(self, name: str) -> bool:
-        """There is nothing to read: `finish` will raise."""
+        """Whether the tensor is missing; `finish` reports all such at once."""
         if name in self._tensors:
             return bool(self._missing)
         self._missing.append(name)
@@ -239,7 +239,7 @@ class Checkpoint:
 
 
 class RandomWeights:
-    """Made-up parameters for benchmarks, the same for the same seed; a `WeightSource`."""
+    """Random parameters for benchmarks, the same for the same seed; a `WeightSource`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
         self._dtype = dtype
@@ -248,16 +248,18 @@ class RandomWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layers compute in."""
+        """The dtype that the layers compute in."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the layers live."""
+        """The device that the layers live on."""
         return self._device
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Norm weights become 1, biases 0, the others normal with deviation 0.02."""
+        """Fills norm weights with 1, biases with 0, others from a normal distribution with
+        deviation 0.02.
+        """
         if name.endswith("norm.weight"):
             out.fill_(1.0)
         elif name.endswith(".bias"):
@@ -266,16 +268,16 @@ class RandomWeights:
             out.normal_(0.0, 0.02, generator=self._generator)
 
     def has(self, name: str) -> bool:
-        """Of experts there are separate ones."""
+        """Reports experts as separate tensors."""
         return not name.endswith("experts.gate_up_proj")
 
     def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
-        """As `read_into`."""
+        """Like `read_into`, for one entry of a stacked tensor."""
         self.read_into(name, out)
 
 
 def is_rotary_buffer(name: str) -> bool:
-    """A tensor of old checkpoints that is computed from the configuration."""
+    """Whether a tensor of old checkpoints is a rotary table, which is computed instead."""
     return name.endswith("rotary_emb.inv_freq")
 
 

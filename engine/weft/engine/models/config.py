@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says about a decoder-only model, checked and normalised.
+"""The checked and normalised Hugging Face `config.json` of a decoder-only model.
 
 Pure Python: services may read a model's limits without importing torch.
 """
@@ -23,17 +23,17 @@ _GENERATION_ONLY = ("eos_token_ids", "bos_token_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What an architecture fixes without a field in config.json."""
+    """Properties of an architecture that config.json does not mention."""
 
     qkv_bias: bool | None = None
-    """None: `attention_bias` says it, for the output projection too."""
+    """None: `attention_bias` decides, for the output projection too."""
     qk_norm: bool = False
     head_dim: int | None = None
-    """Where the file is silent; None: hidden_size / num_attention_heads."""
+    """Head size where the file has none; None: hidden_size / num_attention_heads."""
     windows: Literal["none", "all", "listed"] = "none"
-    """Layers that a sliding window is for; listed: by `layer_types` or `max_window_layers`."""
+    """Layers with a sliding window; listed: by `layer_types` or `max_window_layers`."""
     has_window_switch: bool = False
-    """There is a window only where `use_sliding_window` says so."""
+    """Whether a sliding window applies only if `use_sliding_window` is set."""
     has_experts: bool = False
 
 
@@ -54,9 +54,9 @@ class RopeConfig:
     """Rotary position embedding over the whole head."""
 
     theta: float
-    """Base of the wavelengths."""
+    """Base of the rotary wavelengths."""
     scaling: str = "none"
-    """none, linear or llama3."""
+    """Kind of scaling: none, linear or llama3."""
     factor: float = 1.0
     """Context extension; 1 for none."""
     low_freq_factor: float = 1.0
@@ -69,19 +69,19 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts in the place of some layers' MLPs."""
+    """A mixture of experts that replaces the MLP in some layers."""
 
     num_experts: int
     num_experts_per_tok: int
-    """That a token goes through."""
+    """Number of experts that each token is routed to."""
     intermediate_size: int
     """Inner width of one expert."""
     norm_topk_prob: bool
-    """The shares of a token's experts are made to add up to 1."""
+    """Whether the weights of a token's experts are normalised to sum to 1."""
     decoder_sparse_step: int
-    """Each layer whose number, from 1, is a multiple of it has experts."""
+    """Every layer whose number, counted from 1, is a multiple of this has experts."""
     mlp_only_layers: tuple[int, ...]
-    """Layers, from 0, that have one MLP all the same."""
+    """Layers, from 0, that have one MLP nevertheless."""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
@@ -95,7 +95,7 @@ class SlidingWindow:
     length: int
     """Positions that a row attends to, its own included."""
     layers: tuple[int, ...]
-    """From 0; at least one."""
+    """Indices of the layers with a window, from 0; at least one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class ModelConfig:
     hidden_size: int
     num_layers: int
     num_heads: int
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int
     """Key and value heads; divides num_heads."""
     head_dim: int
@@ -120,16 +120,17 @@ class ModelConfig:
     max_position_embeddings: int
     """Longest context, tokens."""
     tie_word_embeddings: bool
-    """The LM head is the embedding."""
+    """Whether the LM head shares the embedding's weight."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """RMS norm of each head of q and k before the rotation."""
+    """Whether each head of q and k is RMS-normalised before the rotation."""
     moe: MoEConfig | None
-    """None: every layer has one MLP."""
+    """Experts; None: every layer has one MLP."""
     sliding_window: SlidingWindow | None
-    """None: every layer attends to the whole context, also where a window is no shorter."""
+    """Sliding window; None: every layer attends to the whole context, or the window is no shorter.
+    """
     eos_token_ids: tuple[int, ...]
     """See `end_token_ids`; empty if no file names one."""
     bos_token_id: int | None
@@ -211,7 +212,7 @@ class ModelConfig:
         return window.length if window is not None and has_all else None
 
     def fingerprint(self) -> bytes:
-        """Canonical bytes of everything that changes hidden states, part of the model's digest."""
+        """Canonical bytes of every field that changes hidden states, part of the model's digest."""
         values = asdict(self)
         for name in _GENERATION_ONLY:
             del values[name]
@@ -222,7 +223,7 @@ class ModelConfig:
 
 
 def read_json_file(path: Path) -> Mapping[str, Any]:
-    """A JSON object in a file.
+    """Reads a JSON object from a file.
 
     Raises:
         ModelError: The file cannot be read or holds something else.
@@ -263,7 +264,9 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _sliding_window(fields: Fields, family: _Family) -> SlidingWindow | None:
-    """As transformers reads it; None also where no context is longer than the window."""
+    """The sliding window as transformers reads it; None also where no context is longer than the
+    window.
+    """
     length = _window_length(fields, family)
     layers = _windowed_layers(fields, family, has_window=length is not None)
     if length is None or not layers or length >= fields.positive("max_position_embeddings"):
@@ -304,8 +307,8 @@ def _windowed_layers(fields: Fields, family: _Family, *, has_window: bool) -> tu
 
 
 def rope_config(fields: Fields) -> RopeConfig:
-    """Of a config.json: transformers 5 writes `rope_parameters`, older ones `rope_theta` and
-    `rope_scaling`.
+    """Reads the rotary parameters of a config.json: transformers 5 writes `rope_parameters`, older
+    versions `rope_theta` and `rope_scaling`.
 
     Raises:
         ModelError: A rotation that is not supported; the message names the field.
@@ -338,7 +341,7 @@ def rope_config(fields: Fields) -> RopeConfig:
 
 
 def _experts(fields: Fields) -> MoEConfig:
-    """transformers 5 may call the number of experts `num_local_experts`."""
+    """Number of experts; transformers 5 may call it `num_local_experts`."""
     name = "num_experts" if "num_experts" in fields else "num_local_experts"
     count, per_token = fields.positive(name), fields.positive("num_experts_per_tok")
     if per_token > count:

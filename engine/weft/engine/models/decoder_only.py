@@ -1,4 +1,4 @@
-"""The frame that decoder-only models share: embedding, layers, final norm, LM head."""
+"""The common structure of decoder-only models: embedding, layers, final norm, LM head."""
 
 from __future__ import annotations
 
@@ -78,23 +78,25 @@ class DecoderOnlyLM:
         return self.model(batch, pool, taps)
 
     def forward_all(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
-        """As `forward`, for all rows: [T, hidden], of which logits can be had."""
+        """Like `forward`, but returns hidden states of all rows, [T, hidden], for which logits can
+        be computed.
+        """
         return self.model.of_all_rows(batch, pool)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """[L, hidden], these L rows' adapters -> [L, vocab] float32."""
+        """Computes logits: [L, hidden], these L rows' adapters -> [L, vocab] float32."""
         return self.lm_head(hidden, addition_to(lora, "lm_head", 0))
 
 
 def qkv_projection(config: ModelConfig, weights: Weights) -> Linear:
-    """q, k and v of all heads as one product."""
+    """The fused projection of q, k and v of all heads."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = (q_size, kv_size, kv_size)
     return Linear(weights, FUSED["qkv_proj"], config.hidden_size, rows, config.qkv_bias)
 
 
 def o_projection(config: ModelConfig, weights: Weights) -> Linear:
-    """All heads back to the hidden size."""
+    """The projection of all heads back to the hidden size."""
     q_size = config.num_heads * config.head_dim
     return Linear(weights, ("o_proj",), q_size, (config.hidden_size,), config.o_bias)
 

@@ -19,7 +19,7 @@ from weft.engine.models.files import Progress
 from weft.kernels.build import cache_folder
 
 DEMO_NAME = "demo"
-"""What `--model` calls it."""
+"""Name of the demo model for `--model`."""
 DEMO_MODEL = "smollm2-135m-instruct"
 """Folder below the cache's models."""
 MANIFEST = "manifest.json"
@@ -34,7 +34,7 @@ _VERSION = "0.1.2-1"
 
 
 def demo_dir() -> Path:
-    """Where the converted demo model is, or would be."""
+    """Path of the converted demo model, whether or not it exists."""
     return cache_folder() / "models" / DEMO_MODEL / _VERSION
 
 

@@ -47,7 +47,7 @@ class WrittenFile:
 
     num_bytes: int
     digest: str
-    """BLAKE2b-256, hexadecimal."""
+    """BLAKE2b-256 of the file, hexadecimal."""
 
 
 def convert_gguf(source: Path, out: Path, progress: Progress | None) -> dict[str, WrittenFile]:
@@ -106,7 +106,7 @@ class _Metadata:
 
 
 class _Tensor:
-    """One tensor under its Hugging Face name, de-quantised when asked for."""
+    """A tensor under its Hugging Face name, dequantised on access."""
 
     def __init__(self, tensor: Any, metadata: _Metadata) -> None:
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""What the `config.json` of all draft heads has in common.
+"""Reading of the `config.json` fields that all draft heads have in common.
 
 Pure Python, as `weft.engine.models.config`.
 """
@@ -12,19 +12,19 @@ from weft.engine.errors import ModelError
 from weft.engine.models.fields import Fields
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-"""Of EAGLE-3 heads."""
+"""Architecture name of EAGLE-3 heads."""
 EAGLE_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
-"""Of EAGLE-1 and EAGLE-2 heads, by their authors and as other servers name them."""
+"""Architecture names of EAGLE-1 and EAGLE-2 heads: their authors' and other servers'."""
 
 HeadKind = Literal["eagle", "eagle3"]
-"""EAGLE-1 and EAGLE-2 heads are alike; they differ in how trees are drafted with them."""
+"""Kind of head. EAGLE-1 and EAGLE-2 heads are alike; they differ in how trees are drafted."""
 
 
 def kind_of(fields: Fields) -> HeadKind:
-    """Which kind of head a `config.json` is of.
+    """Kind of draft head that a `config.json` describes.
 
     Raises:
-        ModelError: Of none that is supported.
+        ModelError: It is of no supported kind.
     """
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -41,7 +41,7 @@ def kind_of(fields: Fields) -> HeadKind:
 
 
 def check_layer(fields: Fields) -> None:
-    """Refuses a head of more than one layer, or of another kind.
+    """Refuses a head of more than one layer, or with another kind of layer.
 
     Raises:
         ModelError: The message names the field.
@@ -74,7 +74,7 @@ def check_sizes(where: Path, *sizes: tuple[str, int, int]) -> None:
     for name, mine, its in sizes:
         if mine != its:
             raise ModelError(
-                f"{where}: {name} of the draft head is {mine}, of the model that it is to "
-                f"draft for {its}; give the head that was trained for this model",
+                f"{where}: {name} of the draft head is {mine}, of the target model {its}; "
+                "give the head that was trained for this model",
                 param=name,
             )

@@ -1,4 +1,4 @@
-"""Draft heads: what they offer to drafting, and how a directory becomes one."""
+"""Draft heads: their interface, and loading from a directory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from weft.kernels.draft_head import DraftChains
 
 
 class DraftHead(Protocol):
-    """One decoder layer over a target's hidden states, loaded for that target."""
+    """A decoder layer over a target's hidden states that drafts for that target."""
 
     kind: HeadKind
     hidden_size: int
-    """Of its states."""
+    """Size of its hidden states."""
     layer: int
-    """Of the pool, where its K and V lie: behind the target's."""
+    """Index of its K and V in the pool's layers: behind the target's."""
     digest: bytes
     """32 bytes over files, configuration and dtype."""
     layer_bytes: int
-    """Of the layer's products: what a changed copy of it takes."""
+    """Bytes of the layer's linear weights: the cost of an adapted copy."""
 
     def extend(
         self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
@@ -48,7 +48,7 @@ class DraftHead(Protocol):
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
     ) -> torch.Tensor:
-        """Proposes tokens behind the last ones of R requests.
+        """Drafts tokens behind the last ones of R requests.
 
         Args:
             state: [R, hidden], from `extend`, of the position before the last token; overwritten.

@@ -1,4 +1,4 @@
-"""Which dtype a model runs in. Pure Python, so that settings can be resolved without torch."""
+"""Choice of a model's dtype. Pure Python, so that settings can be resolved without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resolve_dtype(dtype: str, device: str = "cpu") -> str:
-    """What `auto` means here: bfloat16 on CUDA and where the CPU multiplies it fast, else float32.
+    """Resolves `auto`: bfloat16 on CUDA and where the CPU multiplies it fast, else float32.
 
     Args:
         dtype: auto or one of `DTYPES`.

@@ -32,7 +32,7 @@ class EagleHead:
     kind: HeadKind = "eagle"
 
     def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -> None:
-        """Reads all parameters."""
+        """Reads all parameters of the head."""
         self.hidden_size = config.hidden_size
         self.layer = target.config.num_layers
         self.digest = b""

@@ -48,7 +48,7 @@ class Eagle3Head:
         self.hidden_size = config.hidden_size
         self.aux_layers = config.layers_of(target.config)
         self.layer = target.config.num_layers
-        """Of the pool, where the head's K and V lie."""
+        """Index of the head's K and V in the pool's layers."""
         self.digest = b""
         """32 bytes over files, configuration and dtype."""
         self.weight = w = _read_weight(config, target, names)
@@ -66,7 +66,7 @@ class Eagle3Head:
     def entries(
         self, aux: torch.Tensor, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
     ) -> DraftEntries:
-        """To write the head's K and V of a target's step.
+        """Describes how to write the head's K and V during a step of the target.
 
         Args:
             aux: [T, 3 * target_hidden]: what entered `aux_layers`, side by side.
@@ -200,7 +200,7 @@ def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> 
 
 
 class _Names:
-    """Where the parameters of a head's file are: writers name its one layer differently."""
+    """Parameter names of a head's file: writers name its one layer differently."""
 
     def __init__(self, file: Checkpoint, config: Eagle3Config, where: Path) -> None:
         self._file, self._where = file, where

@@ -1,4 +1,4 @@
-"""What the `config.json` of an EAGLE-3 head says, checked against the model it drafts for.
+"""The `config.json` of an EAGLE-3 head, checked against the model it drafts for.
 
 Pure Python, as `weft.engine.models.config`.
 """
@@ -23,14 +23,14 @@ class Eagle3Config:
     """Shape and arithmetic of a head (Li et al. 2025, EAGLE-3)."""
 
     vocab_size: int
-    """Of the target."""
+    """Size of the target's vocabulary."""
     draft_vocab_size: int
     """Tokens of the target that the head can propose."""
     hidden_size: int
-    """Of the head."""
+    """Hidden size of the head."""
     target_hidden_size: int
     num_heads: int
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
@@ -111,7 +111,7 @@ class Eagle3Config:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Where a head taps a target of so many layers unless its file says otherwise."""
+    """Layers of a target whose hidden states a head reads by default, if its file does not say."""
     return (2, num_layers // 2, num_layers - 3)
 
 

@@ -1,4 +1,4 @@
-"""What the `config.json` of an EAGLE-1 or EAGLE-2 head says, checked against its target.
+"""The `config.json` of an EAGLE-1 or EAGLE-2 head, checked against its target.
 
 Pure Python, as `weft.engine.models.config`.
 """
@@ -21,7 +21,7 @@ class EagleConfig:
     vocab_size: int
     hidden_size: int
     num_heads: int
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
@@ -80,5 +80,5 @@ def eagle_fields(draft_dir: Path) -> Fields:
 
 
 def head_kind(draft_dir: Path) -> HeadKind:
-    """What kind of head a directory holds; see `kind_of`."""
+    """Kind of draft head in a directory; see `kind_of`."""
     return kind_of(eagle_fields(draft_dir))

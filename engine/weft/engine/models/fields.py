@@ -56,14 +56,14 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """Reads a boolean."""
         value = self._required(name, default)
         if not isinstance(value, bool):
             raise self.error(name, f"expected true or false, got {value!r}")
         return value
 
     def text(self, name: str, default: str) -> str:
-        """A string."""
+        """Reads a string."""
         value = self._required(name, default)
         if not isinstance(value, str):
             raise self.error(name, f"expected a string, got {value!r}")
@@ -77,7 +77,7 @@ class Fields:
         return Fields(value, f"{self._where}: {name}")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them; empty if absent."""
+        """Reads one token id or a list of them; empty if absent."""
         return self._numbers(name, "token ids")
 
     def indices(self, name: str) -> tuple[int, ...]:

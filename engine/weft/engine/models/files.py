@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face directory hold the weights. Pure Python."""
+"""Locates the weight files of a Hugging Face directory. Pure Python."""
 
 from __future__ import annotations
 

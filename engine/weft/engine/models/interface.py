@@ -1,4 +1,4 @@
-"""What every model offers to the runner."""
+"""The interface that every model offers to the runner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CausalLM(Protocol):
         """The shape of one page of this model's KV."""
 
     def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
-        """Runs one ragged step.
+        """Runs one ragged extend step.
 
         Args:
             batch: New tokens of all requests.
@@ -41,7 +41,7 @@ class CausalLM(Protocol):
 
 
 class CausalLMClass(Protocol):
-    """How the loader builds a model: the class's constructor reads its parameters."""
+    """The class of a model as the loader sees it: the constructor reads the parameters."""
 
     def __call__(self, config: ModelConfig, weights: Weights) -> CausalLM:
         """Takes every parameter that the model has from `weights`."""

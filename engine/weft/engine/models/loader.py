@@ -27,7 +27,7 @@ class LoadedModel:
     digest: bytes
     """32 bytes over weights, configuration and dtype: the model's part of every namespace."""
     dtype: str
-    """What the layers compute in and the KV is stored in; never auto."""
+    """Dtype of computation and of the KV cache; never auto."""
 
 
 def load_model(

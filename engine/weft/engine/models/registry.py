@@ -10,7 +10,9 @@ from weft.engine.errors import ModelError
 from weft.engine.models.interface import CausalLMClass
 
 ENTRY_POINT_GROUP = "weft.models"
-"""Other distributions add architectures here: name = architecture, value = module:class."""
+"""Entry-point group in which other distributions register architectures: name = architecture, value
+= module:class.
+"""
 
 _BUILT_IN = {
     "LlamaForCausalLM": ("weft.engine.models.llama", "LlamaForCausalLM"),

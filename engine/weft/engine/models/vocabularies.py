@@ -1,4 +1,4 @@
-"""Whether two models name tokens alike, as their `tokenizer.json` files say. Pure Python."""
+"""Checks that two models have the same vocabulary, by their `tokenizer.json` files. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _FILE = "tokenizer.json"
 def check_same_vocabulary(
     draft_dir: Path, draft: ModelConfig, target_dir: Path, target: ModelConfig
 ) -> None:
-    """Refuses a draft model whose token ids mean something else than the target's.
+    """Refuses a draft model whose token ids differ in meaning from the target's.
 
     Without a `tokenizer.json` beside each of them only the sizes are compared.
 
     Args:
-        draft_dir: Of the draft model.
+        draft_dir: Directory of the draft model.
         draft: Its configuration.
-        target_dir: Of the model that it is to draft for.
+        target_dir: Directory of the target model.
         target: That one's.
 
     Raises:
@@ -29,8 +29,8 @@ def check_same_vocabulary(
     """
     if draft.vocab_size != target.vocab_size:
         raise ModelError(
-            f"vocab_size of the draft model is {draft.vocab_size}, of the model that it is to "
-            f"draft for {target.vocab_size}; give a model of the same family",
+            f"vocab_size of the draft model is {draft.vocab_size}, of the target model "
+            f"{target.vocab_size}; give a model of the same family",
             param="vocab_size",
         )
     files = [folder / _FILE for folder in (draft_dir, target_dir)]
@@ -41,13 +41,15 @@ def check_same_vocabulary(
     if token is not None:
         raise ModelError(
             f"token {token!r} is {mine.get(token)} for the draft model, "
-            f"{its.get(token)} for the model that it is to draft for (None: it has no such token); "
+            f"{its.get(token)} for the target model (None: it has no such token); "
             "give a model with the same tokenizer",
         )
 
 
 def _token_ids(file: Path) -> dict[str, int]:
-    """By token, of BPE, WordPiece and WordLevel models, and of Unigram, which has a list."""
+    """Token ids by token, for BPE, WordPiece and WordLevel models, and for Unigram, which has a
+    list.
+    """
     fields = Fields(read_json_file(file), str(file))
     vocabulary, added = fields.section("model").get("vocab"), fields.get("added_tokens") or []
     try:

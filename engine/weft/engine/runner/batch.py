@@ -1,4 +1,4 @@
-"""One step's input to a model's forward: a ragged extend (see docs/architecture.md)."""
+"""The input of one forward step: a ragged extend (see docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from weft.kernels.lora import LoraStep
 
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
-    """Each request brings `q_len >= 1` new tokens on top of its cached pages.
+    """A step's requests, each with `q_len >= 1` new tokens on top of its cached pages.
 
     T = new tokens of all requests, R = requests, L = rows whose logits are wanted.
     All tensors live on the model's device.
     """
 
     token_ids: torch.Tensor
-    """[T] int64."""
+    """Token ids, [T] int64."""
     positions: torch.Tensor
-    """[T] int64, absolute."""
+    """Absolute positions, [T] int64."""
     cu_q_lens: torch.Tensor
     """[R + 1] int32: request r brings rows cu_q_lens[r]:cu_q_lens[r + 1]."""
     kv_lens: torch.Tensor
@@ -29,15 +29,17 @@ class ForwardBatch:
     slots: torch.Tensor
     """[T] int64: page * page_size + offset where each token's K and V go."""
     logits_rows: torch.Tensor
-    """[L] int64: rows of T; empty when nothing is sampled."""
+    """[L] int64: rows of T whose logits are wanted; empty if nothing is sampled."""
     max_q_len: int
     max_kv_len: int
     lora: LoraStep | None = None
     """The step's adapters; None if no token uses one."""
     request_slots: torch.Tensor | None = None
-    """[R] int64: each request's slot, padding's is the one after the last; None where no model asks
-    for it."""
+    """[R] int64: each request's slot; for padding the one after the last. None where no model needs
+    it.
+    """
     ancestors: torch.Tensor | None = None
-    """[T] int64: which rows of its own request each one sees, where rows form trees
-    (`weft.kernels.attention.paged_attention`); such a row is at the position that follows by its
-    depth, and its slot is where it would be in a chain. None: all before it."""
+    """[T] int64: the rows of its own request that each row sees, where rows form trees
+    (`weft.kernels.attention.paged_attention`); such a row's position is given by its depth, and its
+    slot is where it would be in a chain. None: all rows before it.
+    """

@@ -1,4 +1,4 @@
-"""A step's arrays on a GPU: one copy from the host a step, page table kept there."""
+"""A step's inputs on a GPU: one copy from the host per step; the page table is kept there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.lora_columns import LoraColumns
 from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.engine.runner.step import Int32Array, PageChanges, PageTable, StepArrays
+from weft.engine.sampling.device import RowsOnDevice
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.step_rows import SlotTokens, StepRows, resolve_rows
 
 _ALIGNMENT_BYTES = 16
 _MAX_STATIC_CHANGES = 4096
-"""New pages that a decode step's static inputs have room for."""
+"""Most new pages in the static inputs of a decode step."""
 
 
 class DeviceInputs:
@@ -59,27 +60,29 @@ class DeviceInputs:
         self._one_row_each = torch.arange(max_decode_rows + 1, dtype=torch.int32, device=device)
         self._static_rows = torch.arange(max_decode_rows, device=device)
         self.drawing_slots = self._static_rows[:0]
-        """[L] int64: whose next token comes of each row of the logits of the step sent last."""
+        """[L] int64: the slot of each row of the logits of the step sent last."""
         self.step: StepRows | None = None
-        """The step sent last, in the places that it is run from: what is written there by work on
-        the device before that, as positions and ancestors of trees may be, holds."""
+        """The step sent last, in the memory that it runs from. Values written there by earlier
+        device work, such as the positions and ancestors of trees, are preserved.
+        """
         self.verify_rows = self._static_rows[:0]
         """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of that step, where it has any."""
 
     @property
     def pages(self) -> torch.Tensor:
-        """[slots + 1, max_pages] int32: the page table on the device; the last row names the null
-        page only."""
+        """[slots + 1, max_pages] int32: the page table on the device; the last row contains only
+        the null page.
+        """
         return self._table
 
     def send_pages(self) -> None:
-        """Sends what was entered into the host's page table; a step does so by itself."""
+        """Sends the changes of the host's page table; steps do this by themselves."""
         changes = self._host_table.take_changes()
         if len(changes.indices):
             self._apply(*self._copies.send(changes))
 
     def batch(self, arrays: StepArrays) -> ForwardBatch:
-        """Sends a step of any kind."""
+        """Copies the input of a step to the device."""
         changes = self._host_table.take_changes()
         columns: tuple[npt.NDArray[np.generic], ...] = (
             arrays.token_ids,
@@ -119,17 +122,17 @@ class DeviceInputs:
         return None if arrays.adapter_slots is None else self.lora_of(arrays.adapter_slots)
 
     def lora_of(self, token_slots: Int32Array) -> LoraStep:
-        """Sends the adapters of some tokens ([T]); as `batch` does a whole step's."""
+        """Sends the adapters of some tokens ([T]), as `batch` does for a whole step."""
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
         return self._lora.step(LoraSegments(*self._copies.send(sort_tokens(token_slots))))
 
     @property
     def changes_logits(self) -> bool:
-        """Adapters may change the LM head."""
+        """Whether adapters may change the LM head."""
         return self._lora is not None and self._lora.changes_logits
 
     def _send_lora(self, arrays: StepArrays, num_tokens: int) -> None:
-        """Sends the adapters of a step that is padded to `num_tokens`, if it has any."""
+        """Sends the adapters, if any, of a step padded to `num_tokens`."""
         if arrays.adapter_slots is None:
             return
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
@@ -141,7 +144,7 @@ class DeviceInputs:
         self._copies.pinned.sent()
 
     def _static_lora(self, num_tokens: int, *, has_lora: bool) -> LoraStep | None:
-        """What `_send_lora` sent last."""
+        """The columns that `_send_lora` sent last."""
         if not has_lora:
             return None
         assert self._lora is not None
@@ -150,7 +153,7 @@ class DeviceInputs:
         return replace(step, are_given=True)  # It comes by a copy, ahead of all kernels.
 
     def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> ForwardBatch:
-        """A decode step of `num_rows` requests that reads what `send_decode` sent last.
+        """The inputs of a decode step of `num_rows` requests, as `send_decode` sent them last.
 
         To be called while a graph is captured: only the copy of the page table's rows is made
         anew when it is replayed.
@@ -171,15 +174,16 @@ class DeviceInputs:
         )
 
     def send_decode(self, arrays: StepArrays, num_rows: int) -> None:
-        """Sends a decode step padded to `num_rows`: the others write to the null page."""
+        """Sends a decode step padded to `num_rows`; padding rows write to the null page."""
         self._send_lora(arrays, num_rows)
         changes = self._host_table.take_changes()
         if len(changes.indices) > _MAX_STATIC_CHANGES:
             self._apply(*self._copies.send(changes))
             changes = PageChanges(changes.indices[:0], changes.pages[:0])
         buffer = self._copies.pinned.take(self._static.num_bytes)
-        used = self._static.write(buffer.numpy(), arrays, num_rows, self._host_table.null_row)
-        change_views, used = self._static.write_changes(buffer.numpy(), changes, used)
+        host = buffer.numpy()
+        used = self._static.write(host, arrays, num_rows, self._host_table.null_row)
+        change_views, used = self._static.write_changes(host, changes, used)
         self._static.device_bytes[:used].copy_(buffer[:used], non_blocking=True)
         self._copies.pinned.sent()
         self._apply(*change_views)
@@ -195,8 +199,9 @@ class DeviceInputs:
             self.verify_rows = sent.view(arrays.verify_rows.shape)
 
     def ragged_batch(self, columns: RaggedColumns, *, has_lora: bool = False) -> ForwardBatch:
-        """A step of that size that reads what `send_ragged` sent last, with the same `columns`; see
-        `decode_batch`."""
+        """The inputs of a step of that size, as `send_ragged` sent them last with the same
+        `columns`; see `decode_batch`.
+        """
         flat = self._ragged_bytes(columns.num_bytes)
         token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(flat)
         return ForwardBatch(
@@ -215,8 +220,9 @@ class DeviceInputs:
         )
 
     def send_ragged(self, arrays: StepArrays, columns: RaggedColumns) -> None:
-        """Sends a step padded to the size of `columns`: rows of no request write to the null page,
-        requests that do not exist bring no row."""
+        """Sends a step padded to the size of `columns`: padding rows write to the null page, and
+        padding requests have no rows.
+        """
         self._send_lora(arrays, columns.num_tokens)
         changes = self._host_table.take_changes()
         rest = self._copies.send(self._of_the_device(arrays, changes))
@@ -233,13 +239,13 @@ class DeviceInputs:
     def _of_the_device(
         self, arrays: StepArrays, changes: PageChanges
     ) -> tuple[npt.NDArray[np.generic], ...]:
-        """Columns for `_resolve`."""
+        """Columns that `_resolve` needs for tokens and positions known only to the device."""
         rows = arrays.verify_rows
         verify_rows = np.zeros(0, np.int64) if rows is None else rows
         return (arrays.drawing_slots, arrays.sources, arrays.owners, verify_rows, *changes)
 
     def _resolve(self, arrays: StepArrays, step: StepRows, columns: Sequence[torch.Tensor]) -> None:
-        """Enters new pages, and what only the device knows of a step."""
+        """Enters new pages, and the values of a step that only the device knows."""
         self.drawing_slots, sources, owners, verify_rows, indices, pages = columns
         self._apply(indices, pages)
         if arrays.verify_rows is not None:
@@ -247,8 +253,17 @@ class DeviceInputs:
         self.step = step
         resolve_rows(step, sources, owners, self._known, self._table, self._page_size)
 
+    def drawing_rows(self, arrays: StepArrays, *, has_slots: bool) -> RowsOnDevice:
+        """Returns slots, if they are wanted, and positions of the tokens drawn in the step sent
+        last: without a copy from the host where all of its rows are drawn from."""
+        if not arrays.is_decode:
+            return RowsOnDevice(None, self.drawing_positions(arrays))
+        assert self.step is not None
+        positions = self.step.positions[: len(arrays.positions)] + 1
+        return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
+
     def drawing_positions(self, arrays: StepArrays) -> torch.Tensor:
-        """[L] int64: where the tokens drawn in the step sent last will be.
+        """[L] int64: positions of the tokens drawn in the step sent last.
 
         All of its first rows are drawn from; those behind start where the host says.
         """
@@ -258,11 +273,13 @@ class DeviceInputs:
         return torch.cat([self.step.positions[:count] + 1, others])
 
     def keep_ragged(self, num_bytes: int) -> None:
-        """Takes memory for ragged steps of so many bytes, in places that stay."""
+        """Allocates a fixed buffer for ragged steps of this many bytes."""
         self._ragged_bytes(num_bytes)
 
     def _ragged_bytes(self, num_bytes: int) -> torch.Tensor:
-        """Where ragged steps lie; the largest one must be asked for first, and stays."""
+        """The buffer for ragged steps; the largest size must be requested first, since the buffer
+        stays.
+        """
         if self._ragged is None:
             self._ragged = torch.zeros(num_bytes, dtype=torch.uint8, device=self._table.device)
         if num_bytes > self._ragged.numel():
@@ -275,7 +292,7 @@ class DeviceInputs:
 
 
 class _StaticColumns:
-    """The fixed places on the device that captured graphs read: int64 columns, then int32 ones.
+    """Fixed memory on the device that captured graphs read: int64 columns, then int32 ones.
 
     After them come the step's new pages, as many as there are.
     """
@@ -285,18 +302,18 @@ class _StaticColumns:
         self._changes_at = self._max_rows * (4 * 8 + 4)
         self.num_bytes = self._changes_at + _MAX_STATIC_CHANGES * (8 + 4) + _ALIGNMENT_BYTES
         self.device_bytes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        at = 4 * 8 * self._max_rows
+        wide = self.device_bytes[:at].view(torch.int64).view(4, self._max_rows)
+        self._columns = (*wide, self.device_bytes[at : self._changes_at].view(torch.int32))
 
     def views(self, num_rows: int) -> list[torch.Tensor]:
         """token_ids, positions, slots, rows (int64) and kv_lens (int32), each [num_rows]."""
-        at = 4 * 8 * self._max_rows
-        wide = self.device_bytes[:at].view(torch.int64).view(4, self._max_rows)
-        narrow = self.device_bytes[at : self._changes_at].view(torch.int32)
-        return [*(column[:num_rows] for column in wide), narrow[:num_rows]]
+        return [column[:num_rows] for column in self._columns]
 
     def write(
         self, host: npt.NDArray[np.uint8], arrays: StepArrays, num_rows: int, null_row: int
     ) -> int:
-        """Lays the columns of a decode step out in `host`; returns the bytes used."""
+        """Writes the columns of a decode step into `host`; returns the bytes used."""
         at, count = 4 * 8 * self._max_rows, len(arrays.token_ids)
         wide = host[:at].view(np.int64).reshape(4, self._max_rows)
         narrow = host[at : self._changes_at].view(np.int32)
@@ -312,7 +329,7 @@ class _StaticColumns:
     def write_changes(
         self, host: npt.NDArray[np.uint8], changes: PageChanges, begin: int
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-        """Appends the step's new pages; returns where they will be, and the bytes used."""
+        """Appends the step's new pages; returns their location and the bytes used."""
         middle = begin + changes.indices.nbytes
         end = middle + changes.pages.nbytes
         host[begin:middle] = changes.indices.view(np.uint8)

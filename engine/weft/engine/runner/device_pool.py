@@ -1,4 +1,4 @@
-"""A pool in a device's memory, as tiers see it: pages travel through pinned memory of the host."""
+"""A pool in device memory as tiers see it: pages travel through pinned host memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _NULL_PAGE = 0
 
 
 class PinnedRows:
-    """Host memory of somebody else that a pool's device copies from and to by itself, until
-    `close`.
+    """Host memory that a pool's device copies from and to directly, until `close`.
 
     A device keeps what it was told of an address, so memory is unpinned before it is given back.
 
@@ -50,7 +49,7 @@ class PinnedRows:
             )
 
     def close(self) -> None:
-        """Unpins the memory, which nothing may be copying any more."""
+        """Unpins the memory; no copy may be under way."""
         self._release()
 
 
@@ -111,7 +110,7 @@ class DevicePool:
             return digest
 
     def _digests(self, pages: Sequence[int]) -> list[int]:
-        """Waits for all that is before them on the stream."""
+        """Waits for the earlier work of the stream and returns the digests."""
         numbers = torch.tensor(pages, dtype=torch.int64, device=self._pool.device)
         found: list[int] = page_digests(self._pool, numbers).cpu().numpy().view(np.uint64).tolist()
         return found
@@ -134,7 +133,7 @@ class DevicePool:
 
 
 def _is_right(pool: DevicePool, rows: NDArray[np.uint8]) -> bool:
-    """Sends random bytes into the null page and back, and digests them on both sides."""
+    """Sends random bytes into the null page and back, and compares bytes and digests."""
     first, last = rows[0], rows[-1]
     sent = np.random.default_rng().integers(0, 256, first.size, dtype=np.uint8)
     first[:] = sent

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: one launch instead of several hundred.
+"""Steps captured as CUDA graphs: one launch instead of several hundred.
 
 A graph is captured for fixed numbers of rows and requests, and steps are padded to the next one:
 decode steps, in which each request brings one token; steps that verify drafts, in which each brings
@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _LARGE_STEP = 64
 MAX_RAGGED_TOKENS = 8192 + MAX_DECODES_BESIDE
-"""Longer steps keep the device busy for longer than their launches take."""
+"""Most tokens in a captured step; longer ones keep the device busy for longer than their launches
+take.
+"""
 _RAGGED_SIZES = (
     *(16, 24, 32, 48, 64, 96, 128, 192),
     *(256, 320, 384, 448, 512, 640, 768, 896),
@@ -41,11 +43,12 @@ _RAGGED_SIZES = (
     *(4096, 5120, 6144, 7168, 8192),
 )
 MAX_VERIFY_ROWS = 8
-"""Of a request in a step that verifies chains, for any number of requests."""
+"""Most rows per request in a step that verifies chains, whatever the number of requests."""
 TREE_REQUESTS = (1, 2, MAX_TREE_REQUESTS)
-"""Of steps that verify trees; with more the rows of trees cost more than they bring."""
+"""Most requests in a step that verifies trees; with more, tree rows cost more than they bring."""
 FEW_REQUESTS = 8
-"""Of a ragged step whose graph does not look for more: prompts without a large batch beside."""
+"""Request bound of the smaller graphs for ragged steps: prompts without a large batch beside them.
+"""
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, in all, what in words) while a worker loads and captures."""
@@ -61,28 +64,28 @@ _ONE_TOKEN = StepArrays(
     max_q_len=1,
     max_kv_len=1,
 )
-"""A step to capture with: it writes to the null page."""
+"""The smallest step to capture with: it writes to the null page."""
 
 _ONE_LORA_TOKEN = replace(_ONE_TOKEN, adapter_slots=np.zeros(1, np.int32))
-"""One whose token could have an adapter."""
+"""The LoRA key of a captured step in which tokens may have adapters."""
 
 
-class Bucket(NamedTuple):
-    """What a graph is captured for."""
+class GraphBucket(NamedTuple):
+    """The shape that a graph is captured for."""
 
     tokens: int
-    """Rows."""
+    """Number of rows."""
     requests: int
-    """A bound; equal to `tokens` in decode steps."""
+    """Most requests; equal to `tokens` in decode steps."""
     kind: Literal["decode", "verify", "tree", "ragged", "cold"]
     has_lora: bool = False
-    """Its tokens may have adapters."""
+    """Whether its tokens may have adapters."""
     drafts: int = 0
-    """A bound: each request may bring so many tokens to be verified behind its last one."""
+    """Most drafts that each request may bring."""
 
     @property
     def columns(self) -> RaggedColumns:
-        """Where the arrays of such a step lie, unless it is a decode step."""
+        """Layout of the arrays of such a step, unless it is a decode step."""
         num_logits = min(self.tokens, self.requests * (1 + self.drafts))
         return RaggedColumns(self.tokens, self.requests, num_logits, self.kind == "tree")
 
@@ -95,19 +98,19 @@ def step_buckets(
     has_lora: bool = False,
     max_drafts: int = 0,
     tree_rows: Sequence[int] = (),
-) -> list[Bucket]:
-    """All steps that are captured, of at most so many requests and tokens.
+) -> list[GraphBucket]:
+    """Lists the steps to capture, up to the given numbers of requests and tokens.
 
     Args:
-        config: Of the model.
-        max_requests: Of a step.
-        max_tokens: Of a step.
+        config: Configuration of the model.
+        max_requests: Most requests of a step.
+        max_tokens: Most tokens of a step.
         has_lora: Each is captured with adapters too.
-        max_drafts: Of a request in a step; ragged steps have room for them too.
+        max_drafts: Most drafts of a request in a step; ragged steps have room for them too.
         tree_rows: Sizes of trees, the first row included.
     """
     cold = [
-        Bucket(bucket.tokens, 1, "cold")
+        GraphBucket(bucket.tokens, 1, "cold")
         for bucket in ragged_buckets(1, max_tokens)
         if _is_long_prompt(config, bucket.tokens)
     ]
@@ -118,54 +121,58 @@ def step_buckets(
     return [*buckets, *(b._replace(has_lora=True) for b in buckets)] if has_lora else buckets
 
 
-def decode_buckets(max_requests: int) -> list[Bucket]:
-    """Decode steps that are captured, smallest first."""
+def decode_buckets(max_requests: int) -> list[GraphBucket]:
+    """Lists the decode steps to capture, smallest first."""
     sizes = [*_SMALL_BUCKETS, *range(256 + _LARGE_STEP, max_requests, _LARGE_STEP)]
     kept = sorted({*(size for size in sizes if size < max_requests), max_requests})
-    return [Bucket(size, size, "decode") for size in kept]
+    return [GraphBucket(size, size, "decode") for size in kept]
 
 
-def verify_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[Bucket]:
-    """Steps that verify and bring no prompts: all numbers of drafts, powers of two of requests."""
+def verify_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[GraphBucket]:
+    """Lists the verifying steps without prompts to capture: all numbers of drafts, powers of two of
+    requests.
+    """
     sizes = [1 << power for power in range(max_requests.bit_length()) if 1 << power < max_requests]
     most = min(max_drafts, MAX_VERIFY_ROWS - 1)
     return [
-        Bucket(size * (1 + drafts), size, "verify", drafts=drafts)
+        GraphBucket(size * (1 + drafts), size, "verify", drafts=drafts)
         for drafts in range(1, most + 1)
         for size in (*sizes, max_requests)
         if size * (1 + drafts) <= max_tokens
     ]
 
 
-def tree_buckets(max_requests: int, max_tokens: int, tree_rows: Sequence[int]) -> list[Bucket]:
-    """Steps that verify trees and bring no prompts: of each size, for one request or a few."""
+def tree_buckets(max_requests: int, max_tokens: int, tree_rows: Sequence[int]) -> list[GraphBucket]:
+    """Lists the steps that verify trees, without prompts: each size, for one request or a few."""
     if max(tree_rows, default=0) > MAX_TREE_ROWS:
         raise ValueError(f"trees of {max(tree_rows)} rows; at most {MAX_TREE_ROWS} are taken")
     return [
-        Bucket(requests * rows, requests, "tree", drafts=rows - 1)
+        GraphBucket(requests * rows, requests, "tree", drafts=rows - 1)
         for rows in sorted(tree_rows)
         for requests in sorted({min(count, max_requests) for count in TREE_REQUESTS})
         if requests * rows <= max_tokens
     ]
 
 
-def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> list[Bucket]:
-    """Ragged steps that are captured, smallest first: for few requests, and for any number."""
+def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> list[GraphBucket]:
+    """Lists the ragged steps to capture, smallest first: for few requests, and for any number."""
     max_tokens = min(max_tokens, MAX_RAGGED_TOKENS)
     sizes = [*(size for size in _RAGGED_SIZES if size < max_tokens), max_tokens]
     bounds = sorted({min(FEW_REQUESTS, max_requests), max_requests})
-    return [Bucket(size, bound, "ragged", drafts=max_drafts) for size in sizes for bound in bounds]
+    return [
+        GraphBucket(size, bound, "ragged", drafts=max_drafts) for size in sizes for bound in bounds
+    ]
 
 
-class Buckets:
-    """Finds a step's among those that are captured.
+class GraphBuckets:
+    """Finds the bucket of a step among the captured ones.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         buckets: All.
     """
 
-    def __init__(self, config: ModelConfig, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, config: ModelConfig, buckets: Sequence[GraphBucket]) -> None:
         self._config = config
         sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
         self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
@@ -176,16 +183,16 @@ class Buckets:
         bounds = sorted({bucket.requests for bucket in ragged})
         self._ragged = [(n, _next_of([b for b in ragged if b.requests == n])) for n in bounds]
         self.ragged_sizes = sorted({bucket.tokens for bucket in ragged})
-        """Tokens that steps with prompts are padded to, ascending."""
+        """Token counts that steps with prompts are padded to, ascending."""
 
-    def of(self, arrays: StepArrays) -> Bucket | None:
-        """What runs a step; None if it is to run without a graph."""
+    def of(self, arrays: StepArrays) -> GraphBucket | None:
+        """The bucket that runs a step; None: it runs without a graph."""
         bucket = self._size_of(arrays)
         if bucket is None or arrays.adapter_slots is None:
             return bucket
         return bucket._replace(has_lora=True)
 
-    def _size_of(self, arrays: StepArrays) -> Bucket | None:
+    def _size_of(self, arrays: StepArrays) -> GraphBucket | None:
         num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
         if arrays.is_decode:
             return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
@@ -208,7 +215,7 @@ class Buckets:
 
 
 class StepGraphs:
-    """Forwards captured once for each bucket.
+    """Forward passes captured once for each bucket.
 
     Args:
         model: loaded model, on a CUDA device.
@@ -226,19 +233,19 @@ class StepGraphs:
         model: CausalLM,
         pool: torch.Tensor,
         inputs: DeviceInputs,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[GraphBucket],
         on_capture: Progress = lambda done, total, what: None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._inputs = inputs
         self._memory = torch.cuda.graph_pool_handle()
-        self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self.buckets = Buckets(model.config, buckets)
+        self._graphs: dict[GraphBucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.buckets = GraphBuckets(model.config, buckets)
         self.bytes_of_each: list[int] = []
-        """Device memory that each capture took, largest step first."""
+        """Device memory of each capture, the largest step first."""
         self.capture_s = 0.0
-        """What capturing took."""
+        """Seconds that capturing took."""
         inputs.keep_ragged(max(b.columns.num_bytes for b in buckets))
         began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
         # Largest first: the smaller ones then fit into the memory of the largest.
@@ -253,19 +260,19 @@ class StepGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all."""
+        """Device memory of all graphs."""
         return sum(self.bytes_of_each)
 
     @property
     def _cost(self) -> str:
         return f"{self.capture_s:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
 
-    def bucket_of(self, arrays: StepArrays) -> Bucket | None:
-        """What runs a step; None if it is to run without a graph."""
+    def bucket_of(self, arrays: StepArrays) -> GraphBucket | None:
+        """The bucket that runs a step; None: it runs without a graph."""
         return self.buckets.of(arrays)
 
-    def forward(self, arrays: StepArrays, bucket: Bucket) -> torch.Tensor:
-        """Runs a step in its bucket.
+    def forward(self, arrays: StepArrays, bucket: GraphBucket) -> torch.Tensor:
+        """Runs a step with the graph of its bucket.
 
         Returns:
             [L, hidden], valid until the next step.
@@ -279,7 +286,7 @@ class StepGraphs:
         return hidden[: len(arrays.logits_rows)]
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Captures work on the device, in the memory that all graphs share: one runs at a time.
+        """Captures device work in the memory that all graphs share: only one runs at a time.
 
         Args:
             run: Does it, with inputs in fixed places; called twice.
@@ -297,7 +304,7 @@ class StepGraphs:
                 result = run()
         return graph, result
 
-    def _capture(self, bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, bucket: GraphBucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
         if bucket.kind != "decode":
             self._inputs.send_ragged(step, bucket.columns)
@@ -312,7 +319,7 @@ class StepGraphs:
                 self._model.logits(hidden, lora)
         return graph, hidden
 
-    def _forward(self, bucket: Bucket) -> torch.Tensor:
+    def _forward(self, bucket: GraphBucket) -> torch.Tensor:
         if bucket.kind == "decode":
             batch = self._inputs.decode_batch(bucket.tokens, has_lora=bucket.has_lora)
         else:
@@ -328,8 +335,9 @@ class StepGraphs:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Nothing is collected inside: what frees the graphs of an engine that is no more ends the
-    capture of another one's."""
+    """Disables garbage collection: freeing the graphs of a discarded engine would abort another
+    engine's capture.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -341,7 +349,7 @@ def without_collection() -> Iterator[None]:
 
 @contextmanager
 def says_what_lacks_memory(what: str) -> Iterator[None]:
-    """Makes a `ConfigError` of a failure to allocate while graphs of something are captured."""
+    """Converts a failed allocation during capture to a `ConfigError`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -352,7 +360,7 @@ def says_what_lacks_memory(what: str) -> Iterator[None]:
 
 
 def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
-    """A prompt of so many tokens is worth the faster attention."""
+    """Whether a prompt is long enough for the faster attention."""
     return _gains_by_exact_lengths(config, (tokens, 1, tokens, tokens))
 
 
@@ -362,9 +370,11 @@ def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, i
 
 
 def _with_room(
-    buckets: Sequence[Bucket], num_tokens: int, num_requests: int, max_q_len: int
-) -> Bucket | None:
-    """The first, which is the smallest, for requests of few rows each; None if none has room."""
+    buckets: Sequence[GraphBucket], num_tokens: int, num_requests: int, max_q_len: int
+) -> GraphBucket | None:
+    """The first, and so smallest, bucket with room for requests of few rows each; None: there is
+    none.
+    """
     for bucket in buckets:
         has_room = bucket.tokens >= num_tokens and bucket.requests >= num_requests
         if has_room and bucket.drafts >= max_q_len - 1:
@@ -372,8 +382,8 @@ def _with_room(
     return None
 
 
-def _next_of(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """By number of tokens less one: the smallest bucket that has room."""
+def _next_of(buckets: Sequence[GraphBucket]) -> list[GraphBucket]:
+    """By number of tokens less one: the smallest bucket that fits."""
     ordered = sorted(buckets)
     most = ordered[-1].tokens if ordered else 0
     return [next(b for b in ordered if b.tokens >= count) for count in range(1, most + 1)]

@@ -1,4 +1,4 @@
-"""Where the adapters of a padded step's tokens lie, in one piece of memory that graphs read."""
+"""Layout of a padded step's LoRA inputs in one buffer that graphs read."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from weft.kernels.lora import NO_SLOT, LoraSegments, sort_tokens
 
 @dataclass(frozen=True, slots=True)
 class LoraColumns:
-    """The layout of steps padded to as many tokens and segments: int32 columns."""
+    """The layout of steps padded to this many tokens and segments: int32 columns."""
 
     num_tokens: int
     num_segments: int
 
     @classmethod
     def of(cls, num_tokens: int, max_slots: int) -> LoraColumns:
-        """For steps of so many tokens, of which each may have one of so many slots."""
+        """The layout for steps of this many tokens, each with one of `max_slots` adapter slots."""
         return cls(num_tokens, min(num_tokens, max_slots))
 
     @property
     def num_bytes(self) -> int:
-        """Of all columns."""
+        """Bytes of all columns."""
         return 4 * sum(self._sizes)
 
     @property
@@ -33,11 +33,11 @@ class LoraColumns:
         return [*[self.num_tokens] * 3, self.num_segments + 1, self.num_segments]
 
     def views(self, flat: torch.Tensor) -> LoraSegments:
-        """The columns in `flat`, at least [num_bytes] uint8, aligned to 4 bytes."""
+        """The columns as views of `flat`, at least [num_bytes] uint8, aligned to 4 bytes."""
         return LoraSegments(*torch.split(flat[: self.num_bytes].view(torch.int32), self._sizes))
 
     def write(self, host: npt.NDArray[np.uint8], token_slots: Int32Array) -> None:
-        """Lays a step out; rows of no request have no adapter.
+        """Writes a step; padding rows have no adapter.
 
         Args:
             host: At least [num_bytes].

@@ -1,4 +1,4 @@
-"""How much of a device's memory the KV pool gets: what everything else needs is measured."""
+"""Size of the KV pool: the device's memory less the measured needs of everything else."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from weft.engine.lora.pool import LoraPool
 from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.models.interface import CausalLM
-from weft.engine.runner.graphs import TREE_REQUESTS, Bucket, step_buckets
+from weft.engine.runner.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.runner.step import StepArrays
 
 MIN_PAGES = 4
-"""The null page and a little to run with."""
+"""Fewest pages: the null page and a minimum to run with."""
 MARGIN_SHARE = 0.02
 MIN_MARGIN_BYTES = 256 << 20
-"""What fragments and libraries may take beyond what was measured."""
+"""Least margin for fragmentation and library allocations beyond what was measured."""
 _PROBE_PAGES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """What a device has, and what the engine needs beside its pool; all in bytes."""
+    """A device's memory and the engine's needs beside the pool, all in bytes."""
 
     total: int
-    """Of the device."""
+    """Total memory of the device."""
     free: int
-    """With the weights loaded."""
+    """Free memory after the weights were loaded."""
     weights: int
-    """Of the model and, where there are any, of adapters."""
+    """Weights of the model and, if any, of adapters."""
     step: int
-    """Largest step's activations and logits."""
+    """Activations and logits of the largest step."""
     graphs: int
-    """Captured steps."""
+    """Memory of the captured graphs."""
     sampling: int
-    """Penalties, biases and masks if all requests have them."""
+    """Penalties, biases and masks if all requests use them."""
     drafts: int = 0
-    """KV of a separate draft model."""
+    """KV pool of a separate draft model."""
 
     @property
     def margin(self) -> int:
-        """Kept free."""
+        """Memory kept free."""
         return max(MIN_MARGIN_BYTES, int(MARGIN_SHARE * self.total))
 
     @property
     def for_pool(self) -> int:
-        """What is left; negative if nothing is."""
+        """What remains for the pool; negative if the needs exceed the memory."""
         return self.free - self.step - self.graphs - self.sampling - self.drafts - self.margin
 
     def describe(self) -> str:
-        """The arithmetic, in words."""
+        """The calculation, in words."""
         drafts = f"KV of the draft model {_gib(self.drafts)}, " if self.drafts else ""
         return (
             f"of {_gib(self.total)} {_gib(self.free)} are free beside weights of "
@@ -65,11 +65,11 @@ class MemoryNeeds:
 
 
 def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
-    """Pages that fit.
+    """Number of pages that fit.
 
     Args:
-        needs: Of the engine.
-        page_bytes: Of one page.
+        needs: Needs of the engine.
+        page_bytes: Bytes of one page.
 
     Raises:
         ConfigError: Not even `MIN_PAGES`; with the arithmetic.
@@ -91,7 +91,7 @@ def describe_pool(needs: MemoryNeeds, num_pages: int, layout: PlaneLayout) -> st
 
 
 def check_pool_fits(pool_bytes: int, device: torch.device) -> None:
-    """Refuses a pool that is larger than the device's free memory.
+    """Refuses a pool larger than the device's free memory.
 
     Raises:
         ConfigError: With the arithmetic.
@@ -119,19 +119,19 @@ def measure_needs(
     max_drafts: int = 0,
     tree_rows: Sequence[int] = (),
 ) -> MemoryNeeds:
-    """Runs the largest step once, and captures the largest graphs, with a pool of two pages.
+    """Runs the largest step once and captures the largest graphs, with a pool of two pages.
 
     Args:
         model: Loaded, on the device.
         layout: Shape of a page.
-        vocab_size: Of the model.
+        vocab_size: Vocabulary size of the model.
         max_requests: Requests of a step.
         max_step_tokens: New tokens of a step.
         max_context_tokens: Longest request.
         device: A CUDA device.
         cuda_graphs: Steps are captured.
         lora: Adapters on the device, which are there already; steps are measured with them.
-        max_drafts: Of a request in a step, whose logits are all wanted.
+        max_drafts: Most drafts of a request in a step, whose logits are all wanted.
         tree_rows: See `ModelRunner`.
 
     Raises:
@@ -194,10 +194,11 @@ def measure_needs(
     )
 
 
-def _measure_graphs(runner: ModelRunner, buckets: Sequence[Bucket]) -> int:
-    """Bytes of all, from the largest two of each kind: the first of all holds what the others
-    share, and of its kind each adds about what the second does."""
-    by_kind: dict[tuple[str, int, bool], list[Bucket]] = {}
+def _measure_graphs(runner: ModelRunner, buckets: Sequence[GraphBucket]) -> int:
+    """Estimates the bytes of all graphs from the largest two of each kind: the first one includes
+    what all share, and each further one adds about as much as the second.
+    """
+    by_kind: dict[tuple[str, int, bool], list[GraphBucket]] = {}
     for bucket in sorted(buckets, reverse=True):
         # Decode steps have as many bounds as sizes.
         bound = bucket.requests if bucket.kind == "ragged" else 0
@@ -218,7 +219,7 @@ def largest_step(
     layout: PlaneLayout,
     max_logits: int,
 ) -> StepArrays:
-    """A step of as many tokens and logits as there may be, all of them in the null page."""
+    """A step with the most tokens and logits possible, all in the null page."""
     num_pieces = -(-max_step_tokens // max_context_tokens)
     bounds = np.linspace(0, max_step_tokens, num_pieces + 1).astype(np.int32)
     lengths = np.diff(bounds)
@@ -237,8 +238,9 @@ def largest_step(
 
 
 def sampling_bytes(vocab_size: int, max_requests: int) -> int:
-    """Of the device's sampler at most: a bias and a count for each token of each request (once
-    more by half while these tables grow), and a bit."""
+    """Upper bound of the device sampler's memory: for each token of each request a bias and a count
+    (half as much again while these tables grow), and a bit.
+    """
     return max_requests * vocab_size * (3 * 4 + 1)
 
 

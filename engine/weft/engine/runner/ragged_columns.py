@@ -1,4 +1,4 @@
-"""Where the arrays of a padded ragged step lie, one after another in one piece of memory."""
+"""Layout of a padded ragged step's arrays, one after another in one buffer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from weft.engine.runner.step import ALL_BEFORE, StepArrays
 
 @dataclass(frozen=True, slots=True)
 class RaggedColumns:
-    """The layout of steps padded to as many rows, requests and rows of logits: int64 columns, then
-    int32 ones."""
+    """The layout of steps padded to this many rows, requests and rows of logits: int64 columns,
+    then int32 ones.
+    """
 
     num_tokens: int
     max_requests: int
     max_logits: int
     has_trees: bool = False
-    """Rows may form trees: there is a column of `ForwardBatch.ancestors`."""
+    """Whether rows may form trees, which adds a column for `ForwardBatch.ancestors`."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all columns."""
+        """Bytes of all columns."""
         return 8 * self._num_wide + 4 * (2 * self.max_requests + 1)
 
     @property
@@ -34,7 +35,7 @@ class RaggedColumns:
         return of_tokens * self.num_tokens + self.max_requests + self.max_logits
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The columns in `flat`, [num_bytes] uint8, aligned to 8 bytes.
+        """The columns as views of `flat`, [num_bytes] uint8, aligned to 8 bytes.
 
         Returns:
             token_ids, positions, slots [num_tokens], rows [max_requests], logits_rows [max_logits]
@@ -48,7 +49,7 @@ class RaggedColumns:
         return (*wide, *narrow)
 
     def ancestors(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """[num_tokens] int64 in `flat`; None without trees."""
+        """The ancestors in `flat`, [num_tokens] int64; None without trees."""
         if not self.has_trees:
             return None
         at = 8 * self._num_wide
@@ -57,7 +58,7 @@ class RaggedColumns:
     def write(
         self, host: npt.NDArray[np.uint8], arrays: StepArrays, null_row: int, page_size: int
     ) -> None:
-        """Lays a step out.
+        """Writes a step's arrays into the buffer.
 
         Rows of no request write to the null page at position 0; requests that do not exist bring
         no row; logits that are not wanted are those of the first row.

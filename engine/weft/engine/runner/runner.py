@@ -1,4 +1,6 @@
-"""Runs a step's plan on the device: the model, its pool, and the batch built from the plan."""
+"""Runs a step's plan on the device: holds the model and its pool, and builds the batch from the
+plan.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from weft.engine.models.interface import CausalLM
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.device_pool import DevicePool, PinnedRows
-from weft.engine.runner.graphs import Bucket, Progress, StepGraphs, step_buckets
+from weft.engine.runner.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.runner.step import Int32Array, Int64Array, PageTable, StepArrays
+from weft.engine.sampling.device import RowsOnDevice
 from weft.engine.scheduler.pages import PageCopy
 from weft.engine.scheduler.plan import Plan
 from weft.engine.tiers.pool import HostPool, PagePool
@@ -27,43 +30,52 @@ from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, page_index
-from weft.kernels.step_rows import SlotTokens, StepRows, Verified, accept_drafts, resolve_rows
+from weft.kernels.step_rows import (
+    SlotTokens,
+    StepRows,
+    Verified,
+    accept_drafts,
+    keep_tokens,
+    resolve_rows,
+)
 from weft.kernels.tree_rows import accept_trees, move_paths
 
 
 class Drawable(NamedTuple):
-    """Logits, and what they are of."""
+    """Logits, and the requests and positions that they belong to."""
 
     logits: torch.Tensor
     """[L, vocab] float32 on the model's device."""
     slots: Int64Array
-    """[L]."""
+    """The slot of each row that draws, [L]."""
     positions: Int64Array
-    """[L], of the tokens to be drawn; of requests that start late the last ones that may be."""
-    late_positions: Callable[[], torch.Tensor] | None = None
-    """[L] int64 on the device: where they will be; None: as in `positions`."""
+    """Positions of the tokens to be drawn, [L]; for requests that start late the largest possible
+    ones.
+    """
+    on_device: Callable[..., RowsOnDevice] | None = None
+    """`DeviceInputs.drawing_rows` of the step; None: they are not on the device."""
 
 
 class Verifying(NamedTuple):
-    """A step with drafts."""
+    """The part of a step that verifies drafts."""
 
     step: StepRows
     rows: torch.Tensor
-    """`StepArrays.verify_rows`."""
+    """See `StepArrays.verify_rows`."""
     num_decodes: int
     num_rows: int
-    """Of requests with drafts, behind the decodes."""
+    """Rows of the requests with drafts, which follow the decodes."""
 
 
 class KeptStates(Protocol):
-    """States of the target by slot, from which a draft goes on."""
+    """Hidden states of the target by slot, from which drafts continue."""
 
     def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keeps the last forward's states of `rows` [V] int64 for `slots` [V] int64."""
+        """Keeps the states of `rows` [V] int64 of the last forward pass for `slots` [V] int64."""
 
 
 class ModelRunner:
-    """Owns the KV pool and turns plans into forwards.
+    """Owns the KV pool and runs plans as forward passes.
 
     Args:
         model: loaded model.
@@ -101,7 +113,7 @@ class ModelRunner:
     ) -> None:
         self._states = states
         self._verifying: Verifying | None = None
-        """The last step's, if it has drafts."""
+        """The verification of the last step, if it has drafts."""
         self._model = model
         self._lora = lora
         self._page_size = layout.page_size
@@ -118,13 +130,13 @@ class ModelRunner:
         nothing = torch.zeros((num_rows + 1, max_requests + 1), dtype=torch.int64, device=device)
         words = torch.full_like(nothing[:-1], -1) if tree_rows else None
         self.known = SlotTokens(nothing[:-1], nothing[-1], words)
-        """Of the slots, before the host knows it."""
+        """Lengths and last tokens of the slots on the device, ahead of the host."""
         self._drawing_slots = self.known.starts[:0]
         self._step: StepRows | None = None
         self._page_table = PageTable(max_requests, max_pages, keeps_changes=is_cuda)
         self._inputs: DeviceInputs | None = None
         self.graphs: StepGraphs | None = None
-        """Captured steps; None where there are none."""
+        """The captured steps; None if there are none."""
         if is_cuda:
             self._inputs = DeviceInputs(
                 self._page_table,
@@ -148,32 +160,32 @@ class ModelRunner:
 
     @property
     def page_table(self) -> PageTable:
-        """On the host; what is entered reaches the device with the next step."""
+        """The page table on the host; changes reach the device with the next step."""
         return self._page_table
 
     @property
     def step_sizes(self) -> Sequence[int]:
-        """Tokens that steps with prompts are padded to; none where there are no graphs."""
+        """Token counts that steps with prompts are padded to; empty without graphs."""
         return () if self.graphs is None else self.graphs.buckets.ragged_sizes
 
     @property
     def inputs(self) -> DeviceInputs | None:
-        """Of the steps on a GPU; None on a CPU."""
+        """Device inputs of steps on a GPU; None on a CPU."""
         return self._inputs
 
     @property
     def is_asynchronous(self) -> bool:
-        """The device works while the host goes on."""
+        """Whether the device works while the host goes on."""
         return self.device.type == "cuda"
 
     @property
     def pool_bytes(self) -> np.ndarray:
-        """[num_pages, page_bytes] uint8 view of the pool; no pages where it is not on the host."""
+        """The pool as [num_pages, page_bytes] uint8; without pages if it is not on the host."""
         flat = self.pool.view(torch.uint8).reshape(self.pool.shape[0], -1)
         return flat.numpy() if self._inputs is None else flat[:0].cpu().numpy()
 
     def page_digests(self, pages: Sequence[int]) -> list[int]:
-        """Digests of pages as they lie in the pool now; waits for them."""
+        """Digests of pages as they are in the pool now; waits for them."""
         if self._inputs is None:
             found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
             return found
@@ -182,19 +194,19 @@ class ModelRunner:
         return found
 
     def page_pool(self) -> PagePool:
-        """The pool's pages for one thread beside the steps'."""
+        """Access to the pool's pages for one thread other than the steps'."""
         return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.pool)
 
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
-        """Lets the pool's device copy from and to host memory by itself; see `load_tiers`."""
+        """Pins host memory, so that the pool's device can copy from and to it; see `load_tiers`."""
         return None if self._inputs is None else PinnedRows(rows, self.pool)
 
     def reset_slot(self, slot: int) -> None:
-        """The slot's next request starts with an empty page table row."""
+        """Clears the slot's page table row for its next request."""
         self._page_table.clear(slot)
 
     def forward(self, plan: Plan) -> Drawable | None:
-        """Starts one step; on a GPU nothing waits for it.
+        """Starts one step; on a GPU without waiting for it.
 
         Returns:
             What tokens are drawn from: a row for each decode, then one for each token of requests
@@ -212,14 +224,16 @@ class ModelRunner:
             self._verifying = Verifying(step, rows, arrays.num_decodes, num_rows)
         if logits is None:
             return None
-        late = None
+        on_device = None
         has_trees = arrays.ancestors is not None and len(arrays.sources) > arrays.num_decodes
-        if self._inputs is not None and (has_trees or arrays.owners.max(initial=-1) >= 0):
-            late = partial(self._inputs.drawing_positions, arrays)
-        return Drawable(logits, arrays.drawing_slots, arrays.drawing_positions, late)
+        if self._inputs is not None:
+            is_late = has_trees or arrays.owners.max(initial=-1) >= 0
+            if is_late or arrays.is_decode:
+                on_device = partial(self._inputs.drawing_rows, arrays)
+        return Drawable(logits, arrays.drawing_slots, arrays.drawing_positions, on_device)
 
     def keep(self, tokens: torch.Tensor) -> None:
-        """Takes what was drawn from the logits of the last `forward`, as input of later steps.
+        """Keeps the drawn tokens on the device as input of later steps.
 
         Args:
             tokens: [L] int64, by row of the logits; negative where there is none. Of a request
@@ -230,14 +244,13 @@ class ModelRunner:
             tokens = tokens.to(self.device, non_blocking=True)
             if self._verifying is not None:
                 tokens, slots = self._accept(tokens, slots, self._verifying)
-            # What follows a token that there is not is dropped, but it must be of the vocabulary.
             if len(slots):
-                self.known.tokens[0].index_copy_(0, slots, tokens.clamp(min=0))
+                keep_tokens(tokens, slots, self.known)
 
     def _accept(
         self, tokens: torch.Tensor, slots: torch.Tensor, verifying: Verifying
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Follows the drafts; returns what is left: tokens and slots of the other requests."""
+        """Accepts drafts; returns tokens and slots of the requests without drafts."""
         verified = Verified(verifying.rows, slots)
         if verifying.step.ancestors is None:
             last_rows, own_slots = accept_drafts(tokens, verifying.step, verified, self.known)
@@ -257,11 +270,11 @@ class ModelRunner:
         )
 
     def mark(self) -> Mark:
-        """The device's work up to here."""
+        """A mark of the device's work so far."""
         return Mark(self.device)
 
     def run(self, arrays: StepArrays) -> torch.Tensor | None:
-        """`forward` of a step that is given as arrays."""
+        """Like `forward`, for a step given as arrays."""
         with torch.inference_mode():
             bucket = None if self.graphs is None else self.graphs.bucket_of(arrays)
             if self.graphs is not None and bucket is not None:
@@ -272,8 +285,8 @@ class ModelRunner:
                 return None
             return self._model.logits(hidden, self._logits_lora(arrays))
 
-    def capture(self, buckets: Sequence[Bucket]) -> list[int]:
-        """Captures steps on a CUDA device and drops them.
+    def capture(self, buckets: Sequence[GraphBucket]) -> list[int]:
+        """Captures steps on a CUDA device and discards them.
 
         Args:
             buckets: Which.
@@ -288,17 +301,17 @@ class ModelRunner:
         return StepGraphs(self._model, self.pool, self._inputs, buckets).bytes_of_each
 
     def poison(self, pages: Sequence[int]) -> None:
-        """Fills free pages with NaN, so that reading one shows."""
+        """Fills free pages with NaN, so that reading one is noticed."""
         if pages:
             self.pool.index_fill_(0, page_index(pages, self.device), float("nan"))
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Zeroes pages."""
+        """Zeroes pages of the pool."""
         if pages:
             self.pool.index_fill_(0, page_index(pages, self.device), 0)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copies pages, none of which is a source and a destination."""
+        """Copies pages, none of which may be both source and destination."""
         if copies:
             sources, destinations = zip(*copies, strict=True)
             copy_pages(self.pool, sources, destinations)
@@ -343,7 +356,7 @@ class ModelRunner:
         return None if arrays.adapter_slots is None else self._lora_of(arrays.adapter_slots)
 
     def _logits_lora(self, arrays: StepArrays) -> LoraStep | None:
-        """The adapters of the rows whose logits are wanted, if one of them changes those."""
+        """The adapters of the rows whose logits are wanted, if any of them changes logits."""
         if arrays.adapter_slots is None or self._lora is None or not self._lora.changes_logits:
             return None
         slots = arrays.adapter_slots[arrays.logits_rows]
@@ -357,7 +370,7 @@ class ModelRunner:
 
 
 def _new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, on a CPU in huge pages: attention reads from all over them."""
+    """Allocates zeros, on a CPU in huge pages, since attention reads from all over them."""
     if device.type == "cpu":
         return huge_zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""A step's plan as arrays on the host, and the page table that the steps share."""
+"""A step's plan as host arrays, and the page table that all steps share."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.scheduler.plan import LaterDrafts, Plan, parents_of
 
 DRAWN = -1
-"""As a token: what the step before draws for its slot, which the host does not know yet."""
+"""Placeholder for a token that the previous step draws for the slot and the host does not know yet.
+"""
 
 ALL_BEFORE = -1
-"""As a word of `ancestors`: a row sees all rows of its request before it, in a tree or not."""
+"""Word of `ancestors` for a row that sees all earlier rows of its request, as outside trees."""
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
 class PageChanges(NamedTuple):
-    """Entries of the page table that were set."""
+    """Changed entries of the page table."""
 
     indices: Int64Array
-    """Into the flattened table."""
+    """Indices into the flattened table."""
     pages: Int32Array
 
 
 class PageTable:
-    """Page numbers by slot. The row after the last slot names the null page only.
+    """Page numbers by slot. The row after the last slot contains only the null page.
 
     Args:
         max_requests: slots.
@@ -46,15 +47,15 @@ class PageTable:
         self._changed: list[tuple[int, int, int]] | None = [] if keeps_changes else None
 
     def clear(self, slot: int) -> None:
-        """The slot's next request starts without pages."""
+        """Clears the slot's row for its next request."""
         self._num_set[slot] = 0
 
     def is_short(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
-        """By slot: its row does not have a page of this index yet."""
+        """For each slot, whether its row lacks the page of this index."""
         return self._num_set[slots] <= indices
 
     def extend(self, slot: int, pages: Sequence[int]) -> None:
-        """Makes the slot's row `pages`, of which it knows a first part already."""
+        """Sets the slot's row to `pages`, of which it already has the first ones."""
         known, count = int(self._num_set[slot]), len(pages)
         if known < count:
             self.pages[slot, known:count] = pages[known:]
@@ -63,7 +64,7 @@ class PageTable:
                 self._changed.append((slot, known, count))
 
     def take_changes(self) -> PageChanges:
-        """What was set since the last call."""
+        """The entries set since the last call."""
         assert self._changed is not None
         changed, self._changed = self._changed, []
         width = self.pages.shape[1]
@@ -78,81 +79,80 @@ def _nothing() -> Int64Array:
 
 @dataclass(slots=True, kw_only=True)
 class StepArrays:
-    """What `ForwardBatch` says of a step, on the host. T, R and L are as there."""
+    """The input of a step on the host, before it becomes a `ForwardBatch`. T, R and L as there."""
 
     token_ids: Int64Array
-    """[T]; DRAWN where only the device knows them, which `sources` are for."""
+    """Token ids, [T]; DRAWN where only the device knows them (see `sources`)."""
     positions: Int64Array
-    """[T]."""
+    """Absolute positions, [T]."""
     slots: Int64Array
     """[T]: page * page_size + offset."""
     rows: Int64Array
     """[R]: each request's row of the page table."""
     cu_q_lens: Int32Array
-    """[R + 1]."""
+    """Start of each request's rows, [R + 1]."""
     kv_lens: Int32Array
-    """[R]."""
+    """Length of each request's context, [R]."""
     logits_rows: Int64Array
-    """[L]: of a request with drafts all of its rows."""
+    """Rows of T whose logits are wanted, [L]; for a request with drafts all of its rows."""
     max_q_len: int
     max_kv_len: int
     num_decodes: int = 0
     drawing_slots: Int64Array = field(default_factory=_nothing)
-    """[L]: whose token comes of each row of the logits; empty if none is drawn."""
+    """Slot of each row of the logits, [L]; empty if no token is drawn."""
     drawing_positions: Int64Array = field(default_factory=_nothing)
-    """[L]: where it will be."""
+    """Positions of the tokens to be drawn, [L]."""
     verify_rows: Int64Array | None = None
-    """[V, 1 + longest drafts]: rows of T of each request with drafts, which come right behind the
-    decodes; -1 behind its last. None: there are none."""
+    """[V, 1 + longest drafts]: rows of T of each request with drafts, right behind the decodes; -1
+    behind its last row. None: no drafts.
+    """
     sources: Int64Array = field(default_factory=_nothing)
-    """[N]: of the first rows, those of decodes and of drafts that lie on the device, where their
-    tokens are (`weft.kernels.step_rows.resolve_rows`)."""
+    """[N]: location on the device of the token of each of the first rows: decodes, and drafts made
+    on the device (`weft.kernels.step_rows.resolve_rows`).
+    """
     owners: Int64Array = field(default_factory=_nothing)
-    """[N]: each one's request if that starts late, -1 else."""
+    """[N]: the request of each such row if it starts late, else -1."""
     adapter_slots: Int32Array | None = None
     """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
     ancestors: Int64Array | None = None
-    """[T]: `ForwardBatch.ancestors`; None: no request brings a tree. Trees that only the device
-    knows it writes into `DeviceInputs.step`, before the step runs."""
+    """[T]: `ForwardBatch.ancestors`; None: there are no trees. For trees known only to the device,
+    the device writes them into `DeviceInputs.step` before the step runs.
+    """
 
     @property
     def is_decode(self) -> bool:
-        """Each request brings one token and wants its logits."""
+        """Whether each request brings one token and wants its logits."""
         is_single = self.max_q_len == 1 and len(self.logits_rows) == len(self.token_ids)
         return is_single and len(self.sources) == self.num_decodes
 
     @classmethod
     def of_plan(cls, plan: Plan, table: PageTable, page_size: int) -> StepArrays:
-        """Flattens a plan that has begun, and enters its requests' new pages into the table."""
+        """Flattens a started plan, and enters its requests' new pages into the table."""
         num_decodes = len(plan.decodes)
         for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
             table.extend(int(plan.slots[index]), plan.decodes[index].pages)
-        rows, starts, positions, sources = plan.slots, plan.starts, plan.starts, plan.slots
-        owners = np.full(num_decodes, -1, np.int64)
-        row_of_token = rows
-        token_ids = np.full(num_decodes, DRAWN, np.int64)
-        q_lens = num_drawing = np.ones(num_decodes, np.int64)
-        is_ragged = bool(plan.verifies or plan.chunks)
-        if is_ragged:
-            pieces, tokens = _pieces(plan, table)
-            slots, piece_starts, lengths, drawing = np.array(pieces, np.int64).T
-            if isinstance(plan.drafts, LaterDrafts):
-                late_sources, late_owners = _late_rows(plan, table.null_row + 1)
-                sources = np.concatenate([sources, late_sources])
-                owners = np.concatenate([owners, late_owners])
-            rows, starts = np.concatenate([rows, slots]), np.concatenate([starts, piece_starts])
-            q_lens = np.concatenate([q_lens, lengths])
-            num_drawing = np.concatenate([num_drawing, drawing])
-            token_ids = np.concatenate([token_ids, np.array(tokens, np.int64)])
+        if not (plan.verifies or plan.chunks):
+            return cls._of_decodes(plan, table, page_size)
+        sources, owners = plan.slots, np.full(num_decodes, -1, np.int64)
+        pieces, tokens = _pieces(plan, table)
+        slots, piece_starts, lengths, drawing = np.array(pieces, np.int64).T
+        if isinstance(plan.drafts, LaterDrafts):
+            late_sources, late_owners = _late_rows(plan, table.null_row + 1)
+            sources = np.concatenate([sources, late_sources])
+            owners = np.concatenate([owners, late_owners])
+        rows = np.concatenate([plan.slots, slots])
+        starts = np.concatenate([plan.starts, piece_starts])
+        one_each = np.ones(num_decodes, np.int64)
+        q_lens = np.concatenate([one_each, lengths])
+        num_drawing = np.concatenate([one_each, drawing])
+        token_ids = np.concatenate([DRAWN * one_each, np.array(tokens, np.int64)])
         cu_q_lens = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(q_lens, out=cu_q_lens[1:])
-        if is_ragged:
-            request_of = np.repeat(np.arange(len(rows)), q_lens)
-            positions = np.arange(len(token_ids)) + (starts - cu_q_lens[:-1])[request_of]
-            row_of_token = rows[request_of]
+        request_of = np.repeat(np.arange(len(rows)), q_lens)
+        positions = np.arange(len(token_ids)) + (starts - cu_q_lens[:-1])[request_of]
+        row_of_token = rows[request_of]
         adapter_slots = _adapter_slots(plan)
-        pages = table.pages[row_of_token, positions // page_size].astype(np.int64)
-        slot_of_token = pages * page_size + positions % page_size
+        slot_of_token = _places(table, row_of_token, positions, page_size)
         ancestors = None
         if plan.has_trees:
             ancestors = np.full(len(token_ids), -1, np.int64)
@@ -186,10 +186,41 @@ class StepArrays:
             max_kv_len=int(kv_lens.max()),
         )
 
+    @classmethod
+    def _of_decodes(cls, plan: Plan, table: PageTable, page_size: int) -> StepArrays:
+        """`of_plan` of one row each, without what follows for longer ones."""
+        num_rows, drawing_positions = len(plan.decodes), plan.starts + 1
+        return cls(
+            token_ids=np.full(num_rows, DRAWN, np.int64),
+            positions=plan.starts,
+            slots=_places(table, plan.slots, plan.starts, page_size),
+            rows=plan.slots,
+            cu_q_lens=np.arange(num_rows + 1, dtype=np.int32),
+            kv_lens=drawing_positions.astype(np.int32),
+            logits_rows=np.arange(num_rows),
+            max_q_len=1,
+            max_kv_len=int(drawing_positions.max()),
+            num_decodes=num_rows,
+            drawing_slots=plan.slots,
+            drawing_positions=drawing_positions,
+            sources=plan.slots,
+            owners=np.full(num_rows, -1, np.int64),
+            adapter_slots=_adapter_slots(plan),
+        )
+
+
+def _places(
+    table: PageTable, rows: Int64Array, positions: Int64Array, page_size: int
+) -> Int64Array:
+    """[T]: `StepArrays.slots` of tokens at these positions of these rows of the table."""
+    pages = table.pages[rows, positions // page_size].astype(np.int64)
+    return pages * page_size + positions % page_size
+
 
 def _pieces(plan: Plan, table: PageTable) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-    """What comes behind the decodes: slot, first position, tokens and drawing rows of each, and
-    the tokens of all. Their pages are entered into the table."""
+    """The requests that follow the decodes: slot, first position, tokens and drawing rows of each,
+    and all their tokens. Enters their pages into the table.
+    """
     pieces, tokens = [], []
     is_late = isinstance(plan.drafts, LaterDrafts)
     for index, ((request, start, *_), count) in enumerate(
@@ -211,7 +242,7 @@ def _pieces(plan: Plan, table: PageTable) -> tuple[list[tuple[int, int, int, int
 def _enter_trees(
     plan: Plan, cu_q_lens: Int32Array, positions: Int64Array, ancestors: Int64Array
 ) -> None:
-    """Enters where the nodes of known trees are, and which rows they see, in place of a chain's."""
+    """Enters the positions and ancestors of known trees, in place of a chain's."""
     firsts = cu_q_lens[len(plan.decodes) :].tolist()
     for first, item, drafts in zip(firsts, plan.verifies, plan.drafts, strict=False):
         depths, words = [0], [1]
@@ -224,7 +255,7 @@ def _enter_trees(
 
 
 def _late_rows(plan: Plan, num_slots: int) -> tuple[Int64Array, Int64Array]:
-    """`StepArrays.sources` and `owners` of what is verified, all of which lies on the device."""
+    """`StepArrays.sources` and `owners` of verified requests whose drafts are all on the device."""
     counts = 1 + np.array(plan.draft_counts, np.int64)
     slots = np.array([item.request.slot for item in plan.verifies], np.int64)
     is_late = np.array([item.request.starts_late for item in plan.verifies])

@@ -1,4 +1,4 @@
-"""Draws where the logits are: parameters by slot in the device's memory, tokens fetched alone.
+"""Sampling on the device of the logits: parameters by slot in its memory, only tokens are fetched.
 
 Tokens are drawn, and counted, in the order of the calls; nothing waits for the device.
 """
@@ -14,6 +14,7 @@ import torch
 from weft.engine.device_copies import DeviceCopies, Fetched
 from weft.engine.request import TokenLogprob
 from weft.engine.sampling.edits import LogitEdits
+from weft.engine.sampling.logprobs import token_logprobs
 from weft.kernels.device_sampling import (
     NUM_FIELDS,
     Field,
@@ -29,21 +30,30 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class SlotParams(NamedTuple):
-    """What a slot draws by; arguments of `pack_slot`."""
+    """Sampling parameters of a slot; arguments of `pack_slot`."""
 
     temperature: float
     top_p: float
     min_p: float
     seed: int
-    """Of the sample, unsigned 64 bits."""
+    """Seed of the sample, unsigned 64 bits."""
     top_k: int
     repetition: float
     frequency: float
     presence: float
 
 
+class RowsOnDevice(NamedTuple):
+    """What the device has of the rows to be drawn from already."""
+
+    slots: torch.Tensor | None
+    """[L] int64; None: they have to be sent."""
+    positions: torch.Tensor
+    """[L] int64, of the tokens to be drawn."""
+
+
 class DeviceSampler:
-    """Sampler of logits on a device. What changed since the last step goes there in one copy.
+    """A sampler on a device. Changes since the last step are sent in one copy.
 
     Args:
         vocab_size: length of a row of logits.
@@ -54,6 +64,7 @@ class DeviceSampler:
     def __init__(self, vocab_size: int, max_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._copies = DeviceCopies(device)
+        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
         words = -(-vocab_size // 32)
         self._params = torch.zeros((max_slots, NUM_FIELDS), dtype=torch.int64, device=device)
         self._masks = torch.zeros((max_slots, words), dtype=torch.int32, device=device)
@@ -65,7 +76,7 @@ class DeviceSampler:
         self._new_masks: dict[int, npt.NDArray[np.uint32]] = {}
 
     def add(self, slot: int, params: SlotParams, edits: LogitEdits | None) -> None:
-        """Gives `slot` to a sample.
+        """Assigns `slot` to a sample.
 
         Args:
             slot: Must be free.
@@ -90,10 +101,10 @@ class DeviceSampler:
         self._counts.give_back(slot)
 
     def set_mask(self, slot: int, words: npt.NDArray[np.uint32] | None) -> None:
-        """Tells which tokens the slot may draw from now on; see `SlotTables.masks`.
+        """Sets the tokens that the slot may draw from now on; see `SlotTables.masks`.
 
         Args:
-            slot: Of a sample.
+            slot: Slot of a sample.
             words: [ceil(vocab_size / 32)], copied; None = all tokens.
         """
         is_masked = int(words is not None)
@@ -109,25 +120,30 @@ class DeviceSampler:
         self,
         logits: torch.Tensor,
         slots: Int64Array,
-        positions: Int64Array | torch.Tensor,
+        positions: Int64Array,
         num_tops: Mapping[int, int],
+        on_device: RowsOnDevice | None = None,
     ) -> DeviceDraw:
-        """Draws one token a row and counts it.
+        """Draws one token per row and counts it.
 
         Args:
             logits: [L, vocab_size] float32 on the device; unchanged.
             slots: [L], distinct but for those that were not added, and those whose tokens do not
                 depend on the ones before.
-            positions: [L], absolute position of the token to be drawn; int64 if on the device.
+            positions: [L], absolute position of the token to be drawn.
             num_tops: By row: how many most likely tokens are wanted beside the log-probability of
                 the drawn one.
+            on_device: Slots, where they are there, and positions, which take the place of these.
         """
-        rows = np.fromiter(num_tops, np.int64)
-        if isinstance(positions, torch.Tensor):
-            device_slots, _, device_rows = self._send(slots, slots[:0], rows)
-            device_positions = positions
-        else:
+        rows, nothing = np.fromiter(num_tops, np.int64), slots[:0]
+        if on_device is None:
             device_slots, device_positions, device_rows = self._send(slots, positions, rows)
+        elif on_device.slots is None:
+            device_slots, _, device_rows = self._send(slots, nothing, rows)
+            device_positions = on_device.positions
+        else:
+            _, _, device_rows = self._send(nothing, nothing, rows)
+            device_slots, device_positions = on_device.slots, on_device.positions
         tables = SlotTables(self._params, self._masks, self._biases.tensor, self._counts.tensor)
         tokens = draw_rows(logits, device_slots, device_positions, tables)
         if not num_tops:
@@ -139,6 +155,11 @@ class DeviceSampler:
         self, slots: Int64Array, positions: Int64Array, rows: Int64Array
     ) -> list[torch.Tensor]:
         """Sends a step's columns with all that changed, and applies the changes."""
+        has_rows = self._biases.has_changes or self._counts.has_changes
+        if not (self._changed or self._new_masks or has_rows):
+            if not (len(slots) or len(positions) or len(rows)):
+                return [self._nothing] * 3
+            return self._copies.send((slots, positions, rows))
         changed = np.fromiter(self._changed, np.int64)
         masked = np.fromiter(self._new_masks, np.int64)
         words = [*self._new_masks.values()] or [np.zeros(0, np.uint32)]
@@ -177,7 +198,7 @@ class _Rows:
         self._new: dict[int, tuple[Int64Array, npt.NDArray[np.generic]]] = {}
 
     def take(self, slot: int, ids: Int64Array, values: npt.NDArray[np.generic]) -> int:
-        """The slot's row, which will be 0 but for the values of `ids`."""
+        """Assigns a row to the slot, filled with 0 except for the values of `ids`."""
         if not self._free:
             count = len(self.tensor)
             more = self.tensor.new_zeros(min(count, self._max_rows - count), self.tensor.shape[1])
@@ -188,14 +209,19 @@ class _Rows:
         return row
 
     def give_back(self, slot: int) -> None:
-        """The slot needs no row any more, if it had one."""
+        """Releases the slot's row, if it had one."""
         row = self._row_of.pop(slot, None)
         if row is not None:
             self._new.pop(row, None)
             self._free.append(row)
 
+    @property
+    def has_changes(self) -> bool:
+        """`take_changes` has something."""
+        return bool(self._new)
+
     def take_changes(self) -> tuple[Int64Array, npt.NDArray[np.generic]]:
-        """Where values of new rows go, and the values; the rows are zeroed."""
+        """Indices and values of the changed entries; new rows are zeroed."""
         changes, self._new = self._new, {}
         for row in changes:
             self.tensor[row].zero_()
@@ -204,20 +230,20 @@ class _Rows:
         return np.concatenate(indices), np.concatenate(values)
 
     def apply(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes what `take_changes` gave."""
+        """Writes the changes that `take_changes` returned."""
         if len(indices):
             self.tensor.view(-1).index_copy_(0, indices, values)
 
 
 class DeviceDraw(NamedTuple):
-    """Tokens that a device draws."""
+    """Tokens being drawn on a device."""
 
     tokens: torch.Tensor
-    """[L] int64 on the device: tokens, or errors (negative)."""
+    """Tokens on the device, [L] int64; negative: errors."""
     fetched: Fetched
-    """These, and what their log-probabilities are made of."""
+    """The tokens, and the inputs of their log-probabilities."""
     num_tops: Mapping[int, int]
-    """As of `draw`."""
+    """Numbers of alternatives, as in `draw`."""
 
     def wait(self) -> tuple[Int64Array, dict[int, TokenLogprob]]:
         """Waits for the tokens.
@@ -234,7 +260,7 @@ class DeviceDraw(NamedTuple):
 
 
 def _as_int64(top: TopLogits) -> list[torch.Tensor]:
-    """The bits of everything, to travel with the tokens; see `_logprobs`."""
+    """Packs all results as int64 bits, to be fetched with the tokens; see `_logprobs`."""
     return [
         top.log_sums.view(torch.int64),
         top.drawn.double().view(torch.int64),
@@ -246,17 +272,10 @@ def _as_int64(top: TopLogits) -> list[torch.Tensor]:
 def _logprobs(
     tokens: Int64Array, num_tops: Mapping[int, int], bits: Int64Array, num_top: int
 ) -> dict[int, TokenLogprob]:
-    """Log-probabilities by row, of what `_as_int64` packed for the rows of `num_tops`."""
+    """Log-probabilities by row, unpacked from `_as_int64` for the rows of `num_tops`."""
     count = len(num_tops)
     log_sums, drawn = bits[: 2 * count].view(np.float64).reshape(2, count)
     ids, logits = bits[2 * count :].reshape(2, count, num_top)
     values = logits.view(np.float64) - log_sums[:, None]
-    return {
-        row: TokenLogprob(
-            int(tokens[row]),
-            float(drawn[i] - log_sums[i]),
-            tuple(zip(ids[i, :wanted].tolist(), values[i, :wanted].tolist(), strict=True)),
-        )
-        for i, (row, wanted) in enumerate(num_tops.items())
-        if tokens[row] >= 0
-    }
+    own_tokens = tokens[np.fromiter(num_tops, np.int64)]
+    return token_logprobs(num_tops, own_tokens, drawn - log_sums, ids, values)

@@ -1,4 +1,4 @@
-"""A trial of the device's sampler when an engine starts: compiles it, and compares its tokens."""
+"""A trial of the device's sampler when an engine starts: compiles it and compares its tokens."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def device_sampler_fault(vocab_size: int, device: torch.device) -> str | None:
     """Draws from the same logits on the device and on the host.
 
     Args:
-        vocab_size: Of the model.
-        device: Of its logits.
+        vocab_size: Vocabulary size of the model.
+        device: Device of its logits.
 
     Returns:
         Why the device must not draw, in words; None if all tokens are the host's.

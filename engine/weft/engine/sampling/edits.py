@@ -1,4 +1,4 @@
-"""Changes to a row's logits that depend on the request: bias, penalties, masked stop tokens.
+"""Request-dependent changes of a row's logits: bias, penalties, masked stop tokens.
 
 Each is a short list of token ids and never a row of the vocabulary, so they are made on the row
 itself and taken back once its token is drawn.
@@ -18,7 +18,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class TokenCounts:
-    """How often each token of one request occurred: the distinct tokens only."""
+    """Token counts of one request, for the distinct tokens only."""
 
     def __init__(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         self._index: dict[int, int] = {}
@@ -49,18 +49,18 @@ class TokenCounts:
 
     @property
     def output_counts(self) -> Float32Array:
-        """Occurrences in the output, of each of `ids`."""
+        """Number of occurrences in the output, for each of `ids`."""
         return self._counts[: len(self._index)]
 
     @property
     def words(self) -> Int64Array:
-        """Of each of `ids`: see `weft.kernels.device_sampling.SlotTables.counts`."""
+        """The count word of each of `ids`: see `weft.kernels.device_sampling.SlotTables.counts`."""
         in_prompt = np.isin(self.ids, np.asarray(self._prompt_ids, np.int64))
         return 2 * self.output_counts.astype(np.int64) + in_prompt
 
 
 class LogitEdits:
-    """What changes in the logits of one sample, and how to take it back."""
+    """Changes to the logits of one sample, and their reversal."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class LogitEdits:
             row[self.stop_ids] = MASKED_LOGIT
 
     def take_back(self) -> None:
-        """Restores all rows that `apply` has changed since."""
+        """Reverts all changes that `apply` has made since the last call."""
         while self._undo:
             row, ids, values = self._undo.pop()
             row[ids] = values
@@ -111,7 +111,7 @@ class LogitEdits:
         self._undo.append((row, ids, row[ids]))
 
     def _penalised(self, logits: Float32Array, counts: TokenCounts) -> Float32Array:
-        """Repetition divides or multiplies; frequency and presence subtract."""
+        """Applies penalties: repetition divides or multiplies; frequency and presence subtract."""
         params = self.params
         if params.repetition_penalty != 1.0:
             penalty = np.float32(params.repetition_penalty)

@@ -1,4 +1,4 @@
-"""The sampler of an engine: parameters by slot, one call a step."""
+"""The sampler of an engine: parameters by slot, one call per step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from weft.engine.device_copies import Fetched
 from weft.engine.errors import Internal, InvalidRequest, WeftError
 from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
-from weft.engine.sampling.device import DeviceSampler, SlotParams
+from weft.engine.sampling.device import DeviceSampler, RowsOnDevice, SlotParams
 from weft.engine.sampling.edits import LogitEdits
+from weft.engine.sampling.logprobs import token_logprobs
 from weft.kernels.greedy import greedy_rows
 from weft.kernels.sampling import (
     ERROR_NOT_FINITE,
@@ -29,7 +30,8 @@ SEED_STEP = 0x9E3779B97F4A7C15
 
 
 def derive_seed(seed: int, sample_index: int) -> int:
-    """Seed of one sample of a request: distinct for each, the request's own for sample 0.
+    """Derives the seed of one sample of a request: distinct for each; sample 0 has the request's
+    own.
 
     Args:
         seed: Unsigned 64 bits.
@@ -40,16 +42,16 @@ def derive_seed(seed: int, sample_index: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class SampleRow:
-    """How one running sample draws its tokens; fixed for its life."""
+    """Sampling parameters of one running sample; fixed for its life."""
 
     params: SamplingParams
     stop: StopCriteria
     seed: int
-    """Of this sample (`derive_seed`), unsigned 64 bits."""
+    """Seed of this sample (`derive_seed`), unsigned 64 bits."""
     eos_token_ids: tuple[int, ...]
-    """The model's; masked before `min_tokens` unless the request ignores them."""
+    """The model's end tokens; masked before `min_tokens` unless the request ignores them."""
     top_logprobs: int | None = None
-    """Alternatives wanted beside each token's log-probability; None = no log-probabilities."""
+    """Number of alternatives beside each token's log-probability; None: no log-probabilities."""
 
 
 @dataclass(slots=True)
@@ -57,15 +59,15 @@ class SampleOutput:
     """Tokens of one step, by row of the logits."""
 
     token_ids: Int64Array
-    """[L]; negative in the rows of `errors`."""
+    """Token ids, [L]; negative in the rows of `errors`."""
     logprobs: list[TokenLogprob | None]
-    """None for rows that want none, and in the rows of `errors`."""
+    """Log-probabilities; None for rows that want none, and in the rows of `errors`."""
     errors: dict[int, WeftError] = field(default_factory=dict)
-    """Rows for which there is no token; the others are not affected."""
+    """Errors of rows without a token; the other rows are not affected."""
 
 
 class SamplesUnderWay:
-    """Tokens of one step that a device draws, or that have been drawn.
+    """Tokens of one step that are being drawn on a device, or have been drawn.
 
     Args:
         tokens: [L] int64 where they are drawn; negative where there is none.
@@ -81,7 +83,7 @@ class SamplesUnderWay:
         self._positions = positions
 
     def wait(self) -> SampleOutput:
-        """The tokens, once they are there."""
+        """Waits for the tokens."""
         output = self._output()
         if len(output.token_ids) and output.token_ids.min() < 0:
             _explain(output, self._positions)
@@ -103,7 +105,7 @@ class Sampler:
         use_native: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        """No slot is taken.
+        """Creates a sampler in which all slots are free.
 
         Args:
             vocab_size: Length of a row of logits.
@@ -112,28 +114,29 @@ class Sampler:
             device: Where the logits are and tokens are drawn (the same ones); None = on the host.
         """
         self.null_slot = max_rows
-        """Draws greedily what nobody wants; may be named for several rows."""
+        """A slot that draws greedily and whose tokens are discarded; may be used for several rows.
+        """
         num_slots = max_rows + 1
         self._device = DeviceSampler(vocab_size, num_slots, device) if device is not None else None
         self._masking: set[int] = set()
-        """Slots whose stop tokens the device masks."""
+        """Slots whose stop tokens are masked on the device."""
         self._columns = SamplingColumns(vocab_size, num_slots, use_native=use_native)
         self._num_generated = np.zeros(num_slots, np.int64)
         self._is_special = np.zeros(num_slots, np.bool_)
-        """Rows that need Python: logits change, or log-probabilities are wanted."""
+        """Rows that need Python: their logits change, or log-probabilities are wanted."""
         self._num_special = 0
         self._rows: dict[int, SampleRow] = {}
         self._edits: dict[int, LogitEdits] = {}
 
     @property
     def is_on_device(self) -> bool:
-        """Tokens are drawn where the logits are, those of a step at once."""
+        """Whether all tokens of a step are drawn at once, on the device of the logits."""
         return self._device is not None
 
     def add(
         self, slot: int, row: SampleRow, prompt_ids: Sequence[int], output_ids: Sequence[int]
     ) -> None:
-        """Gives `slot` to a sample.
+        """Assigns `slot` to a sample.
 
         Args:
             slot: Must be free.
@@ -192,10 +195,10 @@ class Sampler:
             self._device.remove(slot)
 
     def set_mask(self, slot: int, mask: npt.NDArray[np.uint32] | None) -> None:
-        """Tells which tokens the slot may draw next; holds until told otherwise.
+        """Sets the tokens that the slot may draw, until the next call.
 
         Args:
-            slot: Of a sample.
+            slot: Slot of a sample.
             mask: [ceil(vocab_size / 32)], bit i % 32 of word i / 32 allows token i, and bits from
                 vocab_size on are 0; None = all tokens.
         """
@@ -208,7 +211,7 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
     ) -> SampleOutput:
-        """`begin`, and waits for the tokens."""
+        """Calls `begin` and waits for the tokens."""
         return self.begin(logits, slots, positions).wait()
 
     def begin(
@@ -216,9 +219,9 @@ class Sampler:
         logits: torch.Tensor,
         slots: Int64Array,
         positions: Int64Array,
-        late_positions: Callable[[], torch.Tensor] | None = None,
+        on_device: Callable[[], RowsOnDevice] | None = None,
     ) -> SamplesUnderWay:
-        """Draws one token a row and counts it; waits for nothing that a device draws.
+        """Draws one token per row and counts it; does not wait for a device.
 
         Args:
             logits: [L, vocab_size] float32; unchanged once the tokens are there.
@@ -226,8 +229,8 @@ class Sampler:
                 ones before (no penalties, mask or min_tokens).
             positions: [L], absolute position of the token to be drawn (prompt length + number of
                 tokens generated before it).
-            late_positions: [L] int64 on the device of the logits, where only that knows them; a
-                sampler on the host cannot use them.
+            on_device: Gives the same on the device of the logits, as far as it is there, and
+                positions that only the device knows; a sampler on the host cannot use it.
 
         Raises:
             ValueError: Shapes or dtype are wrong.
@@ -235,8 +238,8 @@ class Sampler:
         if logits.is_cuda and self._are_greedy(slots):
             tokens, output = self._draw_greedily(logits)
         elif self._device is not None:
-            where = positions if late_positions is None else late_positions()
-            tokens, output = self._draw_on_device(self._device, logits, slots, where)
+            found = None if on_device is None else on_device()
+            tokens, output = self._draw_on_device(logits, slots, positions, found)
         else:
             drawn = self._draw(Fetched(logits).wait(), slots, positions)
             tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
@@ -257,32 +260,36 @@ class Sampler:
         return tokens, lambda: SampleOutput(fetched.wait().numpy(), [None] * len(tokens))
 
     def _are_greedy(self, slots: Int64Array) -> bool:
-        """The rows' largest logits, as they are, are all that is wanted."""
+        """Whether all these rows need only their largest unchanged logit."""
         is_plain = ~self._is_special[slots] & ~self._columns.is_masked[slots]
         is_greedy = self._columns.temperature[slots] < GREEDY_TEMPERATURE
         return bool((is_plain & is_greedy).all())
 
     def _draw_on_device(
         self,
-        device: DeviceSampler,
         logits: torch.Tensor,
         slots: Int64Array,
-        positions: Int64Array | torch.Tensor,
+        positions: Int64Array,
+        on_device: RowsOnDevice | None,
     ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
+        assert self._device is not None
         for slot in self._masking.intersection(slots.tolist()):
             if not self._is_masking(slot):
                 self._masking.discard(slot)
                 self._send_mask(slot)
-        draw = device.draw(logits, slots, positions, self._num_tops(slots))
+        draw = self._device.draw(logits, slots, positions, self._num_tops(slots), on_device)
 
         def output() -> SampleOutput:
-            tokens, logprobs = draw.wait()
-            return SampleOutput(tokens, [logprobs.get(row) for row in range(len(tokens))])
+            tokens, found = draw.wait()
+            logprobs: list[TokenLogprob | None] = [None] * len(tokens)
+            for row, logprob in found.items():
+                logprobs[row] = logprob
+            return SampleOutput(tokens, logprobs)
 
         return draw.tokens, output
 
     def _send_mask(self, slot: int) -> None:
-        """What the slot may draw, on the device: the constraint's mask without stop tokens."""
+        """Copies the slot's mask to the device: the constraint's mask without stop tokens."""
         assert self._device is not None
         is_masked = bool(self._columns.is_masked[slot])
         words = self._columns.masks[slot] if is_masked else None
@@ -320,20 +327,15 @@ class Sampler:
         indices = list(wanted)
         chosen = logits if len(wanted) == len(slots) else logits[indices]
         log_sums, top_ids = top_rows(chosen, max(wanted.values()), self._columns)
-        rows = chosen.numpy()
-        for i, (r, num_top) in enumerate(wanted.items()):
-            token = int(tokens[r])
-            ids = top_ids[i, :num_top]
-            values = rows[i, ids].astype(np.float64) - log_sums[i]
-            logprobs[r] = TokenLogprob(
-                token,
-                float(rows[i, token] - log_sums[i]),
-                tuple(zip(ids.tolist(), values.tolist(), strict=True)),
-            )
+        rows, own_tokens = chosen.numpy(), tokens[indices]
+        drawn = np.take_along_axis(rows, own_tokens[:, None], 1)[:, 0] - log_sums
+        top = np.take_along_axis(rows, top_ids, 1) - log_sums[:, None]
+        for row, found in token_logprobs(wanted, own_tokens, drawn, top_ids, top).items():
+            logprobs[row] = found
         return logprobs
 
     def _num_tops(self, slots: Int64Array) -> dict[int, int]:
-        """By row: most likely tokens wanted; the rows that want log-probabilities alone."""
+        """Number of most likely tokens wanted by row, for the rows that want log-probabilities."""
         if not self._is_special[slots].any():
             return {}
         return {
@@ -343,7 +345,7 @@ class Sampler:
         }
 
     def _stop_ids(self, row: SampleRow) -> tuple[int, ...]:
-        """What `min_tokens` keeps from being drawn: all that would end the sample."""
+        """Tokens that `min_tokens` excludes: all that would end the sample."""
         if row.stop.min_tokens <= 0:
             return ()
         eos = () if row.stop.ignore_eos else row.eos_token_ids
@@ -351,7 +353,7 @@ class Sampler:
         return tuple(i for i in {*eos, *row.stop.stop_token_ids} if 0 <= i < vocab_size)
 
     def _is_masking(self, slot: int) -> bool:
-        """`min_tokens` keeps the slot from stopping, unless a mask leaves it nothing else."""
+        """Whether `min_tokens` keeps the slot from stopping; not if its mask allows only that."""
         if self._num_generated[slot] >= self._rows[slot].stop.min_tokens:
             return False
         if not self._columns.is_masked[slot]:
@@ -359,7 +361,7 @@ class Sampler:
         return bool(self._without_stops(slot).any())
 
     def _without_stops(self, slot: int) -> npt.NDArray[np.uint32]:
-        """The slot's mask (all tokens where it has none) without its stop tokens."""
+        """The slot's mask (all tokens if it has none) without its stop tokens."""
         words: npt.NDArray[np.uint32] = self._columns.masks[slot].copy()
         if not self._columns.is_masked[slot]:
             words.fill(0xFFFFFFFF)
@@ -370,7 +372,7 @@ class Sampler:
 
 
 def _explain(output: SampleOutput, positions: Int64Array) -> None:
-    """Turns negative tokens into errors."""
+    """Converts negative tokens to errors."""
     for r in np.flatnonzero(output.token_ids < 0).tolist():
         where = f"at position {int(positions[r])}"
         if output.token_ids[r] == ERROR_NOT_FINITE:

@@ -1,4 +1,4 @@
-"""How often drafts are right."""
+"""Acceptance statistics of drafts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Self
 
 
 class Acceptance:
-    """How likely the next draft is right, by how many before it were.
+    """Probability that the next draft is accepted, by the number of accepted drafts before it.
 
     Args:
         max_drafts: Places that are counted.
-        decay: Of what is known, with each observation; 1 / (1 - decay) of them count.
+        decay: Decay of the statistics with each observation; 1 / (1 - decay) of them count.
         prior: Expected at each place before anything was observed.
         weight: Observations that the prior counts for.
     """
@@ -25,7 +25,7 @@ class Acceptance:
         self._expected: list[float] | None = None
 
     def of_one(self, decay: float, weight: float) -> Self:
-        """What to begin with for one request: this, counting for at most `weight` observations."""
+        """A copy to start one request from, which counts for at most `weight` observations."""
         made = type(self)(len(self._reached), decay)
         for index, (reached, accepted) in enumerate(
             zip(self._reached, self._accepted, strict=True)
@@ -38,12 +38,13 @@ class Acceptance:
 
     @property
     def share(self) -> float:
-        """Of the drafts that there was room for, those that were made."""
+        """Drafts made as a share of those that there was room for."""
         return self._made / self._room
 
     def observe(self, num_accepted: int, max_drafts: int, num_drafts: int) -> None:
-        """There was room for `max_drafts` drafts, of which so many were made, and the first
-        `num_accepted` were right."""
+        """Records a step with room for `max_drafts` drafts, of which `num_drafts` were made and the
+        first `num_accepted` accepted.
+        """
         self._expected = None
         if max_drafts:
             self._room = self._decay * self._room + 1
@@ -53,8 +54,7 @@ class Acceptance:
             self._accepted[index] = self._decay * self._accepted[index] + (index < num_accepted)
 
     def expected_tokens(self) -> list[float]:
-        """Tokens that a step brings on average, by its number of drafts from 0 on; not to be
-        changed."""
+        """Expected tokens per step by number of drafts, from 0; read-only."""
         if self._expected is None:
             chance, expected = 1.0, [1.0]
             for accepted, reached in zip(self._accepted, self._reached, strict=True):

@@ -1,4 +1,4 @@
-"""Requests that wait for their adapter, and what the scheduler asks of those who load it."""
+"""Requests that wait for their adapter, and the scheduler's interface to adapter residency."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from weft.engine.scheduler.policies.base import AdmissionQueue
 from weft.engine.scheduler.state import Request
 
 
-class Adapters(Protocol):
-    """Which adapters are on the device, and who uses them (`weft.engine.lora.residency`)."""
+class AdapterResidency(Protocol):
+    """Residency of adapters on the device (`weft.engine.lora.residency`)."""
 
     def begin(self, digest: bytes) -> None:
-        """One more request needs the adapter; `end` follows."""
+        """Registers a request that needs the adapter; `end` must follow."""
         ...
 
     def end(self, digest: bytes) -> None:
-        """A request that needed it is over."""
+        """Unregisters a request that needed it."""
         ...
 
     def is_here(self, digest: bytes) -> bool:
-        """Requests may be admitted with it."""
+        """Whether requests may be admitted with it."""
         ...
 
     def enter(self, digest: bytes) -> int:
-        """A request is admitted: the adapter stays on the device until `leave`. Its slot."""
+        """Admits a request: the adapter stays on the device until `leave`. Returns its slot."""
         ...
 
     def leave(self, digest: bytes) -> None:
-        """A request gives its place back; steps that have begun may still use the adapter."""
+        """Ends a request's use; steps that have begun may still use the adapter."""
         ...
 
     def step_began(self, number: int) -> None:
-        """A step has begun. Numbers grow."""
+        """Notes that a step has begun. Numbers increase."""
         ...
 
     def step_ended(self, number: int) -> None:
-        """A step has ended, on the device too, and so have those before it."""
+        """Notes that a step, and all before it, have ended on the device too."""
         ...
 
 
-class AdapterDoor:
-    """The door to the queue: requests whose adapter is not on the device wait before it.
+class AdapterWaitlist:
+    """Requests whose adapter is not on the device; they wait outside the admission queue.
 
     They delay nobody. Requests without an adapter pass.
 
@@ -52,12 +52,12 @@ class AdapterDoor:
         adapters: Who loads them; None: no request has one.
     """
 
-    def __init__(self, waiting: AdmissionQueue, adapters: Adapters | None) -> None:
+    def __init__(self, waiting: AdmissionQueue, adapters: AdapterResidency | None) -> None:
         self._waiting = waiting
         self._adapters = adapters
         self._requests: dict[bytes, list[Request]] = {}
         self.is_changed = False
-        """Others wait than when this was reset."""
+        """Whether the set of waiting requests has changed since this was reset."""
 
     def __len__(self) -> int:
         return sum(map(len, self._requests.values()))
@@ -67,24 +67,24 @@ class AdapterDoor:
             yield from requests
 
     @property
-    def _loader(self) -> Adapters:
+    def _loader(self) -> AdapterResidency:
         assert self._adapters is not None, "a request has an adapter, and nobody loads any"
         return self._adapters
 
     # -- one request -----------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
-        """A new request."""
+        """Registers a new request."""
         if request.adapter:
             self._loader.begin(request.adapter)
 
     def end(self, request: Request) -> None:
-        """The request is over."""
+        """Unregisters a request that has ended."""
         if request.adapter:
             self._loader.end(request.adapter)
 
     def enqueue(self, request: Request) -> None:
-        """Queues a request, now or when its adapter has come."""
+        """Queues a request, at once or when its adapter is loaded."""
         if request.adapter and not self._loader.is_here(request.adapter):
             self._requests.setdefault(request.adapter, []).append(request)
             self.is_changed = True
@@ -92,7 +92,7 @@ class AdapterDoor:
             self._waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, of the queue or from before it."""
+        """Removes a request from the queue or from the waitlist."""
         requests = self._requests.get(request.adapter, [])
         if request not in requests:
             self._waiting.remove(request)
@@ -103,12 +103,14 @@ class AdapterDoor:
             del self._requests[request.adapter]
 
     def admit(self, request: Request) -> None:
-        """The request leaves the queue for the device: its adapter stays there until `leave`."""
+        """Notes that a request is admitted: its adapter stays on the device until `leave`."""
         if request.adapter:
             request.adapter_slot = self._loader.enter(request.adapter)
 
     def leave(self, request: Request) -> None:
-        """The request is no more on the device; steps that have begun may still be."""
+        """Notes that a request has left the device; steps that have begun may still use its
+        adapter.
+        """
         if request.adapter:
             self._loader.leave(request.adapter)
             request.adapter_slot = 0
@@ -116,7 +118,7 @@ class AdapterDoor:
     # -- all of an adapter -----------------------------------------------------------------------
 
     def wanted(self) -> list[bytes]:
-        """The adapters that are waited for, first the one whose request would be admitted first."""
+        """The adapters that are waited for, ordered by the admission of their first request."""
         precedes = self._waiting.precedes
 
         def compare(one: Request, other: Request) -> int:
@@ -127,17 +129,17 @@ class AdapterDoor:
         return [request.adapter for request in sorted(firsts, key=by_order)]
 
     def came(self, adapter: bytes) -> None:
-        """Requests may be admitted with it: those that wait for it are queued in their places."""
+        """Queues the requests that wait for an adapter, which is loaded now."""
         for request in self._requests.pop(adapter, ()):
             self._waiting.add(request)
 
     def goes(self, adapter: bytes) -> None:
-        """No more requests may be admitted with it until it comes again."""
+        """Stops admitting requests with the adapter until it is loaded again."""
         self.is_changed = True
         for request in [request for request in self._waiting if request.adapter == adapter]:
             self._waiting.remove(request)
             self._requests.setdefault(adapter, []).append(request)
 
     def waiting_for(self, adapter: bytes) -> list[Request]:
-        """Requests that wait for an adapter."""
+        """The requests that wait for an adapter."""
         return list(self._requests.get(adapter, ()))

@@ -1,4 +1,6 @@
-"""How many tokens running requests will still bring: what admission keeps pages for."""
+"""Estimate of the tokens that running requests will still generate, for which admission keeps
+pages.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from collections.abc import Iterable
 from weft.engine.scheduler.state import Request
 
 MAX_EXPECTED_TOKENS = 4096
-"""Of one request; more are asked for than come."""
+"""Most tokens expected of one request: requests ask for more than they generate."""
 SPARE_TOKENS = 20
-"""Beyond what the running requests have generated when something was pre-empted."""
+"""Tokens kept in reserve beyond what running requests had generated at a preemption."""
 DECAY = 0.98
-"""Of the ratio, with each running request that ends without an error."""
+"""Decay of the ratio with each running request that ends without an error."""
 
 
 class NewTokenEstimate:
@@ -38,7 +40,7 @@ class NewTokenEstimate:
         return int(left * self.ratio)
 
     def on_preemption(self, running: Iterable[Request]) -> None:
-        """There were no pages left for these requests."""
+        """Raises the ratio after a preemption for lack of pages."""
         generated = allowed = 0
         for request in running:
             generated += request.num_generated + SPARE_TOKENS
@@ -47,5 +49,5 @@ class NewTokenEstimate:
             self.ratio = max(self.ratio, min(1.0, generated / allowed))
 
     def on_success(self) -> None:
-        """A running request ended without an error."""
+        """Lowers the ratio when a running request has ended without an error."""
         self.ratio *= DECAY

@@ -1,4 +1,4 @@
-"""Remote fills as the scheduler sees them."""
+"""The scheduler's interface to remote fills."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from weft.engine.scheduler.state import Request, State
 
 
 class Fills(Protocol):
-    """Who else may fill a request's pages (`weft.engine.transfer.owner`, `weft.engine.tiers`)."""
+    """Other sources of a request's pages (`weft.engine.transfer.owner`, `weft.engine.tiers`)."""
 
     def next_state(self, request: Request) -> State:
-        """How an admitted request goes on: LOADING, FILLING or PREFILLING."""
+        """Next state of an admitted request: LOADING, FILLING or PREFILLING."""
         ...
 
     def start(self, request: Request) -> bool:
-        """Opens the next lease for a LOADING or FILLING request, or lets it wait for one; False
-        when nobody may fill it as things are now, so that `next_state` is to be asked again."""
+        """Opens the next lease for a LOADING or FILLING request, or lets it wait for one; False:
+        nobody can fill it at present, and `next_state` is to be asked again.
+        """
         ...
 
     def abandon(self, request: Request) -> None:
-        """The request ended: its lease is stopped, its reservation outlives it."""
+        """Stops the lease of a request that has ended; its reservation outlives it."""
         ...

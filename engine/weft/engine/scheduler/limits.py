@@ -1,31 +1,36 @@
-"""Budgets of a step and bounds of the queues."""
+"""Budgets of a step and limits of the queues."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.engine.config import EngineConfig
 
 
 class SchedulerLimits(NamedTuple):
-    """What the scheduler keeps to."""
+    """Limits of the scheduler."""
 
     page_size: int
     max_step_tokens: int
     chunk_tokens: int
     max_running_requests: int
     by_priority: bool = False
-    """Priorities count, for the order of prompts and for who is pre-empted."""
+    """Whether priorities determine the order of prompts and of preemption."""
     preemption_threshold: int | None = None
-    """A running request makes room for a waiting one that is so many levels more urgent; None: it
-    never does."""
+    """Levels by which a waiting request must be more urgent to preempt a running one; None: never.
+    """
 
     decodes_beside: int = 0
-    """Tokens of running requests that do not count towards `max_step_tokens`."""
+    """Rows of running requests that do not count towards `max_step_tokens`."""
+    step_sizes: Sequence[int] = ()
+    """Token counts that steps with prompts are padded to; empty: they are not padded."""
+    has_draft: bool = False
+    """Whether a draft head continues from states that the model leaves in the slots."""
 
     @classmethod
-    def of(cls, config: EngineConfig) -> SchedulerLimits:
-        """Those of an engine."""
+    def of(cls, config: EngineConfig, step_sizes: Sequence[int]) -> SchedulerLimits:
+        """The limits that follow from an engine's settings and its captured steps."""
         by_priority = config.scheduling_policy == "priority"
         return cls(
             config.page_size,
@@ -35,4 +40,6 @@ class SchedulerLimits(NamedTuple):
             by_priority=by_priority,
             preemption_threshold=config.preemption_threshold if by_priority else None,
             decodes_beside=config.decodes_beside,
+            step_sizes=step_sizes,
+            has_draft=config.head_dir is not None,
         )

@@ -1,4 +1,4 @@
-"""The pages of requests: what they find in the prefix cache, and what they leave there.
+"""The pages of requests: lookups in the prefix cache, and publication of new pages.
 
 Positions of a request's tokens, and who holds their KV after `take` and `use_partial`:
 
@@ -27,7 +27,7 @@ from weft.engine.scheduler.state import Request
 
 
 class PageCopy(NamedTuple):
-    """A page whose content goes into another one before the next step."""
+    """A page whose content is copied to another one before the next step."""
 
     source: int
     destination: int
@@ -49,21 +49,21 @@ class RequestPages:
         self._copies: list[PageCopy] = []
         self._newest_step = 0
         self._returning: deque[tuple[int, Sequence[int]]] = deque()
-        """Pages, and the step with whose end they come back; oldest first."""
+        """Pages, and the step at whose end they are released; oldest first."""
         self.num_returning = 0
-        """References to pages that come back with the end of a step; others may have more."""
+        """References to pages that are released at the end of a step; the pages may have others."""
         self.num_partial_hits = 0
         """Matches that ended inside a page, since start."""
 
     # -- steps -----------------------------------------------------------------------------------
 
     def begin_step(self) -> int:
-        """A step begins: what is dropped from now on waits for its end. Returns its number."""
+        """Begins a step: pages dropped from now on are kept until its end. Returns its number."""
         self._newest_step += 1
         return self._newest_step
 
     def end_step(self, number: int) -> None:
-        """A step has ended, on the device too, and so have those before it."""
+        """Notes that a step, and all before it, have ended on the device too."""
         while self._returning and self._returning[0][0] <= number:
             _, pages = self._returning.popleft()
             self.num_returning -= len(pages)
@@ -77,18 +77,18 @@ class RequestPages:
     # -- what is found ---------------------------------------------------------------------------
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens that a request would find now; changes nothing."""
+        """Number of tokens that a request would find cached now; changes nothing."""
         return self.find(request).num_tokens(self._page_size)
 
     def num_cached_pages(self, request: Request, num_pages: int) -> int:
-        """How many of a request's first pages are cached; changes nothing."""
+        """Number of a request's leading pages that are cached; changes nothing."""
         if self._cache is None:
             return 0
         data = request.keys.packed(request.tokens, 0, num_pages * self._page_size)
         return len(self._cache.find(request.keys.namespace, data).path)
 
     def find(self, request: Request) -> Match:
-        """The longest cached prefix of a request; changes nothing.
+        """Finds the longest cached prefix of a request; changes nothing.
 
         The owner of a prompt always runs its last token.
         """
@@ -99,7 +99,7 @@ class RequestPages:
         return self._cache.find(request.keys.namespace, data)
 
     def take(self, request: Request, found: Match) -> None:
-        """Gives a request without pages what was found for it just now.
+        """Gives a request without pages the match that was found just now.
 
         A page in which the match ends is kept for `use_partial`, which must follow, or
         `forget_partial`.
@@ -116,12 +116,12 @@ class RequestPages:
         request.keys.adopt([node.key for node in found.path])
 
     def note_hit(self, request: Request) -> None:
-        """The request was admitted with what `take` gave it: its pages were of use."""
+        """Counts the match that `take` gave as a hit: the request was admitted."""
         if self._cache is not None and request.cache_leaf is not None:
             self._cache.touch(request.cache_leaf, request.priority)
 
     def use_partial(self, request: Request) -> None:
-        """Copies the page in which the match ended, for a request that goes on here.
+        """Copies the page in which the match ended, for a request that is prefilled here.
 
         Takes one promised page, if there is anything to copy.
         """
@@ -138,7 +138,9 @@ class RequestPages:
         self.num_partial_hits += 1
 
     def forget_partial(self, request: Request) -> None:
-        """Others fill the request from the page border on, or there is no room for a copy."""
+        """Drops the partial page match: the request is filled from the page border on, or there is
+        no room for the copy.
+        """
         if request.partial_page is not None:
             self.memory.release([request.partial_page])
             request.partial_page, request.num_partial_tokens = None, 0
@@ -150,7 +152,7 @@ class RequestPages:
         return copies
 
     def publish(self, request: Request) -> bool:
-        """Puts the request's new full pages into the cache; False when it has none."""
+        """Publishes the request's new full pages in the cache; False if there are none."""
         num_full = request.num_computed // self._page_size
         first = request.num_published_pages
         if num_full <= first:
@@ -190,7 +192,7 @@ class RequestPages:
         return self.memory.num_available_pages
 
     def drop(self, request: Request) -> None:
-        """Takes all pages and promises from a request; what was published stays cached."""
+        """Releases all pages and reservations of a request; published pages stay cached."""
         if self._copies:
             self._drop_copies(request)
         self.forget_partial(request)
@@ -205,22 +207,22 @@ class RequestPages:
         self.return_promise(request)
 
     def promise(self, request: Request, num_pages: int) -> None:
-        """Sets pages aside for a request that is admitted."""
+        """Reserves pages for a request that is admitted."""
         self.memory.promise(num_pages)
         request.num_promised_pages = num_pages
 
     def take_promised(self, request: Request, num_pages: int) -> None:
-        """Turns promised pages into the request's next ones."""
+        """Turns reserved pages into the request's next ones."""
         request.pages += self.memory.allocate(num_pages, request.namespace, promised=True)
         request.num_promised_pages -= num_pages
 
     def return_promise(self, request: Request) -> None:
-        """Gives back what was set aside and not taken."""
+        """Releases reserved pages that were not taken."""
         self.memory.unpromise(request.num_promised_pages)
         request.num_promised_pages = 0
 
     def _drop_copies(self, request: Request) -> None:
-        """The request ends before its copy was made."""
+        """Drops the copies of a request that ended before they were made."""
         for copy in [copy for copy in self._copies if copy.destination in request.pages]:
             self._copies.remove(copy)
             self.memory.release([copy.source])

@@ -1,4 +1,4 @@
-"""What running requests bring to the next step: their last token, and drafts behind it."""
+"""The contribution of running requests to the next step: their last token, and drafts behind it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from weft.engine.memory.kv_memory import KvMemory, OutOfPages
+from weft.engine.scheduler.columns import RequestColumns, RunningColumns
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import (
@@ -16,27 +17,25 @@ from weft.engine.scheduler.plan import (
     Plan,
     PlanItem,
     Run,
-    RunningColumns,
     VerifyItem,
 )
 from weft.engine.scheduler.state import Request, State
 
 BoolArray = npt.NDArray[np.bool_]
-Int64Array = npt.NDArray[np.int64]
 
 
 class DraftGate(Protocol):
-    """Decides whether drafts pay."""
+    """Decides how many drafts are worthwhile."""
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
-        """Drafts that each of these, the running ones, brings to the next step."""
+        """The drafts that each of these running requests brings to the next step."""
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
-        """A step has ended.
+        """Records a completed step.
 
         Args:
             plan: Its plan.
-            runs: Of its requests with drafts.
+            runs: Runs of its requests with drafts.
             duration_s: How long it took, drafting included.
         """
 
@@ -46,7 +45,7 @@ class RunningPlans:
 
     Args:
         limits: Budgets.
-        pages: Of requests.
+        pages: Pages of the requests.
         preempt: Pre-empts the running request that loses least, and returns it.
     """
 
@@ -59,17 +58,21 @@ class RunningPlans:
         self._memory: KvMemory = pages.memory
         self._preempt = preempt
         self._columns: RunningColumns | None = None
+        """Columns of what runs; with drafts read anew for each plan; None: yet to be made."""
+        self._planned: tuple[RunningColumns, BoolArray] | None = None
+        """Columns of the last plan until it is launched, and which requests bring a token each."""
         self.gate: DraftGate | None = None
-        """None: nothing is drafted."""
+        """Gate of the drafts; None: speculation is off."""
         self.drafts_on_device = False
-        """Drafts begin where the step under way will end, which only the device knows: a request
-        goes on with drafts while others of it are verified."""
+        """Whether drafts start where the step under way ends, which only the device knows; then a
+        request continues with drafts while others of it are being verified.
+        """
         self._max_chain = self._max_context_tokens = 0
 
     def draft(
         self, gate: DraftGate | None, is_on_device: bool, max_chain: int, max_context_tokens: int
     ) -> None:
-        """Lets requests be drafted for.
+        """Enables drafts.
 
         Args:
             gate: See `gate`.
@@ -80,18 +83,25 @@ class RunningPlans:
         self.gate, self.drafts_on_device = gate, is_on_device
         self._max_chain, self._max_context_tokens = max_chain, max_context_tokens
 
-    def changed(self) -> None:
-        """Others run now than at the last `plan`."""
-        self._columns = None
+    def joined(self, request: Request) -> None:
+        """Notes that a request runs now, too: behind the others."""
+        if self._columns is not None:
+            self._columns = self._columns.joined(request, self._page_size)
+
+    def left(self, request: Request) -> None:
+        """Notes that a request does not run any more."""
+        if self._columns is not None:
+            self._columns = self._columns.without(request)
 
     def plan(self, running: Sequence[Request]) -> Plan:
         """A token of each request, or one with drafts; no chunks."""
-        if self._columns is None:
-            self._columns = RunningColumns.of(running)
-        requests, slots, ends, adapter_slots = self._columns
-        starts = np.array([r.num_computed + r.num_launched for r in requests], np.int64)
-        num_pages = np.array([len(r.pages) for r in requests], np.int64)
-        chosen = starts < ends  # Else the token under way is the last one.
+        columns = self._columns
+        if columns is None or self.gate is not None:
+            fixed = RequestColumns.of(running) if columns is None else columns.fixed
+            columns = self._columns = RunningColumns.of(fixed, self._page_size)
+        fixed, starts = columns.fixed, columns.starts
+        requests = fixed.requests
+        chosen = starts < fixed.ends  # Else the token under way is the last one.
         shape = NO_DRAFTS
         if self.gate is not None:
             most = self._max_step_tokens // len(requests) - 1
@@ -100,34 +110,45 @@ class RunningPlans:
                 shape = DraftShape.chain(max(0, min(shape.depth, self._max_chain, most)))
             if not (self.drafts_on_device and shape.num_drafts > 0):
                 chosen &= _can_go_on(requests, is_drafting=shape.num_drafts > 0)
-        lacking = chosen & (starts >= num_pages * self._page_size)
-        for index in np.flatnonzero(lacking).tolist():
+        lacking = np.flatnonzero(chosen & (starts >= columns.limits)).tolist()
+        for index in lacking:
             request = requests[index]
             if request.state is not State.RUNNING or not self._grow(request, int(starts[index])):
                 chosen[index] = False
-        if lacking.any():
-            # A later request's growth may have pre-empted an earlier one.
+            columns.limits[index] = len(request.pages) * self._page_size
+        if lacking and self._columns is not columns:
+            # A later request's growth has pre-empted an earlier one.
             chosen &= np.array([r.state is State.RUNNING for r in requests])
         verifies: list[VerifyItem] = []
         if shape.num_drafts > 0:
             for index in np.flatnonzero(chosen).tolist():
                 if requests[index].speculates:
                     chosen[index] = False
-                    num_left = int(ends[index] - starts[index]) - 1
+                    num_left = int(fixed.ends[index] - starts[index]) - 1
                     item = self._verify(requests[index], int(starts[index]), shape, num_left)
                     verifies.append(item)
-        if chosen.all():
-            return Plan(requests, slots, starts, adapter_slots=adapter_slots)
-        left = [requests[i] for i in np.flatnonzero(chosen).tolist()]
-        if adapter_slots is not None:
-            adapter_slots = adapter_slots[chosen]
-        plan = Plan(left, slots[chosen], starts[chosen], adapter_slots=adapter_slots)
-        plan.verifies = verifies
+        self._planned = columns, chosen
+        if not chosen.all():
+            fixed, starts = fixed.of_rows(np.flatnonzero(chosen).tolist()), starts[chosen]
+        plan = Plan(fixed.requests, fixed.slots, starts, adapter_slots=fixed.adapter_slots)
+        plan.columns, plan.verifies = fixed, verifies
         return plan
+
+    def launch(self, plan: Plan) -> None:
+        """Notes that the step planned last begins."""
+        for request in plan.decodes:
+            request.num_launched += 1
+        planned, self._planned = self._planned, None
+        if planned is None or planned[0] is not self._columns:
+            self._columns = None  # Planning it pre-empted somebody, or nobody ran.
+        else:
+            columns, chosen = planned
+            self._columns = columns.launched(chosen)
 
     def add_prompts(self, plan: Plan, chunks: Sequence[PlanItem]) -> None:
         """Adds the chunks of a step. Beside many rows those of trees are not cheap: chains are
-        drafted then."""
+        drafted then.
+        """
         plan.chunks = chunks
         if chunks and plan.has_trees:
             plan.verifies = [
@@ -136,14 +157,14 @@ class RunningPlans:
             ]
 
     def num_tokens_beside_prompts(self, plan: Plan) -> int:
-        """New tokens of a plan without chunks, as they will be if it gets some."""
+        """Number of new tokens that the plan will have besides the chunks, if it gets any."""
         if not plan.has_trees:
             return plan.num_tokens
         chains = (1 + min(item.max_accepted, self._max_chain) for item in plan.verifies)
         return len(plan.decodes) + sum(chains)
 
     def _grow(self, request: Request, position: int) -> bool:
-        """Makes room for a token.
+        """Makes room for one more token.
 
         Returns:
             False when it has to wait: the request itself was pre-empted, or pages come back soon.
@@ -159,7 +180,7 @@ class RunningPlans:
         return True
 
     def _verify(self, request: Request, start: int, shape: DraftShape, num_left: int) -> VerifyItem:
-        """What a request brings that may accept at most `num_left` drafts."""
+        """Plans the verification of a request that may accept at most `num_left` drafts."""
         if not shape.is_tree:
             num_drafts = self._grow_for_drafts(request, start, min(shape.num_drafts, num_left))
             return VerifyItem(request, start, num_drafts)
@@ -171,7 +192,8 @@ class RunningPlans:
         return VerifyItem(request, start, min(shape.num_drafts, num_places), tree)
 
     def _grow_for_drafts(self, request: Request, start: int, num_drafts: int) -> int:
-        """Makes room for drafts behind position `start`, as far as nobody loses anything by it.
+        """Makes room for drafts behind position `start`, as far as that costs no other request
+        anything.
 
         Returns:
             For how many there is.
@@ -184,7 +206,7 @@ class RunningPlans:
 
 
 def _can_go_on(requests: Sequence[Request], *, is_drafting: bool) -> BoolArray:
-    """By request: a step of it that is under way does not keep it from the next one.
+    """For each request, whether it can take another step before the one under way is committed.
 
     How many drafts a step accepts is not known before its end. Neither is the token that drafts
     are to follow.

@@ -13,13 +13,15 @@ is admitted next is a policy's choice (`weft.engine.scheduler.policies`).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain, islice
 
 import numpy as np
-from weft.engine.errors import DeadlineExceeded, WeftError
-from weft.engine.scheduler.adapters import AdapterDoor, Adapters
+from weft.engine.errors import WeftError
+from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
+from weft.engine.scheduler.deadlines import Deadlines
 from weft.engine.scheduler.estimate import NewTokenEstimate
+from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.fills import Fills
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
@@ -32,11 +34,11 @@ from weft.engine.scheduler.step_sizes import fitting_budget
 from weft.engine.scheduler.victims import Victims
 
 MAX_PASSED_OVER = 16
-"""Candidates that wait for something else than pages and slots, before those behind wait too."""
+"""Candidates passed over because they wait for something other than pages and slots."""
 
 
 class Scheduler:
-    """All requests of one engine and the order in which they proceed.
+    """Owns all requests of one engine and decides the order in which they proceed.
 
     Args:
         limits: budgets.
@@ -46,6 +48,9 @@ class Scheduler:
         on_finish: called once for each request when it reaches FINISHED, its pages released.
         on_slot_free: called when a slot is given back.
         adapters: of requests; None: they have none.
+        events: receive what happens to requests' pages; None: nobody does.
+        prompt_budget: the most prompt tokens in a step that also decodes, as things are now;
+            None: no such bound.
     """
 
     def __init__(
@@ -56,7 +61,10 @@ class Scheduler:
         fills: Fills | None,
         on_finish: Callable[[Request], None],
         on_slot_free: Callable[[int], None],
-        adapters: Adapters | None = None,
+        adapters: AdapterResidency | None = None,
+        *,
+        events: SchedulerEvents | None = None,
+        prompt_budget: Callable[[], int] | None = None,
     ) -> None:
         self._limits = limits
         self.pages = pages
@@ -65,90 +73,79 @@ class Scheduler:
         self._on_finish = on_finish
         self._on_slot_free = on_slot_free
         self._adapters = adapters
-        self.door = AdapterDoor(waiting, adapters)
-        """WAITING and PREEMPTED, not queued before their adapter comes; all others pass."""
+        self._events = SchedulerEvents() if events is None else events
+        self._prompt_budget = prompt_budget
+        self.waitlist = AdapterWaitlist(waiting, adapters)
+        """WAITING and PREEMPTED requests whose adapter is not loaded; they are queued later."""
         self._victims = Victims(pages.memory, limits.page_size, by_priority=limits.by_priority)
         self.estimate = NewTokenEstimate()
+        self._deadlines = Deadlines()
         self.sharing = PrefixSharing(limits.page_size)
         self.waiting = waiting
-        """WAITING and PREEMPTED."""
+        """Requests in WAITING and PREEMPTED."""
         self.held: list[Request] = []
-        """WAITING, and not to be admitted before their `release`."""
+        """WAITING requests that are not admitted before their `release`."""
         self.filling: list[Request] = []
-        """LOADING and FILLING."""
+        """Requests in LOADING and FILLING."""
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.preempted: list[Request] = []
-        """Pre-empted since the engine last took note (it clears the list)."""
+        """Preempted since the engine last took note (it clears the list)."""
         self.progressed: list[Request] = []
         """Fill jobs with new full pages since the engine last took note (it clears the list)."""
         self.num_preemptions = 0
         self.num_urgent_preemptions = 0
-        """Of these, for a more urgent request."""
+        """Preemptions in favour of a more urgent request, part of the number above."""
         self._lacks_pages = False
         self.running_plans = RunningPlans(limits, pages, self._preempt_cheapest)
         self._arriving: list[Request] = []
-        """RUNNING, the last chunk of their prompt under way."""
+        """RUNNING requests whose last prompt chunk is under way."""
         self.num_prefix_query_tokens = 0
-        """Tokens of prompts that were looked up in the prefix cache, since start."""
+        """Prompt tokens looked up in the prefix cache, since start."""
         self.num_prefix_hit_tokens = 0
-        """Of these, tokens found."""
-        self.has_draft = False
-        """A draft model goes on from states that the model left in a request's slot."""
-        self.prompt_tokens_beside_decode: Callable[[], int] | None = None
-        """How many prompt tokens a step may bring in which others decode; None: no such bound."""
-        self.step_sizes: Sequence[int] = ()
-        """Tokens of the steps that others are padded to."""
-        self.on_computed: Callable[[Request, int, int], None] | None = None
-        """Told of full pages [first, end) that this engine computed, or has and the store lacks."""
-        self.on_published: Callable[[Request, int, int], None] | None = None
-        """Told of full pages [first, end) that a request has now, whoever made them."""
-        self.on_matched: Callable[[Request], None] | None = None
-        """Told of each request that is admitted for the first time, with what was found of it."""
-        self.on_leaving: Callable[[Request], None] | None = None
-        """Told of each request of a session that ends without an error, its pages still its own."""
+        """Tokens found in the prefix cache, part of the number above."""
 
     # -- queries ---------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """A plan could contain something."""
+        """Whether a plan could contain anything."""
         return bool(self.waiting or self.prefilling or self.running)
 
     @property
     def num_requests(self) -> int:
-        """Requests that are not finished."""
+        """Number of unfinished requests."""
         return self.num_waiting + len(self.filling) + len(self.prefilling) + len(self.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not admitted, whatever they wait for."""
-        return len(self.waiting) + len(self.held) + len(self.door)
+        """Number of requests that are not admitted, whatever they wait for."""
+        return len(self.waiting) + len(self.held) + len(self.waitlist)
 
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to be computed by this engine."""
-        return sum(r.num_to_compute for r in chain(self.waiting, self.door, self.prefilling))
+        return sum(r.num_to_compute for r in chain(self.waiting, self.waitlist, self.prefilling))
 
     def num_tokens_before(self, adapter: bytes) -> int:
-        """Of these, without requests that wait for another adapter than this one to come."""
-        waiting = chain(self.waiting, self.door.waiting_for(adapter))
+        """Queued tokens ahead of a request for `adapter`; those for other adapters do not count."""
+        waiting = chain(self.waiting, self.waitlist.waiting_for(adapter))
         return sum(request.num_to_compute for request in chain(waiting, self.prefilling))
 
     @property
     def num_request_tokens(self) -> int:
-        """Prompt and generated tokens of all its requests."""
-        waiting = (self.waiting, self.held, self.door)
+        """Prompt and generated tokens of all requests."""
+        waiting = (self.waiting, self.held, self.waitlist)
         queues = chain(*waiting, self.filling, self.prefilling, self.running)
         return sum(len(request.tokens) for request in queues)
 
     def sizes(self) -> dict[str, int]:
-        """Lengths of the queues, and slots that are taken."""
+        """Lengths of the queues, and number of slots in use."""
         return {
             "waiting": len(self.waiting),
             "held": len(self.held),
-            "lacking_adapter": len(self.door),
+            "lacking_adapter": len(self.waitlist),
             "filling": len(self.filling),
             "prefilling": len(self.prefilling),
             "running": len(self.running),
@@ -160,13 +157,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a new request."""
         assert request.state is State.WAITING
-        self.door.begin(request)
+        self.waitlist.begin(request)
+        self._deadlines.watch(request)
         self._enqueue(request)
 
     def hold(self, request: Request) -> None:
         """Keeps a new request out of the queue until `release`."""
         assert request.state is State.WAITING
-        self.door.begin(request)
+        self.waitlist.begin(request)
+        self._deadlines.watch(request)
         self.held.append(request)
 
     def release(self, request: Request) -> None:
@@ -175,7 +174,7 @@ class Scheduler:
         self._enqueue(request)
 
     def finish(self, request: Request, error: WeftError | None = None) -> None:
-        """The one way out: finished, cancelled, expired or failed. Idempotent."""
+        """Ends a request: finished, cancelled, expired or failed. Idempotent."""
         if request.state is State.FINISHED:
             return
         self._leave_queue(request)
@@ -186,25 +185,20 @@ class Scheduler:
             assert self._fills is not None
             self._fills.abandon(request)
         request.error = error
-        if error is None and request.session_id and self.on_leaving is not None:
-            self.on_leaving(request)
+        if error is None and request.session_id:
+            for on_leaving in self._events.leaving:
+                on_leaving(request)
         self.pages.drop(request)
         self._give_slot_back(request)
         self._transition(request, State.FINISHED)
-        self.door.end(request)
+        self.waitlist.end(request)
         self._on_finish(request)
 
     def expire(self, now: float) -> None:
-        """Ends every request whose time ran out."""
-        queues = (self.held, self.door, self.filling, self.prefilling, self.running)
-        for request in list(chain(self.waiting, *queues)):
-            is_late = now >= request.deadline or (
-                request.awaits_first_token and now >= request.first_token_deadline
-            )
-            if is_late:
-                which = "total" if now >= request.deadline else "first-token"
-                message = f"the {which} deadline passed while the request was {request.state.value}"
-                self.finish(request, DeadlineExceeded(message, stage=request.state.value))
+        """Ends every request whose deadline has passed."""
+        queues = (self.held, self.waitlist, self.filling, self.prefilling, self.running)
+        for request, error in self._deadlines.late(now, chain(self.waiting, *queues)):
+            self.finish(request, error)
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -217,9 +211,9 @@ class Scheduler:
         num_tokens = self.running_plans.num_tokens_beside_prompts(plan)
         num_counted = max(0, num_tokens - self._limits.decodes_beside)
         budget = self._limits.max_step_tokens - num_counted
-        if has_running and self.prompt_tokens_beside_decode is not None:
-            wanted = self.prompt_tokens_beside_decode()
-            budget = min(budget, fitting_budget(num_tokens, wanted, self.step_sizes))
+        if has_running and self._prompt_budget is not None:
+            wanted = self._prompt_budget()
+            budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
         self._start_waiting_fills()
         chunks: list[PlanItem] = []
         for request in self.prefilling:
@@ -248,7 +242,7 @@ class Scheduler:
             self._strip_waiting()
 
     def _admit_next(self, now: float) -> Request | None:
-        """Admits the first candidate that waits for nothing but pages and a slot."""
+        """Admits the first candidate that needs only pages and a slot."""
         for request in islice(self.waiting.candidates(now), MAX_PASSED_OVER):
             if request.num_launched or now < request.lookup_until:
                 continue
@@ -272,8 +266,7 @@ class Scheduler:
 
     def launch(self, plan: Plan) -> int:
         """A planned step begins: the next one is planned behind it. Returns its number."""
-        for request in plan.decodes:
-            request.num_launched += 1
+        self.running_plans.launch(plan)
         for item in plan.verifies:
             request = item.request
             request.num_launched += 1 + item.max_accepted
@@ -297,23 +290,24 @@ class Scheduler:
         self.prefilling.remove(request)
         self._transition(request, State.RUNNING)
         self.running.append(request)
-        self.running_plans.changed()
+        self.running_plans.joined(request)
         self._arriving.append(request)
         request.decodes_from = request.num_computed + request.num_launched
 
     def commit(self, number: int, plan: Plan) -> None:
-        """A step has ended, those before it being committed: its KV is there, and is published.
+        """Commits a step; all before it are committed. Its KV is there, and is published.
 
         Args:
-            number: Of the step.
+            number: Number of the step.
             plan: Its plan; an empty one of a step that failed.
         """
         self.pages.end_step(number)
         if self._adapters is not None:
             self._adapters.step_ended(number)
+        running = State.RUNNING  # Looking it up takes as long as all else that is done to a decode.
         for request in plan.decodes:
             request.num_launched -= 1
-            if request.state is State.RUNNING:  # Else its pages are gone.
+            if request.state is running:  # Else its pages are gone.
                 request.num_computed += 1
         for index in np.flatnonzero((plan.starts + 1) % self._limits.page_size == 0).tolist():
             if plan.decodes[index].state is State.RUNNING:
@@ -341,8 +335,7 @@ class Scheduler:
             ]
 
     def accepted(self, request: Request) -> None:
-        """A step has ended in which drafts were verified: the request has all its tokens now, and
-        the KV of all but the last."""
+        """Adds the accepted tokens of a step with drafts; all but the last have their KV."""
         num_more = len(request.tokens) - 1 - request.num_computed
         if request.state is State.RUNNING and num_more:
             request.num_computed += num_more
@@ -353,8 +346,8 @@ class Scheduler:
         known = request.num_published_pages
         if request.num_computed // self._limits.page_size > known:
             self.publish(request)
-            if self.on_computed is not None:
-                self.on_computed(request, known, request.num_published_pages)
+            for on_computed in self._events.computed:
+                on_computed(request, known, request.num_published_pages)
 
     def publish(self, request: Request) -> None:
         """Puts the request's full pages into the prefix cache."""
@@ -363,13 +356,13 @@ class Scheduler:
             return
         if request.is_fill:
             self.progressed.append(request)
-        if self.on_published is not None:
-            self.on_published(request, known, request.num_published_pages)
+        for on_published in self._events.published:
+            on_published(request, known, request.num_published_pages)
 
     # -- remote fills ----------------------------------------------------------------------------
 
     def fill_completed(self, request: Request) -> None:
-        """This filler has done its part: another one or this engine does the rest."""
+        """Ends the part of one filler: another one or this engine does the rest."""
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
@@ -398,13 +391,13 @@ class Scheduler:
         request.state = state
 
     def _enqueue(self, request: Request) -> None:
-        """Queues a request, and looks once what of it is cached: gateways are told what is left."""
+        """Queues a request and looks up its cached prefix once, for the reported queue length."""
         if not request.pages:
             request.num_found_tokens = self.pages.num_cached_tokens(request)
-        self.door.enqueue(request)
+        self.waitlist.enqueue(request)
 
     def _preempt_cheapest(self) -> Request:
-        """Pre-empts the running request that loses least."""
+        """Preempts the running request that loses least."""
         self.estimate.on_preemption(self.running)
         victim = self._victims.first(self.running)
         self.preempt(victim)
@@ -424,12 +417,12 @@ class Scheduler:
         self.preempted.append(request)
 
     def _plan_chunk(self, request: Request, budget: int, items: list[PlanItem]) -> int:
-        """Adds the request's next chunk; returns the tokens it takes from the budget."""
+        """Plans the request's next chunk; returns the tokens it takes from the budget."""
         page_size = self._limits.page_size
         start = request.num_computed + request.num_launched
         pending = len(request.tokens) - start
         # One row more than the budget has: with it, a chunk of one page might never fit.
-        has_lead = self.has_draft and start > 0 and request.state_end != start
+        has_lead = self._limits.has_draft and start > 0 and request.state_end != start
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
         if num_tokens < pending:
             num_tokens = (start + num_tokens) // page_size * page_size - start
@@ -444,7 +437,7 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, request: Request, now: float, *, has_pages: bool) -> bool:
-        """Gives a waiting request its promise of pages and a way forward; False: not now.
+        """Reserves a waiting request's pages and starts it; False: not now.
 
         Args:
             request: It has taken what was found of it in the cache.
@@ -455,7 +448,7 @@ class Scheduler:
             return False
         request.lookup_until = 0.0
         request.slot = self._free_slots.pop()
-        self.door.admit(request)
+        self.waitlist.admit(request)
         self.pages.note_hit(request)
         state = State.PREFILLING if self._fills is None else self._fills.next_state(request)
         if state is State.PREFILLING:
@@ -474,7 +467,7 @@ class Scheduler:
         return True
 
     def _promise(self, request: Request) -> bool:
-        """Sets aside the pages that the request's tokens need; False when there are too few."""
+        """Reserves the pages that the request's tokens need; False if there are too few."""
         needed = self._num_pages(request) - len(request.pages)
         wanted = needed + self._num_pages_to_come(request)
         if wanted > self._memory.num_available_pages:
@@ -489,7 +482,7 @@ class Scheduler:
         return -(-request.num_tokens // self._limits.page_size)
 
     def _num_pages_to_come(self, request: Request) -> int:
-        """Pages that admitted requests, and this one beside them, will want beyond their promises.
+        """Pages that admitted requests, and this one, will need beyond their reservations.
 
         Admitting into the last pages only to pre-empt at once would compute the same prompt again
         and again. A request that is alone may have everything.
@@ -501,7 +494,7 @@ class Scheduler:
         return active + self.estimate.expected_tokens(others) // self._limits.page_size
 
     def _make_room_for_urgent(self, now: float, threshold: int) -> None:
-        """Pre-empts running requests for the first candidate, if it is urgent enough to fit so."""
+        """Preempts running requests for the first candidate, if it is urgent enough to fit so."""
         urgent = next(self.waiting.candidates(now), None)
         if urgent is None or urgent.num_launched or now < urgent.lookup_until:
             return
@@ -529,7 +522,7 @@ class Scheduler:
 
     @property
     def _num_pages_soon(self) -> int:
-        """Available pages, and at most those that come back with the steps under way."""
+        """Available pages, plus at most those released with the steps under way."""
         return self._memory.num_available_pages + self.pages.num_returning
 
     def _note_admission(self, request: Request, now: float) -> None:
@@ -540,26 +533,27 @@ class Scheduler:
             self.num_prefix_query_tokens += request.num_tokens
             self.num_prefix_hit_tokens += request.num_computed
             self._offer_matched(request)
-            if self.on_matched is not None:
-                self.on_matched(request)
+            for on_matched in self._events.matched:
+                on_matched(request)
 
     def _offer_matched(self, request: Request) -> None:
-        """Cached pages that the store lacks (it is new, or has evicted them) are put again."""
+        """Offers cached pages that the store lacks (it is new, or has evicted them) again."""
         held = request.num_store_pages
-        if self.on_computed is None or held is None or held >= request.num_published_pages:
+        if held is None or held >= request.num_published_pages:
             return
-        self.on_computed(request, held, request.num_published_pages)
+        for on_computed in self._events.computed:
+            on_computed(request, held, request.num_published_pages)
 
     def _enter_prefilling(self, request: Request) -> None:
-        """Prompts go on in the order of admission, where priorities count the urgent ones first."""
+        """Queues a prompt in order of admission; if priorities count, urgent ones first."""
         if self._limits.by_priority:
             insort(self.prefilling, request, key=lambda other: other.priority)
         else:
             self.prefilling.append(request)
 
     def _strip_waiting(self) -> None:
-        """Nothing runs and the head does not fit: pages held by queued requests must go."""
-        for request in chain(self.waiting, self.door):
+        """Releases pages of queued requests: nothing runs and the head does not fit."""
+        for request in chain(self.waiting, self.waitlist):
             self.pages.drop(request)
 
     def _start_waiting_fills(self) -> None:
@@ -574,13 +568,13 @@ class Scheduler:
             self._free_slots.append(request.slot)
             request.slot = -1
             request.state_end = 0
-            self.door.leave(request)
+            self.waitlist.leave(request)
 
     def _leave_queue(self, request: Request) -> None:
         if request in self.held:
             self.held.remove(request)
         elif request.state in (State.WAITING, State.PREEMPTED):
-            self.door.remove(request)
+            self.waitlist.remove(request)
         elif request.state is State.RUNNING:
             self._leave_running(request)
         else:
@@ -593,6 +587,6 @@ class Scheduler:
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
-        self.running_plans.changed()
+        self.running_plans.left(request)
         num_made = request.num_computed + request.num_launched
         request.timeline.num_steps += num_made - request.decodes_from

@@ -1,4 +1,4 @@
-"""Requests that wait for pages which another one is about to have.
+"""Lets requests wait for pages that another request is about to have.
 
 Two prompts with one prefix that come together would both compute it. The second one waits while
 the first, its leader, computes or is sent the page that the second lacks next. Once the leader is
@@ -16,7 +16,7 @@ _MAKES_PAGES = (State.LOADING, State.FILLING, State.PREFILLING)
 
 
 class PrefixSharing:
-    """Finds leaders.
+    """Finds requests that are about to compute a prefix that others need as well.
 
     Args:
         page_size: token positions a page.
@@ -28,7 +28,7 @@ class PrefixSharing:
         """Requests that waited for another one's pages, since start."""
 
     def still_waits(self, request: Request) -> bool:
-        """The leader found before makes pages, and has none that it did not have then."""
+        """Whether the leader found before is still computing pages, without new ones since."""
         leader = request.leader
         if leader is None:
             return False
@@ -42,7 +42,7 @@ class PrefixSharing:
         return False
 
     def waits(self, request: Request, found: Match, active: Iterable[Request]) -> bool:
-        """Looks for a leader among requests that make pages.
+        """Looks for a leader among the requests that are computing or receiving pages.
 
         Args:
             request: Waits, without pages.

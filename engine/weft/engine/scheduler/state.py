@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: its tokens, pages, counters and legal states."""
+"""A request as the scheduler sees it: tokens, pages, counters and legal states."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weft.engine.scheduler.acceptance import Acceptance
 
 
 class State(Enum):
-    """Where a request is. Only `Scheduler` changes it, along `LEGAL_EDGES`."""
+    """State of a request. Only `Scheduler` changes it, along `LEGAL_EDGES`."""
 
     WAITING = "waiting"
-    """Queued. May hold pages that are already right (a fork, an accepted part of a fill)."""
+    """Queued. May hold pages that are already valid (a fork, an accepted part of a fill)."""
     LOADING = "loading"
-    """A KV store copies its pages. Never a victim of pre-emption."""
+    """Pages are being loaded from a tier or KV store. Never a victim of preemption."""
     FILLING = "filling"
-    """Somebody else writes its pages. Never a victim of pre-emption."""
+    """Pages are being written by another worker. Never a victim of preemption."""
     PREFILLING = "prefilling"
-    """Its prompt is computed here, chunk by chunk."""
+    """The prompt is being computed here, chunk by chunk."""
     RUNNING = "running"
-    """One new token a step."""
+    """Generating, at least one new token per step."""
     PREEMPTED = "preempted"
-    """Was running, gave its pages back, queued again."""
+    """Was running, gave its pages back, and is queued again."""
     FINISHED = "finished"
 
 
@@ -44,19 +44,19 @@ LEGAL_EDGES: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillCandidate:
-    """Who may fill a request: a prefill worker as the router saw it, or a KV store."""
+    """A possible filler of a request: a prefill worker as the router saw it, or a KV store."""
 
     worker_id: str
     address: str
     epoch: int
     first_token: int = 0
-    """Of a KV store: where what it holds begins."""
+    """For a KV store: position at which the held pages begin."""
     match_tokens: int = 0
-    """Leading tokens that it holds; of a KV store: where what it holds ends."""
+    """Leading tokens that it holds; for a KV store, the end of what it holds."""
     queued_tokens: int = 0
     tokens_per_second: float = 0.0
     kind: str = "prefill"
-    """prefill or kvstore."""
+    """Kind of filler: prefill or kvstore."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class FillRecord:
     """One fill of a request, for its timeline. Times are seconds since the submit."""
 
     source: str
-    """prefill or kvstore."""
+    """Kind of filler: prefill or kvstore."""
     worker_id: str
     transport: str
     start_token: int
@@ -79,15 +79,15 @@ class FillRecord:
     last_write_complete_s: float = 0.0
     failure: str = ""
     filler_failed: bool = False
-    """By the filler's fault: not declined, nor stopped by this owner."""
+    """Whether the filler was at fault: neither declined nor stopped by this owner."""
     lease_id: str = ""
-    """Names the fill, in hexadecimal; empty when nobody was asked."""
+    """Lease of the fill, hexadecimal; empty if nobody was asked."""
 
     @classmethod
     def not_asked(
         cls, candidate: FillCandidate, at_token: int, at_s: float, why: str
     ) -> FillRecord:
-        """A candidate that was passed over."""
+        """The record of a candidate that was passed over."""
         return cls(
             source=candidate.kind,
             worker_id=candidate.worker_id,
@@ -102,10 +102,10 @@ class FillRecord:
 
 @dataclass(slots=True, kw_only=True)
 class Timeline:
-    """What happened to a request. Times are seconds since the submit."""
+    """The history of a request. Times are seconds since the submit."""
 
     submitted_at: float
-    """On the engine's clock."""
+    """Time of the submit on the engine's clock."""
     admitted_s: float | None = None
     matched_tokens: int = 0
     local_prefill_tokens: int = 0
@@ -116,9 +116,9 @@ class Timeline:
     num_drafted_tokens: int = 0
     """Drafts that were verified."""
     num_accepted_tokens: int = 0
-    """Of these, those that were what the model drew."""
+    """Drafts that were accepted."""
     num_tree_steps: int = 0
-    """Steps in which its drafts formed a tree."""
+    """Number of steps in which its drafts formed a tree."""
     num_preemptions: int = 0
     remote_cost_s: float | None = None
     local_cost_s: float | None = None
@@ -126,7 +126,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Identity of a submit: a session of a gateway, its request id and attempt."""
+    """Identity of a submit: session of a gateway, request id and attempt."""
 
     session: int
     request_id: str
@@ -145,15 +145,15 @@ class Request:
     key: RequestKey
     sample: int
     tokens: list[int]
-    """Prompt and generated tokens. What a step under way draws is not among them yet."""
+    """Prompt and generated tokens. Tokens drawn by a step under way are not included yet."""
     num_prompt_tokens: int
     params: SamplingParams
     stop: StopCriteria
     max_tokens: int
-    """Generated tokens at most; fits the context."""
+    """Most tokens to generate; fits the context."""
     eos_token_ids: frozenset[int]
     seed: int
-    """Of this sample."""
+    """Seed of this sample."""
     top_logprobs: int | None
     keys: PageKeys
     arrival: int
@@ -163,73 +163,79 @@ class Request:
     timeline: Timeline
     is_fill: bool = False
     lease_id: bytes = b""
-    """Of a fill job."""
+    """Lease of a fill job."""
     digests: Sequence[int] | None = None
-    """A fill job's pages are digested when they are shipped."""
+    """Whether a fill job's pages are digested when they are shipped."""
     candidates: list[FillCandidate] = field(default_factory=list)
-    """Who is still to be tried, best first."""
+    """Fillers not yet tried, best first."""
     lookup_until: float = 0.0
-    """Time until which an answer of the KV store is waited for; 0 = none is."""
+    """Time until which the KV store's answer is awaited; 0: none is."""
     cache_salt: str = ""
     namespace: bytes = b""
     adapter: bytes = b""
     """Content digest of its adapter; empty: the base model."""
     priority: int = 0
-    """Less is more urgent."""
+    """Priority; a lower number is more urgent."""
     tenant: str = ""
-    """Who is charged, where tenants are treated fairly."""
+    """Tenant that is charged, where tenants are treated fairly."""
     num_charged_tokens: int = 0
-    """Generated tokens that the tenant was charged for."""
+    """Generated tokens charged to the tenant so far."""
     leader: Request | None = None
-    """Computes or is sent pages that this request, which waits, wants to share."""
+    """The request that computes or receives pages which this waiting request wants to share."""
     leader_pages: int = 0
-    """The leader's published pages when it was looked at."""
+    """The leader's published pages when it was last checked."""
     has_had_leader: bool = False
     session_id: str = ""
-    """Of the chat that it belongs to; empty: none."""
+    """Chat session of the request; empty: none."""
     ends_session: bool = False
-    """It is the last one of its session, which keeps nothing then."""
+    """Whether it is the last request of its session, which then keeps no pages."""
     traceparent: str = ""
     num_store_pages: int | None = None
-    """Leading pages of the prompt that the KV store said it holds; None: it did not say."""
+    """Leading pages of the prompt that the KV store holds; None: unknown."""
     state: State = State.WAITING
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_launched: int = 0
-    """Of steps that have begun and are not committed; steps may still read and write its pages, or
-    those that it had, while this is not 0."""
+    """Number of steps launched and not yet committed; while it is not 0, steps may read and write
+    the request's present and former pages.
+    """
     decodes_from: int = 0
-    """Position from which on it brings one token a step, since it runs."""
+    """Position from which on it brings one token per step, since it runs."""
     speculates: bool = False
-    """Drafts of its tokens may be verified."""
+    """Whether its tokens may be drafted."""
     num_verifying: int = 0
-    """Steps under way that verify drafts of it: how far they come, only the device knows."""
+    """Number of steps under way that verify drafts of it; only the device knows their outcome."""
     acceptance: Acceptance | None = None
-    """What is known of drafts for it."""
+    """Acceptance statistics of the request's drafts."""
     is_draft_behind: bool = False
-    """A draft model has not read all of its tokens yet: that it made no drafts says nothing."""
+    """Whether a draft model has still to read some of its tokens, so that a lack of drafts means
+    nothing.
+    """
     lacks_draft_room: bool = False
-    """A draft model has no pages for it, or no positions: drafts of others are not judged by it."""
+    """Whether a draft model has no pages or positions for it, so that it does not count against
+    drafts.
+    """
     state_end: int = 0
-    """With a draft model: the slot holds the model's state of the token before this position."""
+    """With a draft model: end position of the hidden state kept in the slot."""
     num_published_pages: int = 0
     num_promised_pages: int = 0
     cache_leaf: Node | None = None
-    """Where its published pages end in the prefix cache, if that is known."""
+    """The prefix cache's node of its last published page, if known."""
     partial_page: int | None = None
-    """Cached page that begins as the request goes on after `pages`, while admission looks at it."""
+    """Cached page that begins as the request goes on after `pages`, during admission."""
     num_partial_tokens: int = 0
-    """Tokens of it that fit."""
+    """Number of matching tokens in that page."""
     num_found_tokens: int = 0
-    """Tokens that the prefix cache had of it when it was last looked at, while it waits."""
+    """Cached tokens at the last lookup, while it waits."""
     num_cached_tokens: int = 0
-    """Prompt tokens that were found, not computed, for this request."""
+    """Prompt tokens of this request that were found instead of computed."""
     slot: int = -1
     adapter_slot: int = 0
-    """Place of its adapter in the device's tables, while it has a `slot`; 0: no adapter."""
+    """Slot of its adapter in the device's tables, while it has a `slot`; 0: no adapter."""
     unforked_samples: dict[int, list[int]] = field(default_factory=dict)
-    """Siblings to be forked once the prompt's KV exists (first sample only), and the tokens that
-    each has generated elsewhere."""
+    """Samples to be forked once the prompt's KV exists (first sample only), with the tokens that
+    each has generated elsewhere.
+    """
     error: WeftError | None = None
     end_token_ids: frozenset[int] = field(init=False)
     """Tokens that may end the sample."""
@@ -239,36 +245,40 @@ class Request:
 
     @property
     def draws_in_turn(self) -> bool:
-        """What is drawn depends on the tokens just before it: one after another."""
+        """Whether a draw depends on the tokens just before it, so that tokens are drawn one after
+        another.
+        """
         params = self.params
         return params.has_penalties or params.constraint is not None or self.stop.min_tokens > 0
 
     @property
     def starts_late(self) -> bool:
-        """Where the step that began last starts depends on one that is under way."""
+        """Whether the start of the newest step depends on a step still under way."""
         return self.num_verifying > 1
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
+        """Number of prompt and generated tokens."""
         return len(self.tokens)
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def awaits_first_token(self) -> bool:
-        """Nothing was drawn for it here yet; a resumed request may have tokens all the same."""
+        """Whether nothing was drawn for it here yet; a resumed request may have tokens all the
+        same.
+        """
         return self.timeline.first_token_s is None
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is still to be made, by steps that have not begun."""
+        """Number of tokens whose KV is still to be computed by steps that have not begun."""
         return len(self.tokens) - self.num_computed - self.num_launched
 
     @property
     def num_to_compute(self) -> int:
-        """`num_pending`, without what was in the prefix cache when it was last looked at."""
+        """`num_pending` less the tokens that were cached at the last lookup."""
         return self.num_pending - (0 if self.pages else self.num_found_tokens)

@@ -1,4 +1,4 @@
-"""Whose pages are taken when there are none left, or somebody more urgent needs them."""
+"""Choice of the requests to preempt when pages run out or a more urgent request needs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.engine.scheduler.state import Request
 
 
 class Victims:
-    """Orders running requests by what their pre-emption costs.
+    """Orders running requests by the cost of preempting them.
 
     The least urgent goes first, where priorities count; of equal ones the one that loses the least
     work, that is, has the fewest tokens whose KV nobody else uses. So the request with the most
@@ -27,15 +27,15 @@ class Victims:
         self._by_priority = by_priority
 
     def first(self, running: Iterable[Request]) -> Request:
-        """Who goes first."""
+        """The request to preempt first."""
         return min(running, key=self._key)
 
     def order(self, running: Iterable[Request]) -> list[Request]:
-        """All of them, who goes first at the front."""
+        """All of them in the order of preemption."""
         return sorted(running, key=self._key)
 
     def num_own_pages(self, request: Request) -> int:
-        """Pages that nobody else uses: what a pre-emption brings."""
+        """Number of pages that only this request uses, which preemption would free."""
         return len(request.pages) - self._memory.num_shared_pages(request.pages)
 
     def _key(self, request: Request) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Drafts for requests with adapters that bring a draft adapter of their own."""
+"""Drafting for requests whose adapters bring a draft adapter."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from weft.engine.lora.files import DRAFT_FOLDER
 from weft.engine.messages import AdapterOrder
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.speculative.drafter import Drafter
-from weft.engine.tiers.mover import Mover
+from weft.engine.tiers.mover import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
-MOST_HEADS = 64
-"""Adapted ones at once: each is one chain more in a step."""
-MOST_BYTES = 1 << 30
-"""Of all adapted heads together, beside the first one: each is a copy of the head's layer."""
+MAX_HEADS = 64
+"""Most adapted heads at once: each adds a chain to a step."""
+MAX_BYTES = 1 << 30
+"""Most memory of all adapted heads after the first: each has a copy of the head's layer."""
 
 
 class AdaptedDrafter:
-    """A drafter for each draft adapter, and one for all other requests.
+    """One drafter per draft adapter, and one for all other requests.
 
     Args:
         plain: For requests without an adapter, or with one that brings nothing for drafts.
@@ -40,15 +40,15 @@ class AdaptedDrafter:
     ) -> None:
         self._plain = plain
         self._make = make
-        self._most = min(MOST_HEADS, max(1, MOST_BYTES // head_bytes))
-        self._reader = Mover("weft-draft-read", wake)
+        self._most = min(MAX_HEADS, max(1, MAX_BYTES // head_bytes))
+        self._reader = BackgroundThread("weft-draft-read", wake)
         self._wanted: set[bytes] = set()
-        """Adapters that are loaded, or being loaded."""
+        """Adapters that are loaded or being loaded."""
         self.drafters: dict[bytes, Drafter] = {}
-        """By the digest of the adapter that brought the draft adapter."""
+        """Drafters by digest of the adapter that brought the draft adapter."""
 
     def order(self, order: AdapterOrder) -> None:
-        """Follows what the engine is told to load and to unload.
+        """Follows the engine's orders to load and unload adapters.
 
         A draft adapter that cannot be used is logged; its requests are drafted for without.
         """
@@ -83,15 +83,15 @@ class AdaptedDrafter:
         self._plain.forget(slot)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._reader.close()
 
     def sizes(self) -> dict[str, int]:
-        """Adapted heads, and reads that have not ended."""
+        """Numbers of adapted heads and of unfinished reads."""
         return {"draft_adapters": len(self.drafters), "draft_adapter_reads": self._reader.num_open}
 
     def made(self, digest: bytes, drafter: Drafter | None) -> None:
-        """A draft adapter was read; None: it is not there, or cannot be used."""
+        """Accepts a draft adapter that was read; None: it is missing or unusable."""
         if drafter is None:
             self._wanted.discard(digest)  # The next order to load it reads it again.
         elif digest in self._wanted:
@@ -101,7 +101,7 @@ class AdaptedDrafter:
                 logger.warning("drafts of one more adapter go without its own: %s", self._most)
 
     def make(self, folder: Path) -> Drafter | None:
-        """Reads a folder, if there is one; called by the thread."""
+        """Reads a folder, if it exists; called by the thread."""
         if not folder.is_dir():
             return None
         try:
@@ -112,16 +112,16 @@ class AdaptedDrafter:
 
 
 class _Read:
-    """A `Move`."""
+    """A `BackgroundJob` that reads a draft adapter."""
 
     def __init__(self, owner: AdaptedDrafter, digest: bytes, folder: Path) -> None:
         self._owner, self._digest, self._folder = owner, digest, folder
         self._found: Drafter | None = None
 
     def run(self) -> None:
-        """See `Move.run`."""
+        """See `BackgroundJob.run`."""
         self._found = self._owner.make(self._folder)
 
     def end(self) -> None:
-        """See `Move.end`."""
+        """See `BackgroundJob.end`."""
         self._owner.made(self._digest, self._found)

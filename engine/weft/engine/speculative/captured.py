@@ -1,4 +1,4 @@
-"""Drafting as CUDA graphs: what they read of the requests, in fixed places, and their capture."""
+"""Drafting as CUDA graphs: fixed memory for the requests' columns, and capture."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from weft.engine.runner.step import Int64Array
 logger = logging.getLogger(__name__)
 
 LATE = -1
-"""As a start: where the step under way ends, which only the device knows."""
+"""Start position that only the device knows: the end of the step under way."""
 
 
-class DevicePages(Protocol):
+class DevicePageTable(Protocol):
     """The page table as steps read it on the device."""
 
     @property
     def pages(self) -> torch.Tensor:
-        """[max_requests + 1, max_pages] int32; the last row names the null page only."""
+        """The page table, [max_requests + 1, max_pages] int32; the last row contains only the null
+        page.
+        """
 
     def send_pages(self) -> None:
-        """Sends what was entered on the host since."""
+        """Sends the changes made on the host."""
 
 
 class StaticColumns:
-    """Columns of int64, a number of each request in each, that stay where they are.
+    """int64 columns with one value per request, in fixed memory.
 
     Args:
         pages: On the same device.
-        paddings: Of requests that do not exist, in the columns behind the first, which holds slots.
+        paddings: Values for padding requests, in the columns after the first, which holds slots.
         max_requests: At most.
     """
 
-    def __init__(self, pages: DevicePages, paddings: Sequence[int], max_requests: int) -> None:
+    def __init__(self, pages: DevicePageTable, paddings: Sequence[int], max_requests: int) -> None:
         self._pages = pages
         # Nobody's slot, whose page is the null page.
         self._paddings = (pages.pages.shape[0] - 1, *paddings)
@@ -48,13 +50,14 @@ class StaticColumns:
         self._flat = torch.zeros(size, dtype=torch.int64, device=device)
 
     def views(self, requests: int) -> list[torch.Tensor]:
-        """What was sent last for as many requests: [requests] each."""
+        """The columns sent last for this number of requests, [requests] each."""
         count = len(self._paddings)
         return list(self._flat[: count * requests].view(count, requests))
 
     def send(self, columns: Sequence[Int64Array], requests: int) -> None:
         """Sends columns padded to `requests`, without waiting; in one copy unless there are new
-        pages."""
+        pages.
+        """
         self._pages.send_pages()
         sent = self._flat[: len(self._paddings) * requests].view(torch.uint8)
         buffer = self._pinned.take(len(sent))[: len(sent)]
@@ -67,14 +70,14 @@ class StaticColumns:
 
 
 class Graph(Protocol):
-    """Captured work."""
+    """Captured device work."""
 
     def replay(self) -> None:
-        """Does it again."""
+        """Runs the captured work again."""
 
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
-"""`StepGraphs.capture`."""
+"""Captures a function's device work; see `StepGraphs.capture`."""
 
 
 class _Ordered(Protocol):
@@ -83,7 +86,7 @@ class _Ordered(Protocol):
 
 Bucket = TypeVar("Bucket", bound=_Ordered)
 Captured = dict[Bucket, tuple[Graph, torch.Tensor]]
-"""Graphs, and where each leaves its result."""
+"""Graphs, and the location of each one's result."""
 
 
 def capture_each(
@@ -93,7 +96,7 @@ def capture_each(
     capture: Capture,
     what: str,
 ) -> Captured[Bucket]:
-    """Captures work for each bucket, largest first.
+    """Captures the work of each bucket, largest first.
 
     The graphs share the memory of the steps' graphs, which are larger, so that each adds little
     more than its list of launches; no plan of the device's memory counts them.

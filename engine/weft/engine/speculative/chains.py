@@ -1,4 +1,4 @@
-"""Chains of drafts padded to a few sizes, with inputs in fixed places, as CUDA graphs.
+"""Chains of drafts as CUDA graphs, padded to a few sizes, with inputs in fixed memory.
 
 Run one by one, a draft is some twenty launches, which take longer than the work; in a graph the
 whole chain is one.
@@ -16,7 +16,7 @@ from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.speculative.captured import (
     LATE,
     Capture,
-    DevicePages,
+    DevicePageTable,
     StaticColumns,
     capture_each,
 )
@@ -31,17 +31,17 @@ class ChainArrays(NamedTuple):
     """Chains of drafts behind the last tokens of R requests, on the host."""
 
     slots: Int64Array
-    """[R]."""
+    """Slots of the requests, [R]."""
     starts: Int64Array
-    """[R]: positions of the last tokens; LATE: where the device knows."""
+    """Positions of the last tokens, [R]; LATE: only the device knows."""
     limits: Int64Array
-    """[R]: positions from which on there are no pages."""
+    """Positions from which on there are no pages, [R]."""
     adapter_slots: Int64Array
-    """[R]: of their adapters; 0: none."""
+    """Slots of their adapters, [R]; 0: none."""
 
     @classmethod
     def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> ChainArrays:
-        """Enters the requests' pages into the table."""
+        """Builds the arrays; enters the requests' pages into the table."""
         columns: list[tuple[int, int, int, int]] = []
         for request, start, *_ in items:
             table.extend(request.slot, request.pages)
@@ -53,21 +53,21 @@ class ChainArrays(NamedTuple):
 
 
 class ChainShape(NamedTuple):
-    """How many drafts of how many requests a graph makes."""
+    """Number of requests and of drafts per request that a graph makes."""
 
     depth: int
     requests: int
     has_lora: bool = False
-    """Requests may have draft adapters."""
+    """Whether requests may have draft adapters."""
 
 
 def chain_shapes(max_drafts: int, max_requests: int, *, has_lora: bool = False) -> list[ChainShape]:
-    """Chains that are captured: for all numbers of drafts that the gate compares, and powers of two
-    of requests.
+    """Lists the chains to capture: all numbers of drafts that the gate compares, powers of two of
+    requests.
 
     Args:
-        max_drafts: Of a request.
-        max_requests: Of a step.
+        max_drafts: Most drafts of a request.
+        max_requests: Most requests of a step.
         has_lora: Each is captured with draft adapters too.
     """
     sizes = [1 << power for power in range(max_requests.bit_length()) if 1 << power < max_requests]
@@ -77,15 +77,15 @@ def chain_shapes(max_drafts: int, max_requests: int, *, has_lora: bool = False) 
 
 
 class StaticChains:
-    """Runs a head's chains from inputs that stay where they are.
+    """Runs a head's chains from inputs in fixed memory.
 
     Args:
         model: Target and head.
         pool: The target's.
-        known: Of the slots; gets the drafts.
+        known: Device state of the slots; receives the drafts.
         pages: On the same device.
         page_size: Token positions a page.
-        largest: Of the shapes to come.
+        largest: Largest of the shapes to be captured.
         adapters: Columns of one row a request; None: no shape has any.
     """
 
@@ -94,7 +94,7 @@ class StaticChains:
         model: DraftedModel,
         pool: torch.Tensor,
         known: SlotTokens,
-        pages: DevicePages,
+        pages: DevicePageTable,
         page_size: int,
         largest: ChainShape,
         adapters: AdapterRows | None = None,
@@ -111,7 +111,7 @@ class StaticChains:
         self._adapters = adapters
 
     def needs_lora(self, arrays: ChainArrays) -> bool:
-        """Some of these requests have draft adapters."""
+        """Whether any of these requests has a draft adapter."""
         return self._adapters is not None and self._adapters.are_used(arrays.adapter_slots)
 
     def send(self, arrays: ChainArrays, shape: ChainShape) -> None:
@@ -123,12 +123,12 @@ class StaticChains:
             self._adapters.send(adapter_slots, shape.requests)
 
     def send_nothing(self, shape: ChainShape) -> None:
-        """Inputs of no request, to capture with."""
+        """Sends inputs of no request, for capture."""
         nothing = np.zeros(0, np.int64)
         self.send(ChainArrays(*[nothing] * 4), shape)
 
     def run(self, shape: ChainShape) -> torch.Tensor:
-        """[depth, requests] int64: drafts for what was sent last, with this shape."""
+        """Drafts for the inputs sent last with this shape, [depth, requests] int64."""
         slots, starts, limits = self._columns.views(shape.requests)
         pages, known = self._pages.pages, self._known
         table = pages.index_select(0, slots)
@@ -171,7 +171,7 @@ class ChainGraphs:
         self._graphs = capture_each(shapes, chains.send_nothing, chains.run, capture, "drafts")
 
     def shape_of(self, depth: int, requests: int, *, has_lora: bool = False) -> ChainShape:
-        """The smallest that has room for chains."""
+        """The smallest captured shape with room for these chains."""
         return min(
             shape
             for shape in self._graphs
@@ -179,7 +179,7 @@ class ChainGraphs:
         )
 
     def forward(self, arrays: ChainArrays, depth: int) -> torch.Tensor:
-        """Starts chains of `depth` drafts or more.
+        """Starts chains of at least `depth` drafts.
 
         Returns:
             [depth, R] int64 on the device or larger, valid until the next chains or step.

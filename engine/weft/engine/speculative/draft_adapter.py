@@ -1,4 +1,4 @@
-"""LoRA adapters of draft heads: an adapter of the target may bring one in its folder, in `draft`.
+"""LoRA adapters of draft heads, read from the folder `draft` of an adapter.
 
 It is a PEFT folder for the head's one layer. It changes what comes after K and V alone, so that the
 head's entries in the pages stay those of all requests: a draft adapter has no part in any identity,
@@ -24,7 +24,7 @@ MODULES = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-"""Of the head's layer, that may be changed."""
+"""Modules of the head's layer that may be adapted."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -32,7 +32,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def read_draft_adapter(
     folder: Path, shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
-    """What a draft adapter adds to the weights of the head's layer.
+    """Reads the additions of a draft adapter to the weights of the head's layer.
 
     Args:
         folder: `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes them.
@@ -54,12 +54,12 @@ def read_draft_adapter(
 def read_draft_pairs(
     folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int | None = None
 ) -> dict[str, LoraPair]:
-    """`read_draft_adapter` as the factors of each change, scaled, in float32; not multiplied.
+    """Like `read_draft_adapter`, but returns the factors of each change, scaled, in float32.
 
     Args:
         folder: See there.
         shapes: See there.
-        max_rank: Of a change, beside what its matrix can have; more is refused unread.
+        max_rank: Largest rank of a change, if its matrix allows it; larger ones are refused unread.
     """
     with open_adapter(folder) as files:
         config = PeftConfig.parse(files.config, folder)

@@ -1,4 +1,4 @@
-"""A separate, smaller model that drafts: how it is loaded, and the memory that it takes.
+"""A separate, smaller model that drafts: loading, and its memory.
 
 It runs beside its target on decode workers only, with a small KV pool of its own. Nothing of that
 is cached, shipped or part of an identity.
@@ -21,13 +21,15 @@ from weft.engine.runner.runner import ModelRunner
 from weft.engine.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 
 POOL_SHARE = 0.25
-"""Of the tokens that the target's pool holds; where it is full, drafts seldom pay."""
+"""Size of the draft model's pool, as a share of the target's tokens; when that many are in use,
+drafts seldom pay.
+"""
 
 
 def load_draft_model(
     config: EngineConfig, target: LoadedModel, progress: Progress
 ) -> DraftModel | None:
-    """Loads the model in `draft_dir`; None where none is to draft.
+    """Loads the model in `draft_dir`; None if none is configured.
 
     Raises:
         ModelError: It cannot be loaded, or its vocabulary is not the target's; then no weights are
@@ -53,10 +55,10 @@ def load_draft_model(
 
 
 class DraftModel:
-    """A loaded draft model, and the memory that it takes beside its target.
+    """A loaded draft model, and the memory that it needs beside its target.
 
     Args:
-        config: Of the engine.
+        config: Configuration of the engine.
         loaded: The draft model.
     """
 
@@ -64,16 +66,16 @@ class DraftModel:
         self._config = config
         self._loaded = loaded
         self.layout = loaded.model.kv_layout(config.page_size)
-        """Of a page of its pool."""
+        """Layout of a page of its pool."""
         self._max_rows = config.prefill_chunk_tokens + STEADY_TOKENS * config.max_running_requests
-        """Of its largest step."""
+        """Rows of its largest step."""
 
     def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
         """Pages of its pool, the null page included.
 
         Args:
-            num_target_pages: Of the target's pool, likewise.
-            max_context_tokens: Of the longest request; there is room for one.
+            num_target_pages: Pages of the target's pool, without the null page.
+            max_context_tokens: Length of the longest request, for one of which there is room.
         """
         usable, page_size = num_target_pages - 1, self._config.page_size
         longest = -(-min(self._longest(max_context_tokens), usable * page_size) // page_size)
@@ -83,12 +85,13 @@ class DraftModel:
     def added_to(
         self, needs: MemoryNeeds, max_context_tokens: int, page_bytes: int, device: torch.device
     ) -> MemoryNeeds:
-        """What a target and this model need together; its largest steps are run once.
+        """Adds this model's memory needs to the target's; runs its largest steps once to measure
+        them.
 
         Args:
-            needs: Of the target, with this model's weights on the device.
-            max_context_tokens: Of the longest request.
-            page_bytes: Of the target's pages.
+            needs: Needs of the target, with this model's weights on the device.
+            max_context_tokens: Length of the longest request.
+            page_bytes: Bytes of the target's pages.
             device: A CUDA device.
 
         Raises:
@@ -116,13 +119,13 @@ class DraftModel:
     def drafter(
         self, num_pages: int, max_context_tokens: int, device: torch.device, progress: Progress
     ) -> ModelDrafter:
-        """Makes the pool, and on a GPU the graphs.
+        """Creates the pool, and on a GPU the graphs.
 
         Args:
             num_pages: From `num_pages`.
-            max_context_tokens: Of the longest request.
-            device: Of the model.
-            progress: Of the graphs.
+            max_context_tokens: Length of the longest request.
+            device: Device of the model.
+            progress: Called as graphs are captured.
 
         Raises:
             ConfigError: There is not enough memory.
@@ -144,7 +147,7 @@ class DraftModel:
         return ModelDrafter(runner, memory, self.layout.page_size, longest, chunk_tokens)
 
     def describe(self, num_pages: int) -> str:
-        """Its pool in words."""
+        """Describes the size of its pool."""
         size, tokens = num_pages * self.layout.page_bytes, (num_pages - 1) * self.layout.page_size
         limit = self._loaded.config.max_position_embeddings
         return (
@@ -153,5 +156,5 @@ class DraftModel:
         )
 
     def _longest(self, max_context_tokens: int) -> int:
-        """Of the requests that are drafted for."""
+        """Longest request that is drafted for."""
         return min(max_context_tokens, self._loaded.config.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""Draft adapters as rows of the device's adapter memory, and as columns of captured turns.
+"""Draft adapters as rows of the device's adapter memory, and as inputs of captured turns.
 
 Where drafts are CUDA graphs, a draft adapter lies beside the adapter that brought it, in the same
 slot of the tables: it comes and goes with it, and one graph serves requests of any mix of them.
@@ -26,7 +26,7 @@ from weft.kernels.lora import LoraSegments, LoraStep
 logger = logging.getLogger(__name__)
 
 _NAMES = {module: "draft_" + module.rpartition(".")[2].removesuffix("_proj") for module in MODULES}
-"""Of the projections, by module: those of the target have names without `draft_`."""
+"""Projection names by module: those of the target lack the prefix `draft_`."""
 
 
 class DraftAdapterFiles:
@@ -76,22 +76,22 @@ class DraftAdapters(Protocol):
     """Draft adapters on the device (`weft.engine.lora.pool.LoraPool`)."""
 
     max_slots: int
-    """Of the tables, that of no adapter included."""
+    """Slots of the tables, including the one for no adapter."""
     has_drafts: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    """[max_slots]: the adapter in the slot brought one."""
+    """Whether the adapter in each slot has a draft adapter, [max_slots]."""
 
     def draft_step(self, segments: LoraSegments) -> LoraStep:
-        """What the head's layer, number 0, is given for rows that are sorted so."""
+        """The LoRA inputs of the head's layer, number 0, for rows sorted by these segments."""
 
 
 class AdapterRows:
-    """Which draft adapter each row of captured turns has, in a fixed place.
+    """The draft adapter of each row of captured turns, in fixed memory.
 
     Args:
         adapters: On the device.
         device: Where.
         max_requests: At most.
-        rows_each: Of a request, in each kind of turn.
+        rows_each: Rows of a request, in each kind of turn.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class AdapterRows:
         self._pinned = PinnedBuffers(device)
 
     def are_used(self, adapter_slots: Int64Array) -> bool:
-        """Some of these requests have one."""
+        """Whether any of these requests has a draft adapter."""
         return bool(self._adapters.has_drafts[adapter_slots].any())
 
     def send(self, adapter_slots: Int64Array, requests: int) -> None:
-        """Sends those of requests, padded to `requests`, without waiting."""
+        """Sends the draft adapters of requests, padded to `requests`, without waiting."""
         # Other adapters leave the head alone; slot 0 costs least.
         used = np.where(self._adapters.has_drafts[adapter_slots], adapter_slots, 0)
         all_columns = self._columns(requests)
@@ -125,7 +125,7 @@ class AdapterRows:
         self._pinned.sent()
 
     def steps(self, requests: int) -> list[LoraStep]:
-        """What was sent last for as many requests, for each kind of turn."""
+        """The inputs sent last for this number of requests, for each kind of turn."""
         steps, begin = [], 0
         for columns in self._columns(requests):
             step = self._adapters.draft_step(columns.views(self._flat[begin:]))

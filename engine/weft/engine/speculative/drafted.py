@@ -1,4 +1,4 @@
-"""A target with a draft head: every step of the target writes the head's K and V too.
+"""A target with a draft head: every step of the target also writes the head's K and V.
 
 So a page holds the head's entries wherever it holds the target's, whoever computed it, and they are
 cached, shipped and stored with it.
@@ -32,8 +32,8 @@ def load_drafted(
     """
     if not isinstance(loaded.model, DecoderOnlyLM):
         raise ModelError(
-            f"draft_dir = {draft_dir}: models of {loaded.config.architecture} show no draft head "
-            "their hidden states",
+            f"draft_dir = {draft_dir}: models of {loaded.config.architecture} do not "
+            "support draft heads",
             param="draft_dir",
         )
     head = load_draft_head(draft_dir, loaded.model)
@@ -70,15 +70,15 @@ class DraftedModel:
         self._target = target
         embedding, width = target.model.embed_tokens, head.hidden_size
         self.kept = embedding.new_zeros((max_requests + 1, width))
-        """[max_requests + 1, hidden]: of each slot's last row; nobody's after the last slot."""
+        """State of each slot's last row, [max_requests + 1, hidden]; the last one is a dummy."""
         self._last = embedding.new_zeros((max_step_tokens, width))
-        """Of the rows of the last step; on a GPU in one place, as captured graphs need it."""
+        """The rows of the last step; on a GPU in fixed memory, as captured graphs need it."""
 
     def adapted(self, folder: Path) -> DraftedModel:
-        """The same with the head as a draft adapter makes it; states and pages are shared.
+        """The same model with an adapted head; states and pages are shared.
 
         Args:
-            folder: Of the draft adapter.
+            folder: Folder of the draft adapter.
 
         Raises:
             WeftError: It cannot be used, or not with this head.
@@ -99,7 +99,7 @@ class DraftedModel:
         return replace(layout, layers=layout.layers + 1, draft=self.head.digest.hex())
 
     def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
-        """As `CausalLM.forward`; `batch.request_slots` must be there."""
+        """Like `CausalLM.forward`; `batch.request_slots` is required."""
         hidden, states = self.head.extend(self._target, batch, self.kept, pool)
         if states.is_cuda:
             rows = min(states.shape[0], self._last.shape[0])
@@ -109,11 +109,11 @@ class DraftedModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """As `CausalLM.logits`."""
+        """Like `CausalLM.logits`."""
         return self._target.logits(hidden, lora)
 
     def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """After a verification: says which row of the step is each request's last.
+        """Records, after a verification, which row of the step is each request's last.
 
         Args:
             rows: [R] int64, on the device: of the last step, whose order of rows they follow.

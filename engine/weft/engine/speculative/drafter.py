@@ -1,4 +1,4 @@
-"""What guesses the next tokens of requests; the model verifies them."""
+"""The interface of drafters, which propose the next tokens of requests for the model to verify."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from weft.engine.scheduler.plan import VerifyItem
 
 
 class Drafter(Protocol):
-    """Guesses; no guess changes what is generated, only how fast."""
+    """Proposes draft tokens, which only affect speed, never the text."""
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """Tokens that may follow the last one of each request.
+        """Returns tokens that may follow the last one of each request.
 
         Args:
             items: Their last tokens are known, to the device at least, and there are pages for
@@ -23,4 +23,4 @@ class Drafter(Protocol):
         """
 
     def forget(self, slot: int) -> None:
-        """The slot's request is gone."""
+        """Frees the state of a slot whose request is gone."""

@@ -1,4 +1,4 @@
-"""Speculation of an engine: who drafts, for whom, how far, and what it brings."""
+"""Speculative decoding of an engine: drafter, gate and the requests that take part."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Drafting:
     """Chooses the drafter and the gate.
 
     Args:
-        config: Of the engine.
-        draft_model: Of a loaded draft; None: there is none.
+        config: Configuration of the engine.
+        draft_model: The loaded draft model; None: there is none.
         draws_on_device: All tokens of a step are drawn at once, where the logits are.
     """
 
@@ -45,37 +45,38 @@ class Drafting:
         if isinstance(self.drafter, EagleDrafter):
             self.drafter.waits_for_trees = not draws_on_device
         self.is_on_device = is_head and draws_on_device
-        """Drafting and drawing need nothing of the host: drafts may begin behind a step whose
-        outcome it does not know."""
+        """Whether drafting and drawing run without the host, so that drafts may follow a step whose
+        outcome it does not know.
+        """
 
     def attach(self, plans: RunningPlans, max_context_tokens: int) -> None:
-        """Lets these plan drafts."""
+        """Enables drafts in these plans."""
         plans.draft(self.gate, self.is_on_device, self._max_chain, max_context_tokens)
 
     def is_for(self, request: Request) -> bool:
-        """Tokens of a new request may be drafted."""
+        """Whether tokens of a new request may be drafted."""
         if self.drafter is None or not request.params.speculates:
             return False
         return not (self._draws_on_device and request.draws_in_turn)
 
     def forget(self, slot: int) -> None:
-        """The slot's request is gone."""
+        """Frees the state of a slot whose request is gone."""
         if self.drafter is not None:
             self.drafter.forget(slot)
 
     def order(self, order: AdapterOrder) -> None:
-        """An adapter is to be loaded or unloaded."""
+        """Follows an order to load or unload an adapter."""
         if isinstance(self.drafter, AdaptedDrafter):
             self.drafter.order(order)
 
     def sizes(self) -> dict[str, int]:
-        """Of what grows with adapters and requests."""
+        """Sizes of the structures that grow with adapters and requests."""
         if isinstance(self.drafter, AdaptedDrafter | ModelDrafter):
             return self.drafter.sizes()
         return {}
 
     def close(self) -> None:
-        """Ends what threads there are."""
+        """Stops the threads, if any."""
         if isinstance(self.drafter, AdaptedDrafter):
             self.drafter.close()
 
@@ -84,6 +85,6 @@ class Drafting:
         return self.gate.depths() if isinstance(self.gate, MeasuredGate) else {}
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
-        """A step has ended, with these runs of requests with drafts."""
+        """Records a completed step with the runs of its requests with drafts."""
         if self.gate is not None:
             self.gate.observe(plan, runs, duration_s)

@@ -1,5 +1,6 @@
 """Drafts from an EAGLE head: a chain of its most likely tokens behind a request's last one, or a
-tree."""
+tree.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from weft.kernels.draft_head import DraftChains
 
 
 class EagleDrafter:
-    """Runs the head of a drafted model, one step for each token, for many requests at once.
+    """Runs the head of a drafted model, one turn for each draft, for many requests at once.
 
     The first step goes on from what the target's last step kept of a request; the later ones from
     the head's own states. Their entries in the pages are written anew by the target's step.
@@ -50,12 +51,14 @@ class EagleDrafter:
         self._trees = EagerTrees(model, pool, table, page_size)
         self._copies = DeviceCopies(pool.device)
         self.waits_for_trees = False
-        """Tokens are drawn on the host, which has to know where the rows of a tree are: their noise
-        is that of their positions."""
+        """Whether trees must be known on the host first, since tokens are drawn there with the
+        noise of their positions.
+        """
 
     @property
     def is_on_device(self) -> bool:
-        """Drafts need nothing that the host knows later than the device does, and go nowhere else.
+        """Whether drafting depends on nothing that only the host knows, and the drafts stay on the
+        device.
 
         Then a request may be drafted for while another step of it is under way.
         """
@@ -119,7 +122,7 @@ class EagleDrafter:
         return drafts
 
     def _run(self, items: Sequence[VerifyItem]) -> torch.Tensor:
-        """[D, R]: of each its tokens, with what is left of the longest behind them."""
+        """Runs chains, [D, R]; a request's column is valid as far as it has room."""
         depth, rows = items[0].max_drafts, len(items)
         for item in items:
             self._table.extend(item.request.slot, item.request.pages)

@@ -1,4 +1,4 @@
-"""Drafts whether they pay or not."""
+"""A gate that always drafts, whether or not it pays."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.engine.speculative.gate import tree_shapes
 
 
 class FixedGate:
-    """Always asks for the most drafts: the largest trees for few requests, chains for more.
+    """Always requests the most drafts: the largest trees for few requests, chains for more.
 
     Args:
-        max_drafts: Of a chain.
-        width: Of trees; 1: there are none.
+        max_drafts: Most drafts of a chain.
+        width: Width of trees; 1: there are none.
     """
 
     def __init__(self, max_drafts: int, width: int = 1) -> None:

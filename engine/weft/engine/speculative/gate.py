@@ -1,4 +1,4 @@
-"""Whether drafts pay, and how many: by what steps took and what came of them, as measured."""
+"""Decides how many drafts pay, from measured step times and acceptance."""
 
 from __future__ import annotations
 
@@ -13,49 +13,54 @@ from weft.engine.scheduler.state import Request
 from weft.engine.speculative.step_times import MEASURED_WEIGHT, StepTaken, StepTimes, size_class
 
 DEPTHS = (0, 1, 2, 3, 4, 5, 7)
-"""Numbers of drafts of chains that are compared; 0 = none."""
+"""Numbers of drafts of chains that are compared; 0: none."""
 TREES = ((7, 5), (15, 6), (MAX_TREE_NODES, 6))
-"""Nodes and depths of trees that are compared with them; of more nodes none is less deep."""
+"""Nodes and depths of trees that are compared with them; no tree is less deep than one with fewer
+nodes.
+"""
 TREE_GAINS = (1.1, 1.3, 1.4)
-"""Accepted drafts of each beside those of a chain as deep, before any was run
-(docs/decisions/0027)."""
+"""Assumed accepted drafts of each tree relative to a chain of equal depth, before any was run
+(docs/decisions/0027).
+"""
 GAIN_WEIGHT = 20.0
-"""Drafts that such a number counts for at first."""
+"""Number of drafts that this assumption counts for."""
 FIRST_ALLOWANCE = 8.0
-"""Steps whose time may be lost to trying before anything is known."""
+"""Initial allowance for trials, in steps' time."""
 ALLOWANCE_SHARE = 0.01
-"""Of steps' time may be lost to trying later."""
-LEAST_LOSS = 0.1
-"""Of a step's time: so much a trial counts at least as lost."""
+"""Share of the steps' time that may be spent on trials."""
+MIN_LOSS = 0.1
+"""Least cost of a trial, as a share of a step's time."""
 PROBE_EVERY = 100
-"""After so many steps a neighbour of the best is run, if the allowance holds it."""
+"""Number of steps after which a neighbour of the best shape is tried, if the allowance covers it.
+"""
 LOOK_EVERY = 4
-"""Steps between two looks at what is best, unless something is being tried or requests are new."""
+"""Steps between two evaluations, unless something is being tried or requests are new."""
 SETTLED_AFTER = 8
-"""Steps after which the contexts of a step's requests are about as long as in those before."""
+"""Steps after which the context lengths of a step's requests count as settled."""
 FIRST_GAIN = 1.04
-"""Drafts must bring so many times what is had without them to be begun."""
+"""Factor by which drafting must be faster than not drafting to be started."""
 HYSTERESIS = 1.02
-"""Another number of drafts must be so much faster to be changed to."""
+"""Factor by which another number of drafts must be faster before it is chosen."""
 UNSURE = 0.08
-"""By such a part what was measured once may be better; if n times, by 1 / sqrt(n) of that."""
+"""Relative uncertainty of a single measurement; after n of them, this divided by sqrt(n)."""
 DECAY = 0.995
-"""Of what is known of the acceptance of all requests, with each one's run."""
+"""Decay of the acceptance statistics of all requests, with each run."""
 OWN_DECAY = 0.95
-"""Of what is known of one request's: it tells its kind of text."""
+"""Decay of one request's own statistics, which describe its kind of text."""
 OWN_WEIGHT = 6.0
-"""Runs that all requests together count for when one begins."""
-MOST_ASKED = 16
-"""Requests whose acceptance is looked at before a step; more would take longer than they tell."""
+"""Weight of the statistics of all requests when a new one begins."""
+MAX_ASKED = 16
+"""Most requests whose acceptance is evaluated before a step; more would cost more than they tell.
+"""
 
 
 def depths_up_to(max_drafts: int) -> list[int]:
-    """Numbers of drafts that are compared, if there may be at most so many."""
+    """Numbers of drafts that are compared, up to a maximum."""
     return [*(depth for depth in DEPTHS if depth < max_drafts), max_drafts]
 
 
 def tree_shapes(width: int) -> list[DraftShape]:
-    """Trees that are compared, of that many children a node; none for chains."""
+    """Trees that are compared, with this many children per node; none for chains."""
     if width == 1:
         return []
     shapes = [DraftShape(nodes, depth, width) for nodes, depth in TREES]
@@ -64,58 +69,59 @@ def tree_shapes(width: int) -> list[DraftShape]:
 
 @dataclass(slots=True)
 class _Gain:
-    """What a tree brings beside a chain as deep: accepted drafts of both."""
+    """Gain of trees over chains of equal depth, from the accepted drafts of both."""
 
     accepted: float
     expected: float = GAIN_WEIGHT
 
     @property
     def factor(self) -> float:
-        """At least a chain's."""
+        """The factor, at least 1."""
         return max(1.0, self.accepted / self.expected)
 
     def note(self, accepted: float, expected: float) -> None:
-        """Of a request in a step."""
+        """Records one request of a step."""
         self.accepted = DECAY * self.accepted + accepted
         self.expected = DECAY * self.expected + expected
 
 
 @dataclass(slots=True)
 class _Choice:
-    """For steps of about as many requests."""
+    """The chosen shape for steps of about this many requests."""
 
     best: DraftShape = NO_DRAFTS
     num_steps: int = 0
     num_probes: int = 0
     look_at: int = 0
-    """Before this step it is seen again what is best."""
+    """Step at which the choice is reconsidered."""
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A step that is run to learn from it."""
+    """A step that is run to learn its time."""
 
     shape: DraftShape
     expected_s: float
-    """What its tokens would take with what is best."""
+    """Expected time of its tokens with the best shape."""
     chosen_at: int
-    """Steps that had ended then."""
+    """Number of completed steps when it was chosen."""
 
     def is_under_way(self, num_ended: int) -> bool:
-        """Its step has not ended, be another one before it. A step may also come to nothing, or
-        with fewer drafts."""
+        """Whether its step may still be running, possibly behind another. A step may also be
+        cancelled, or have fewer drafts.
+        """
         return num_ended <= self.chosen_at + 1
 
 
 class MeasuredGate:
-    """Chooses the drafts that bring the most tokens a second: how many, and as a chain or a tree.
+    """Chooses the drafts that yield the most tokens per second: how many, as a chain or a tree.
 
     What drafts are worth to a step is what they were worth to its requests. What they cost is
     measured where it may pay, by what is predicted; what trying loses is kept to a share of all.
 
     Args:
-        max_drafts: Of a chain, at most.
-        width: Of trees; 1: there are none.
+        max_drafts: Most drafts of a chain.
+        width: Width of trees; 1: there are none.
     """
 
     def __init__(self, max_drafts: int, width: int = 1) -> None:
@@ -129,15 +135,17 @@ class MeasuredGate:
         self._times = StepTimes()
         self._choices: dict[int, _Choice] = {}
         self._allowance_s = 0.0
-        """That may be lost to trials."""
+        """Seconds that may be spent on trials."""
         self._trials: dict[DraftShape, _Trial] = {}
-        """Whose steps have not ended."""
+        """Trials whose steps have not ended."""
         self._num_ended = 0
-        """Steps."""
+        """Number of steps that have ended."""
         self._num_settled = 0
         """Steps since many of the requests were new."""
         self._has_prompts = False
-        """The last step brought prompts too, and the next is likely to: such times tell nothing."""
+        """Whether the last step brought prompts, and so the next probably will: such times tell
+        nothing.
+        """
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
         """See `DraftGate.shape`."""
@@ -146,7 +154,7 @@ class MeasuredGate:
         if self._has_prompts:
             return choice.best
         speculating = [request for request in requests if request.speculates]
-        asked = speculating[:MOST_ASKED]
+        asked = speculating[:MAX_ASKED]
         if not asked or not self._times.is_measured(num_requests, NO_DRAFTS):
             return NO_DRAFTS
         num_new = sum(request.acceptance is None for request in asked)
@@ -195,7 +203,7 @@ class MeasuredGate:
             self._acceptance.observe(num_accepted, max_drafts, num_drafts)
 
     def _observe_tree(self, item: VerifyItem, run: Run, drafts: Sequence[int]) -> None:
-        """Of a tree it is also known how far its most likely chain was right."""
+        """Records how far a tree's most likely chain was right, if that is known."""
         if item.tree is None or not run.tokens or not drafts:
             return
         accepted = run.tokens[:-1]
@@ -208,11 +216,11 @@ class MeasuredGate:
         self._note_chain(item.request, num_first, depth, depth)
 
     def _options(self, num_requests: int) -> list[DraftShape]:
-        """Rows are cheap where there are few of them."""
+        """The shapes to compare for a number of requests; trees only where rows are cheap."""
         return self._shapes if num_requests <= MAX_TREE_REQUESTS else self._chains
 
     def _choose(self, choice: _Choice, worth: _Worth, num_requests: int) -> None:
-        """Takes the best of what was measured."""
+        """Chooses the best of the measured shapes."""
         times = self._times
         rates = {
             shape: worth.tokens(shape) / times.seconds(num_requests, shape, worth.share)
@@ -229,7 +237,7 @@ class MeasuredGate:
             choice.best = best
 
     def _trial_of(self, choice: _Choice, worth: _Worth, num_requests: int) -> _Trial | None:
-        """What to learn about in the next step, if anything that can be afforded."""
+        """The shape to try in the next step, if there is one that the allowance covers."""
         times = self._times
         best_s = times.seconds(num_requests, choice.best, worth.share) / worth.tokens(choice.best)
 
@@ -239,7 +247,7 @@ class MeasuredGate:
                 return None
             expected_s = best_s * worth.tokens(shape)
             seconds = times.seconds(num_requests, shape, worth.share)
-            loss_s = max(seconds - expected_s, LEAST_LOSS * seconds)
+            loss_s = max(seconds - expected_s, MIN_LOSS * seconds)
             if loss_s > self._allowance_s:
                 return None
             return _Trial(shape, expected_s, self._num_ended)
@@ -260,8 +268,9 @@ class MeasuredGate:
     def _hope(
         self, choice: _Choice, worth: _Worth, num_requests: int
     ) -> tuple[DraftShape, float] | None:
-        """Of what is little known, the drafts that may be the best, and their tokens a second if
-        they are."""
+        """The shape, among those with few measurements, that could be the best, and its tokens per
+        second in that case.
+        """
         times, found = self._times, None
         for shape in self._options(num_requests):
             weight = times.weight(num_requests, shape)
@@ -284,7 +293,7 @@ class MeasuredGate:
         # Another step may have been under way when a trial was chosen.
         trial = self._trials.pop(step.shape, None)
         if trial is not None and trial.is_under_way(self._num_ended - 1):
-            loss_s = max(duration_s - trial.expected_s, LEAST_LOSS * duration_s)
+            loss_s = max(duration_s - trial.expected_s, MIN_LOSS * duration_s)
             self._allowance_s = max(self._allowance_s - loss_s, 1e-9)
             choice = self._choice(step.num_requests)
             choice.num_probes = choice.num_steps // PROBE_EVERY
@@ -303,13 +312,13 @@ class MeasuredGate:
         return self._choices.setdefault(size, _Choice())
 
     def depths(self) -> dict[int, int]:
-        """Drafts of a request, by the number of requests in a step from which on that holds."""
+        """Drafts of a request by the number of requests in a step from which on they apply."""
         return {size: choice.best.num_drafts for size, choice in sorted(self._choices.items())}
 
 
 def _first_accepted(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int, bool]:
-    """How many drafts of a tree's most likely chain were right, and whether that is known: where
-    the chain leaves the tree it need not be wrong.
+    """Number of accepted drafts of a tree's most likely chain, and whether it is known: where the
+    chain leaves the tree, its next draft is not known to be wrong.
 
     Args:
         drafts: The tree; of siblings the more likely comes first.
@@ -325,12 +334,12 @@ def _first_accepted(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int
 
 
 class _Worth:
-    """What drafts bring to a request of a step, on average.
+    """Average benefit of drafts for one request of a step.
 
     Args:
         known: The acceptance of some that may be drafted for.
         num_requests: They, and their share of those that may not.
-        gains: Of trees.
+        gains: Gains of trees.
     """
 
     def __init__(
@@ -345,10 +354,10 @@ class _Worth:
             1 + (sum(column) - len(known)) / num_requests for column in columns
         ]
         self.share = sum(acceptance.share for acceptance in known) / num_requests
-        """Of the drafts that are asked for, those that are made."""
+        """Share of the requested drafts that are made."""
 
     def tokens(self, shape: DraftShape) -> float:
-        """With such drafts asked for."""
+        """Expected tokens per step with drafts of this shape."""
         tokens = self._tokens[shape.depth]
         gain = self._gains.get(shape)
         return tokens if gain is None else 1 + gain.factor * (tokens - 1)

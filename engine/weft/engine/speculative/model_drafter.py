@@ -17,12 +17,13 @@ from weft.engine.runner.step import DRAWN, Int64Array, StepArrays
 from weft.engine.scheduler.plan import VerifyItem
 
 STEADY_TOKENS = 2
-"""That a request brings which was drafted for in the step before: its last token, and the last
-draft if all were right."""
+"""New tokens of a request that was drafted for in the step before: its last token, and the last
+draft if all were accepted.
+"""
 
 
 class ModelDrafter:
-    """Runs a draft model, one step for each token, for many requests at once.
+    """Runs a draft model, one forward pass for each draft, for many requests at once.
 
     A request gets pages of the draft model's own pool when drafting for it begins, and gives them
     back with its slot. What the model has not seen of its tokens it takes in before it drafts, a
@@ -50,7 +51,7 @@ class ModelDrafter:
         self._chunk_tokens = chunk_tokens
         self.memory = memory
         self._texts: dict[int, _Text] = {}
-        """By slot."""
+        """Requests by slot."""
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`; requests that are still far behind get none, nor do those for which
@@ -73,11 +74,11 @@ class ModelDrafter:
             self._runner.reset_slot(slot)
 
     def sizes(self) -> dict[str, int]:
-        """Requests that have pages, and how many."""
+        """Number of requests that have pages, and of pages."""
         return {"draft_requests": len(self._texts), "draft_pages": self.memory.counts().used}
 
     def _plan(self, items: Sequence[VerifyItem]) -> list[_Piece]:
-        """What the next step takes in: those that get most drafts first, those that get none last.
+        """Plans the next step: requests with the most drafts first, those with none last.
 
         Those that lack least are served first, so that no prompt holds others up.
         """
@@ -105,13 +106,14 @@ class ModelDrafter:
         return sorted(pieces, key=lambda piece: -piece.num_drafts)
 
     def _num_known(self, item: VerifyItem) -> int:
-        """Tokens of a request, but for its last one, whose KV is there."""
+        """Tokens of a request, except its last one, whose KV is there."""
         text = self._texts.get(item.request.slot)
         return 0 if text is None else text.num_known(item.request.tokens, item.start)
 
     def _with_room(self, slot: int, num_tokens: int) -> _Text | None:
-        """The text in a slot, with pages for so many tokens; None: there are not enough, and it
-        holds none either."""
+        """The text in a slot, with pages for this many tokens; None: there are too few pages, and
+        it keeps none.
+        """
         text = self._texts.setdefault(slot, _Text())
         num_lacking = -(-num_tokens // self._page_size) - len(text.pages)
         if num_lacking > 0:
@@ -124,7 +126,7 @@ class ModelDrafter:
         return text
 
     def _run(self, pieces: Sequence[_Piece]) -> list[list[int]]:
-        """Takes pieces in and goes on with drafts; returns those of each piece."""
+        """Reads pieces and continues with drafts; returns those of each piece."""
         counts = np.array([piece.num_drafts for piece in pieces], np.int64)
         slots = np.array([piece.slot for piece in pieces], np.int64)
         lengths = np.array([len(piece.tokens) for piece in pieces], np.int64)
@@ -153,14 +155,14 @@ class ModelDrafter:
         num_drawing: int,
         tokens: Int64Array | None,
     ) -> torch.Tensor:
-        """One forward of the draft model.
+        """Runs one forward pass of the draft model.
 
         Args:
             slots: [R].
             starts: [R]: positions of each one's first token.
             lengths: [R]: how many tokens each brings.
             num_drawing: The first so many get a draft.
-            tokens: Of all; None: the drafts of the step before, one each.
+            tokens: Tokens of all pieces; None: the drafts of the step before, one each.
 
         Returns:
             [num_drawing] int64, on the device.
@@ -198,17 +200,17 @@ class ModelDrafter:
 
 
 class _Text:
-    """What the draft model knows of a request."""
+    """The draft model's state of a request."""
 
     def __init__(self) -> None:
         self.pages: list[int] = []
         self.num_tokens = 0
-        """Of the request, whose KV lies in the pages."""
+        """Number of the request's tokens whose KV lies in the pages."""
         self.tail: list[int] = []
         """Drafts whose KV lies behind it."""
 
     def num_known(self, tokens: Sequence[int], most: int) -> int:
-        """How many of a request's first `most` tokens have their KV in the pages."""
+        """Number of a request's first `most` tokens whose KV is in the pages."""
         end = self.num_tokens
         for draft in self.tail:
             if end >= most or tokens[end] != draft:
@@ -218,13 +220,13 @@ class _Text:
 
 
 class _Piece(NamedTuple):
-    """A request's tokens from `start` on, which a step takes in."""
+    """The tokens of a request from `start` on that a step reads."""
 
     item: int
-    """Which one it is of."""
+    """Index of the item that it belongs to."""
     text: _Text
     slot: int
     start: int
     tokens: list[int]
     num_drafts: int
-    """Behind them; 0: it is not up to date yet."""
+    """Drafts to make behind them; 0: the request has not caught up."""

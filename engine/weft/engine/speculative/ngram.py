@@ -1,4 +1,5 @@
-"""Drafts from the request's own text: what followed the last tokens when they came before.
+"""Drafts from the request's own text: the tokens that followed an earlier occurrence of the last
+ones.
 
 Prompt lookup (Saxena, 2023, "Prompt Lookup Decoding"): it pays where answers repeat their prompt,
 in summaries, edits and code.
@@ -12,21 +13,21 @@ from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.state import Request
 
 MAX_TEXT_TOKENS = 8192
-"""The newest ones of a request are looked through."""
+"""Most tokens of a request that are searched, the newest ones."""
 
 
 class NgramDrafter:
-    """Looks the longest known run of last tokens up.
+    """Looks up the longest known n-gram that ends the text.
 
     Args:
-        max_tokens: Of a run, at most.
-        min_tokens: Of a run, at least: short ones come again by chance.
+        max_tokens: Longest n-gram.
+        min_tokens: Shortest n-gram: shorter ones recur by chance.
     """
 
     def __init__(self, max_tokens: int = 4, min_tokens: int = 2) -> None:
         self._lengths = range(max_tokens, min_tokens - 1, -1)
         self._texts: dict[int, _Text] = {}
-        """By slot."""
+        """Requests by slot."""
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
@@ -44,11 +45,11 @@ class NgramDrafter:
 
 
 class _Text:
-    """Where each run of tokens of a request ended last.
+    """The last position of each n-gram of a request.
 
     Args:
         request: Its tokens are followed as they grow.
-        lengths: Of runs, longest first.
+        lengths: Lengths of the n-grams, longest first.
     """
 
     def __init__(self, request: Request, lengths: range) -> None:
@@ -58,7 +59,7 @@ class _Text:
         self._num_known = max(0, request.num_tokens - MAX_TEXT_TOKENS)
 
     def continuation(self, max_drafts: int) -> list[int]:
-        """What followed the last tokens where they came before."""
+        """The tokens that followed the previous occurrence of the last tokens."""
         tokens = self.request.tokens
         # The run at the very end is looked up, not entered.
         for end in range(max(self._num_known, 1), len(tokens)):

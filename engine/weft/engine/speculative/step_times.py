@@ -1,4 +1,4 @@
-"""What steps take, with drafts and without, by the number of requests: measured, else predicted."""
+"""Step durations by number of requests, with and without drafts: measured, else predicted."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from math import log
 from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape
 
 _Kind = tuple[int, DraftShape]
-"""Of steps: their size, and what is drafted."""
+"""A kind of step: its size and the shape of its drafts."""
 MEASURED_WEIGHT = 1.5
-"""From so many steps on a time counts as measured."""
-MOST_WEIGHT = 12.0
-"""A known time counts for at most so many steps beside a new one."""
+"""Number of steps from which a duration counts as measured."""
+MAX_WEIGHT = 12.0
+"""Most steps that a known time counts for relative to a new one."""
 FARTHEST = 1.5
-"""What takes so many times as long as expected, or that part of it, counts for no more."""
+"""Outliers are clipped to the expected duration times or divided by this factor."""
 FOLLOWED_AFTER = 8
-"""Steps of one kind in a row, from which on they tell how fast steps are."""
+"""Consecutive steps of one kind after which they determine the pace."""
 PACE_SHARE = 0.15
-"""Of the newest step in how fast steps are."""
-MOST_CHANGE = 1.25
-"""Of the pace that one step may tell of."""
+"""Weight of the newest step in the pace."""
+MAX_CHANGE = 1.25
+"""Largest change of the pace that one step may indicate."""
 GROWTH = 0.3
-"""Times grow with this power of the number of rows, as long as nothing says more."""
-LEAST_SHARE = 0.2
-"""Of the drafts that were asked for, in a step that tells what drafts cost."""
+"""Exponent with which times are assumed to grow with the number of rows, without other data."""
+MIN_SHARE = 0.2
+"""Least share of the requested drafts with which a step is evidence of the cost of drafts."""
 
 
 def size_class(number: int) -> int:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: the next one down; what is of one size counts as alike."""
+    """Rounds down to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...; numbers of one size count as alike."""
     if number < 4:
         return number
     shift = number.bit_length() - 2
@@ -38,18 +38,18 @@ def size_class(number: int) -> int:
 
 @dataclass(slots=True)
 class _Average:
-    """Of late."""
+    """A moving average."""
 
     value: float
     weight: float = 1.0
 
     def note(self, value: float, weight: float = 1.0) -> None:
-        """Another one. The first of a kind is often slow, and is dropped if it was."""
+        """Adds a value. The first of a kind is often slow; it is dropped if it turns out so."""
         if self.weight <= 1.0 and self.value > FARTHEST * value:
             self.value, self.weight = value, weight
             return
         value = _within(value / self.value, FARTHEST) * self.value
-        self.weight = min(self.weight + weight, MOST_WEIGHT)
+        self.weight = min(self.weight + weight, MAX_WEIGHT)
         self.value += weight / self.weight * (value - self.value)
 
 
@@ -59,14 +59,14 @@ def _within(factor: float, most: float) -> float:
 
 @dataclass(slots=True)
 class _Point:
-    """Of the curve, where numbers of one size are on average."""
+    """A point of the curve: average number and time for numbers of one size class."""
 
     number: float
     time: _Average
 
 
 class _Curve:
-    """Times by a number: a power law between each two that were seen."""
+    """Times by number: a power law between neighbouring points."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -74,11 +74,11 @@ class _Curve:
 
     @property
     def largest(self) -> float:
-        """Of the numbers that were seen; 0 without any."""
+        """Largest number recorded; 0 if none."""
         return self._points[-1].number if self._points else 0.0
 
     def note(self, number: int, time: float) -> None:
-        """It took so long."""
+        """Records the time for a number."""
         size = size_class(number)
         place = bisect_left(self._sizes, size)
         if place == len(self._sizes) or self._sizes[place] != size:
@@ -90,7 +90,7 @@ class _Curve:
             point.number += (number - point.number) / point.time.weight
 
     def at(self, number: float) -> float:
-        """What it takes; some number was seen."""
+        """Interpolates the time for a number; at least one was recorded."""
         points = self._points
         if len(points) == 1:
             return points[0].time.value * float((number / points[0].number) ** GROWTH)
@@ -108,31 +108,31 @@ class _Curve:
 
 @dataclass(frozen=True, slots=True)
 class StepTaken:
-    """A step that brought only tokens of running requests."""
+    """A step with tokens of running requests only."""
 
     num_requests: int
     shape: DraftShape
-    """What was asked for, of each request."""
+    """Shape of the drafts requested for each request."""
     num_drafts: int
-    """That were made, of all."""
+    """Number of drafts made, over all requests."""
     duration_s: float
     drafting_s: float
-    """Of it, for making drafts."""
+    """Seconds of the step spent on drafting."""
 
     @property
     def share(self) -> float:
-        """Of the drafts that were asked for, those that were made."""
+        """Share of the requested drafts that were made."""
         wanted = self.num_requests * self.shape.num_drafts
         return self.num_drafts / wanted if wanted else 0.0
 
     @property
     def rows_a_turn(self) -> int:
-        """Of the draft, in each turn but the first of a tree."""
+        """Rows of the draft model in each turn but the first of a tree."""
         return self.num_requests * self.shape.width
 
 
 class StepTimes:
-    """Times of such steps.
+    """The recorded durations of such steps.
 
     Steps take longer as contexts grow, and as others use the machine. That is the pace: what is
     run all the time tells it, and what is run beside it is compared with that. The time of a kind
@@ -141,21 +141,21 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._times: dict[_Kind, _Average] = {}
-        """Of steps with all their drafts, at a pace of 1."""
+        """Durations of steps that had all their drafts, at a pace of 1."""
         self._rows = _Curve()
-        """Of all steps but for making drafts, by rows."""
+        """Durations without drafting, by number of rows."""
         self._drafting = _Curve()
-        """Of a turn of the draft, by rows."""
+        """Duration of one turn of the drafter, by number of rows."""
         self._pace = 1.0
-        """How long steps take just now, beside what is known of them."""
+        """Current duration of steps relative to the recorded ones."""
         self._followed: _Kind = (0, NO_DRAFTS)
-        """The kind of steps that tells the pace."""
+        """The kind of steps that determines the pace."""
         self._newest: _Kind = (0, NO_DRAFTS)
         self._num_alike = 0
-        """Of the newest steps, those of one kind."""
+        """Number of the newest steps that were of the same kind."""
 
     def note(self, step: StepTaken, *, is_settled: bool) -> None:
-        """A step has ended.
+        """Records a completed step.
 
         Args:
             step: What it was.
@@ -167,7 +167,7 @@ class StepTimes:
             self._followed, self._num_alike = kind, 0
         if kind == self._followed:
             factor = step.duration_s / self.seconds(step.num_requests, step.shape, step.share)
-            self._pace *= 1 + PACE_SHARE * (_within(factor, MOST_CHANGE) - 1)
+            self._pace *= 1 + PACE_SHARE * (_within(factor, MAX_CHANGE) - 1)
         time, drafting = step.duration_s / self._pace, step.drafting_s / self._pace
         # Where there are none, for want of room or time, the draft only took in tokens.
         if drafting and step.num_drafts:
@@ -181,11 +181,11 @@ class StepTimes:
             self._followed = kind
 
     def _note_time(self, kind: _Kind, share: float, time: float) -> None:
-        """Takes in a time at a pace of 1, of as many requests as the size says."""
+        """Records a time, at a pace of 1, for this size class of requests."""
         weight = 1.0
         if kind[1].num_drafts:
             plain = self._times.get((kind[0], NO_DRAFTS))
-            if share < LEAST_SHARE or plain is None:
+            if share < MIN_SHARE or plain is None:
                 return
             time, weight = plain.value + (time - plain.value) / share, share**2
             time = max(time, plain.value / FARTHEST)
@@ -196,20 +196,22 @@ class StepTimes:
             known.note(time, weight)
 
     def weight(self, num_requests: int, shape: DraftShape) -> float:
-        """In so many steps their time was measured, up to `MOST_WEIGHT`; 0: it is predicted."""
+        """Number of steps measured, up to `MAX_WEIGHT`; 0: the duration is predicted."""
         known = self._times.get((size_class(num_requests), shape))
         return 0.0 if known is None else known.weight
 
     def is_measured(self, num_requests: int, shape: DraftShape) -> bool:
-        """The time of these steps is no mere prediction."""
+        """Whether the time of these steps is measured rather than predicted."""
         return self.weight(num_requests, shape) >= MEASURED_WEIGHT
 
     def is_near(self, num_rows: int) -> bool:
-        """Steps with at least half as many rows were measured."""
+        """Whether steps with at least half as many rows were measured."""
         return num_rows <= 2 * self._rows.largest
 
     def seconds(self, num_requests: int, shape: DraftShape, share: float = 1.0) -> float:
-        """Of a step in which a share of the drafts is made; some step was noted."""
+        """Duration of a step in which this share of the drafts is made; at least one step must be
+        recorded.
+        """
         size = size_class(num_requests)
         plain, full = self._times.get((size, NO_DRAFTS)), self._times.get((size, shape))
         if plain is None or full is None:
@@ -218,7 +220,7 @@ class StepTimes:
         return self._pace * time * self._scale(num_requests, size)
 
     def _scale(self, num_requests: int, size: int) -> float:
-        """Of steps of so many requests beside those of as many as the size says."""
+        """Duration of steps of this many requests relative to steps of the size class."""
         return 1.0 if num_requests == size else self._rows.at(num_requests) / self._rows.at(size)
 
     def _predicted(self, num_requests: int, shape: DraftShape, share: float) -> float:

@@ -1,4 +1,4 @@
-"""Trees of drafts grown in CUDA graphs, from inputs in fixed places; see `chains`."""
+"""Trees of drafts grown in CUDA graphs, with inputs in fixed memory; see `chains`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.scheduler.plan import DraftShape, VerifyItem
 from weft.engine.speculative.captured import (
     LATE,
     Capture,
-    DevicePages,
+    DevicePageTable,
     StaticColumns,
     capture_each,
 )
@@ -28,19 +28,19 @@ class TreeArrays(NamedTuple):
     """Trees behind the last tokens of R requests, on the host."""
 
     slots: Int64Array
-    """[R]."""
+    """Slots of the requests, [R]."""
     starts: Int64Array
-    """[R]: positions of the last tokens; LATE: where the device knows."""
+    """Positions of the last tokens, [R]; LATE: only the device knows."""
     limits: Int64Array
-    """[R]: positions from which on there are no pages."""
+    """Positions from which on there are no pages, [R]."""
     max_depths: Int64Array
-    """[R]: so many drafts of each may be right at once."""
+    """Most drafts that may be accepted at once, [R]."""
     adapter_slots: Int64Array
-    """[R]: of their adapters; 0: none."""
+    """Slots of their adapters, [R]; 0: none."""
 
     @classmethod
     def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> TreeArrays:
-        """Enters the requests' pages into the table."""
+        """Builds the arrays; enters the requests' pages into the table."""
         columns: list[tuple[int, int, int, int, int]] = []
         for item in items:
             request = item.request
@@ -52,24 +52,24 @@ class TreeArrays(NamedTuple):
 
 
 class TreeBucket(NamedTuple):
-    """Which trees of how many requests a graph grows."""
+    """The number of requests and the tree shape that a graph is captured for."""
 
     shape: DraftShape
     requests: int
     has_lora: bool = False
-    """Requests may have draft adapters."""
+    """Whether requests may have draft adapters."""
 
 
 class StaticTrees:
-    """Grows a head's trees from inputs that stay where they are.
+    """Grows a head's trees from inputs in fixed memory.
 
     Args:
         model: Target and head, which is one of EAGLE-3.
         pool: The target's.
-        known: Of the slots; gets the trees.
+        known: Device state of the slots; receives the trees.
         pages: On the same device.
         page_size: Token positions a page.
-        max_requests: Of a step with trees.
+        max_requests: Most requests of a step with trees.
         adapters: Columns of one row a request, and of as many as trees are wide; None: no bucket
             has any.
     """
@@ -79,7 +79,7 @@ class StaticTrees:
         model: DraftedModel,
         pool: torch.Tensor,
         known: SlotTokens,
-        pages: DevicePages,
+        pages: DevicePageTable,
         page_size: int,
         max_requests: int,
         adapters: AdapterRows | None = None,
@@ -97,7 +97,7 @@ class StaticTrees:
         self._adapters = adapters
 
     def needs_lora(self, arrays: TreeArrays) -> bool:
-        """Some of these requests have draft adapters."""
+        """Whether any of these requests has a draft adapter."""
         return self._adapters is not None and self._adapters.are_used(arrays.adapter_slots)
 
     def send(self, arrays: TreeArrays, bucket: TreeBucket) -> None:
@@ -109,13 +109,14 @@ class StaticTrees:
             self._adapters.send(adapter_slots, bucket.requests)
 
     def send_nothing(self, bucket: TreeBucket) -> None:
-        """Inputs of no request, to capture with."""
+        """Sends inputs of no request, for capture."""
         nothing = np.zeros(0, np.int64)
         self.send(TreeArrays(*[nothing] * 5), bucket)
 
     def run(self, bucket: TreeBucket) -> torch.Tensor:
-        """[2, nodes, requests] int64: tokens and words (`draft_tree`) of the trees of what was
-        sent last, with this bucket."""
+        """Tokens and ancestor words (`draft_tree`) of the trees for the inputs sent last with this
+        bucket, [2, nodes, requests] int64.
+        """
         slots, starts, limits, max_depths = self._columns.views(bucket.requests)
         pages, known, shape = self._pages.pages, self._known, bucket.shape
         num_places = 1 + shape.width * (shape.depth - 1)
@@ -154,7 +155,7 @@ class StaticTrees:
 
 
 class TreeGraphs:
-    """Trees captured once for each bucket, in the memory of the steps' graphs.
+    """Trees captured once for each bucket, in the memory shared with the steps' graphs.
 
     Args:
         trees: To capture.
@@ -167,7 +168,7 @@ class TreeGraphs:
         self._graphs = capture_each(buckets, trees.send_nothing, trees.run, capture, "trees")
 
     def bucket_of(self, shape: DraftShape, requests: int, *, has_lora: bool = False) -> TreeBucket:
-        """The smallest that has room for trees; of those of fewer nodes none is deeper."""
+        """The smallest bucket with room for these trees; none with fewer nodes is deeper."""
         return min(
             bucket
             for bucket in self._graphs
@@ -178,7 +179,7 @@ class TreeGraphs:
         )
 
     def forward(self, arrays: TreeArrays, shape: DraftShape) -> torch.Tensor:
-        """Starts trees of so many nodes or more.
+        """Starts trees of at least this many nodes.
 
         Returns:
             [2, nodes, R] int64 on the device or larger (`StaticTrees.run`), valid until the next

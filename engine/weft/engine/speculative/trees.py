@@ -19,14 +19,14 @@ def tree_of(tokens: Sequence[int], words: Sequence[int]) -> DraftTree:
     """A tree that the head has grown, or its first nodes.
 
     Args:
-        tokens: Of the nodes.
+        tokens: Tokens of the nodes.
         words: Which of its request's rows each one sees; see `draft_tree`.
     """
     return DraftTree(tokens, [parent_of(word, row) for row, word in enumerate(words, 1)])
 
 
 def step_shape(items: Sequence[VerifyItem]) -> DraftShape:
-    """What a step's trees are cut from: as many nodes and levels as one of them has."""
+    """Shape of a step's trees: the nodes and levels of the largest one."""
     shapes = [item.tree for item in items if item.tree is not None]
     width, depth = shapes[0].width, max(shape.depth for shape in shapes)
     shape = DraftShape(max(item.max_drafts for item in items), depth, width)
@@ -34,7 +34,7 @@ def step_shape(items: Sequence[VerifyItem]) -> DraftShape:
 
 
 class EagerTrees:
-    """Grows trees for steps whose begin the host knows.
+    """Grows trees for steps whose start the host knows.
 
     Args:
         model: Target and head.
@@ -65,7 +65,7 @@ class EagerTrees:
         return drafts
 
     def _run(self, items: Sequence[VerifyItem]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and words [nodes, R], on the host."""
+        """Grows the trees; returns tokens and ancestor words [nodes, R], on the host."""
         shape, size = step_shape(items), self._page_size
         for item in items:
             self._table.extend(item.request.slot, item.request.pages)

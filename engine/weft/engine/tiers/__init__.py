@@ -1,4 +1,4 @@
-"""Where pages lie that the pool has no room for: host memory and local disk, one interface.
+"""Cache tiers below the pool, host memory and local disk, behind one interface.
 
 Nothing here needs torch: the KV store spills to the same disk tier.
 """

@@ -1,4 +1,4 @@
-"""Puts an engine's tiers together, around its way to other fillers."""
+"""Assembles an engine's tiers and its access to other fillers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def tier_reports(
     tiers: Tiers | None, store: StoreLink | None, policy: TierPolicy
 ) -> list[TierReport]:
-    """What there is below the pool, the nearest first."""
+    """Reports of the tiers below the pool, nearest first."""
     reports = tiers.report() if tiers is not None else []
     if store is not None:
         reports.append(store.report(policy.bytes_per_s("store")))
@@ -37,11 +37,11 @@ def make_tiers(
     prefill_tokens_per_s: Callable[[], float],
     clock: Clock,
 ) -> tuple[Tiers | None, TieredFills, TierPolicy]:
-    """The tiers (None: there are none), the scheduler's `Fills`, and the policy of both.
+    """Creates the tiers (None: there are none), the scheduler's `Fills`, and the policy of both.
 
     Args:
         config: Thresholds.
-        parts: Of the engine.
+        parts: Parts of the engine.
         owner: Asks others.
         num_cached_pages: How many of a request's first so many pages are in the pool.
         prefill_tokens_per_s: Measured; 0: unknown.

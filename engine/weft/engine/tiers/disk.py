@@ -1,4 +1,4 @@
-"""Local disk as a tier's medium: a file a page, named by what it holds.
+"""Local disk as a tier's medium: one file per page, named by its content.
 
     DIR/lock                                 held by the process that uses the folder
     DIR/new/NUMBER                           being written
@@ -24,7 +24,7 @@ import numpy as np
 from weft.engine import faults
 from weft.engine.errors import ConfigError
 from weft.engine.memory.eviction import EvictionPolicy
-from weft.engine.tiers.keyed import KeyedPages, PageName, Place
+from weft.engine.tiers.keyed import KeyedPages, PageName, PagePlace
 from weft.engine.tiers.tier import Page, Tier
 
 _NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64}|-)\.([0-9a-f]{16})")
@@ -32,8 +32,8 @@ _GROUP = re.compile(r"([0-9a-f]{2})+")
 _NO_GROUP = "all"
 
 
-class StoredPage(NamedTuple):
-    """A page file that was found."""
+class PageFile(NamedTuple):
+    """A page file found on disk."""
 
     name: PageName
     digest: int
@@ -74,8 +74,8 @@ class PageFiles:
                 f"disk cache: {folder} cannot be used: {error}", param="disk_cache_dir"
             ) from error
 
-    def scan(self) -> Iterator[StoredPage]:
-        """Every page file, in no order."""
+    def scan(self) -> Iterator[PageFile]:
+        """Lists all page files, in no order."""
         for group in _folders(self._pages):
             if group.name != _NO_GROUP and not _GROUP.fullmatch(group.name):
                 continue
@@ -86,11 +86,11 @@ class PageFiles:
                         if (found := _NAME.fullmatch(entry.name)) is not None:
                             yield _stored(found, entry, group_key)
 
-    def discard(self, page: StoredPage) -> None:
+    def discard(self, page: PageFile) -> None:
         """Removes a file that `scan` found."""
-        self.remove(Place(0, page.name, page.digest))
+        self.remove(PagePlace(0, page.name, page.digest))
 
-    def read(self, place: Place, into: Page) -> bool:
+    def read(self, place: PagePlace, into: Page) -> bool:
         """See `Medium.read`."""
         path = self._path(place)
         try:
@@ -111,7 +111,7 @@ class PageFiles:
             faults.TIER_DISK_READ.flip_bit(into.reshape(1, -1), [0])
         return True
 
-    def write(self, place: Place, content: Page) -> None:
+    def write(self, place: PagePlace, content: Page) -> None:
         """See `Medium.write`."""
         if faults.TIER_DISK_WRITE.is_armed:
             faults.TIER_DISK_WRITE.fire()
@@ -132,24 +132,24 @@ class PageFiles:
             new.unlink(missing_ok=True)
             raise
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: PagePlace) -> None:
         """See `Medium.remove`."""
         try:
             self._path(place).unlink(missing_ok=True)
         except OSError:  # It is found, and counted, after the next start.
             return
 
-    def direct(self, place: Place, *, is_read: bool) -> Page | None:
+    def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
         """See `Medium.direct`: devices know no files."""
         return None
 
     def close(self) -> None:
-        """Lets another process have the folder."""
+        """Releases the folder's lock for another process."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def _path(self, place: Place) -> Path:
+    def _path(self, place: PagePlace) -> Path:
         key, parent, group = place.name
         digits = key.hex()
         name = f"{digits}.{parent.hex() or '-'}.{place.digest:016x}"
@@ -163,7 +163,7 @@ class PageFiles:
 
 
 def disk_tier(files: PageFiles, num_bytes: int, page_bytes: int, policy: EvictionPolicy) -> Tier:
-    """A tier of at most so many bytes in a folder, with the pages that are there.
+    """Creates a tier of at most this many bytes in a folder, with the pages found there.
 
     Files of pages of another size go, and so do the oldest ones if there are too many.
 
@@ -178,7 +178,7 @@ def disk_tier(files: PageFiles, num_bytes: int, page_bytes: int, policy: Evictio
             param="disk_cache_bytes",
         )
     tier = Tier("disk", KeyedPages(num_slots, policy), files, page_bytes)
-    found: list[StoredPage] = []
+    found: list[PageFile] = []
     for page in files.scan():
         if page.num_bytes == page_bytes:
             found.append(page)
@@ -192,7 +192,7 @@ def disk_tier(files: PageFiles, num_bytes: int, page_bytes: int, policy: Evictio
         if slot is None:  # One key with two digests: either will do.
             files.discard(page)
         else:
-            tier.pages.publish(Place(slot, page.name, page.digest))
+            tier.pages.publish(PagePlace(slot, page.name, page.digest))
     return tier
 
 
@@ -206,8 +206,8 @@ def _folders(folder: Path) -> list[Path]:
     return [entry for entry in folder.iterdir() if entry.is_dir()]
 
 
-def _stored(found: re.Match[str], entry: os.DirEntry[str], group: bytes) -> StoredPage:
+def _stored(found: re.Match[str], entry: os.DirEntry[str], group: bytes) -> PageFile:
     key, parent, digest = found.groups()
     about = entry.stat(follow_symlinks=False)
     name = PageName(bytes.fromhex(key), b"" if parent == "-" else bytes.fromhex(parent), group)
-    return StoredPage(name, int(digest, 16), about.st_size, about.st_mtime)
+    return PageFile(name, int(digest, 16), about.st_size, about.st_mtime)

@@ -1,4 +1,4 @@
-"""Tiers before everybody else: how an admitted request goes on where there are tiers."""
+"""Decides how an admitted request continues if there are tiers, which precede other fillers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class TieredFills:
     """Implements the scheduler's `Fills`: own tiers, then KV store, then prefill workers.
 
     Args:
-        tiers: Of this engine; None: there are none.
+        tiers: Tiers of this engine; None: there are none.
         owner: Asks others.
         policy: Whether a load from the store pays.
-        page_bytes: Of a page.
+        page_bytes: Bytes of a page.
         page_size: Token positions a page.
         prefill_tokens_per_s: Measured here; 0: unknown.
     """
@@ -57,7 +57,7 @@ class TieredFills:
             self._owner.abandon(request)
 
     def _pass_over_stores(self, request: Request) -> None:
-        """Forgets those that have nothing that goes on from here, or are slower than computing."""
+        """Drops stores that hold nothing that continues from here, or are slower than computing."""
         while request.candidates and request.candidates[0].kind == "kvstore":
             store = request.candidates[0]
             num_tokens = store.match_tokens - request.num_computed

@@ -9,15 +9,15 @@ from typing import Protocol
 import numpy as np
 from weft.engine import faults
 from weft.engine.memory.eviction import EvictionPolicy
-from weft.engine.tiers.keyed import KeyedPages, Place
+from weft.engine.tiers.keyed import KeyedPages, PagePlace
 from weft.engine.tiers.tier import Page, Tier
 
 
 class Pinned(Protocol):
-    """Memory that a device copies from and to by itself, until `close`."""
+    """Memory that a device copies from and to directly, until `close`."""
 
     def close(self) -> None:
-        """Unpins it."""
+        """Unpins the memory."""
         ...
 
 
@@ -29,7 +29,7 @@ class HostMemory:
 
     Args:
         num_slots: Pages that fit.
-        page_bytes: Of a page.
+        page_bytes: Bytes of a page.
 
     Raises:
         OSError: There is not so much memory.
@@ -43,27 +43,27 @@ class HostMemory:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self.rows = np.frombuffer(mapping, np.uint8).reshape(num_slots, page_bytes)
         self.pinned: Pinned | None = None
-        """The pool's device copies from and to here by itself."""
+        """Whether the pool's device copies from and to this memory directly."""
 
-    def row(self, place: Place) -> Page:
-        """A slot's bytes."""
+    def row(self, place: PagePlace) -> Page:
+        """The bytes of a slot."""
         row: Page = self.rows[place.slot - 1]
         return row
 
-    def read(self, place: Place, into: Page) -> bool:
+    def read(self, place: PagePlace, into: Page) -> bool:
         """See `Medium.read`."""
         self._damage(place)
         np.copyto(into, self.row(place))
         return True
 
-    def write(self, place: Place, content: Page) -> None:
+    def write(self, place: PagePlace, content: Page) -> None:
         """See `Medium.write`."""
         np.copyto(self.row(place), content)
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: PagePlace) -> None:
         """See `Medium.remove`: the slot is written over."""
 
-    def direct(self, place: Place, *, is_read: bool) -> Page | None:
+    def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
         """See `Medium.direct`."""
         if self.pinned is None:
             return None
@@ -72,18 +72,18 @@ class HostMemory:
         return self.row(place)
 
     def close(self) -> None:
-        """Nobody copies any more."""
+        """Releases the memory; no copy may be under way."""
         if self.pinned is not None:
             self.pinned.close()
             self.pinned = None
 
-    def _damage(self, place: Place) -> None:
+    def _damage(self, place: PagePlace) -> None:
         if faults.TIER_HOST.is_armed:
             faults.TIER_HOST.flip_bit(self.rows, [place.slot - 1])
 
 
 def host_tier(num_slots: int, page_bytes: int, policy: EvictionPolicy) -> tuple[Tier, HostMemory]:
-    """A tier of so many pages in host memory, and that memory.
+    """Creates a tier of this many pages in host memory, and that memory.
 
     Raises:
         OSError: There is not so much memory.

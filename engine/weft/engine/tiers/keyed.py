@@ -1,4 +1,4 @@
-"""Bookkeeping of one tier: which page has which place, what is pinned, what goes first."""
+"""Bookkeeping of one tier: the place of each page, pins, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from weft.engine.memory.prefix_cache import Evicted, PageKeyCache
 
 
 class PageName(NamedTuple):
-    """What names a page."""
+    """Identity of a page."""
 
     key: bytes
-    """32 bytes."""
+    """Page key, 32 bytes."""
     parent: bytes
     """Key of the page before it in its prompt; empty: unknown."""
     group: bytes = b""
-    """Whose page it is, where that is counted."""
+    """Group in which the page is counted."""
 
 
-class Place(NamedTuple):
-    """A page's place in a tier."""
+class PagePlace(NamedTuple):
+    """Location of a page in a tier."""
 
     slot: int
-    """From 1 on."""
+    """Slot number, from 1."""
     name: PageName
     digest: int
 
 
 class KeyedPages:
-    """Slots of one tier by page key. For one thread.
+    """Slots of one tier by page key. For use by one thread.
 
         free         holds nothing
         cached       held under its key, may be given up
@@ -47,28 +47,28 @@ class KeyedPages:
         self.cache = PageKeyCache(policy, has_groups=True)
         self.memory = KvMemory(num_slots + 1, self.cache)
         self.memory.on_reclaimed = self._reclaimed
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, PagePlace] = {}
         self._incoming: set[bytes] = set()
-        self.on_evicted: Callable[[Place], None] = lambda place: None
-        """Told of each page that was given up to make room."""
+        self.on_evicted: Callable[[PagePlace], None] = lambda place: None
+        """Called with each page that was evicted to make room."""
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Leading keys that are held; changes nothing."""
         return len(self.cache.match(keys))
 
     def has(self, key: bytes) -> bool:
-        """It is held."""
+        """Whether the page is held."""
         return self.cache.get(key) is not None
 
     def knows(self, key: bytes) -> bool:
-        """It is held or on its way here."""
+        """Whether the page is held or being written."""
         return key in self._incoming or self.has(key)
 
-    def pin(self, key: bytes, *, is_reader: bool = True) -> Place | None:
-        """The place of a page, which stays until `unpin`; None: it is not held.
+    def pin(self, key: bytes, *, is_reader: bool = True) -> PagePlace | None:
+        """Pins a page in its place until `unpin`; None: it is not held.
 
         Args:
-            key: Of the page.
+            key: Key of the page.
             is_reader: It is found by somebody; else its age stays as it is.
         """
         entry = self.cache.get(key)
@@ -82,12 +82,13 @@ class KeyedPages:
             self.cache.keep_age(entry.page)
         return self._places[entry.page]
 
-    def unpin(self, place: Place) -> None:
-        """Ends a pin."""
+    def unpin(self, place: PagePlace) -> None:
+        """Releases a pin."""
         self._release(place.slot)
 
     def reserve(self, key: bytes) -> int | None:
-        """A slot for a page that comes, evicting as needed; `publish` or `abandon` must follow.
+        """Reserves a slot for an incoming page, evicting as needed; `publish` or `abandon` must
+        follow.
 
         None: it is known already, or everything is pinned.
         """
@@ -97,8 +98,8 @@ class KeyedPages:
         self._incoming.add(key)
         return slot
 
-    def publish(self, place: Place, priority: int = 0) -> None:
-        """A reserved slot holds its page."""
+    def publish(self, place: PagePlace, priority: int = 0) -> None:
+        """Publishes the page in a reserved slot."""
         name = place.name
         self._incoming.discard(name.key)
         self._places[place.slot] = place
@@ -108,17 +109,17 @@ class KeyedPages:
         self.memory.release([place.slot])
 
     def abandon(self, key: bytes, slot: int) -> None:
-        """A reserved slot is given back."""
+        """Releases a reserved slot."""
         self._incoming.discard(key)
         self.memory.release([slot])
 
-    def reclaim(self) -> Place | None:
-        """Gives up the least valuable page; its slot stays reserved until `free`."""
+    def reclaim(self) -> PagePlace | None:
+        """Evicts the least valuable page; its slot stays reserved until `free`."""
         evicted = self.memory.reclaim()
         return None if evicted is None else self._places.pop(evicted.page)
 
-    def evict_of(self, group: bytes) -> Place | None:
-        """Gives up the least valuable page of a group; its slot is free."""
+    def evict_of(self, group: bytes) -> PagePlace | None:
+        """Evicts the least valuable page of a group; its slot is free."""
         evicted = self.cache.evict_of(group)
         if evicted is None:
             return None
@@ -126,11 +127,11 @@ class KeyedPages:
         return self._places.pop(evicted.page)
 
     def free(self, slot: int) -> None:
-        """Ends what `reclaim` reserved."""
+        """Frees the slot that `reclaim` kept reserved."""
         self.memory.release([slot])
 
-    def drop(self, key: bytes) -> Place | None:
-        """Forgets a page, pinned or not: its content is not to be trusted, or it is gone."""
+    def drop(self, key: bytes) -> PagePlace | None:
+        """Drops a page, pinned or not: its content cannot be trusted, or is gone."""
         entry = self.cache.get(key)
         if entry is None:
             return None
@@ -140,8 +141,8 @@ class KeyedPages:
         self._release(entry.page)
         return place
 
-    def flush(self) -> list[Place]:
-        """Gives up every page that nobody reads."""
+    def flush(self) -> list[PagePlace]:
+        """Drops every page that is not being read."""
         places = []
         while (place := self.reclaim()) is not None:
             places.append(place)

@@ -1,4 +1,4 @@
-"""Loads: pages of one request on their way from a tier into the pool, chunk by chunk."""
+"""Loads: pages of one request on their way from a tier to the pool, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TierRun(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """How many."""
+        """Number of pages."""
         return self.end_page - self.first_page
 
     @property
@@ -30,49 +30,52 @@ class TierRun(NamedTuple):
         return range(self.first_page, self.end_page)
 
     def covers(self, piece: TierRun) -> bool:
-        """The piece was cut from this run."""
+        """Whether the piece was cut from this run."""
         return self.first_page <= piece.first_page < self.end_page
 
 
 @dataclass(eq=False, slots=True)
-class Load:
-    """Pages that one request is sent by tiers. It outlives the request while bytes move."""
+class TierLoad:
+    """The pages that tiers load for one request. It outlives the request while bytes move."""
 
     request: Request | None
-    """None: it has ended."""
+    """The request; None: it has ended."""
     pages: list[int]
-    """Destinations that are not accepted yet, in order."""
+    """Destinations not yet accepted, in order."""
     last_progress_at: float
-    """On the engine's clock."""
+    """Time on the engine's clock."""
     chunks: list[LoadChunk] = field(default_factory=list)
-    """Those that have not ended, in order."""
+    """Chunks not yet finished, in order."""
     is_stopped: bool = False
-    """Chunks that have not begun are not to be moved. Set by either thread."""
+    """Whether chunks that have not begun are to be skipped. Set by either thread."""
 
 
 @dataclass(eq=False, slots=True)
 class LoadChunk:
-    """Implements `Move`: some pages of a load, of one tier."""
+    """Implements `BackgroundJob`: some pages of a load, of one tier."""
 
-    load: Load
+    load: TierLoad
     tier: Tier
     loads: list[PageLoad]
     pages: list[int]
     record: FillRecord
-    """Of the chunk's run in the request's timeline."""
+    """Record of the chunk's run in the request's timeline."""
     pool: PagePool
     ended: Callable[[LoadChunk], None]
     is_begun: bool = False
-    """Its thread may write to its pages. Set by that thread, before it looks whether the load is
-    stopped."""
+    """Whether the thread may write to its pages. Set by that thread before it checks whether the
+    load is stopped.
+    """
     is_fenced: bool = False
-    """Its load was given up while it was under way: its pages are in quarantine until it ends."""
+    """Whether the load was given up while the chunk was under way: its pages are in quarantine
+    until it ends.
+    """
     num_good: int = 0
-    """Leading pages that are in the pool."""
+    """Number of leading pages that are in the pool."""
     duration_s: float = 0.0
 
     def run(self) -> None:
-        """See `Move.run`: up to the first page that is not right."""
+        """See `BackgroundJob.run`: up to the first page that is not right."""
         started_at = time.monotonic()
         self.is_begun = True
         try:
@@ -87,7 +90,7 @@ class LoadChunk:
             self.duration_s = time.monotonic() - started_at
 
     def _load(self) -> int:
-        """Returns how many pages are in the pool."""
+        """Loads the pages; returns how many are in the pool."""
         rows = [row for load in self.loads if (row := load.direct()) is not None]
         if len(rows) == len(self.loads):
             return self._copy_in(rows)
@@ -104,8 +107,9 @@ class LoadChunk:
         return num_good
 
     def _copy_in(self, rows: Sequence[Page]) -> int:
-        """The device copies them itself; returns how many of them are right, up to the first that
-        is not."""
+        """Lets the device copy the pages; returns how many are correct, up to the first that is
+        not.
+        """
         if self.load.is_stopped:
             return 0
         digests = self.pool.copy_in(rows, self.pages)
@@ -118,7 +122,7 @@ class LoadChunk:
         return num_good
 
     def end(self) -> None:
-        """See `Move.end`."""
+        """See `BackgroundJob.end`."""
         for load in self.loads:
             load.end()
         self.ended(self)
@@ -126,28 +130,28 @@ class LoadChunk:
 
 @dataclass(eq=False, slots=True)
 class FetchMove:
-    """Implements `Move`: one page of a request that waits, from disk to host memory."""
+    """Implements `BackgroundJob`: one page of a request that waits, from disk to host memory."""
 
     request: Request
     is_wanted: Callable[[Request], bool]
     load: PageLoad
     save: PageSave
     into: Page
-    """The place in host memory."""
+    """Destination in host memory."""
 
     def run(self) -> None:
-        """See `Move.run`."""
+        """See `BackgroundJob.run`."""
         if self.is_wanted(self.request) and self.load.run(self.into):
             self.save.arrived(self.load.place.digest)
 
     def end(self) -> None:
-        """See `Move.end`."""
+        """See `BackgroundJob.end`."""
         self.load.end()
         self.save.end()
 
 
 def chunked(run: TierRun, chunk_pages: int) -> list[TierRun]:
-    """Cuts a run into pieces of at most so many pages."""
+    """Splits a run into pieces of at most this many pages."""
     return [
         TierRun(run.tier, first, min(first + chunk_pages, run.end_page))
         for first in range(run.first_page, run.end_page, chunk_pages)

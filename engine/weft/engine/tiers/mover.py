@@ -1,4 +1,4 @@
-"""A thread that moves bytes for one purpose, in order."""
+"""A thread that runs jobs of one purpose, in order."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 2.0
 
 
-class Move(Protocol):
-    """One job: run in the thread, ended on the owner's."""
+class BackgroundJob(Protocol):
+    """A copy job: run in the thread, completed on the owner's."""
 
     def run(self) -> None:
-        """Moves bytes."""
+        """Copies the bytes."""
         ...
 
     def end(self) -> None:
-        """Takes note, whatever became of `run`, also if it was not run."""
+        """Completes the job, whatever became of `run`, even if it was not run."""
         ...
 
 
-class Mover:
-    """Runs moves one after the other.
+class BackgroundThread:
+    """Runs jobs one after the other in a thread.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
         wake: Called after a move was run (any thread).
     """
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
         self.name = name
         self._wake = wake
-        self._jobs: SimpleQueue[Move | None] = SimpleQueue()
-        self._done: deque[Move] = deque()
+        self._jobs: SimpleQueue[BackgroundJob | None] = SimpleQueue()
+        self._done: deque[BackgroundJob] = deque()
         self._is_closing = False
         self.num_open = 0
-        """Moves that were given and have not been ended."""
+        """Number of jobs given and not yet ended."""
         self._num_begun = self._num_run = 0
-        self.current: Move | None = None
-        """That the thread is at; None: it waits."""
+        self.current: BackgroundJob | None = None
+        """The move being run; None: the thread is idle."""
         self._seen, self._seen_at = 0, 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def give(self, move: Move) -> None:
+    def give(self, move: BackgroundJob) -> None:
         """Queues a move."""
         self.num_open += 1
         self._jobs.put(move)
 
     def take(self) -> bool:
-        """Ends moves that were run; whether there were any."""
+        """Ends the jobs that were run; returns whether there were any."""
         has_any = bool(self._done)
         while self._done:
             move = self._done.popleft()
@@ -64,7 +64,7 @@ class Mover:
         return has_any
 
     def stuck_s(self, now: float) -> float:
-        """How long one move has been under way, as far as these calls have seen it.
+        """Seconds that the current move has been under way, as observed by these calls.
 
         Args:
             now: Monotonic seconds, of one clock.
@@ -75,10 +75,12 @@ class Mover:
             return 0.0
         return now - self._seen_at
 
-    def take_back(self) -> list[Move]:
-        """Moves that have not begun, for the caller to end; the thread ends with its last one."""
+    def take_back(self) -> list[BackgroundJob]:
+        """Takes back the jobs that have not begun, for the caller to end; the thread ends with its
+        current one.
+        """
         self._is_closing = True
-        moves: list[Move] = []
+        moves: list[BackgroundJob] = []
         while True:
             try:
                 move = self._jobs.get_nowait()
@@ -91,12 +93,14 @@ class Mover:
         return moves
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Ends the thread after the move that it is at, which is waited for in bounds."""
+        """Stops the thread after its current job, for which it waits a limited time."""
         self._is_closing = True
         self._jobs.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.warning("%s: a move has not ended within %g s: it is left", self.name, timeout_s)
+            logger.warning(
+                "%s: a job has not ended within %g s and is abandoned", self.name, timeout_s
+            )
 
     def _run(self) -> None:
         while (move := self._jobs.get()) is not None and not self._is_closing:

@@ -1,4 +1,4 @@
-"""Makes the tiers that a worker's settings ask for."""
+"""Creates the tiers that a worker's settings ask for."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from weft.engine.tiers.tier import Tier
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20
-"""Of host memory, where only a disk is asked for: pages come and go through it."""
-LEAST_SLOTS = 16
+"""Host memory used as a buffer where only a disk tier is configured."""
+MIN_SLOTS = 16
 
 
 @dataclass(slots=True, kw_only=True)
 class TierParts:
-    """What `Tiers` is made of."""
+    """The components of `Tiers`."""
 
     host: Tier
     disk: Tier | None
     files: PageFiles | None
-    """Of the disk tier."""
+    """Page files of the disk tier."""
     make_pool: Callable[[], PagePool]
-    """A way to the pool, for one thread."""
+    """Creates access to the pool for one thread."""
     wake: Callable[[], None]
-    """From other threads, when the engine should turn."""
+    """Called by other threads when the engine should take a turn."""
     notices: list[str]
 
 
@@ -45,13 +45,13 @@ def load_tiers(
     pin: Callable[[NDArray[np.uint8]], Pinned | None],
     wake: Callable[[], None],
 ) -> TierParts | None:
-    """The tiers, with what the disk holds; None: none is asked for.
+    """Creates the tiers, with what the disk holds; None: none are configured.
 
     A tier that cannot be had now is gone without, in words.
 
     Args:
         config: Sizes and places.
-        page_bytes: Of a page of the pool.
+        page_bytes: Bytes of a page of the pool.
         make_pool: See `TierParts`.
         pin: Lets the pool's device copy from and to host memory `[num_slots, page_bytes]` by
             itself; None: the pool is in host memory. Raises ConfigError if the device does not.
@@ -74,17 +74,17 @@ def load_tiers(
                 param="host_cache_bytes",
             )
     else:
-        num_slots = max(LEAST_SLOTS, STAGING_BYTES // page_bytes)
+        num_slots = max(MIN_SLOTS, STAGING_BYTES // page_bytes)
     try:
         host, memory = host_tier(num_slots, page_bytes, policy)
     except (OSError, MemoryError, ValueError) as error:
-        if num_slots <= LEAST_SLOTS:
+        if num_slots <= MIN_SLOTS:
             raise ConfigError(f"host memory: {error}", param="host_cache_bytes") from error
         notices.append(
             f"no {num_slots * page_bytes:,} bytes of host memory for KV pages ({error}): "
-            f"only {LEAST_SLOTS} pages are kept there"
+            f"only {MIN_SLOTS} pages are kept there"
         )
-        host, memory = host_tier(LEAST_SLOTS, page_bytes, policy)
+        host, memory = host_tier(MIN_SLOTS, page_bytes, policy)
     try:
         memory.pinned = pin(memory.rows)
     except ConfigError as error:

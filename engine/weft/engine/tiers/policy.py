@@ -1,4 +1,4 @@
-"""What is copied to lower tiers, and when loading from one is worth it."""
+"""Decides which pages are copied to lower tiers, and when loading from one is worthwhile."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import NamedTuple
 SMOOTHING = 0.2
 """Weight of the newest measurement in the moving averages."""
 TRY_AGAIN = 32
-"""One of so many loads that would lose is done all the same: that is how a tier that was slow for
-a while is found to be fast again."""
+"""One in this many unprofitable loads is done anyway, so that a tier that was slow for a while is
+measured again.
+"""
 
 
 class LoadCost(NamedTuple):
@@ -45,11 +46,11 @@ class TierPolicy:
         """Runs of pages that would have been slower to load than to compute, since start."""
 
     def is_written_through(self, num_hits: int) -> bool:
-        """Whether a page that was found so often is copied."""
+        """Whether a page that was found this often is copied."""
         return num_hits >= self.write_through_threshold
 
     def num_loaded(self, runs: Sequence[LoadCost], prefill_tokens_per_s: float) -> int:
-        """How many of these consecutive runs of pages, from the first on, are loaded.
+        """Number of these consecutive runs of pages, from the first on, to load.
 
         Args:
             runs: In the order of the prompt.
@@ -73,7 +74,7 @@ class TierPolicy:
         return self.num_losing % TRY_AGAIN == 0
 
     def observe(self, tier: str, num_bytes: int, duration_s: float) -> None:
-        """Takes a load into the tier's speed."""
+        """Updates the tier's speed from a load."""
         if num_bytes and duration_s > 0:
             rate, old = num_bytes / duration_s, self._bytes_per_s.get(tier)
             smooth = rate if old is None else (1 - SMOOTHING) * old + SMOOTHING * rate

@@ -1,4 +1,4 @@
-"""The pool as tiers see it: pages that are read from and written to, off the step."""
+"""Access of tiers to the pool: pages are read and written outside the steps."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from weft.engine.transfer.digest import digest_pages
 
 
 class PagePool(Protocol):
-    """Bytes of the pool's pages. Every thread has a `PagePool` of its own."""
+    """The bytes of the pool's pages. Every thread has a `PagePool` of its own."""
 
     def read(self, page: int) -> Page:
-        """Bytes of a page that is published, until the next call."""
+        """Bytes of a published page, valid until the next call."""
         ...
 
     def target(self, index: int, page: int) -> Page:
-        """Where the bytes of a page are to be put that is the `index`-th of a batch, before
-        `commit`."""
+        """Buffer for the `index`-th page of a batch, to be filled before `commit`."""
         ...
 
     def commit(self, pages: Sequence[int]) -> None:
-        """The first so many targets of a batch hold their pages: returns once the pool does."""
+        """Moves the targets of a batch, up to this many, into their pages; returns when the pool
+        has them.
+        """
         ...
 
     def copy_in(self, rows: Sequence[Page], pages: Sequence[int]) -> list[int]:
-        """Copies rows of pinned memory into pages, without a copy in between.
+        """Copies rows of pinned memory into pages directly.
 
         Returns:
             Digests of what lies in the pages then.
@@ -36,7 +37,7 @@ class PagePool(Protocol):
         ...
 
     def copy_out(self, page: int, row: Page) -> int:
-        """Copies a page that is published into a row of pinned memory; returns its digest."""
+        """Copies a published page into a row of pinned memory; returns its digest."""
         ...
 
 

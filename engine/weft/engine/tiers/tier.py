@@ -1,4 +1,4 @@
-"""One tier: pages by key in one medium. Match, load, save, evict are the same for all of them.
+"""A tier: pages by key in one medium, with the same match, load, save and evict for all media.
 
 What is known of a tier belongs to one thread, its owner's; bytes move in others:
 
@@ -20,54 +20,55 @@ import numpy as np
 from numpy.typing import NDArray
 from weft.engine.errors import InjectedFault
 from weft.engine.memory.kv_memory import PageCounts
-from weft.engine.tiers.keyed import KeyedPages, PageName, Place
+from weft.engine.tiers.keyed import KeyedPages, PageName, PagePlace
 from weft.engine.transfer.digest import digest_pages
 
 logger = logging.getLogger(__name__)
 
 Page = NDArray[np.uint8]
-"""uint8 `[page_bytes]`, contiguous."""
+"""The bytes of a page, uint8 `[page_bytes]`, contiguous."""
 Outcome = Literal["", "done", "corrupt", "failed"]
-"""Of a load or save; empty: it was not run."""
+"""Result of a load or save; empty: it was not run."""
 
 
 class Medium(Protocol):
-    """Where a tier's bytes lie. Called from any thread; one place is never written and read at
-    once."""
+    """Storage of a tier. Called from any thread; a place is never written and read at once."""
 
-    def read(self, place: Place, into: Page) -> bool:
-        """Copies a page; False: it is not there in whole.
+    def read(self, place: PagePlace, into: Page) -> bool:
+        """Copies a page; False: it is not there or incomplete.
 
         Raises:
             OSError: It cannot be read.
         """
         ...
 
-    def write(self, place: Place, content: Page) -> None:
-        """Keeps a page.
+    def write(self, place: PagePlace, content: Page) -> None:
+        """Stores a page.
 
         Raises:
             OSError: It cannot be written; nothing of it is left.
         """
         ...
 
-    def remove(self, place: Place) -> None:
-        """Forgets a page, if it is there."""
+    def remove(self, place: PagePlace) -> None:
+        """Removes a page, if it is there."""
         ...
 
-    def direct(self, place: Place, *, is_read: bool) -> Page | None:
-        """Where a page's bytes lie, if the pool's device copies from and to there by itself."""
+    def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
+        """The page's bytes in memory that the pool's device can copy from and to directly, if there
+        is such.
+        """
         ...
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """Since start."""
+    """Counters since start."""
 
     queried_pages: int = 0
-    """That requests lacked and looked for here."""
+    """Pages that requests looked up here."""
     hit_pages: int = 0
-    """Of these, found."""
+    """Pages of these that were found."""
     loaded_pages: int = 0
     loaded_bytes: int = 0
     load_us: int = 0
@@ -77,31 +78,31 @@ class TierCounters:
     save_us: int = 0
     """Time that saves took, in microseconds."""
     evicted_pages: int = 0
-    """Given up for others."""
+    """Pages evicted to make room."""
     dropped_pages: int = 0
-    """Not taken, or lost on their way to the next tier: no room, or too much to do."""
+    """Pages not taken, or lost on the way to the next tier, for lack of room or time."""
     corrupt_pages: int = 0
-    """Loaded with another digest than they were saved with."""
+    """Pages whose digest at loading differed from that at saving."""
     failed_loads: int = 0
     """Pages that could not be read."""
     failed_saves: int = 0
     """Pages that could not be written (a full disk)."""
     stalls: int = 0
-    """Times that it stood still for too long, and was left alone until it went on."""
+    """Times that the tier stalled and was not used until it continued."""
 
 
 class PageLoad:
-    """One pinned page on its way out of a tier."""
+    """A pinned page being copied out of a tier."""
 
     __slots__ = ("_tier", "outcome", "place")
 
-    def __init__(self, tier: Tier, place: Place) -> None:
+    def __init__(self, tier: Tier, place: PagePlace) -> None:
         self._tier = tier
         self.place = place
         self.outcome: Outcome = ""
 
     def run(self, into: Page) -> bool:
-        """In any thread: copies the page and checks it; False: `into` does not hold it."""
+        """Copies the page and checks it; in any thread. False: `into` does not hold it."""
         try:
             is_whole = self._tier.medium.read(self.place, into)
         except (OSError, InjectedFault) as error:
@@ -113,12 +114,14 @@ class PageLoad:
         return is_right
 
     def direct(self) -> Page | None:
-        """In any thread: the page itself, for the device to copy; `arrived` follows. None: `run`
-        copies it."""
+        """The page's memory, for the device to copy; in any thread; `arrived` follows. None: `run`
+        copies it.
+        """
         return self._tier.medium.direct(self.place, is_read=True)
 
     def arrived(self, digest: int) -> bool:
-        """In any thread, instead of `run`: the page was copied, and this is the copy's digest.
+        """Reports, in place of `run` and in any thread, that the page was copied and the copy has
+        this digest.
 
         Returns:
             False: it is not the page.
@@ -128,32 +131,32 @@ class PageLoad:
         return is_right
 
     def end(self) -> None:
-        """On the owner's thread, once: the page may go again; a bad one is gone."""
+        """Unpins the page, on the owner's thread, once; removes a corrupt one."""
         self._tier.ended(self)
 
 
 class PageSave:
-    """One page on its way into a tier."""
+    """A page being copied into a tier."""
 
     __slots__ = ("_tier", "gone", "name", "outcome", "place", "priority")
 
     def __init__(
-        self, tier: Tier, name: PageName, slot: int, priority: int, gone: list[Place]
+        self, tier: Tier, name: PageName, slot: int, priority: int, gone: list[PagePlace]
     ) -> None:
         self._tier = tier
         self.name = name
-        self.place = Place(slot, name, 0)
+        self.place = PagePlace(slot, name, 0)
         self.priority = priority
         self.gone = gone
-        """Pages that made room: their bytes are still to be removed."""
+        """Evicted pages whose bytes have still to be removed."""
         self.outcome: Outcome = ""
 
     def run(self, content: Page, digest: int | None = None) -> bool:
-        """In any thread: keeps the page; False: it could not be written.
+        """Stores the page; in any thread. False: it could not be written.
 
         Args:
             content: Stays as it is until `end`.
-            digest: Of the content, if it is known.
+            digest: Digest of the content, if it is known.
         """
         medium = self._tier.medium
         self.place = self.place._replace(digest=digest_of(content) if digest is None else digest)
@@ -168,17 +171,18 @@ class PageSave:
         return True
 
     def direct(self) -> Page | None:
-        """In any thread: where the page is to lie, for the device to copy there; `arrived` follows.
-        None: `run` copies it."""
+        """The page's destination, for the device to copy to; in any thread; `arrived` follows.
+        None: `run` copies it.
+        """
         return self._tier.medium.direct(self.place, is_read=False)
 
     def arrived(self, digest: int) -> None:
-        """In any thread, instead of `run`: the page's bytes lie in its place already."""
+        """Reports, in place of `run` and in any thread, that the bytes are in their place."""
         self.place = self.place._replace(digest=digest)
         self.outcome = "done"
 
     def end(self) -> None:
-        """On the owner's thread, once: the page is held from now on, if it was written."""
+        """Publishes the page if it was written; on the owner's thread, once."""
         if not self.outcome and self.gone:
             self._tier.remove(self.gone)
         self._tier.saved(self)
@@ -189,13 +193,13 @@ class PageSave:
 
 
 class Tier:
-    """Pages by key in one medium. Belongs to one thread, but for what loads and saves do.
+    """Pages by key in one medium. Used by one thread, except for loads and saves.
 
     Args:
         name: `host` or `disk`.
         pages: Its slots.
         medium: Where the bytes lie.
-        page_bytes: Of a page.
+        page_bytes: Bytes of a page.
     """
 
     def __init__(self, name: str, pages: KeyedPages, medium: Medium, page_bytes: int) -> None:
@@ -204,12 +208,13 @@ class Tier:
         self.medium = medium
         self.page_bytes = page_bytes
         self.counters = TierCounters()
-        self.on_evicted: Callable[[Place], None] | None = None
-        """Told of each page that was given up to make room for another one."""
-        self.remove: Callable[[Sequence[Place]], None] = self.remove_now
-        """Removes bytes of pages that are forgotten; owners whose medium may take its time set what
-        does it in a thread, in the order of saves."""
-        self._gone: list[Place] = []
+        self.on_evicted: Callable[[PagePlace], None] | None = None
+        """Called with each page that was evicted to make room."""
+        self.remove: Callable[[Sequence[PagePlace]], None] = self.remove_now
+        """Removes the bytes of dropped pages; for slow media, owners set a function that does it in
+        a thread, in the order of saves.
+        """
+        self._gone: list[PagePlace] = []
         self._is_writing_well = True
         pages.on_evicted = self._evicted
 
@@ -220,12 +225,12 @@ class Tier:
         return self.pages.match(keys)
 
     def load(self, key: bytes) -> PageLoad | None:
-        """Pins a page that is to be read; None: it is not held. Its `end` must follow."""
+        """Pins a page to be read; None: it is not held. Its `end` must follow."""
         place = self.pages.pin(key)
         return None if place is None else PageLoad(self, place)
 
     def save(self, name: PageName, priority: int = 0) -> PageSave | None:
-        """Makes room for a page; None: it is here or on its way, or everything is in use.
+        """Makes room for a page; None: it is held or on its way, or everything is in use.
 
         Its `end` must follow.
         """
@@ -235,8 +240,8 @@ class Tier:
         gone, self._gone = self._gone, []
         return PageSave(self, name, slot, priority, gone)
 
-    def evict(self) -> Place | None:
-        """Gives up the least valuable page; None: there is none.
+    def evict(self) -> PagePlace | None:
+        """Evicts the least valuable page; None: there is none.
 
         Its slot stays taken, and its bytes there, until `free`.
         """
@@ -247,12 +252,12 @@ class Tier:
 
     # -- the rest --------------------------------------------------------------------------------
 
-    def free(self, place: Place) -> None:
-        """Ends what `evict` began; in a medium that has to be told, `remove` comes first."""
+    def free(self, place: PagePlace) -> None:
+        """Completes `evict`; media that need it call `remove` first."""
         self.pages.free(place.slot)
 
     def evict_of(self, group: bytes) -> bool:
-        """Gives up the least valuable page of a group, at once; False: there is none."""
+        """Evicts the least valuable page of a group at once; False: there is none."""
         place = self.pages.evict_of(group)
         if place is None:
             return False
@@ -260,22 +265,22 @@ class Tier:
         return True
 
     def drop(self, key: bytes) -> None:
-        """Forgets a page that is not to be trusted."""
+        """Drops a page that cannot be trusted."""
         place = self.pages.drop(key)
         if place is not None:
             self.remove([place])
 
-    def remove_now(self, places: Sequence[Place]) -> None:
-        """Removes bytes of pages that are forgotten."""
+    def remove_now(self, places: Sequence[PagePlace]) -> None:
+        """Removes the bytes of dropped pages."""
         for place in places:
             self.medium.remove(place)
 
-    def remove_with_next_save(self, places: Sequence[Place]) -> None:
-        """Leaves the removal of bytes to the next page that is saved."""
+    def remove_with_next_save(self, places: Sequence[PagePlace]) -> None:
+        """Defers the removal of bytes to the next save."""
         self._gone += places
 
-    def flush(self) -> list[Place]:
-        """Forgets every page that nobody reads; their bytes are still to be removed."""
+    def flush(self) -> list[PagePlace]:
+        """Drops every page that is not being read; their bytes are still to be removed."""
         return self.pages.flush()
 
     def counts(self) -> PageCounts:
@@ -293,7 +298,7 @@ class Tier:
         elif load.outcome == "corrupt":
             counters.corrupt_pages += 1
             logger.error(
-                "%s: page %s is not what was saved: it is dropped",
+                "%s: page %s differs from what was saved and is dropped",
                 self.name,
                 load.place.name.key.hex(),
             )
@@ -316,12 +321,12 @@ class Tier:
         self.pages.abandon(save.name.key, save.place.slot)
 
     def write_failed(self, error: Exception) -> None:
-        """Says so once, until a write succeeds again. From any thread."""
+        """Logs a failed write, once until a write succeeds again. From any thread."""
         if self._is_writing_well:
             logger.warning("%s: pages cannot be saved: %s", self.name, error)
         self._is_writing_well = False
 
-    def _evicted(self, place: Place) -> None:
+    def _evicted(self, place: PagePlace) -> None:
         self.counters.evicted_pages += 1
         self._gone.append(place)
         if self.on_evicted is not None:
@@ -329,5 +334,5 @@ class Tier:
 
 
 def digest_of(content: Page) -> int:
-    """Digest of one page's bytes."""
+    """Computes the digest of one page's bytes."""
     return int(digest_pages(content.reshape(1, -1), [0])[0])

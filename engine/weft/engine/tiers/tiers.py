@@ -1,4 +1,4 @@
-"""The tiers below one engine's pool: what goes down, what comes back, and when.
+"""The tiers below one engine's pool: what is copied down, what is loaded, and when.
 
           computed or found often enough: `offer`         a request lacks pages: `plan`, `start`
     pool ─────────────────────────────────────> host memory <────────────────────── disk
@@ -23,37 +23,39 @@ from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.messages import TierReport
 from weft.engine.scheduler.state import FillRecord, Request, State
 from weft.engine.tiers.host import HostMemory
-from weft.engine.tiers.keyed import PageName, Place
-from weft.engine.tiers.loads import FetchMove, Load, LoadChunk, TierRun, chunked
-from weft.engine.tiers.mover import Mover
+from weft.engine.tiers.keyed import PageName, PagePlace
+from weft.engine.tiers.loads import FetchMove, LoadChunk, TierLoad, TierRun, chunked
+from weft.engine.tiers.mover import BackgroundThread
 from weft.engine.tiers.parts import TierParts
 from weft.engine.tiers.policy import LoadCost, TierPolicy
 from weft.engine.tiers.removal import Removal
-from weft.engine.tiers.saves import DiskSave, HostSave, Seal
+from weft.engine.tiers.saves import DigestSave, DiskSave, HostSave
 from weft.engine.tiers.tier import PageLoad, Tier
 from weft.engine.transfer.fill import FillListener
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
-"""Of a load that becomes usable at a time."""
+"""Bytes of a load that become usable at a time."""
 DIRECT_CHUNK_BYTES = 64 << 20
-"""Likewise, from memory that the pool's device copies from by itself: what a chunk costs besides
-its bytes is more than they do."""
-LEAST_CHUNKS = 32
-"""Of a load as large as the pool: a chunk that never ends keeps its pages."""
+"""The same for memory that the pool's device copies from directly, where the fixed cost of a chunk
+exceeds that of its bytes.
+"""
+MIN_CHUNKS = 32
+"""Least number of chunks in a load as large as the pool: a chunk that never ends keeps its pages.
+"""
 MAX_WRITE_BACK_BYTES = 64 << 20
-"""Copied within one step at most; what else the pool gives up in it is lost."""
+"""Most bytes copied within one step; further evicted pages are lost."""
 MAX_OPEN_SAVES = 512
-"""Pages on their way to host memory, and as many to disk."""
+"""Most pages on their way to host memory, and to disk."""
 MAX_OPEN_FETCHES = 256
 MAX_SPARE_SLOTS = 64
 DISK_REST_S = 5.0
-"""A disk that could not be written to (it is full) is let be for so long."""
+"""Seconds for which a disk is not written to after a failed write."""
 
 
 class Tiers:
-    """Host memory and disk below one pool. Belongs to the engine's thread.
+    """Host memory and disk below one pool. Used by the engine's thread.
 
     Args:
         parts: The tiers and the way to the pool.
@@ -91,23 +93,23 @@ class Tiers:
         self._progress_timeout_s = progress_timeout_s
         self._make_pool, self._wake = parts.make_pool, parts.wake
         self._load_pool, self._save_pool, self._step_pool = (parts.make_pool() for _ in range(3))
-        self._loader = Mover("weft-tier-load", parts.wake)
-        self._fetcher = Mover("weft-tier-fetch", parts.wake)
-        self._saver = Mover("weft-tier-save", parts.wake)
-        self._writer = Mover("weft-tier-disk", parts.wake)
-        self._most_chunk_pages = memory.num_usable_pages // LEAST_CHUNKS
-        self._loads: dict[int, Load] = {}
+        self._loader = BackgroundThread("weft-tier-load", parts.wake)
+        self._fetcher = BackgroundThread("weft-tier-fetch", parts.wake)
+        self._saver = BackgroundThread("weft-tier-save", parts.wake)
+        self._writer = BackgroundThread("weft-tier-disk", parts.wake)
+        self._most_chunk_pages = memory.num_usable_pages // MIN_CHUNKS
+        self._loads: dict[int, TierLoad] = {}
         self._planned: dict[int, tuple[list[TierRun], list[PageLoad]]] = {}
         self._due: list[LoadChunk] = []
         self._reclaimed: list[Evicted] = []
         self._waiting: list[Request] = []
         self._num_spilling = 0
-        """Slots that host memory gave up and that are being written to disk."""
+        """Number of slots evicted from host memory that are being written to disk."""
         self._disk_rests_until = 0.0
-        self._stuck: list[tuple[Mover, Tier]] = []
-        """Threads that stand still in a tier, which is let be until they go on."""
+        self._stuck: list[tuple[BackgroundThread, Tier]] = []
+        """Threads that are stalled in a tier, which is not used until they continue."""
         self.num_written_back_pages = 0
-        """Copied within a step since the pool gave them up, since start."""
+        """Pages copied within a step when the pool evicted them, since start."""
         self.listener: FillListener | None = None
         memory.on_reclaimed = self._reclaimed.append
         if self.disk is not None:
@@ -116,13 +118,13 @@ class Tiers:
 
     @property
     def _tiers(self) -> list[Tier]:
-        """The nearest first."""
+        """The tiers, nearest first."""
         return [self.host] if self.disk is None else [self.host, self.disk]
 
     # -- down ------------------------------------------------------------------------------------
 
     def offer(self, request: Request, first: int, end: int) -> None:
-        """Copies full pages [first, end) of a request to host memory and disk, off the step.
+        """Copies full pages [first, end) of a request to host memory and disk, outside the steps.
 
         What there is no time for is copied when the pool gives it up.
         """
@@ -142,7 +144,7 @@ class Tiers:
             self._saver.give(HostSave(save, self._save_pool, page, self.host, self._saved))
 
     def write_back(self) -> None:
-        """Copies what the pool has given up: to be called before anybody writes there."""
+        """Copies pages that the pool has evicted; must be called before they are overwritten."""
         if not self._reclaimed:
             return
         reclaimed = self._reclaimed.copy()
@@ -159,7 +161,7 @@ class Tiers:
             room -= 1
             self.num_written_back_pages += 1
             self._rows.write(save.place, self._step_pool.read(evicted.page))
-            self._saver.give(Seal(save, self._rows.row(save.place), lambda name: None))
+            self._saver.give(DigestSave(save, self._rows.row(save.place), lambda name: None))
 
     def _saved(self, move: HostSave) -> None:
         self._memory.release([move.page])
@@ -167,14 +169,14 @@ class Tiers:
             self._write_through(move.save.name.key)
 
     def _write_through(self, key: bytes) -> None:
-        """Copies a page of host memory to disk, which lacks it."""
+        """Copies a page from host memory to disk, which lacks it."""
         if self.disk is None or self.disk.pages.knows(key) or not self._may_write:
             return
         place = self.host.pages.pin(key, is_reader=False)
         if place is not None and not self._to_disk(place, was_given_up=False):
             self.host.pages.unpin(place)
 
-    def _to_disk(self, place: Place, *, was_given_up: bool) -> bool:
+    def _to_disk(self, place: PagePlace, *, was_given_up: bool) -> bool:
         assert self.disk is not None
         save = self.disk.save(place.name)
         if save is None:
@@ -198,7 +200,7 @@ class Tiers:
         return has_room and self._clock() >= self._disk_rests_until
 
     def _make_room(self) -> None:
-        """Keeps a few slots of host memory free: what is in them goes to disk before."""
+        """Keeps a few slots of host memory free; their pages are first saved to disk."""
         if self.disk is None:
             return
         memory = self.host.pages.memory
@@ -215,7 +217,7 @@ class Tiers:
                 self.host.counters.dropped_pages += 1
                 self.host.free(place)
 
-    def _host_evicted(self, place: Place) -> None:
+    def _host_evicted(self, place: PagePlace) -> None:
         assert self.disk is not None
         if not self.disk.pages.knows(place.name.key):
             self.host.counters.dropped_pages += 1
@@ -223,19 +225,20 @@ class Tiers:
     # -- up --------------------------------------------------------------------------------------
 
     def num_held_pages(self, request: Request, num_pages: int) -> int:
-        """How many of a request's first so many pages are in the pool or in tiers."""
+        """How many of a request's leading pages, of this many, are in the pool or in tiers."""
         cached = self._num_cached_pages(request, num_pages)
         runs = self._find(request, cached, num_pages)
         return runs[-1].end_page if runs else cached
 
     def look_up(self, request: Request) -> None:
-        """Notes a new request: while it waits its pages come from disk to host memory."""
+        """Registers a new request, whose pages are fetched from disk to host memory meanwhile."""
         if self.disk is not None:
             self._waiting.append(request)
 
     def plan(self, request: Request) -> bool:
-        """Whether the request goes on with a load, which `start` begins; it was just admitted, or
-        something filled it up to a page border."""
+        """Decides whether the request continues with a load, which `start` begins; it was just
+        admitted, or filled up to a page border.
+        """
         first = request.num_computed // self._page_size
         end = (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
         if end <= first:
@@ -267,7 +270,7 @@ class Tiers:
         request.num_promised_pages -= len(pages)
         pieces = [piece for run in runs for piece in chunked(run, self._chunk_pages(run.tier))]
         now = self._clock()
-        load = self._loads[id(request)] = Load(request, pages.copy(), now)
+        load = self._loads[id(request)] = TierLoad(request, pages.copy(), now)
         records = [(run, self._record(request, run)) for run in runs]
         for piece in pieces:
             part = slice(piece.first_page - first_page, piece.end_page - first_page)
@@ -281,17 +284,17 @@ class Tiers:
 
     @property
     def num_due(self) -> int:
-        """Chunks of loads that `begin_loads` will begin."""
+        """Number of chunks of loads that `begin_loads` will begin."""
         return len(self._due)
 
     def begin_loads(self) -> None:
-        """Lets loads begin that `start` has prepared: their pages are wiped and written back."""
+        """Begins the loads that `start` has prepared: wipes and writes their pages."""
         for chunk in self._due:
             self._loader.give(chunk)
         self._due.clear()
 
     def abandon(self, request: Request) -> bool:
-        """The request ended: what has not begun is not moved; False: it had no load.
+        """Stops the load of a request that has ended; False: it had none.
 
         Pages that a thread may still write to are in quarantine until it has let go of them, be it
         the few of the chunk that it is at; the others are free at once.
@@ -316,7 +319,7 @@ class Tiers:
         return True
 
     def _find(self, request: Request, first: int, end: int) -> list[TierRun]:
-        """What tiers hold of pages [first, end), up to the first gap; the nearest tier first."""
+        """The pages [first, end) that tiers hold, up to the first gap; the nearest tier first."""
         runs: list[TierRun] = []
         tiers = [tier for tier in self._tiers if not self._is_stuck(tier)]
         keys = request.keys.upto(request.tokens, end)
@@ -362,7 +365,7 @@ class Tiers:
         return record
 
     def _loaded(self, chunk: LoadChunk) -> None:
-        """A chunk has ended: what is right of it belongs to the request."""
+        """Handles the end of a chunk: its valid pages belong to the request."""
         load, request = chunk.load, chunk.load.request
         num_bytes = chunk.num_good * self._page_bytes
         chunk.tier.counters.load_us += int(chunk.duration_s * 1e6)
@@ -390,7 +393,7 @@ class Tiers:
         if not load.chunks:
             self._end(load, request)
 
-    def _end(self, load: Load, request: Request) -> None:
+    def _end(self, load: TierLoad, request: Request) -> None:
         del self._loads[id(request)]
         self._memory.release(load.pages)
         self._memory.promise(len(load.pages))
@@ -401,7 +404,7 @@ class Tiers:
     # -- every turn ------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Takes what the threads have done."""
+        """Takes the results of the threads."""
         for mover in (self._loader, self._fetcher, self._saver, self._writer):
             mover.take()
         for mover, tier in list(self._stuck):
@@ -411,7 +414,7 @@ class Tiers:
                 logger.info("%s: it goes on", tier.name)
 
     def tick(self) -> None:
-        """Makes room, and begins to fetch for those that could not be admitted at once."""
+        """Makes room, and starts to fetch for requests that could not be admitted at once."""
         self._make_room()
         self._leave_stuck()
         self._give_up_late()
@@ -422,13 +425,15 @@ class Tiers:
                     self._fetch(request)
 
     def _give_up_late(self) -> None:
-        """Lets requests go on elsewhere whose loads bring nothing: they may be behind long ones."""
+        """Abandons loads without progress, which may be queued behind long ones, so that their
+        requests go on elsewhere.
+        """
         limit = self._clock() - self._progress_timeout_s
         for load in list(self._loads.values()):
             if load.last_progress_at <= limit:
                 self._give_up(load)
 
-    def _give_up(self, load: Load) -> None:
+    def _give_up(self, load: TierLoad) -> None:
         request = load.request
         assert request is not None, "a load without a request is none of `_loads`"
         self.abandon(request)
@@ -439,7 +444,7 @@ class Tiers:
         self.listener.fill_failed(request)
 
     def _leave_stuck(self) -> None:
-        """Leaves threads alone that stand still in a tier: a disk may never answer.
+        """Replaces threads that are stalled in a tier: a disk may never answer.
 
         What they have not begun is not done, others take their place, and their tier is let be
         until they go on. A thread keeps what it is at: a few pages of the pool in quarantine.
@@ -459,9 +464,9 @@ class Tiers:
         if self._writer.stuck_s(now) >= self._progress_timeout_s:
             self._writer = self._replace(self._writer, self.disk)
 
-    def _replace(self, mover: Mover, tier: Tier) -> Mover:
+    def _replace(self, mover: BackgroundThread, tier: Tier) -> BackgroundThread:
         logger.error(
-            "%s: nothing moves for %g s: it is let be until it goes on",
+            "%s: no progress for %g s: not used until it continues",
             tier.name,
             self._progress_timeout_s,
         )
@@ -469,12 +474,12 @@ class Tiers:
         self._stuck.append((mover, tier))
         for move in mover.take_back():
             move.end()
-        return Mover(mover.name, self._wake)
+        return BackgroundThread(mover.name, self._wake)
 
     def _is_stuck(self, tier: Tier | None) -> bool:
         return any(stuck is tier for _, stuck in self._stuck)
 
-    def _remove_from_disk(self, places: Sequence[Place]) -> None:
+    def _remove_from_disk(self, places: Sequence[PagePlace]) -> None:
         assert self.disk is not None
         if self._is_stuck(self.disk):
             self.disk.remove_with_next_save(places)
@@ -505,7 +510,7 @@ class Tiers:
     # -- for operators ---------------------------------------------------------------------------
 
     def flush(self) -> int:
-        """Forgets every page that nobody reads; returns how many."""
+        """Drops every page that is not being read; returns how many."""
         self._reclaimed.clear()
         num_pages = len(self.host.flush())
         if self.disk is not None:
@@ -534,12 +539,12 @@ class Tiers:
 
     @property
     def num_open(self) -> int:
-        """Moves that have not ended, those apart that stand still: some of them hold pages."""
+        """Number of unfinished jobs, except stalled ones: some of them hold pages."""
         movers = (self._loader, self._fetcher, self._saver, self._writer)
         return len(self._due) + sum(mover.num_open for mover in movers)
 
     def sizes(self) -> dict[str, int]:
-        """Loads, moves of all threads, and threads that stand still."""
+        """Numbers of loads, of jobs of all threads, and of stalled threads."""
         return {
             "tier_loads": len(self._loads),
             "tier_moves": self.num_open,
@@ -547,7 +552,7 @@ class Tiers:
         }
 
     def close(self) -> None:
-        """Ends the threads, in bounds; what they were to save is lost."""
+        """Stops the threads, within limits; unsaved pages are lost."""
         for mover in (self._loader, self._fetcher, self._saver, self._writer):
             mover.close()
         self._rows.close()

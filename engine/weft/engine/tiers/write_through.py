@@ -1,24 +1,24 @@
-"""Which pages are offered to lower tiers, and when: the policy's half that looks at the cache."""
+"""Decides, from events of the prefix cache, which pages are offered to lower tiers and when."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.state import Request
 from weft.engine.tiers.policy import TierPolicy
 
 
-class Taker(Protocol):
-    """Takes pages: own tiers, or the KV store."""
+class PageSink(Protocol):
+    """A receiver of pages: own tiers, or the KV store."""
 
     def offer(self, request: Request, first: int, end: int) -> None:
-        """Takes a request's full pages [first, end), or not."""
+        """Offers a request's full pages [first, end), which the receiver may ignore."""
         ...
 
 
 class WriteThrough:
-    """Hears of pages from the scheduler; tells those who take them.
+    """Passes pages on from the scheduler to their receivers.
 
     Own tiers take whatever comes into the pool; the KV store what was computed here, since who
     computed the rest has offered it.
@@ -29,23 +29,25 @@ class WriteThrough:
         store: None: there is none.
     """
 
-    def __init__(self, policy: TierPolicy, tiers: Taker | None, store: Taker | None) -> None:
+    def __init__(self, policy: TierPolicy, tiers: PageSink | None, store: PageSink | None) -> None:
         self._policy = policy
         self._tiers = tiers
         self._store = store
 
     def on_published(self, request: Request, first: int, end: int) -> None:
-        """Pages [first, end) are in the pool now."""
+        """Called when pages [first, end) have entered the pool."""
         if self._tiers is not None and self._policy.is_written_through(0):
             self._tiers.offer(request, first, end)
 
     def on_computed(self, request: Request, first: int, end: int) -> None:
-        """Pages [first, end) were computed here, or are here and the KV store lacks them."""
+        """Called when pages [first, end) were computed here, or are here and the KV store lacks
+        them.
+        """
         if self._store is not None and self._policy.is_written_through(0):
             self._store.offer(request, first, end)
 
     def on_matched(self, request: Request) -> None:
-        """The request found pages here: those found often enough are offered."""
+        """Called when a request found pages here; those found often enough are offered."""
         if self._policy.is_written_through(0):
             return  # They were, when they came.
         end, node = request.num_published_pages, request.cache_leaf
@@ -58,13 +60,13 @@ class WriteThrough:
 
 
 def write_through(
-    scheduler: Scheduler, policy: TierPolicy, tiers: Taker | None, store: Taker | None
+    events: SchedulerEvents, policy: TierPolicy, tiers: PageSink | None, store: PageSink | None
 ) -> None:
-    """Lets tiers and KV store, where they are there, hear of a scheduler's pages."""
+    """Connects tiers and KV store, where present, to a scheduler's events."""
     through = WriteThrough(policy, tiers, store)
     if tiers is not None:
-        scheduler.on_published = through.on_published
+        events.published.append(through.on_published)
     if store is not None:
-        scheduler.on_computed = through.on_computed
+        events.computed.append(through.on_computed)
     if tiers is not None or store is not None:
-        scheduler.on_matched = through.on_matched
+        events.matched.append(through.on_matched)

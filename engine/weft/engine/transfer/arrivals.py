@@ -1,4 +1,4 @@
-"""What came in over the data plane since the last turn, given to those who wait for it."""
+"""Dispatches what arrived over the data plane since the last turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.transfer.plane import DataPlane
 def take_transfers(
     plane: DataPlane, fills: OwnerFills, filler: Filler, store: StoreLink | None
 ) -> None:
-    """Takes notifications of fillers, digests that were asked for, and pages that were shipped."""
+    """Takes fillers' notifications, requested digests, and results of shipped pages."""
     if fills.num_open:
         for notification in plane.notifications():
             arrived: Sequence[tuple[int, bytes, int]] = (notification,)

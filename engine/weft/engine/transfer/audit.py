@@ -1,4 +1,4 @@
-"""Watches that published pages keep the content that they were published with (fault tests only).
+"""Checks that published pages keep their content (fault tests only).
 
 A published page is final. One that changes has been written to by somebody who had no right to it
 any more, and one that differs from what its filler sent was accepted without a look.
@@ -14,18 +14,18 @@ from weft.engine.memory.kv_memory import KvMemory
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What was found."""
+    """Result of an audit."""
 
     published_pages: int
-    """Looked at."""
+    """Pages checked."""
     changed_pages: int
-    """Of those, pages whose content is another one than when they were published."""
+    """Pages whose content has changed since they were published."""
     corrupt_pages: int
-    """Pages accepted since the start that were not what their filler had sent."""
+    """Accepted pages that differed from what their filler had sent, since start."""
 
 
 class PageAudit:
-    """Digests of all published pages of one engine, which belongs to its thread.
+    """Digests of all published pages of one engine. Used by its thread.
 
     Args:
         digest_pages: digests of some pages as they lie in the pool.
@@ -42,7 +42,7 @@ class PageAudit:
         memory.on_published.append(self._published)
 
     def accepted(self, pages: Sequence[int], sent: Sequence[int]) -> None:
-        """Notes pages that an owner takes from a filler.
+        """Records pages that an owner accepts from a filler.
 
         Args:
             pages: As they lie in the pool.
@@ -52,7 +52,7 @@ class PageAudit:
         self._num_corrupt += sum(a != b for a, b in zip(found, sent, strict=True))
 
     def check(self) -> AuditReport:
-        """Looks at every page that is published now."""
+        """Checks every page that is published now."""
         pages = [page for page in self._digests if self._memory.is_published(page)]
         found = self._digest_pages(pages) if pages else []
         changed = sum(self._digests[page] != now for page, now in zip(pages, found, strict=True))

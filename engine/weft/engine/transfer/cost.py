@@ -1,4 +1,4 @@
-"""Should a remainder be filled by somebody else? Costs from measured rates."""
+"""Decides whether another worker should fill a remainder, by costs from measured rates."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from weft.engine.scheduler.state import FillCandidate, FillRecord, Request
 
 SMOOTHING = 0.2
 """Weight of the newest measurement in the moving averages."""
-LEAST_MEASURED_TOKENS = 32
-"""Steps with fewer prompt tokens say nothing about long ones, so a step may always bring these."""
+MIN_MEASURED_TOKENS = 32
+"""Prompt tokens below which a step says nothing about longer ones, so that a step may always bring
+these.
+"""
 
-MOST_TRIED_TOKENS = 512
-"""Remainders of at most so many run locally to learn how fast that is."""
-MOST_TRIES = 8
-"""Where that is not learned by then, chunks of prompts are too short to tell."""
+MAX_TRIED_TOKENS = 512
+"""Largest remainder that is run locally to measure the local rate."""
+MAX_TRIES = 8
+"""Most measurements tried; if the cost is not known by then, prompts are too short to tell."""
 TRY_AGAIN = 32
-"""One of so many remainders that remote loses is shipped all the same: that is how fillers that
-were slow for a while, or have just started, are found to be fast."""
-MOST_WASTED = 2
-"""But none of which the filler would have to compute more than so many times as many tokens."""
+"""One in this many remainders for which shipping would be slower is shipped anyway, so that fillers
+that were slow for a while, or have just started, are measured again.
+"""
+MAX_WASTED = 2
+"""Factor by which the filler's tokens to compute may exceed the owner's in such a trial."""
 
 NUM_RESTS = 9
-"""Fills that tell what the next one takes beyond compute and bytes: their median."""
-LEAST_RESTS = 3
-"""Before, that counts as nothing: the first fill of a worker connects to it."""
+"""Number of latest fills whose median predicts the time beyond compute and transfer."""
+MIN_RESTS = 3
+"""Number of pauses below which this is ignored: the first fill of a worker includes connecting."""
 
-LEAST_ADDED_SHARE = 0.2
-"""Of a step with prompts and decodes: what prompts add at least, however long decodes took before.
+MIN_ADDED_SHARE = 0.2
+"""Least share of a step with prompts and decodes that is attributed to prompts, however long
+decodes took before.
 """
 
 
-class Decision(NamedTuple):
-    """Both sides of the inequality, None where a rate is not known yet."""
+class FillDecision(NamedTuple):
+    """Both sides of the inequality; None where a rate is not known yet."""
 
     is_remote: bool
     remote_s: float | None
@@ -42,7 +46,7 @@ class Decision(NamedTuple):
 
 
 class FillCosts:
-    """Remote if `(queue + end - filler's match) / rate + bytes / bandwidth + rest < local time`.
+    """Ships if `(queue + end - filler's match) / rate + bytes / bandwidth + rest < local time`.
 
     Queue, match and rate of the filler come with the candidate. Bandwidth, the local rate and what
     fills take for all the rest (messages, digests, waiting for steps) are averages of what this
@@ -66,38 +70,39 @@ class FillCosts:
         self._tokens_per_s_beside = 0.0
         self._decode_s = 0.0
 
-    def decide(self, request: Request, end_token: int, page_bytes: int) -> Decision:
-        """Chooses for the range [request.num_computed, end_token)."""
+    def decide(self, request: Request, end_token: int, page_bytes: int) -> FillDecision:
+        """Decides for the range [request.num_computed, end_token)."""
         num_local = request.num_tokens - 1 - request.num_computed - request.num_partial_tokens
         if self._local_max is not None:
-            return Decision(num_local > self._local_max, None, None)
+            return FillDecision(num_local > self._local_max, None, None)
         candidate = request.candidates[0]
         if not (candidate.tokens_per_second and self._bytes_per_s):
-            return Decision(True, None, None)
+            return FillDecision(True, None, None)
         if not self._local_tokens_per_s:
-            is_tried = LEAST_MEASURED_TOKENS <= num_local <= MOST_TRIED_TOKENS
-            is_tried = is_tried and self._num_tries < MOST_TRIES
+            is_tried = MIN_MEASURED_TOKENS <= num_local <= MAX_TRIED_TOKENS
+            is_tried = is_tried and self._num_tries < MAX_TRIES
             self._num_tries += is_tried
-            return Decision(not is_tried, None, None)
+            return FillDecision(not is_tried, None, None)
         num_pages = (end_token - request.num_computed) // self._page_size
         to_compute = max(0, end_token - candidate.match_tokens)
         work_s = self._work_s(candidate, to_compute, num_pages * page_bytes)
         local_s = num_local / self._local_tokens_per_s
-        rest_s = median(self._rests) if len(self._rests) >= LEAST_RESTS else 0.0
+        rest_s = median(self._rests) if len(self._rests) >= MIN_RESTS else 0.0
         is_remote = work_s + rest_s < local_s
-        if not is_remote and to_compute <= MOST_WASTED * num_local:
+        if not is_remote and to_compute <= MAX_WASTED * num_local:
             self._num_losing += 1
             is_remote = self._num_losing % TRY_AGAIN == 0
-        return Decision(is_remote, work_s + rest_s, local_s)
+        return FillDecision(is_remote, work_s + rest_s, local_s)
 
     def _work_s(self, candidate: FillCandidate, num_tokens: int, num_bytes: int) -> float:
-        """What computing and moving take; rate and bandwidth are known."""
+        """Seconds of computing and transferring; rate and bandwidth must be known."""
         seconds = (candidate.queued_tokens + num_tokens) / candidate.tokens_per_second
         return seconds + num_bytes / self._bytes_per_s
 
     def observe(self, candidate: FillCandidate, record: FillRecord, duration_s: float) -> None:
-        """Takes a finished fill into the bandwidth, bytes over the time they were under way, and
-        into what it takes beyond computing and moving."""
+        """Updates, from a finished fill, the bandwidth (bytes over their time in transit) and the
+        time beyond computing and transferring.
+        """
         under_way = record.last_write_complete_s - record.first_write_posted_s
         seconds = under_way if 0 < under_way <= duration_s else duration_s
         if not record.bytes or seconds <= 0:
@@ -108,28 +113,30 @@ class FillCosts:
             self._rests.append(max(0.0, duration_s - work_s))
 
     def observe_local(self, num_tokens: int, duration_s: float) -> None:
-        """Takes a local prefill step into the local rate."""
+        """Updates the local rate from a local prefill step."""
         if num_tokens and duration_s > 0:
             self._local_tokens_per_s = _smooth(self._local_tokens_per_s, num_tokens / duration_s)
 
     def observe_decode(self, duration_s: float) -> None:
-        """Takes a step without prompts into what decodes take by themselves."""
+        """Updates the time of decodes alone from a step without prompts."""
         self._decode_s = _smooth(self._decode_s, duration_s)
 
     def observe_beside(self, num_tokens: int, duration_s: float) -> None:
-        """Takes a step in which prompts were computed beside decodes into what prompts add.
+        """Updates the time that prompts add from a step with both prompts and decodes.
 
         Args:
-            num_tokens: Of the prompts.
-            duration_s: Of the step; what decodes are known to take is not the prompts'.
+            num_tokens: Number of tokens of the prompts.
+            duration_s: Duration of the step; the known time of decodes is subtracted.
         """
-        added_s = max(duration_s - self._decode_s, LEAST_ADDED_SHARE * duration_s)
+        added_s = max(duration_s - self._decode_s, MIN_ADDED_SHARE * duration_s)
         if num_tokens and added_s > 0:
             self._tokens_per_s_beside = _smooth(self._tokens_per_s_beside, num_tokens / added_s)
 
     def tokens_within(self, duration_s: float) -> int:
-        """Prompt tokens that add so much to a step of decodes, in whole pages; a few at least."""
-        least = -(-LEAST_MEASURED_TOKENS // self._page_size)
+        """Prompt tokens that add at most this time to a step of decodes, in whole pages; a minimum
+        is always allowed.
+        """
+        least = -(-MIN_MEASURED_TOKENS // self._page_size)
         rate = self._tokens_per_s_beside or self._local_tokens_per_s
         num_pages = int(rate * duration_s) // self._page_size
         return max(least, num_pages) * self._page_size

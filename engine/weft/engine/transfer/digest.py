@@ -1,4 +1,4 @@
-"""Digests of pages: a 64-bit checksum that travels beside the bytes and is checked on arrival.
+"""Digests of pages: a 64-bit checksum that accompanies the bytes and is checked on arrival.
 
 The digest of a page is the sum, modulo 2**64, of mix(w, i) over the page's little-endian 64-bit
 words w, i being the word's index in the *global* page (order head, layer, part, position, dim):
@@ -31,10 +31,10 @@ from weft.kernels.build import NativeLibrary, load_native
 
 WORD_BYTES = 8
 MAX_PAGE_WORDS = 1 << 32
-"""An index has 32 bits."""
+"""Most words in a page: an index has 32 bits."""
 
 _NUMPY_CHUNK_WORDS = 1 << 16
-"""Words at a time in the numpy form: keeps its temporaries in the second-level cache."""
+"""Words at a time in the numpy form, so that its temporaries stay in the second-level cache."""
 
 
 @functools.cache
@@ -54,7 +54,8 @@ def native_digest() -> NativeLibrary:
 def digest_pages(
     pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any], word_offset: int = 0
 ) -> NDArray[np.uint64]:
-    """Digests of some pages of a pool, one thread, without the GIL where the C form is there.
+    """Computes the digests of some pages of a pool in one thread, without the GIL if the C form is
+    there.
 
     Args:
         pool: uint8 `[num_pages, page_bytes]`. The bytes of a page are contiguous; pages may be
@@ -88,14 +89,14 @@ def digest_pages(
 def digest_pages_numpy(
     pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any], word_offset: int = 0
 ) -> NDArray[np.uint64]:
-    """The same as `digest_pages`, in numpy alone: for hosts without a C compiler, and for tests."""
+    """The numpy form of `digest_pages`, for hosts without a C compiler, and for tests."""
     return _numpy_digests(pool, _check(pool, pages, word_offset), word_offset)
 
 
 def _check(
     pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any], word_offset: int
 ) -> NDArray[np.int64]:
-    """Page numbers as the C form wants them, checked against the pool."""
+    """Validates page numbers and converts them for the C form."""
     if pool.dtype != np.uint8 or pool.ndim != 2:
         raise ValueError(
             f"pool must be uint8 [num_pages, page_bytes], not {pool.dtype} {pool.shape}"
@@ -122,7 +123,7 @@ def _check(
 def _numpy_digests(
     pool: NDArray[np.uint8], numbers: NDArray[np.int64], word_offset: int
 ) -> NDArray[np.uint64]:
-    """Digests by numpy; arguments were checked."""
+    """Computes digests with numpy; arguments were validated."""
     digests = np.zeros(len(numbers), np.uint64)
     num_words = pool.shape[1] // WORD_BYTES
     for start in range(0, num_words, _NUMPY_CHUNK_WORDS):
@@ -137,7 +138,7 @@ def _numpy_digests(
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser, in place. Array arithmetic wraps without a warning."""
+    """Applies the finaliser in place. Array arithmetic wraps without a warning."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z ^= z >> np.uint64(shift)
         z *= np.uint64(factor)

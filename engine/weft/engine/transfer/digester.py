@@ -1,4 +1,6 @@
-"""Digests pages of a pool in host memory off the step, and moves single pages in and out of it."""
+"""Computes digests of pages of a pool in host memory off the step, and reads and writes single
+pages.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from weft.engine import faults
 from weft.engine.transfer.digest import digest_pages
-from weft.engine.transfer.staging import Pages
+from weft.engine.transfer.staging import StagingPages
 
 MAX_PUT_PAGES = 64
 MAX_QUEUED_PAGES = 512
 CLOSE_TIMEOUT_S = 5.0
 Tag = tuple[bytes, int] | int
-"""What a digest is for: (lease, chunk) of a fill to verify, or the number of a put."""
+"""Purpose of a digest: (lease, chunk) of a fill to verify, or the number of a put."""
 
 
 class Digested(NamedTuple):
@@ -26,7 +28,7 @@ class Digested(NamedTuple):
     tag: Tag
     digests: list[int]
     pages: list[int]
-    """Where the store reads them from, or where they have landed."""
+    """Pages that the store reads from, or in which they have landed."""
 
 
 class DigestThread:
@@ -45,7 +47,7 @@ class DigestThread:
         self,
         pool: np.ndarray,
         wake: Callable[[], None],
-        before_digest: Callable[[Pages, Sequence[int]], None] | None = None,
+        before_digest: Callable[[StagingPages, Sequence[int]], None] | None = None,
     ) -> None:
         self._pool = pool
         self._wake = wake
@@ -88,11 +90,11 @@ class DigestThread:
         return taken
 
     def sizes(self) -> dict[str, int]:
-        """Digests that are wanted or not taken yet, about."""
+        """Approximate numbers of digests wanted or not taken yet."""
         return {"digests": self._jobs.qsize() + len(self._out)}
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._jobs.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""One lease as its owner keeps it, and what `OwnerFills` needs of its surroundings."""
+"""One lease as its owner keeps it, and the interfaces that `OwnerFills` depends on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.transfer.staging import StagingArea
 
 
 class FillState(Enum):
-    """Where a lease is."""
+    """State of a lease at the owner."""
 
     STARTING = "starting"
     ACTIVE = "active"
@@ -22,9 +22,10 @@ class FillState(Enum):
 
 
 class PagePort(Protocol):
-    """The pages that peers write to and read from, and the way between them and the pool
-    (`weft.engine.transfer.digester`, `weft.engine.transfer.staged`). Called by the engine's
-    thread, which it never holds up."""
+    """The pages that peers write to and read from, and the transfer between them and the pool
+    (`weft.engine.transfer.digester`, `weft.engine.transfer.staged`). Called by the engine's thread,
+    which it never blocks.
+    """
 
     @property
     def max_put_pages(self) -> int:
@@ -33,7 +34,7 @@ class PagePort(Protocol):
 
     @property
     def max_queued_pages(self) -> int:
-        """Most pages that wait for a put: they keep their place in the pool meanwhile."""
+        """Most pages queued for puts: they keep their place in the pool until then."""
         ...
 
     def read(self, page: int) -> bytes:
@@ -45,7 +46,7 @@ class PagePort(Protocol):
         ...
 
     def mark(self) -> Mark | None:
-        """What the device was told to do so far; None: the pool is on no device."""
+        """A mark of the device's work enqueued so far; None: the pool is not on a device."""
         ...
 
     def verify(
@@ -55,22 +56,24 @@ class PagePort(Protocol):
         pages: Sequence[int],
         after: Mark | None,
     ) -> None:
-        """Starts bringing a chunk into the pool, if it does not lie there, and digesting it.
+        """Starts moving a chunk into the pool, if it is not there, and computing its digests.
 
         Args:
             tag: (lease, chunk); the digests come back with it, by `OwnerFills.on_digested`.
             landed: Where its pages have arrived.
-            pages: Of the pool.
+            pages: Pages of the pool.
             after: Earlier uses of these pages are over.
         """
         ...
 
     def expose(self, number: int, pages: Sequence[int]) -> bool:
-        """Starts digesting pages to be put, where the store can read them; False: no room now."""
+        """Starts computing digests of pages to put, where the store can read them; False: no room
+        now.
+        """
         ...
 
     def conceal(self, exposed: Sequence[int]) -> None:
-        """The store does not read these any more."""
+        """Ends the exposure of pages that the store does not read any more."""
         ...
 
 
@@ -79,27 +82,29 @@ class OwnerPlane(Protocol):
 
     @property
     def target(self) -> NixlTargetInfo | None:
-        """Where fillers write over NIXL; None: they send `data`. Changes with `fence`."""
+        """Where fillers write over NIXL; None: they send `data` instead. Changes with `fence`."""
         ...
 
     @property
     def staging(self) -> StagingArea | None:
-        """What peers write to instead of the pool; None: they write into the pool."""
+        """The area that peers write to instead of the pool; None: they write into the pool."""
         ...
 
     @property
     def port(self) -> PagePort:
-        """The way into the pool."""
+        """Access to the pool."""
         ...
 
     def fence(self) -> None:
-        """Cuts every connection into the pool: nothing that was sent before can arrive."""
+        """Cuts every connection into the pool: nothing sent before can arrive."""
         ...
 
 
 @dataclass(slots=True)
 class Chunk:
-    """What is known of one chunk, in any order. It is verified once both halves are there."""
+    """What is known of one chunk, in any order: it is verified once notification and digests are
+    there.
+    """
 
     start_token: int = 0
     end_token: int = 0
@@ -119,34 +124,34 @@ class Fill:
     start_token: int
     end_token: int
     pages: list[int]
-    """The pool's pages of [accepted_token, end_token); none once it is STOPPING."""
+    """The pool's pages of [accepted_token, end_token); empty once it is STOPPING."""
     landed: list[int]
-    """Where the filler writes them: the same, or staging pages."""
+    """Pages that the filler writes to: the same, or staging pages."""
     record: FillRecord
     uses_nixl: bool
     accepted_token: int
-    """[start_token, accepted_token) is accepted."""
+    """End of the accepted range [start_token, accepted_token)."""
     state: FillState = FillState.STARTING
     chunks: dict[int, Chunk] = field(default_factory=dict)
     next_chunk: int = 0
-    """Chunks below are accepted."""
+    """Number of the first chunk not yet accepted."""
     last_progress_at: float = 0.0
     renew_at: float = 0.0
     query_at: float = 0.0
     silent_since: float = 0.0
-    """While STOPPING: when the filler should have answered."""
+    """While STOPPING: time by which the filler should have answered."""
     is_proven: bool = False
-    """The filler sends nothing more; what its network has taken may still arrive."""
+    """Whether the filler sends nothing more; what its network has taken may still arrive."""
     is_done: bool = False
     after: Mark | None = None
-    """Earlier uses of the pages are over; taken when the fill is accepted."""
+    """Mark after which earlier uses of the pages are over; taken when the fill is accepted."""
 
     def chunk(self, index: int) -> Chunk:
-        """What is known of a chunk, nothing at first."""
+        """The state of a chunk, created on first use."""
         return self.chunks.setdefault(index, Chunk())
 
     def is_owed_by(self, candidate: FillCandidate, since: float) -> bool:
-        """An incarnation of a filler should have answered about this stopped lease by then."""
+        """Whether this filler incarnation's answer about the stopped lease is overdue by then."""
         who = (self.candidate.worker_id, self.candidate.epoch)
         return (
             self.state is FillState.STOPPING
@@ -166,7 +171,7 @@ class Fill:
         )
 
     def can_be_data(self, event: FillEvent, page_size: int, page_bytes: int) -> bool:
-        """Whether bytes that came with a message belong into a page of this lease."""
+        """Whether bytes received in a message belong to a page of this lease."""
         return (
             self.state is FillState.ACTIVE
             and not self.uses_nixl
@@ -178,34 +183,34 @@ class Fill:
 
 
 class FillListener(Protocol):
-    """Who is told how a request's fills go (the scheduler)."""
+    """Receives the progress of a request's fills (the scheduler)."""
 
     def fill_completed(self, request: Request) -> None:
-        """All that others may fill is accepted."""
+        """Called when all pages that others may fill are accepted."""
         ...
 
     def fill_failed(self, request: Request) -> None:
-        """This filler did not do it; `request.candidates` holds who is left."""
+        """Called when a filler has failed; `request.candidates` holds the rest."""
         ...
 
     def publish(self, request: Request) -> None:
-        """New pages were accepted."""
+        """Called when new pages were accepted."""
         ...
 
 
 @dataclass(slots=True)
 class FillCounters:
-    """Since start; part of the worker's counters."""
+    """Counters since start, part of the worker's counters."""
 
     fills_started: int = 0
     fills_done: int = 0
     fills_declined: int = 0
     fills_failed: int = 0
     fills_avoided: int = 0
-    """Candidates that were passed over since they did not answer about earlier fills."""
+    """Candidates passed over because they did not answer about earlier fills."""
     accepted_pages: int = 0
     accepted_bytes: int = 0
     digest_mismatches: int = 0
     stale_events: int = 0
     local_decisions: int = 0
-    """Remainders that ran here though candidates existed."""
+    """Remainders that ran here although candidates existed."""

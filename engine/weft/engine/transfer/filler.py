@@ -1,4 +1,4 @@
-"""The filler's side of fills: leases, compute jobs, and what may be posted when.
+"""The filler's side of fills: leases, jobs, and what may be posted when.
 
 A lease is used once. Its life:
 
@@ -40,15 +40,14 @@ logger = logging.getLogger(__name__)
 MAX_REMEMBERED_LEASES = 65536
 SIGN_OF_LIFE_S = 1.0
 MAX_CHUNK_BYTES = 64 << 20
-"""Bound of one WRITE."""
+"""Largest WRITE, bytes."""
 MAX_DATA_CHUNK_BYTES = 16 << 20
-"""Bound of a chunk that is copied into a stream. The next one is read from the pool when the stream
-has taken all of it: an owner that does not read fills no queues."""
+"""Largest chunk copied into a stream. The next one is read once the stream has taken all of it."""
 RAN_OUT = "the lease ran out"
 
 
 class LeaseState(Enum):
-    """Where a lease is; values are what a query answers."""
+    """State of a lease at the filler; the values are what a query answers."""
 
     ACTIVE = "active"
     STOPPING = "stopping"
@@ -57,7 +56,7 @@ class LeaseState(Enum):
 
 
 class LeaseTerm:
-    """Until when a lease may be written for. The engine renews it, the shipping thread looks.
+    """Validity of a lease for writes. The engine renews it, the shipping thread checks it.
 
     Args:
         lease_s: From now and from each renewal, in seconds.
@@ -68,22 +67,22 @@ class LeaseTerm:
         self._lease_s = lease_s
         self._clock = clock
         self.expires_at = 0.0
-        """On the filler's clock."""
+        """Expiry on the filler's clock."""
         self.renew()
 
     def renew(self) -> None:
-        """Begins anew."""
+        """Starts the term anew."""
         self.expires_at = self._clock() + self._lease_s
 
     @property
     def is_over(self) -> bool:
-        """Nothing may be posted any more."""
+        """Whether the term is over: nothing may be posted any more."""
         return self._clock() >= self.expires_at
 
 
 @dataclass(frozen=True, slots=True)
 class ShipChunk:
-    """One chunk on its way: local pages to the owner's pages."""
+    """A chunk to ship: local pages to the owner's pages."""
 
     lease_id: bytes
     index: int
@@ -92,17 +91,17 @@ class ShipChunk:
     local_pages: list[int]
     remote_pages: list[int]
     digests: list[int] | None
-    """Of the pages, where known."""
+    """Digests of the pages, where known."""
     target: NixlTargetInfo | None
     owner_id: str
     owner_epoch: int
     term: LeaseTerm
-    """Nothing of it is posted once this is over."""
+    """Term of the lease: nothing of the chunk is posted once it is over."""
 
 
 @dataclass(slots=True)
 class ShipResult:
-    """Outcome of a chunk."""
+    """Outcome of shipping a chunk."""
 
     lease_id: bytes
     index: int
@@ -111,43 +110,43 @@ class ShipResult:
     completed_at: float = 0.0
     error: str = ""
     needs_fence: bool = False
-    """It failed; the agent is destroyed, but what the network had taken can still arrive."""
+    """Failed; the agent is destroyed, but writes that the network took can still arrive."""
     is_stranded: bool = False
-    """It failed and its agent lives on: NIXL may go on reading the pages."""
+    """Failed, and the agent lives on: NIXL may go on reading the pages."""
 
 
 class FillJob(Protocol):
-    """What makes a lease's pages: a prompt being computed, or pages that a store holds."""
+    """The source of a lease's pages: a prompt being computed, or pages that a store holds."""
 
     lease_id: bytes
     tokens: list[int]
-    """Positions [0, end of what will be written)."""
+    """Tokens at positions [0, end of what will be written)."""
     pages: list[int]
-    """Page i holds positions from i * page_size on; those before the lease's start do not count."""
+    """Page i holds positions from i * page_size on; pages before the lease's start are unused."""
     num_computed: int
-    """KV of positions before this exists in `pages`."""
+    """Position before which the KV exists in `pages`."""
     num_cached_tokens: int
     digests: Sequence[int] | None
-    """Of `pages`, where they are kept; None: taken when the pages are shipped."""
+    """Digests of `pages` if they are kept; None: computed when the pages are shipped."""
 
 
 class Jobs(Protocol):
-    """Where a filler's jobs come from (the engine, or a store)."""
+    """Source of a filler's jobs (the engine, or a store)."""
 
     def why_not(self, handle: KvHandle) -> tuple[str, str]:
         """(reason, message) to decline a well-formed handle, or two empty strings."""
         ...
 
     def begin(self, handle: KvHandle, request_id: str, traceparent: str) -> FillJob:
-        """Makes a job; `Filler.on_progress` is to be called as its pages become ready."""
+        """Creates a job; `Filler.on_progress` is to be called as its pages become ready."""
         ...
 
     def queued_s(self, job: FillJob) -> float:
-        """How long a job waited before it was worked on, in seconds."""
+        """Seconds that a job waited before it was worked on."""
         ...
 
     def end(self, job: FillJob) -> None:
-        """Its pages are not wanted any more (those on their way keep their own references)."""
+        """Ends a job, whose pages are not wanted any more; chunks under way keep references."""
         ...
 
 
@@ -155,7 +154,7 @@ class Shipper(Protocol):
     """Moves chunks off the step (`weft.engine.transfer.ship`)."""
 
     def prepare(self, owner: tuple[str, int], target: NixlTargetInfo) -> None:
-        """Writes to this owner (id, epoch) will follow: connects ahead of them."""
+        """Connects to this owner (id, epoch), to which writes will follow."""
         ...
 
     def ship(self, chunk: ShipChunk) -> None:
@@ -163,50 +162,50 @@ class Shipper(Protocol):
         ...
 
     def stop(self, lease_id: bytes) -> None:
-        """Posts nothing more of a lease; queued chunks come back with an error."""
+        """Stops posting for a lease; queued chunks are returned with an error."""
         ...
 
     def forget(self, lease_id: bytes) -> None:
-        """The lease is closed: none of its chunks is queued or posted."""
+        """Forgets a closed lease, none of whose chunks is queued or posted."""
         ...
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Lease:
-    """One fill that this engine took."""
+    """One fill that this engine has accepted."""
 
     handle: KvHandle
     stream: int
     job: FillJob | None
     end_token: int
-    """Of the range that was accepted."""
+    """End of the accepted range."""
     accepted_at: float
     term: LeaseTerm
     sign_of_life_at: float
     transport: str
     state: LeaseState = LeaseState.ACTIVE
     next_token: int
-    """Everything before is queued for shipping or shipped."""
+    """End of what is queued for shipping or shipped."""
     next_chunk: int = 0
     shipping: dict[int, ShipChunk] = field(default_factory=dict)
     held: deque[ShipChunk] = field(default_factory=deque)
-    """Those of `shipping` that wait until the stream has taken the ones before."""
+    """Chunks of `shipping` that wait until the stream has taken the ones before."""
     num_said: int = 0
-    """Events that were given to the stream,"""
+    """Number of events given to the stream."""
     num_taken: int = 0
-    """and those of them that it has passed on."""
+    """Number of these events that the stream has passed on."""
     said_with_chunk: int = 0
     """`num_said` at the end of the last chunk."""
     timings: FillTimings = field(default_factory=FillTimings)
     needs_fence: bool = False
     is_stranded: bool = False
-    """Its source pages stay referenced for the life of this process."""
+    """Whether its source pages stay referenced for the life of this process."""
     failure: str = ""
 
 
 @dataclass(slots=True)
 class FillerCounters:
-    """Since start; part of the worker's counters."""
+    """Counters since start, part of the worker's counters."""
 
     leases_accepted: int = 0
     leases_declined: int = 0
@@ -307,7 +306,7 @@ class Filler:
         self._say_accepted(lease)
 
     def on_renew(self, lease_id: bytes) -> None:
-        """Extends an active lease; one that has run out ends, however late that is seen."""
+        """Extends an active lease; ends one that has expired, however late that is noticed."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.state is not LeaseState.ACTIVE:
             return
@@ -323,21 +322,21 @@ class Filler:
             self._stop(lease, "stopped by the owner")
 
     def on_stream_broken(self, stream: int) -> None:
-        """Nobody listens on the stream any more: nothing more is posted for its lease."""
+        """Stops posting for the lease of a stream that broke."""
         lease = self._by_stream.pop(stream, None)
         if lease is not None:
             lease.stream = -1
             self._stop(lease, "the owner's stream broke")
 
     def on_taken(self, stream: int, num_events: int) -> None:
-        """A stream has passed on so many events: another chunk may be copied into it."""
+        """Notes that a stream has passed on events: another chunk may be copied into it."""
         lease = self._by_stream.get(stream)
         if lease is not None:
             lease.num_taken = max(lease.num_taken, num_events)
             self._ship_held(lease)
 
     def on_query(self, query: LeaseQuery) -> str:
-        """State of a lease, stopped if it was active; an unknown one counts as used from now."""
+        """State of a lease, stopped if active; an unknown one counts as used from now on."""
         lease = self._leases.get(query.lease_id)
         if lease is None:
             known = self._used.get(query.lease_id)
@@ -351,7 +350,7 @@ class Filler:
     # -- from the engine -------------------------------------------------------------------------
 
     def on_progress(self, job: FillJob) -> None:
-        """New full pages exist: queue those that the handle asks for."""
+        """Queues the new full pages that the handle asks for."""
         lease = self._leases.get(job.lease_id)
         if lease is None or lease.job is not job:
             return
@@ -374,7 +373,7 @@ class Filler:
             self._finish_if_done(lease)
 
     def on_shipped(self, result: ShipResult) -> None:
-        """A chunk was written, or was not."""
+        """Handles the result of shipping a chunk."""
         lease = self._leases.get(result.lease_id)
         assert lease is not None, "a lease is kept while a chunk of it ships"
         chunk = lease.shipping.pop(result.index)
@@ -389,13 +388,13 @@ class Filler:
         self._finish_if_done(lease)
 
     def on_data(self, lease_id: bytes, event: FillEvent) -> None:
-        """Bytes of a page, on their way over gRPC."""
+        """Passes on bytes of a page, for transfer over gRPC."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.state is LeaseState.ACTIVE:
             self._say(lease, event)
 
     def tick(self) -> None:
-        """Ends leases that ran out; shows life for those still computed."""
+        """Ends expired leases; sends signs of life for those still being computed."""
         now = self._clock()
         for lease in list(self._leases.values()):
             if lease.state is not LeaseState.ACTIVE:
@@ -407,7 +406,7 @@ class Filler:
                 self._say_accepted(lease)
 
     def on_job_failed(self, job: FillJob, why: str) -> None:
-        """The job ended without all of its pages."""
+        """Fails the lease of a job that ended without all of its pages."""
         lease = self._leases.get(job.lease_id)
         if lease is not None and lease.job is job:
             lease.job = None
@@ -421,11 +420,11 @@ class Filler:
 
     @property
     def leases(self) -> Iterable[Lease]:
-        """Those that are not closed, oldest first."""
+        """Leases that are not closed, oldest first."""
         return self._leases.values()
 
     def sizes(self) -> dict[str, int]:
-        """Leases that are not closed, their streams, and chunks on their way."""
+        """Numbers of open leases, of their streams, and of chunks being shipped."""
         return {
             "leases": len(self._leases),
             "lease_streams": len(self._by_stream),
@@ -478,7 +477,7 @@ class Filler:
             self._used.popitem(last=False)
 
     def _is_computing(self, lease: Lease) -> bool:
-        """Queued or computed here. While a write is under way only its end is a sign of life."""
+        """Whether it is queued or being computed. During a write only its end is a sign of life."""
         return lease.job is not None and not lease.shipping
 
     def _say_accepted(self, lease: Lease) -> None:
@@ -523,7 +522,7 @@ class Filler:
         self._ship_held(lease)
 
     def _ship_held(self, lease: Lease) -> None:
-        """Hands chunks to the shipper: over NIXL at once, as data one after the other."""
+        """Passes chunks to the shipper: over NIXL at once, as data one after the other."""
         while lease.held and (
             lease.handle.nixl is not None
             or (len(lease.held) == len(lease.shipping) and lease.num_taken >= lease.said_with_chunk)
@@ -531,7 +530,7 @@ class Filler:
             self._shipper.ship(lease.held.popleft())
 
     def _drop_held(self, lease: Lease) -> None:
-        """Chunks that the shipper has not seen are shipped no more."""
+        """Drops chunks that the shipper has not been given."""
         while lease.held:
             chunk = lease.held.popleft()
             del lease.shipping[chunk.index]
@@ -574,7 +573,7 @@ class Filler:
             self._stop(lease, why)
 
     def _finish_if_done(self, lease: Lease) -> None:
-        """Ends a lease of which nothing is under way: done, failed or stopped."""
+        """Ends a lease without chunks under way: done, failed or stopped."""
         if lease.shipping or lease.is_stranded or lease.handle.lease_id not in self._leases:
             return
         if lease.state is LeaseState.ACTIVE:

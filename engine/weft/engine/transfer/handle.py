@@ -13,7 +13,7 @@ ADAPTER_DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlTargetInfo:
-    """How to write into an owner's pool over NIXL."""
+    """What a filler needs to write into an owner's pool over NIXL."""
 
     version: str
     agent_name: str
@@ -29,7 +29,7 @@ class NixlTargetInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvHandle:
-    """Which pages of an owner's pool to fill with the KV of which tokens."""
+    """Describes the pages of an owner's pool to fill, and the tokens whose KV they are to hold."""
 
     owner_id: str
     owner_epoch: int
@@ -39,22 +39,22 @@ class KvHandle:
     cache_salt: str
     page_size: int
     tokens: list[int]
-    """Positions [0, end_token)."""
+    """Tokens at positions [0, end_token)."""
     start_token: int
     end_token: int
     pages: list[int]
-    """Destination of page start_token / page_size and those that follow."""
+    """Destinations, from page start_token / page_size on."""
     filler_epoch: int
     nixl: NixlTargetInfo | None = None
-    """None: the owner wants `data` events."""
+    """NIXL target; None: the owner wants `data` events."""
     priority: int = 0
-    """Of the request; less is more urgent."""
+    """Priority of the request; a lower number is more urgent."""
     tenant: str = ""
-    """Who is charged for the request."""
+    """Tenant that is charged for the request."""
     adapter: bytes = b""
-    """Content digest (`ADAPTER_DIGEST_BYTES`) of the adapter that the pages are computed with;
-    empty: the base model. It is part of `namespace`, and names the adapter for those who
-    compute."""
+    """Content digest (`ADAPTER_DIGEST_BYTES`) of the adapter with which the pages are computed;
+    empty: the base model. It is part of `namespace`; here it tells the filler which adapter to use.
+    """
 
 
 EventKind = Literal[
@@ -64,7 +64,7 @@ EventKind = Literal[
 
 @dataclass(slots=True, kw_only=True)
 class FillTimings:
-    """Measured by the filler since it accepted the fill."""
+    """Durations measured by the filler since it accepted the fill."""
 
     queued_s: float = 0.0
     first_write_posted_s: float = 0.0
@@ -76,7 +76,7 @@ class FillTimings:
 
 @dataclass(slots=True, kw_only=True)
 class FillEvent:
-    """One event of a fill; which fields mean something depends on `kind`.
+    """One event of a fill; which fields are set depends on `kind`.
 
     accepted: filler_epoch, transport, cached_tokens. declined: reason, message. written: chunk,
     start_token, end_token, digests. data: chunk, start_token (of the page), offset, data.
@@ -98,5 +98,7 @@ class FillEvent:
     data: bytes = b""
     is_stopped: bool = False
     needs_fence: bool = False
-    """The filler sends nothing more; its network may until the owner's end is closed."""
+    """Whether writes taken by the filler's network can still arrive until the owner's end is
+    closed.
+    """
     timings: FillTimings | None = None

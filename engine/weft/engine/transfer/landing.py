@@ -1,4 +1,4 @@
-"""Where the bytes of fills arrive, and whose pages those are until they are accepted.
+"""Memory in which fills arrive, and ownership of its pages until they are accepted.
 
 With a pool in host memory a fill's destinations are the pool's own pages. With a pool on a device
 they are staging pages, one for each page of the pool that the fill is for: the pool's pages are
@@ -14,75 +14,81 @@ from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.transfer.staging import StagingArea
 
 ChunkTag = tuple[bytes, int]
-"""(lease, chunk)."""
+"""Identity of a chunk: (lease, chunk)."""
 
 
 class Landing(Protocol):
-    """Takes pages of a pool through a fill: reserved, then accepted, released or quarantined.
+    """The pages that fills write to: reserved, then accepted, released or quarantined.
 
     `pages` are the pool's, `landed` what `reserve` gave for them.
     """
 
     @property
     def max_pages(self) -> int:
-        """Destinations that all fills may hold at once, those in quarantine included."""
+        """Most destinations that all fills may hold at once, including quarantined ones."""
         ...
 
     @property
     def least_pages(self) -> int:
-        """A fill that wants more waits rather than beginning with fewer."""
+        """Pages below which a larger fill waits instead of starting."""
         ...
 
     @property
     def num_usable_pages(self) -> int:
-        """What the share of quarantine is measured against."""
+        """Number of pages of which quarantine may take a share."""
         ...
 
     @property
     def needs_verifying(self) -> bool:
-        """Chunks pass through `PagePort.verify` even where digests are off."""
+        """Whether chunks pass through `PagePort.verify` even without digests."""
         ...
 
     def max_pool_pages(self) -> int:
-        """Pages of the pool that fills may hold at once."""
+        """Most pages of the pool that fills may hold at once."""
         ...
 
     def reserve(self, pages: Sequence[int]) -> list[int]:
-        """Destinations for pages of the pool, not more than `max_pages` in all."""
+        """Reserves destinations for pages of the pool, at most `max_pages` in all."""
         ...
 
     def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
-        """A chunk goes to the port: its pages of the pool may be written until `verified`."""
+        """Notes that a chunk is given to the port: its pages of the pool may be written until
+        `verified`.
+        """
         ...
 
     def verified(self, tag: ChunkTag) -> None:
-        """The port has answered about a chunk, whatever became of its fill meanwhile."""
+        """Notes that the port has finished with a chunk, whatever became of its fill meanwhile."""
         ...
 
     @property
     def num_verifying(self) -> int:
-        """Chunks whose pages of the pool are being written here."""
+        """Number of chunks whose pages of the pool are being written by this process."""
         ...
 
     def accepted(self, landed: Sequence[int]) -> None:
-        """The pages belong to their request; nothing more can arrive for them."""
+        """Transfers accepted pages to their request; nothing more can arrive for them."""
         ...
 
     def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
-        """A fill ended before these were accepted, and nothing can arrive for them."""
+        """Releases pages of a fill that ended before they were accepted; nothing can arrive for
+        them.
+        """
         ...
 
     def quarantine(self, pages: Sequence[int], landed: Sequence[int]) -> None:
-        """A fill ended before these were accepted, and a write may still arrive."""
+        """Quarantines pages of a fill that ended before they were accepted; a write may still
+        arrive.
+        """
         ...
 
     def end_quarantine(self, landed: Sequence[int]) -> None:
-        """There is proof that no write can arrive any more."""
+        """Releases landing pages once there is proof that no write can arrive any more."""
         ...
 
 
 class DirectLanding:
-    """Implements `Landing` where peers write into the pool.
+    """Implements `Landing` for peers that write into the pool.
 
     Args:
         memory: Page owner.
@@ -116,13 +122,13 @@ class DirectLanding:
         return list(pages)
 
     def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
-        """Digests only read."""
+        """Does nothing: the pool's own pages stay in place while digests are computed."""
 
     def verified(self, tag: ChunkTag) -> None:
-        """Digests only read."""
+        """Does nothing: the pool's own pages stay in place while digests are computed."""
 
     def accepted(self, landed: Sequence[int]) -> None:
-        """They are the request's pages themselves."""
+        """Does nothing: they are the request's own pages."""
 
     def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
         """See `Landing.release`."""
@@ -138,14 +144,14 @@ class DirectLanding:
 
 
 class StagedLanding:
-    """Implements `Landing` where peers write into a staging area.
+    """Implements `Landing` for peers that write into a staging area.
 
     A chunk's pages of the pool keep a reference of their own while the copy into them is under
     way: its fill may end meanwhile.
 
     Args:
         memory: Page owner of the pool.
-        area: Of staging pages.
+        area: The staging pages.
         max_fraction: Share of the pool that fills may hold.
     """
 

@@ -60,13 +60,13 @@ logger = logging.getLogger(__name__)
 
 
 class ReceiveAgent:
-    """The owner's agent: registers the pool, never posts, hands out what fillers need to write.
+    """The owner's agent: registers the pool, never posts, and provides what fillers need to write.
 
     Not for several threads at once.
     """
 
     def __init__(self, name: str, region: PoolRegion) -> None:
-        """Registers the pool.
+        """Creates the agent and registers the pool.
 
         Args:
             name: Role and worker, for logs; without spaces.
@@ -78,7 +78,7 @@ class ReceiveAgent:
             TransferError: The agent cannot be made or the memory not be registered.
         """
         self.num_garbage = 0
-        """Notifications dropped because they were none of ours."""
+        """Number of notifications dropped because they were not ours."""
         self._binding = load_binding()
         self._name = name
         self._region = region
@@ -114,7 +114,7 @@ class ReceiveAgent:
         return found
 
     def reopen(self) -> NixlTargetInfo:
-        """Closes every connection and registers the pool anew: nothing sent before can arrive.
+        """Closes every connection and registers the pool again: nothing sent before can arrive.
 
         That is the owner's half of a fence; the other half is that the sender's agent was
         destroyed or its process is gone. Writes of all other peers fail as well, and fillers
@@ -125,7 +125,7 @@ class ReceiveAgent:
         return self._target
 
     def describe(self) -> str:
-        """One line on the transport, for people."""
+        """A one-line description of the transport, for people."""
         lanes = self._binding.lanes(self._target.agent_name)
         return f"NIXL {self._binding.version} over UCX, {lanes or 'lanes unknown'}"
 
@@ -166,7 +166,7 @@ class ReceiveAgent:
 
 
 class _Agents:
-    """One agent a peer, made on first use and closed when idle. Thread-safe.
+    """One agent per peer, created on first use and closed when idle. Thread-safe.
 
     Every call here may take milliseconds or copy megabytes: not for an event loop.
     """
@@ -182,7 +182,7 @@ class _Agents:
         idle_s: float = 300.0,
         clock: Clock = monotonic,
     ) -> None:
-        """Makes no agent yet.
+        """Stores the settings; agents are created on first use.
 
         Args:
             name: Role and worker, for logs; without spaces.
@@ -198,7 +198,7 @@ class _Agents:
         self._peers = PeerPool(self._operation, name, region, max_peers, idle_s, clock)
 
     def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> bool:
-        """Destroys a peer's agent, so that this process sends it, and takes from it, nothing more.
+        """Destroys the agent towards a peer, which ends all transfers with it.
 
         Returns:
             Whether something was unfinished or had failed. Of writes: then bytes that the kernel
@@ -216,11 +216,11 @@ class _Agents:
         return self._peers.close_idle()
 
     def close(self) -> bool:
-        """Closes all peers; True if that of any of them returned True."""
+        """Closes all peers; returns whether closing any of them returned True."""
         return self._peers.close()
 
     def describe(self) -> str:
-        """One line on the transport and the lanes to each peer, for people."""
+        """A one-line description of the transport and the lanes to each peer, for people."""
         return self._peers.describe()
 
 
@@ -230,7 +230,7 @@ class SendAgents(_Agents):
     _operation = "WRITE"
 
     def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None:
-        """Checks a target and makes the peer's agent (32 ms, the first one 0.5 s) ahead of writes.
+        """Checks a target and connects to the peer ahead of writes (32 ms, the first one 0.5 s).
 
         Raises:
             TransportMismatch: The target cannot be written to from here.
@@ -274,7 +274,7 @@ class SendAgents(_Agents):
         return self._peers.post(peer_key, target, pages, notification, check)
 
     def num_pending(self, peer_key: PeerKey) -> int:
-        """Writes to a peer that are not complete. 0: all that was posted has arrived or failed."""
+        """Number of incomplete writes to a peer. 0: all that was posted has arrived or failed."""
         return self._peers.num_pending(peer_key)
 
 
@@ -284,7 +284,7 @@ class ReadAgents(_Agents):
     _operation = "READ"
 
     def check(self, target: NixlTargetInfo) -> None:
-        """Checks what a source says about its pool; dials nothing.
+        """Checks a source's description of its pool, without connecting.
 
         Raises:
             TransportMismatch: It cannot be read from here.

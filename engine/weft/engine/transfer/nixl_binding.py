@@ -1,4 +1,4 @@
-"""The one place that imports `nixl`: loads it, tames it, and makes agents."""
+"""The only module that imports `nixl`: loads and configures it, and creates agents."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def is_destroyed(agent: weakref.ref[Any]) -> bool:
 
 
 class Binding:
-    """The nixl package of this process."""
+    """The nixl package as loaded in this process."""
 
     def __init__(self) -> None:
         self.version = importlib.metadata.version("nixl")
@@ -95,7 +95,9 @@ class Binding:
 
     @contextlib.contextmanager
     def calls(self, what: str) -> Iterator[None]:
-        """Turns whatever nixl raises inside into a TransferError that says what failed."""
+        """Converts any exception that nixl raises inside to a TransferError that names the
+        operation.
+        """
         try:
             yield
         except self.errors as error:
@@ -105,12 +107,14 @@ class Binding:
             raise TransferError(f"{what}: {type(error).__name__} {error}") from cause
 
     def lanes(self, agent_name: str) -> str | None:
-        """How UCX moves this agent's bytes, in UCX's words; None when that is not known (yet)."""
+        """How UCX moves this agent's bytes, in UCX's words; None if not (yet) known."""
         return self._log.lanes(agent_name[:_WORKER_NAME_CHARS])
 
     @contextlib.contextmanager
     def _sleeping_progress_threads(self) -> Iterator[None]:
-        """Gives agents made inside a progress thread that sleeps: nixl_agent_config has no knob."""
+        """Makes the progress threads of agents created inside sleep: nixl_agent_config has no
+        option for it.
+        """
         module = self._api
         original = module.nixlBind
         module.nixlBind = _SleepingBind(original)
@@ -135,7 +139,7 @@ class _SleepingBind:
 
 
 class _UcxLog:
-    """UCX's log in memory: the only place where it tells which lanes it chose.
+    """UCX's log, captured in memory, since only there it names the lanes it chose.
 
     UCX reads its log settings from the environment once, when the first agent is made. Where the
     user has set them, they stay and the lanes are unknown.
@@ -152,7 +156,7 @@ class _UcxLog:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Points UCX's log to memory if UCX is loaded inside; the environment is restored."""
+        """Captures UCX's log if UCX is loaded inside; the environment is restored."""
         if self._is_decided or {"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys():
             self._is_decided = True
             yield
@@ -169,13 +173,13 @@ class _UcxLog:
                 del os.environ[name]
 
     def lanes(self, name: str) -> str | None:
-        """Lanes of the agent whose name is cut to `name`; several different ones are joined."""
+        """Lanes of the agent whose truncated name is `name`; different ones are joined."""
         self.take()
         lanes = self._lanes.get(name)
         return None if lanes is None else " | ".join(lanes)
 
     def take(self) -> None:
-        """Reads what UCX has written since the last call: lanes are kept, complaints logged."""
+        """Reads what UCX has logged since the last call: keeps lanes, passes complaints on."""
         if self._fd is None:
             return
         with self._lock:
@@ -201,8 +205,7 @@ class _UcxLog:
             logger.warning("UCX: %s", match[1])
 
     def _find_flushes(self) -> list[Any]:
-        """Functions that flush UCX's log, which it writes through a buffer; none until it is
-        loaded."""
+        """Functions that flush UCX's buffered log; empty until UCX is loaded."""
         if not self._flushes:
             self._flushes = _ucx_flushes()
         return self._flushes
@@ -223,7 +226,7 @@ def _ucx_flushes() -> list[Any]:
 
 
 def _adopt_logger() -> None:
-    """Makes nixl log through the root logger, warnings only, instead of printing to stdout."""
+    """Makes nixl log warnings through the root logger instead of printing to stdout."""
     nixl_logger = logging.getLogger("nixl")
     nixl_logger.handlers.clear()
     nixl_logger.propagate = True

@@ -1,4 +1,4 @@
-"""One peer: the agent towards it, made on first use, and the transfers posted through that.
+"""One peer: the agent towards it, created on first use, and the transfers posted through it.
 
 A filler writes to its peers, a store reads from them. An agent does one of the two.
 """
@@ -25,7 +25,7 @@ from weft.engine.transfer.nixl_wire import (
 )
 
 PeerKey = tuple[str, int]
-"""Id and epoch of the process at the other end."""
+"""Id and epoch of the peer process."""
 Operation = Literal["WRITE", "READ"]
 _DOING = {"WRITE": "writing to", "READ": "reading from"}
 
@@ -45,7 +45,7 @@ error: Endpoint timeout", UCX 1.23 over tcp) when the reader goes away in the mi
 
 
 def new_agent_name(name: str) -> str:
-    """A name that no other agent has: unique part first, since UCX's log cuts names short."""
+    """Creates a unique agent name; the unique part comes first, since UCX's log truncates names."""
     return f"{uuid.uuid4().hex[:16]}-{name}"
 
 
@@ -58,7 +58,7 @@ class _PeerAgent:
         self.target = target
         self.region = region
         self.reads_one_sided = False
-        """Known to be; see ONE_SIDED_READ_LANES."""
+        """Whether reads are known to be one-sided; see ONE_SIDED_READ_LANES."""
         self.agent: Any = binding.create_agent(new_agent_name(name))
         agent = self.agent
         agent.register_memory(
@@ -80,7 +80,7 @@ class _PeerAgent:
         )
 
     def drop(self) -> None:
-        """Drops the agent; an exception somewhere may still hold a frame that knows this object."""
+        """Drops the agent; an exception may still hold a frame that refers to this object."""
         self.agent = self.local_pages = self.remote_pages = None
 
 
@@ -99,7 +99,8 @@ class TransferHandle:
         self._failure: str | None = None
 
     def poll(self) -> Literal["pending", "done"]:
-        """State of the transfer, at once. "done": its bytes lie in the destination's pool.
+        """Returns the state of the transfer without waiting. "done": its bytes are in the
+        destination's pool.
 
         Raises:
             TransferError: It failed or its agent was closed; may_still_arrive is true. The
@@ -119,7 +120,7 @@ class TransferHandle:
 
 
 class Peer:
-    """The agent towards one peer. All NIXL calls of an agent run under one lock.
+    """The agent towards one peer. All NIXL calls of an agent are made under one lock.
 
     Two threads posting through one agent gain nothing, and a poll must not wait for a post that
     copies: it says "pending" instead.
@@ -130,9 +131,10 @@ class Peer:
     ) -> None:
         self.key = key
         self.is_closed = False
-        """No further transfers; the agent is or will be destroyed. Never unset."""
+        """Whether no more transfers are accepted; the agent is or will be destroyed. Never unset.
+        """
         self.is_fenced = False
-        """Closed by `close`, not for want of use."""
+        """Whether it was closed by `close` rather than for lack of use."""
         self.last_used_s = 0.0
         self._operation = operation
         self._doing = f"{_DOING[operation]} {key[0]}"
@@ -142,15 +144,15 @@ class Peer:
         self._lock = threading.Lock()
         self._agent: _PeerAgent | None = None
         self._undead: weakref.ref[Any] | None = None
-        """An agent that was dropped but lives on."""
+        """An agent that was dropped but is still alive."""
         self._transfers: set[TransferHandle] = set()
         self._is_broken = False
         self._may_still_arrive = False
         self._is_unsettled = False
-        """The device may still do what an agent that is gone has told it."""
+        """Whether the device may still execute copies of an agent that is gone."""
 
     def connect(self, target: NixlTargetInfo) -> bool:
-        """Makes the agent unless it is there. False: the peer was closed meanwhile."""
+        """Creates the agent unless it exists. False: the peer was closed meanwhile."""
         with self._lock:
             if self.is_closed:
                 return False
@@ -164,7 +166,7 @@ class Peer:
         notification: bytes,
         check: Callable[[], None] | None,
     ) -> TransferHandle | None:
-        """Posts a transfer of (local, remote) pages; with some lanes this is the copy.
+        """Posts a transfer of (local, remote) pages; with some lanes this performs the copy.
 
         None: the peer was closed meanwhile. Only writes carry a notification. `check` may raise
         TransferError at the last moment.
@@ -196,7 +198,7 @@ class Peer:
             return transfer
 
     def poll(self, transfer: TransferHandle) -> None:
-        """Brings a transfer's state up to date, unless a post is running on this agent."""
+        """Updates a transfer's state, unless a post is running on this agent."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -205,7 +207,7 @@ class Peer:
             self._lock.release()
 
     def close(self, timeout_s: float) -> bool:
-        """Destroys the agent; whether transfers were unfinished or had failed.
+        """Destroys the agent; returns whether transfers were unfinished or had failed.
 
         Raises:
             TransferError: It may live: a post is running, or something holds it. Call again.
@@ -223,7 +225,7 @@ class Peer:
             self._lock.release()
 
     def close_if_idle(self, unused_since_s: float) -> bool:
-        """Closes unless it was used since, a transfer is pending or a post is running."""
+        """Closes the peer unless it was used since, a transfer is pending or a post is running."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -236,18 +238,18 @@ class Peer:
             self._lock.release()
 
     def num_pending(self) -> int:
-        """Transfers that are not complete; waits for a running post."""
+        """Number of incomplete transfers; waits for a running post."""
         with self._lock:
             return self._num_pending()
 
     def lanes(self) -> str:
-        """How bytes travel to this peer."""
+        """Lanes over which bytes travel to this peer."""
         agent = self._agent
         lanes = self._binding.lanes(agent.agent.name) if agent else None
         return lanes or "lanes unknown"
 
     def _require_one_sided_reads(self, agent: _PeerAgent) -> None:
-        """Refuses a read that the other process would have to take part in."""
+        """Refuses reads in which the other process would have to take part."""
         if agent.reads_one_sided:
             return
         lanes = self._binding.lanes(agent.agent.name)
@@ -270,7 +272,7 @@ class Peer:
             self._update(transfer, lambda: agent.agent.check_xfer_state(transfer._handle))
 
     def _update(self, transfer: TransferHandle, call: Any) -> None:
-        """Runs a NIXL call that returns a transfer's state, and settles the transfer by it."""
+        """Runs a NIXL call that returns a transfer's state, and records the state."""
         failure = None
         try:
             with self._binding.calls(self._doing):
@@ -290,7 +292,9 @@ class Peer:
             transfer._finish(failure)
 
     def _connected(self, target: NixlTargetInfo) -> _PeerAgent:
-        """The agent for this target: as it is, or new after a failure or a new target."""
+        """The agent for this target: the existing one, or a new one after a failure or a change of
+        target.
+        """
         agent = self._agent
         if agent is not None and (self._is_broken or agent.target != target):
             if self._num_pending():
@@ -307,7 +311,9 @@ class Peer:
         return agent
 
     def _destroy(self) -> bool:
-        """Destroys the agent, the only way to stop its transfers. Whether some were unfinished."""
+        """Destroys the agent, the only way to stop its transfers. Returns whether some were
+        unfinished.
+        """
         if self._agent is not None:
             had_pending = self._num_pending() > 0
             for transfer in list(self._transfers):

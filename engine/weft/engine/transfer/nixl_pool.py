@@ -1,4 +1,4 @@
-"""Agents towards many peers: made on first use, bounded in number, closed when idle."""
+"""Agents towards many peers: created on first use, limited in number, closed when idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.engine.transfer.nixl_wire import PoolRegion, TransferError, check_targ
 
 
 class PeerPool:
-    """The agents of one operation (writes or reads), one a peer. Thread-safe."""
+    """The agents of one operation (writes or reads), one per peer. Thread-safe."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class PeerPool:
         self._peers: dict[PeerKey, Peer] = {}
 
     def check(self, target: NixlTargetInfo) -> None:
-        """Checks what a peer says about its pool.
+        """Checks a peer's description of its pool.
 
         Raises:
             TransportMismatch: It does not fit.
@@ -46,7 +46,7 @@ class PeerPool:
         check_target(target, version=self._binding.version, page_bytes=self._region.page_bytes)
 
     def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None:
-        """Makes the peer's agent."""
+        """Creates the agent towards a peer."""
         self.check(target)
         while not self._peer(peer_key).connect(target):
             pass  # Closed between the look-up and the call: take a new one.
@@ -67,13 +67,14 @@ class PeerPool:
                 return transfer
 
     def num_pending(self, peer_key: PeerKey) -> int:
-        """Transfers of a peer that are not complete."""
+        """Number of incomplete transfers of a peer."""
         with self._lock:
             peer = self._peers.get(peer_key)
         return peer.num_pending() if peer else 0
 
     def close_peer(self, peer_key: PeerKey, timeout_s: float) -> bool:
-        """Destroys a peer's agent; whether transfers were unfinished or had failed.
+        """Destroys the agent towards a peer; returns whether transfers were unfinished or had
+        failed.
 
         Raises:
             TransferError: It may live; call again.
@@ -91,14 +92,14 @@ class PeerPool:
         return self._close_unused(self._clock() - self._idle_s, most=self._max_peers)
 
     def close(self) -> bool:
-        """Closes all peers; True if that of any of them returned True."""
+        """Closes all peers; returns whether closing any of them returned True."""
         with self._lock:
             keys = list(self._peers)
         outcomes = [self.close_peer(key, 10.0) for key in keys]  # All, whatever the first says.
         return any(outcomes)
 
     def describe(self) -> str:
-        """One line on the transport and the lanes to each peer, for people."""
+        """A one-line description of the transport and the lanes to each peer, for people."""
         with self._lock:
             peers = list(self._peers.values())
         direction = "to" if self._operation == "WRITE" else "from"
@@ -106,7 +107,7 @@ class PeerPool:
         return f"NIXL {self._binding.version} over UCX, {lanes or 'no peer connected'}"
 
     def _peer(self, key: PeerKey) -> Peer:
-        """The peer's slot, perhaps a new one, whose agent is made later, outside of the lock."""
+        """The peer's entry, created if necessary; its agent is created later, without the lock."""
         while True:
             with self._lock:
                 peer = self._peers.get(key)

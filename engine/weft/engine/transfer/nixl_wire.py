@@ -24,7 +24,7 @@ _MAGIC = b"WFN1"
 
 
 class TransferError(WeftError):
-    """A transfer failed, or can no longer be followed. It must be asked for again elsewhere."""
+    """A transfer failed, or can no longer be followed. It must be requested again elsewhere."""
 
     reason = "TRANSFER_FAILED"
     grpc_code = "UNAVAILABLE"
@@ -36,12 +36,15 @@ class TransferError(WeftError):
     ) -> None:
         super().__init__(message, stage="transfer", worker_id=worker_id)
         self.may_still_arrive = may_still_arrive
-        """NIXL has begun and may go on. Destroying the agent (`close_peer`) ends that, but not what
-        the kernel has of a write already: its destination pages stay in quarantine."""
+        """Whether NIXL may go on. Destroying the agent (`close_peer`) ends that, but not writes
+        already passed to the kernel: their destination pages stay in quarantine.
+        """
 
 
 class TransportMismatch(TransferError):
-    """The two sides cannot talk NIXL, or a transfer does not fit them. Nothing was posted."""
+    """The two sides cannot communicate over NIXL, or a transfer does not fit them. Nothing was
+    posted.
+    """
 
     reason = "TRANSPORT_MISMATCH"
     grpc_code = "FAILED_PRECONDITION"
@@ -49,18 +52,18 @@ class TransportMismatch(TransferError):
 
 
 class NoOneSidedLane(TransportMismatch):
-    """A read would need the help of the process that is read, which that may not survive."""
+    """A read would need the help of the process being read, which might not survive it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """Says that all bytes of a chunk lie in the owner's pool. Bound to the chunk's write."""
+    """Reports that all bytes of a chunk are in the owner's pool. Bound to the chunk's write."""
 
     owner_epoch: int
     lease_id: bytes
-    """16 bytes."""
+    """Lease id, 16 bytes."""
     chunk: int
-    """0, 1, 2, ... in the fill."""
+    """Number of the chunk in the fill, from 0."""
 
     @classmethod
     def parse(cls, message: bytes) -> Notification | None:
@@ -72,7 +75,7 @@ class Notification:
 
 
 def encode_notification(owner_epoch: int, lease_id: bytes, chunk: int) -> bytes:
-    """A notification on the wire, 32 bytes: magic, epoch (u64), lease, chunk (u32), little-endian.
+    """Encodes a notification, 32 bytes: magic, epoch (u64), lease, chunk (u32), little-endian.
 
     Raises:
         ValueError: A field is out of its range.
@@ -91,7 +94,7 @@ def metadata_digest(metadata: bytes) -> bytes:
 
 
 def check_target(target: NixlTargetInfo, *, version: str, page_bytes: int) -> None:
-    """Checks what a peer says about its pool, before NIXL dials the addresses in its metadata.
+    """Checks a peer's description of its pool before NIXL dials the addresses in its metadata.
 
     Args:
         version: This side's version of nixl.
@@ -135,7 +138,7 @@ def check_pages(
     num_sources: int,
     num_destinations: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Page numbers (sources, destinations) of a transfer as NIXL wants them.
+    """Converts the page numbers (sources, destinations) of a transfer to NIXL's form.
 
     Args:
         sources: Page numbers in the pool that is read.
@@ -170,21 +173,21 @@ def check_pages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRegion:
-    """A pool of pages in this process, as NIXL sees it: one range of memory."""
+    """A pool of pages in this process, described for NIXL: one range of memory."""
 
     address: int
-    """Of page 0."""
+    """Address of page 0."""
     page_bytes: int
     num_pages: int
     memory_type: str = "DRAM"
     device_id: int = 0
-    """Device ordinal for VRAM."""
+    """Device ordinal, for VRAM."""
     keep_alive: object = None
-    """Owns the memory; held until the agent that registered it is destroyed."""
+    """Owner of the memory; kept until the agent that registered it is destroyed."""
     settle: Callable[[], None] | None = None
-    """Waits until what this process's device was told to copy has been copied; None: no device
-    copies. Raises TransferError when that takes too long. What a device was told outlives the agent
-    that told it."""
+    """Waits until this process's device has finished its copies; None: no device copies. Raises
+    TransferError if that takes too long. Enqueued copies outlive the agent that enqueued them.
+    """
 
     def __post_init__(self) -> None:
         if self.memory_type not in MEMORY_TYPES:

@@ -1,4 +1,4 @@
-"""The owner's side of remote fills: leases, acceptance, quarantine, fail-over.
+"""The owner's side of remote fills: leases, acceptance, quarantine, failover.
 
 One `Fill` is one lease: a contiguous, page-aligned token range of one request, written by one
 filler into pages that were reserved before it was asked. Its life:
@@ -31,7 +31,7 @@ from weft.engine.scheduler.state import FillCandidate, FillRecord, Request, Stat
 from weft.engine.transfer.audit import PageAudit
 from weft.engine.transfer.cost import FillCosts
 from weft.engine.transfer.fill import Fill, FillCounters, FillListener, FillState, OwnerPlane
-from weft.engine.transfer.fill_line import FillLine
+from weft.engine.transfer.fill_queue import FillQueue
 from weft.engine.transfer.handle import LEASE_ID_BYTES, FillEvent, KvHandle
 from weft.engine.transfer.landing import DirectLanding, Landing, StagedLanding
 from weft.engine.transfer.quarantine import QuarantineWatch
@@ -39,9 +39,9 @@ from weft.engine.transfer.quarantine import QuarantineWatch
 logger = logging.getLogger(__name__)
 
 QUERY_INTERVAL_S = 1.0
-"""How often a filler is asked again what became of a lease in quarantine."""
+"""Interval at which a filler is asked again what became of a lease in quarantine."""
 SILENCE_S = 1.0
-"""A filler that has owed an answer about a stopped lease for longer is asked for nothing more."""
+"""Seconds of an overdue answer about a stopped lease after which a filler is avoided."""
 
 
 class OwnerFills:
@@ -84,12 +84,12 @@ class OwnerFills:
             if plane.staging is None
             else StagedLanding(memory, plane.staging, config.max_fill_fraction)
         )
-        self._line = FillLine(config.fill_progress_timeout_s, clock)
+        self._line = FillQueue(config.fill_progress_timeout_s, clock)
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
         self.listener: FillListener | None = None
         self.audit: PageAudit | None = None
         self.on_filled: Callable[[FillRecord], None] | None = None
-        """Told of each fill that ended with all of its pages."""
+        """Called with each fill that ended with all of its pages."""
         self.counters = FillCounters()
 
     # -- the scheduler's side --------------------------------------------------------------------
@@ -111,7 +111,7 @@ class OwnerFills:
         return State.FILLING if self._is_remote(request) else State.PREFILLING
 
     def _is_remote(self, request: Request) -> bool:
-        """The rule (docs/architecture.md); records both costs."""
+        """Applies the cost rule (docs/architecture.md); records both costs."""
         end_token = self._end_token(request)
         decision = self._costs.decide(request, end_token, self._page_bytes)
         request.timeline.remote_cost_s = decision.remote_s
@@ -121,7 +121,7 @@ class OwnerFills:
         return decision.is_remote
 
     def start(self, request: Request) -> bool:
-        """See `Fills.start`. Waits while too little of the cap is free (`fill_line.py`)."""
+        """See `Fills.start`. Waits while too little of the cap is free (`fill_queue.py`)."""
         if id(request) in self._by_request:
             return True
         if self._is_silent(request.candidates[0]) or self._is_blocked:
@@ -172,7 +172,7 @@ class OwnerFills:
         return True
 
     def abandon(self, request: Request) -> None:
-        """The request ended: stop its fill; what was not accepted goes to quarantine."""
+        """Stops the fill of a request that ended; pages not accepted go to quarantine."""
         self._line.leaves(request)
         if (fill := self._by_request.get(id(request))) is not None:
             self._fail(fill, "the request ended", notify=False)
@@ -180,7 +180,7 @@ class OwnerFills:
     # -- events of fillers -----------------------------------------------------------------------
 
     def on_event(self, lease_id: bytes, event: FillEvent) -> None:
-        """Takes what a filler said; events of unknown or closed leases are counted and dropped."""
+        """Handles a filler's event; those of unknown or closed leases are counted and dropped."""
         fill = self._fills.get(lease_id)
         if fill is None:
             self.counters.stale_events += 1
@@ -197,7 +197,7 @@ class OwnerFills:
             self._on_data(fill, event)
 
     def on_notification(self, owner_epoch: int, lease_id: bytes, chunk: int) -> None:
-        """A NIXL notification: the chunk's bytes have arrived, perhaps before word of the lease."""
+        """Handles a NIXL notification: a chunk's bytes have arrived, perhaps before its event."""
         fill = self._fills.get(lease_id)
         if fill is None or owner_epoch != self._epoch or fill.state is FillState.STOPPING:
             self.counters.stale_events += 1
@@ -206,7 +206,7 @@ class OwnerFills:
         self._progress(fill, chunk)
 
     def on_digested(self, lease_id: bytes, chunk: int, actual: list[int]) -> None:
-        """Digests of the pages as they lie in the pool; accepts the chunk or fails the fill."""
+        """Handles digests of pages in the pool; accepts the chunk or fails the fill."""
         self._landing.verified((lease_id, chunk))
         fill = self._fills.get(lease_id)
         if fill is None or fill.state is not FillState.ACTIVE:
@@ -231,7 +231,7 @@ class OwnerFills:
         self._accept(fill, chunk, known.end_token)
 
     def on_lease_answer(self, answer: LeaseAnswer) -> None:
-        """What a filler answered to a query about one of our leases."""
+        """Handles a filler's answer to a query about one of our leases."""
         fill = self._fills.get(answer.lease_id)
         if fill is None or fill.candidate.worker_id != answer.worker_id:
             return
@@ -244,7 +244,7 @@ class OwnerFills:
             self._end_quarantine(fill)
 
     def on_process_exited(self, worker_id: str, epoch: int) -> int:
-        """Proof that an incarnation is gone; returns the pages that left quarantine."""
+        """Handles the proof that a process is gone; returns the pages that left quarantine."""
         released = 0
         for fill in list(self._fills.values()):
             if (fill.candidate.worker_id, fill.candidate.epoch) == (worker_id, epoch):
@@ -272,7 +272,7 @@ class OwnerFills:
 
     @property
     def quarantine_over_s(self) -> float:
-        """How long quarantine has held more than its share of the pool, in seconds."""
+        """Seconds for which quarantine has held more than its share of the pool."""
         return self._quarantine.over_s
 
     @property
@@ -281,7 +281,7 @@ class OwnerFills:
         return self._fills.values()
 
     def sizes(self) -> dict[str, int]:
-        """Leases that are not closed, requests that wait for one, chunks on their way in."""
+        """Numbers of open leases, of requests waiting for one, and of chunks being received."""
         return {
             "fills": len(self._fills),
             "filled_requests": len(self._by_request),
@@ -290,13 +290,13 @@ class OwnerFills:
 
     @property
     def num_open(self) -> int:
-        """Leases whose writes may still arrive, and chunks on their way into the pool."""
+        """Number of leases with writes that may still arrive, and of chunks entering the pool."""
         return len(self._fills) + self._landing.num_verifying
 
     # -- internals -------------------------------------------------------------------------------
 
     def _end_token(self, request: Request) -> int:
-        """End of what the first candidate may fill; the owner of a prompt runs its last token."""
+        """End of what the first candidate may fill; the owner runs a prompt's last token."""
         size = self._config.page_size
         end = (request.num_tokens - (0 if request.is_fill else 1)) // size * size
         if request.candidates and request.candidates[0].kind == "kvstore":
@@ -304,7 +304,7 @@ class OwnerFills:
         return end
 
     def _room(self) -> tuple[int, int]:
-        """Pages that a new fill may hold now, and at most; those in quarantine are of no use."""
+        """Pages that a new fill may hold now, and at most; quarantined ones do not count."""
         fills, in_pool = self._fills.values(), self._landing.max_pool_pages()
         landing = self._landing.max_pages - sum(len(fill.landed) for fill in fills)
         free = min(landing, in_pool - sum(len(fill.pages) for fill in fills))
@@ -317,12 +317,12 @@ class OwnerFills:
 
     @property
     def _is_blocked(self) -> bool:
-        """Quarantine leaves too little room for any fill."""
+        """Whether quarantine leaves too little room for any fill."""
         landing = self._landing
         return self._num_quarantined_pages() > landing.max_pages - landing.least_pages
 
     def _is_silent(self, candidate: FillCandidate) -> bool:
-        """It owes an answer about a lease that was stopped, for too long."""
+        """Whether its answer about a stopped lease is overdue."""
         limit = self._clock() - SILENCE_S
         return any(fill.is_owed_by(candidate, limit) for fill in self._fills.values())
 
@@ -394,7 +394,7 @@ class OwnerFills:
         fill.last_progress_at = self._clock()
 
     def _shorten(self, fill: Fill, end_token: int) -> bool:
-        """Takes a store's word that it fills less; its spare pages go back to the promise."""
+        """Shortens a fill as its store accepted it; spare pages return to the reservation."""
         size = self._config.page_size
         is_sound = fill.candidate.kind == "kvstore" and fill.state is FillState.STARTING
         if not is_sound or end_token % size or not fill.start_token < end_token < fill.end_token:
@@ -432,7 +432,7 @@ class OwnerFills:
         self._progress(fill, event.chunk)
 
     def _progress(self, fill: Fill, index: int) -> None:
-        """Verifies a chunk once its bytes and its digests are both there, in order."""
+        """Verifies chunks in order, once both their bytes and their digests are there."""
         fill.last_progress_at = self._clock()
         chunk = fill.chunks.get(index)
         if chunk is None or index != fill.next_chunk or chunk.is_verifying:
@@ -457,7 +457,7 @@ class OwnerFills:
             self._accept(fill, index, chunk.end_token)
 
     def _report_corrupt(self, fill: Fill, start_token: int, page: int, digest: int) -> None:
-        """Tells the store that a page of its does not have the digest that it told."""
+        """Reports a page to its store if its digest differs from the announced one."""
         request = fill.request
         assert request is not None
         index = start_token // self._config.page_size + page
@@ -490,7 +490,7 @@ class OwnerFills:
             self._progress(fill, fill.next_chunk)
 
     def _complete(self, fill: Fill) -> None:
-        """Done was said and everything is accepted: nothing of this lease can arrive."""
+        """Closes a lease that is done and accepted entirely: nothing of it can arrive."""
         request = fill.request
         assert request is not None
         self._close(fill)
@@ -570,7 +570,7 @@ class OwnerFills:
         self.listener.fill_failed(request)
 
     def _prove(self, fill: Fill) -> None:
-        """The filler sends nothing more. Over NIXL bytes may still be on their way: fence first."""
+        """Records the proof for a filler. Over NIXL bytes may still arrive: fence first."""
         if fill.state is not FillState.STOPPING:
             self._fail(fill, "the filler's process exited")
         if fill.lease_id not in self._fills:
@@ -580,7 +580,7 @@ class OwnerFills:
             self._end_quarantine(fill)
 
     def _fence_if_due(self) -> None:
-        """Ends proven quarantines behind a fence, which open fills must not meet."""
+        """Ends proven quarantines by a fence, which waits for open fills."""
         proven = [fill for fill in self._fills.values() if fill.is_proven]
         if proven and all(fill.state is FillState.STOPPING for fill in self._fills.values()):
             self._plane.fence()

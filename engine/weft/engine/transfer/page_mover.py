@@ -1,4 +1,4 @@
-"""Copies pages between a pool on a device and a staging area, off the step.
+"""Copies pages between a pool on a device and a staging area, outside the steps.
 
 Each direction has a stream of its own and a buffer on the device that whole pieces pass through:
 
@@ -32,15 +32,15 @@ from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import gather_pages, scatter_pages
 
 MAX_PIECE_BYTES = 32 << 20
-"""Of the buffer of one direction on the device."""
+"""Largest device buffer of one direction, bytes."""
 
 
 class Lanes:
-    """Streams and buffers of both directions, made before the pool takes what is left.
+    """Streams and buffers of both directions, allocated before the pool takes what is left.
 
     Args:
-        device: Of the pool.
-        page_bytes: Of a page.
+        device: Device of the pool.
+        page_bytes: Bytes of a page.
     """
 
     def __init__(self, device: torch.device, page_bytes: int) -> None:
@@ -50,7 +50,7 @@ class Lanes:
 
 
 class DeviceMove:
-    """Implements `Move`: an event behind the copies, and where digests will lie on the host."""
+    """A `StagingMove`: an event behind the copies, and where digests will lie on the host."""
 
     def __init__(
         self, event: torch.cuda.Event | None, digests: torch.Tensor, staged: Sequence[int]
@@ -60,22 +60,22 @@ class DeviceMove:
         self._staged = staged
 
     def is_done(self) -> bool:
-        """See `Move.is_done`."""
+        """See `StagingMove.is_done`."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See `Move.wait`; other threads go on."""
+        """See `StagingMove.wait`; other threads go on."""
         if self._event is not None:
             self._event.synchronize()
 
     def digests(self) -> list[int]:
-        """See `Move.digests`."""
+        """See `StagingMove.digests`."""
         found: list[int] = self._digests.numpy()[list(self._staged)].view(np.uint64).tolist()
         return found
 
 
 class PageMover:
-    """Implements `Mover`. Thread-safe; every call may take some tens of microseconds.
+    """Implements `StagingMover`. Thread-safe; every call may take some tens of microseconds.
 
     Args:
         pool: `[num_pages, ...]`, contiguous.
@@ -96,17 +96,18 @@ class PageMover:
         self._lanes = lanes
         is_cuda = pool.device.type == "cuda"
         self._digests = torch.zeros(len(area.pages), dtype=torch.int64, pin_memory=is_cuda)
-        """Of the page that a staging page holds; written by the move that has the page."""
+        """Digest of the page in each staging page; written by the move that has the staging page.
+        """
         self._try(area)
 
     def mark(self) -> Mark:
-        """See `Mover.mark`."""
+        """See `StagingMover.mark`."""
         return Mark(self._pool.device)
 
     def move_out(
         self, pages: Sequence[int], staged: Sequence[int], *, with_digests: bool
     ) -> DeviceMove:
-        """See `Mover.move_out`."""
+        """See `StagingMover.move_out`."""
         with self._lanes.out.begin(None) as lane:
             numbers = lane.send(pages)
             for begin, end in lane.pieces(len(pages)):
@@ -119,7 +120,7 @@ class PageMover:
     def move_in(
         self, staged: Sequence[int], pages: Sequence[int], after: Mark | None, *, with_digests: bool
     ) -> DeviceMove:
-        """See `Mover.move_in`."""
+        """See `StagingMover.move_in`."""
         with self._lanes.into.begin(after) as lane:
             numbers = lane.send(pages)
             for begin, end in lane.pieces(len(pages)):
@@ -130,7 +131,7 @@ class PageMover:
             return self._finish(lane, numbers, staged, with_digests)
 
     def close(self) -> None:
-        """Waits for the copies that are under way and gives the staging area back."""
+        """Waits for the copies under way and releases the staging area."""
         self._lanes.out.wait()
         self._lanes.into.wait()
         self._memory.close()
@@ -149,7 +150,7 @@ class PageMover:
         return DeviceMove(lane.event(), self._digests, staged)
 
     def _try(self, area: StagingArea) -> None:
-        """Sends random bytes into the null page and back, and digests them on both sides."""
+        """Sends random bytes into the null page and back, and compares bytes and digests."""
         first, last = 0, len(area.pages) - 1
         sent = np.random.default_rng().integers(0, 256, area.pages.shape[1], dtype=np.uint8)
         area.pages[first] = sent
@@ -170,7 +171,7 @@ class PageMover:
 
 
 class _Lane:
-    """One direction."""
+    """The stream and buffer of one direction."""
 
     def __init__(self, device: torch.device, piece_pages: int, page_bytes: int) -> None:
         self._piece_pages = piece_pages
@@ -184,24 +185,24 @@ class _Lane:
 
     @contextmanager
     def begin(self, after: Mark | None) -> Iterator[_Lane]:
-        """What is enqueued inside comes behind what was before, and behind the mark."""
+        """Context in which enqueued work follows earlier work of the lane and the mark."""
         with self._lock, self._context():
             if after is not None:
                 after.hold(self._stream)
             yield self
 
     def send(self, pages: Sequence[int]) -> torch.Tensor:
-        """Page numbers on the device, int64."""
+        """Copies page numbers to the device, int64."""
         (numbers,) = self._copies.send([np.array(pages, np.int64)])
         return numbers
 
     def pieces(self, count: int) -> Iterator[tuple[int, int]]:
-        """Parts of `count` pages that fit the buffer, in order."""
+        """Splits `count` pages into parts that fit the buffer, in order."""
         for begin in range(0, count, self._piece_pages):
             yield begin, min(count, begin + self._piece_pages)
 
     def event(self) -> torch.cuda.Event | None:
-        """Passes when everything enqueued so far is done."""
+        """An event that passes when everything enqueued so far is done."""
         if self._stream is None:
             return None
         # Blocking: who waits for it leaves its core to others.
@@ -210,7 +211,7 @@ class _Lane:
         return event
 
     def wait(self) -> None:
-        """Until everything enqueued so far is done."""
+        """Waits until everything enqueued so far is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -219,7 +220,7 @@ class _Lane:
 
 
 def _runs(pages: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(index, page, count) of neighbours among `pages[begin:end]`: one copy each."""
+    """Yields (index, page, count) for neighbouring pages of `pages[begin:end]`: one copy each."""
     at = begin
     while at < end:
         count = 1

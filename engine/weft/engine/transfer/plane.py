@@ -1,4 +1,4 @@
-"""Everything of one engine that moves pages: agents, shipping and checking threads."""
+"""The data plane of one engine: agents, and the threads that ship and check pages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DataPlane:
     def __init__(self, config: EngineConfig, window: PoolWindow, wake: Callable[[], None]) -> None:
         self.notices: list[str] = []
         self.memory_type = "DRAM"
-        """Of the window, as NIXL names it."""
+        """Memory type of the window, as NIXL names it."""
         self._receiver: ReceiveAgent | None = None
         self._senders: SendAgents | None = None
         if config.transport != "data":
@@ -54,42 +54,42 @@ class DataPlane:
 
     @property
     def staging(self) -> StagingArea | None:
-        """What peers write to instead of the pool; None: they write into the pool."""
+        """The area that peers write to instead of the pool; None: they write into the pool."""
         return self._window.staging
 
     @property
     def nixl_version(self) -> str | None:
-        """Version of NIXL if it can send from here."""
+        """Version of NIXL if this process can send over it."""
         return load_binding().version if self._senders else None
 
     @property
     def transports(self) -> list[str]:
-        """What this engine can use, best first."""
+        """Transports that this engine can use, best first."""
         return ["nixl", "data"] if self._receiver else ["data"]
 
     def notifications(self) -> Iterator[tuple[int, bytes, int]]:
-        """(owner epoch, lease, chunk) of the NIXL notifications that arrived."""
+        """The NIXL notifications that arrived, as (owner epoch, lease, chunk)."""
         if self._receiver is not None:
             for found in self._receiver.poll():
                 yield found.owner_epoch, found.lease_id, found.chunk
 
     def fence(self) -> None:
-        """Cuts every connection into the pool: nothing that was sent before can arrive."""
+        """Cuts every connection into the pool: nothing sent before can arrive."""
         if self._receiver is not None:
             self._receiver.reopen()
 
     def describe(self) -> str:
-        """Transports and lanes, for people."""
+        """Describes transports and lanes, for people."""
         agent = self._senders or self._receiver
         transport = agent.describe() if agent else "gRPC data messages"
         return ", ".join(filter(None, (transport, self._window.describe())))
 
     def sizes(self) -> dict[str, int]:
-        """What waits in or is remembered by the threads."""
+        """Sizes of the threads' queues and records."""
         return {**self.shipper.sizes(), **self.port.sizes()}
 
     def close(self) -> None:
-        """Ends threads and agents."""
+        """Stops threads and agents."""
         self.shipper.close()
         self.port.close()
         if self._senders is not None:

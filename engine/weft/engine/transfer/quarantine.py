@@ -1,4 +1,4 @@
-"""When quarantine has taken so much of a pool, for so long, that its process had better end.
+"""Watches how much of a pool is quarantined, and for how long: too much ends the process.
 
 Pages leave quarantine by proof only. Where no proof comes (a filler that stands still for good, a
 network that is cut) the last fence is the end of the process that owns the pool: what may still
@@ -11,10 +11,10 @@ from weft.engine.clock import Clock
 
 
 class QuarantineWatch:
-    """Measures how long more than a share of a pool has been in quarantine.
+    """Measures for how long more than a share of a pool has been in quarantine.
 
     Args:
-        max_fraction: Of the usable pages; 1: never too many.
+        max_fraction: Largest fraction of the usable pages; 1: never too many.
         clock: Monotonic seconds.
     """
 
@@ -24,7 +24,7 @@ class QuarantineWatch:
         self._since: float | None = None
 
     def note(self, num_quarantined: int, num_usable: int) -> None:
-        """Takes the numbers of pages as they are now; to be called every now and then."""
+        """Records the present numbers of pages; to be called regularly."""
         if num_quarantined <= self._max_fraction * num_usable:
             self._since = None
         elif self._since is None:
@@ -32,5 +32,5 @@ class QuarantineWatch:
 
     @property
     def over_s(self) -> float:
-        """For how long there have been too many, in seconds; 0: there are not."""
+        """Seconds for which too many pages have been quarantined; 0: they are not."""
         return 0.0 if self._since is None else self._clock() - self._since

@@ -1,4 +1,4 @@
-"""Moves chunks off the step: a thread makes pages ready, posts writes and watches them end."""
+"""Ships chunks outside the steps: a thread prepares pages, posts writes and polls them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from weft.engine.transfer.source import PageSource, Reading
 logger = logging.getLogger(__name__)
 
 STOP_BUDGET_S = 5.0
-"""How long a stopped lease's posted writes may take to end before their agent is destroyed."""
-LEAST_POLL_S, MOST_POLL_S = 2e-4, 2e-3
+"""Seconds that a stopped lease's posted writes may take to end before their agent is destroyed."""
+MIN_POLL_S, MAX_POLL_S = 2e-4, 2e-3
 STOPPED = "the lease was stopped"
 
 
@@ -78,7 +78,7 @@ class ShipThread:
 
     @property
     def max_chunk_pages(self) -> int | None:
-        """Most pages of one chunk; None: as many as one write may have."""
+        """Most pages of one chunk; None: as many as one write can carry."""
         return self._source.max_chunk_pages
 
     def ship(self, chunk: ShipChunk) -> None:
@@ -97,7 +97,7 @@ class ShipThread:
         self._signal.set()
 
     def forget(self, lease_id: bytes) -> None:
-        """The lease is closed."""
+        """Drops the records of a closed lease."""
         self._stopped.discard(lease_id)
 
     def take(self) -> list[ShipResult | tuple[bytes, FillEvent]]:
@@ -108,7 +108,7 @@ class ShipThread:
         return taken
 
     def sizes(self) -> dict[str, int]:
-        """Leases that were stopped and are not closed, and chunks in work, about."""
+        """Approximate numbers of stopped leases that are not closed, and of chunks in progress."""
         return {
             "stopped_leases": len(self._stopped),
             "shipments": (
@@ -117,7 +117,7 @@ class ShipThread:
         }
 
     def close(self) -> None:
-        """Ends the thread; posted writes are abandoned with the process."""
+        """Stops the thread; posted writes are abandoned with the process."""
         self._is_closing = True
         self._signal.set()
         self._thread.join(timeout=STOP_BUDGET_S)
@@ -125,7 +125,7 @@ class ShipThread:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        delay = LEAST_POLL_S
+        delay = MIN_POLL_S
         while not self._is_closing:
             if not (self._queue or self._reading or self._posted or self._connects):
                 self._signal.wait()
@@ -137,13 +137,13 @@ class ShipThread:
             is_moving |= bool(self._reading) and self._post_read(self._reading[0])
             is_moving |= bool(self._posted) and self._poll()
             if is_moving:
-                delay = LEAST_POLL_S
+                delay = MIN_POLL_S
             elif self._queue or self._reading or self._posted:
                 time.sleep(delay)
-                delay = min(delay * 1.5, MOST_POLL_S)
+                delay = min(delay * 1.5, MAX_POLL_S)
 
     def _connect(self, owner: PeerKey, target: NixlTargetInfo) -> None:
-        """Makes an agent ahead of its first write, while the first chunk is computed."""
+        """Connects ahead of the first write, while the first chunk is computed."""
         try:
             if self._agents is not None:
                 self._agents.connect(owner, target)
@@ -155,7 +155,7 @@ class ShipThread:
         self._wake()
 
     def _begin(self, chunk: ShipChunk) -> bool:
-        """Starts to read the queue's first chunk; False: there is no room for it now."""
+        """Starts reading the queue's first chunk; False: there is no room for it now."""
         result = ShipResult(chunk.lease_id, chunk.index)
         reading: Reading | None = None
         if chunk.lease_id in self._stopped:
@@ -178,7 +178,7 @@ class ShipThread:
         return True
 
     def _post_read(self, read: _Read) -> bool:
-        """Posts the oldest chunk once it is read; False: it is not yet."""
+        """Posts the oldest chunk once it is read; False: it is not ready."""
         result = read.result
         handle: TransferHandle | None = None
         try:
@@ -202,7 +202,7 @@ class ShipThread:
         return True
 
     def _send(self, read: _Read) -> TransferHandle | None:
-        """Posts a chunk's write; None: all of it is on its way already."""
+        """Posts a chunk's write; None: all of it has been sent."""
         chunk, result = read.chunk, read.result
         result.digests = read.reading.digests()
         result.posted_at = time.monotonic()
@@ -215,7 +215,7 @@ class ShipThread:
         return None
 
     def _is_faulty(self, read: _Read) -> bool:
-        """Passes the fault point; True when the chunk goes no further."""
+        """Passes the fault point; returns whether the chunk is dropped."""
         kind = faults.SHIP_POST.fire()
         if kind == "drop":
             read.result.completed_at = time.monotonic()
@@ -223,7 +223,7 @@ class ShipThread:
             # Its end is awaited here, so that nothing of it arrives after the chunk's own.
             again = self._post(read)
             while again.poll() != "done" and not self._is_closing:
-                time.sleep(MOST_POLL_S)
+                time.sleep(MAX_POLL_S)
         elif kind == "duplicate":
             self._send_data(read)
         return kind == "drop"
@@ -258,7 +258,7 @@ class ShipThread:
                 self._emit((chunk.lease_id, event))
 
     def _poll(self) -> bool:
-        """Looks at every posted write once; True when one ended."""
+        """Polls every posted write once; returns whether one ended."""
         before = len(self._posted)
         self._posted = [posted for posted in self._posted if not self._ended(posted)]
         return len(self._posted) < before
@@ -287,7 +287,7 @@ class ShipThread:
         return True
 
     def _close_peer(self, posted: _Posted) -> None:
-        """Ends a write whose outcome is unknown by destroying its agent."""
+        """Ends a write of unknown outcome by destroying its agent."""
         assert self._agents is not None
         owner = (posted.chunk.owner_id, posted.chunk.owner_epoch)
         try:
@@ -302,6 +302,6 @@ class ShipThread:
 
 
 def _check_term(chunk: ShipChunk) -> None:
-    """Raises TransferError when the lease has run out: nothing more of it is posted."""
+    """Raises TransferError if the lease has expired: nothing more of it is posted."""
     if chunk.term.is_over:
         raise TransferError(RAN_OUT, worker_id=chunk.owner_id)

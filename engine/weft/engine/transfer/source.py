@@ -1,4 +1,4 @@
-"""What pages are shipped from: the pool itself, or copies of its pages in a staging area.
+"""Sources that pages are shipped from: the pool itself, or copies in a staging area.
 
 Pages are shipped once the step that computed them is committed: they are there by then.
 """
@@ -11,45 +11,45 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from weft.engine.transfer.digest import digest_pages
-from weft.engine.transfer.staging import Pages
+from weft.engine.transfer.staging import StagingPages
 
 
 class Reading(Protocol):
-    """Pages of a pool on their way to where they are shipped from."""
+    """Pages of a pool being made ready for shipping."""
 
     @property
     def pages(self) -> Sequence[int]:
-        """Where they are shipped from, in order."""
+        """Pages to ship from, in order."""
         ...
 
     def is_done(self) -> bool:
-        """They are there. Raises what made it impossible."""
+        """Whether they are ready. Raises the error that made them fail."""
         ...
 
     def digests(self) -> list[int]:
-        """Of the pages as they lie in the pool, once it is done; 0 each where none are taken."""
+        """Digests of the pages as they lie in the pool, once ready; 0 each if none are computed."""
         ...
 
 
 class PageSource(Protocol):
-    """Pages of a pool for the shipping thread, which alone calls `begin` and `end`."""
+    """Source of pages for the shipping thread, the only caller of `begin` and `end`."""
 
     @property
-    def window(self) -> Pages:
-        """`[num_pages, page_bytes]`: what is registered, and what is shipped."""
+    def window(self) -> StagingPages:
+        """The registered memory that is shipped from, `[num_pages, page_bytes]`."""
         ...
 
     @property
     def max_chunk_pages(self) -> int | None:
-        """Most pages of one chunk; None: as many as one write may have."""
+        """Most pages of one chunk; None: as many as one write can carry."""
         ...
 
     def begin(self, pages: Sequence[int], digests: Sequence[int] | None) -> Reading | None:
         """Starts making pages ready.
 
         Args:
-            pages: Of the pool; they do not change until the reading has ended.
-            digests: Of these pages, where they are known.
+            pages: Pages of the pool; they do not change until the reading has ended.
+            digests: Digests of these pages, where they are known.
 
         Returns:
             None: There is no room now; some comes as other readings end.
@@ -57,12 +57,12 @@ class PageSource(Protocol):
         ...
 
     def end(self, reading: Reading) -> None:
-        """Nobody reads these pages any more."""
+        """Releases the pages, which nobody may read any more."""
         ...
 
 
 class DirectReading:
-    """Implements `Reading` of pages that are shipped from where they lie."""
+    """A `Reading` of pages that are shipped from the pool itself."""
 
     def __init__(self, pages: Sequence[int], digests: list[int]) -> None:
         self.pages = pages
@@ -88,7 +88,7 @@ class DirectSource:
     max_chunk_pages = None
 
     def __init__(self, pool: NDArray[np.uint8], *, has_digests: bool = True) -> None:
-        self.window: Pages = pool
+        self.window: StagingPages = pool
         self._pool = pool
         self._has_digests = has_digests
 

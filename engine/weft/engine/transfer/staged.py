@@ -21,55 +21,57 @@ from weft.engine.transfer.digester import (
     Tag,
 )
 from weft.engine.transfer.source import Reading
-from weft.engine.transfer.staging import Pages, StagingArea
+from weft.engine.transfer.staging import StagingArea, StagingPages
 
 logger = logging.getLogger(__name__)
 
 
-class Move(Protocol):
-    """Copies that were enqueued on a device."""
+class StagingMove(Protocol):
+    """Copies enqueued on a device."""
 
     def is_done(self) -> bool:
-        """They have ended. Raises what made them fail."""
+        """Whether the copies have ended. Raises the error that made them fail."""
         ...
 
     def wait(self) -> None:
-        """Until they have ended."""
+        """Waits until the copies have ended."""
         ...
 
     def digests(self) -> list[int]:
-        """Of the pages as they lie in the pool, once it is done; 0 each if none were asked for."""
+        """Digests of the pages as they lie in the pool, once done; 0 each if not requested."""
         ...
 
 
-class Mover(Protocol):
+class StagingMover(Protocol):
     """Copies between pool and staging area (`weft.engine.transfer.page_mover`)."""
 
     def mark(self) -> Mark:
-        """What the engine has enqueued so far. Called by its thread."""
+        """A mark of what the engine has enqueued so far. Called by the engine's thread."""
         ...
 
-    def move_out(self, pages: Sequence[int], staged: Sequence[int], *, with_digests: bool) -> Move:
-        """Starts copying pages of the pool, which are there, to staging pages, and digesting
-        them."""
+    def move_out(
+        self, pages: Sequence[int], staged: Sequence[int], *, with_digests: bool
+    ) -> StagingMove:
+        """Starts copying published pages of the pool to staging pages, with digests."""
         ...
 
     def move_in(
         self, staged: Sequence[int], pages: Sequence[int], after: Mark | None, *, with_digests: bool
-    ) -> Move:
-        """Starts copying staging pages to pages of the pool, behind a mark, and digesting them
-        there."""
+    ) -> StagingMove:
+        """Starts copying staging pages to pages of the pool, behind a mark, and computing digests
+        there.
+        """
         ...
 
     def close(self) -> None:
-        """Ends it, once nobody starts copies any more."""
+        """Closes it, once no more copies are started."""
         ...
 
 
 class StagedReading:
-    """Implements `Reading` of pages that are being copied to the staging area."""
+    """A `Reading` of pages that are being copied to the staging area."""
 
-    def __init__(self, pages: Sequence[int], move: Move) -> None:
+    def __init__(self, pages: Sequence[int], move: StagingMove) -> None:
         self.pages = pages
         self.is_done = move.is_done
         self.digests = move.digests
@@ -84,11 +86,11 @@ class StagedSource:
         has_digests: Take digests.
     """
 
-    def __init__(self, area: StagingArea, mover: Mover, *, has_digests: bool) -> None:
+    def __init__(self, area: StagingArea, mover: StagingMover, *, has_digests: bool) -> None:
         self._area = area
         self._mover = mover
         self._has_digests = has_digests
-        self.window: Pages = area.pages
+        self.window: StagingPages = area.pages
 
     @property
     def max_chunk_pages(self) -> int:
@@ -121,26 +123,26 @@ class _Job:
 
 
 class StagedPort:
-    """Implements `PagePort`: brings landed pages into the pool, and pages to put out of it.
+    """Implements `PagePort`: moves landed pages into the pool, and pages for puts out of it.
 
     A thread enqueues the copies and waits for them; the engine's thread enqueues nothing and waits
     for nothing, but for pages that come or go as `data` where staging pages are a device's memory.
 
     Args:
-        area: Of staging pages.
+        area: The staging pages.
         mover: Copies between it and the pool.
         wake: Called after a result was queued (any thread).
         has_digests: Take digests of what has landed.
     """
 
     def __init__(
-        self, area: StagingArea, mover: Mover, wake: Callable[[], None], *, has_digests: bool
+        self, area: StagingArea, mover: StagingMover, wake: Callable[[], None], *, has_digests: bool
     ) -> None:
         self._area = area
         self._mover = mover
         self._wake = wake
         self._has_digests = has_digests
-        self.before_digest: Callable[[Pages, Sequence[int]], None] | None = None
+        self.before_digest: Callable[[StagingPages, Sequence[int]], None] | None = None
         """Test hook, called with the area and the landed pages before they are copied."""
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._out: deque[Digested] = deque()
@@ -206,11 +208,11 @@ class StagedPort:
         return taken
 
     def sizes(self) -> dict[str, int]:
-        """Copies that are wanted or not taken yet, about."""
+        """Approximate numbers of copies wanted or not taken yet."""
         return {"digests": self._jobs.qsize() + len(self._out)}
 
     def close(self) -> None:
-        """Ends the thread, when what was asked for is done or a copy does not end in time."""
+        """Stops the thread, when all work is done or a copy does not end in time."""
         self._jobs.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -218,7 +220,7 @@ class StagedPort:
 
     def _run(self) -> None:
         try:
-            moving: deque[tuple[_Job, Move]] = deque()
+            moving: deque[tuple[_Job, StagingMove]] = deque()
             is_closing = False
             while moving or not is_closing:
                 # What has come meanwhile is enqueued before the oldest copy is waited for.
@@ -239,7 +241,7 @@ class StagedPort:
         except Empty:
             return _NOTHING
 
-    def _begin(self, job: _Job) -> Move:
+    def _begin(self, job: _Job) -> StagingMove:
         if not isinstance(job.tag, tuple):
             return self._mover.move_out(job.pages, job.staged, with_digests=True)
         if self.before_digest is not None:
@@ -248,7 +250,7 @@ class StagedPort:
             faults.FILL_DIGEST.flip_bit(self._area.pages, job.staged)
         return self._mover.move_in(job.staged, job.pages, job.after, with_digests=self._has_digests)
 
-    def _end(self, job: _Job, move: Move) -> None:
+    def _end(self, job: _Job, move: StagingMove) -> None:
         move.wait()
         self._out.append(Digested(job.tag, move.digests(), job.staged))
         self._wake()

@@ -1,4 +1,4 @@
-"""Pages of memory through which the pages of a pool on a device come and go.
+"""Staging pages, through which the pages of a pool on a device are transferred.
 
 What peers write to, and what is read from here by them, is this area; the pool itself is reached by
 copies between the two (`weft.engine.transfer.page_mover`). It has two parts:
@@ -21,25 +21,26 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class Pages(Protocol):
-    """Bytes of pages as the host sees them, uint8 `[num_pages, page_bytes]`: an array, or what
-    reads and writes like one."""
+class StagingPages(Protocol):
+    """Bytes of pages as the host accesses them, uint8 `[num_pages, page_bytes]`: an array or an
+    equivalent.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(pages, bytes of a page)."""
+        """(number of pages, bytes of a page)."""
         ...
 
     def __len__(self) -> int:
-        """Pages."""
+        """Number of pages."""
         ...
 
     def __getitem__(self, index: Any, /) -> Any:
-        """Bytes, as an array or a number; perhaps a copy."""
+        """Bytes as an array or a number; perhaps a copy."""
         ...
 
     def __setitem__(self, index: Any, value: Any, /) -> None:
-        """Bytes change in place."""
+        """Changes bytes in place."""
         ...
 
 
@@ -54,7 +55,7 @@ class StagingCounts:
 
 
 class StagingArea:
-    """Owns the numbers of staging pages. Thread-safe: shipping takes and frees beside the engine.
+    """Allocates staging pages. Thread-safe: the shipping thread takes and frees pages as well.
 
     Args:
         pages: uint8 `[num_pages, page_bytes]`, contiguous, in memory that outlives this.
@@ -64,7 +65,7 @@ class StagingArea:
         ValueError: One part would be empty.
     """
 
-    def __init__(self, pages: Pages, num_landing: int) -> None:
+    def __init__(self, pages: StagingPages, num_landing: int) -> None:
         if not 1 <= num_landing < len(pages):
             raise ValueError(f"{num_landing} landing pages of {len(pages)}")
         self.pages = pages
@@ -77,21 +78,21 @@ class StagingArea:
 
     @property
     def max_chunk_pages(self) -> int:
-        """Most pages to send as one piece, so that the next is copied while one is on its way."""
+        """Most pages to send in one piece, so that the next is copied while one is on its way."""
         return max(1, self.num_sending // 4)
 
     def take_landing(self, count: int) -> list[int] | None:
-        """Destinations for a fill, neighbours as far as possible; None: not that many are free."""
+        """Allocates destinations for a fill, as contiguous as possible; None: too few are free."""
         with self._lock:
             return self._landing.take(count)
 
     def free_landing(self, pages: Iterable[int]) -> None:
-        """Gives back pages that no write can reach any more."""
+        """Frees pages that no write can reach any more."""
         with self._lock:
             self._landing.give(pages)
 
     def quarantine(self, pages: Iterable[int]) -> None:
-        """Sets used landing pages out of reach: a write to them may still arrive."""
+        """Quarantines landing pages in use: a write to them may still arrive."""
         with self._lock:
             for page in pages:
                 assert page < self.num_landing, f"page {page} is no landing page"
@@ -100,7 +101,7 @@ class StagingArea:
                 self._quarantined.add(page)
 
     def end_quarantine(self, pages: Iterable[int]) -> None:
-        """Frees quarantined pages: the caller has proof that no write can arrive."""
+        """Frees quarantined pages; the caller has proof that no write can arrive."""
         pages = list(pages)
         with self._lock:
             for page in pages:
@@ -108,17 +109,17 @@ class StagingArea:
             self._landing.give(pages)
 
     def take_sending(self, count: int, *, keep: int = 0) -> list[int] | None:
-        """Room for pages to send; None: less than that, and `keep` more, is free."""
+        """Allocates pages for sending; None: fewer than these and `keep` more are free."""
         with self._lock:
             return self._sending.take(count) if len(self._sending) >= count + keep else None
 
     def free_sending(self, pages: Iterable[int]) -> None:
-        """Gives back pages that nobody reads any more."""
+        """Frees pages that nobody reads any more."""
         with self._lock:
             self._sending.give(pages)
 
     def counts(self) -> StagingCounts:
-        """Pages by state now."""
+        """Current number of pages by state."""
         with self._lock:
             free, quarantined = len(self._landing) + len(self._sending), len(self._quarantined)
         total = len(self.pages)
@@ -126,7 +127,7 @@ class StagingArea:
 
 
 class _FreePages:
-    """Free page numbers, lowest first: what is taken together tends to lie together."""
+    """Free page numbers, lowest first, so that pages taken together tend to be contiguous."""
 
     def __init__(self, pages: range) -> None:
         self._range = pages

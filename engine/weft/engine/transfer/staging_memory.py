@@ -1,9 +1,9 @@
 """Memory of staging pages: pinned host memory, or memory of the pool's own device.
 
-PinnedPages    reached by whatever reaches host memory: shared-memory copies, network cards,
-               TCP, and processes without a GPU (a KV store)
-DevicePages    reached by other GPUs of this host (NVLink, PCIe) and by network cards that read
-               and write GPU memory; everybody else is sent pages as `data`
+PinnedStagingPages   reached by whatever reaches host memory: shared-memory copies, network
+                     cards, TCP, and processes without a GPU (a KV store)
+DeviceStagingPages   reached by other GPUs of this host (NVLink, PCIe) and by network cards that
+                     read and write GPU memory; all others are sent pages as `data`
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ import torch
 from numpy.typing import NDArray
 from weft.engine.errors import ConfigError
 from weft.engine.transfer.nixl_wire import PoolRegion, TransferError
-from weft.engine.transfer.staging import Pages
+from weft.engine.transfer.staging import StagingPages
 from weft.kernels.memory import huge_zeros
 
 logger = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT_S = 10.0
-"""For what a device was told to copy."""
+"""Seconds allowed for the device to finish its copies."""
 
 
 class StagingMemory(Protocol):
-    """Pages that peers reach, and that the pool's device copies to and from."""
+    """Memory that peers can reach, and that the pool's device copies to and from."""
 
-    pages: Pages
-    """Their bytes, for the host."""
+    pages: StagingPages
+    """The pages' bytes, as the host sees them."""
     tensor: torch.Tensor
-    """The same, uint8 `[num_pages, page_bytes]`, for the device's copies."""
+    """The same memory as a tensor, uint8 `[num_pages, page_bytes]`, for the device's copies."""
 
     def region(self) -> PoolRegion:
-        """What is registered with NIXL."""
+        """The region registered with NIXL."""
         ...
 
     def describe(self) -> str:
-        """What memory it is, for people."""
+        """Describes the memory, for people."""
         ...
 
     def close(self) -> None:
-        """Gives it back; nothing may be copying any more."""
+        """Releases the memory; no copy may be under way."""
         ...
 
 
-class PinnedPages:
-    """Zeros in host memory, `pages` as uint8 `[num_pages, page_bytes]`, that a CUDA device copies
-    to and from by itself.
+class PinnedStagingPages:
+    """Zeros in pinned host memory, `pages` as uint8 `[num_pages, page_bytes]`, which a CUDA device
+    copies to and from directly.
 
     It is ordinary memory of this process that was pinned afterwards: network cards and other
     processes reach it as any other. A device keeps what it was told of an address until it is told
@@ -59,8 +59,8 @@ class PinnedPages:
 
     Args:
         num_pages: How many.
-        page_bytes: Of a page.
-        device: Of the pool; on a CPU nothing is pinned.
+        page_bytes: Bytes of a page.
+        device: Device of the pool; on a CPU nothing is pinned.
 
     Raises:
         ConfigError: There is not that much memory, or it may not be pinned.
@@ -72,7 +72,7 @@ class PinnedPages:
             memory = huge_zeros((num_pages, page_bytes), torch.uint8)
         except OSError as error:
             raise ConfigError(f"a staging area of {size:,} bytes does not fit: {error}") from error
-        self.pages: Pages = memory.numpy()
+        self.pages: StagingPages = memory.numpy()
         self.tensor = memory
         if device.type == "cuda":
             pin(memory)
@@ -89,7 +89,7 @@ class PinnedPages:
         return "host memory"
 
     def close(self) -> None:
-        """Unpins the memory, which nothing may be copying any more."""
+        """Unpins the memory; no copy may be under way."""
         self._release()
 
 
@@ -108,14 +108,14 @@ def pin(memory: torch.Tensor) -> None:
 
 
 def register(memory: torch.Tensor) -> int:
-    """Asks CUDA to pin host memory for all devices; returns its status, 0 if it is pinned now."""
+    """Asks CUDA to pin host memory for all devices; returns its status, 0 on success."""
     portable = 1
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
 
 
 def unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """Ends `pin`."""
+    """Reverses `pin`."""
     if device.type == "cuda":
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostUnregister(memory.data_ptr()))
@@ -123,13 +123,13 @@ def unpin(memory: torch.Tensor, device: torch.device) -> None:
             logger.error("%d bytes cannot be unpinned (CUDA error %d)", memory.nbytes, status)
 
 
-class DevicePages:
+class DeviceStagingPages:
     """Implements `StagingMemory` over memory of the pool's device.
 
     Args:
         num_pages: How many.
-        page_bytes: Of a page.
-        device: Of the pool; on a CPU, for tests, it is ordinary memory.
+        page_bytes: Bytes of a page.
+        device: Device of the pool; on a CPU, for tests, it is ordinary memory.
 
     Raises:
         ConfigError: There is not that much memory.
@@ -144,7 +144,7 @@ class DevicePages:
                 f"a staging area of {size:,} bytes does not fit {device}: {error}",
                 param="staging_bytes",
             ) from error
-        self.pages: Pages = _DeviceBytes(self.tensor)
+        self.pages: StagingPages = _DeviceBytes(self.tensor)
 
     def region(self) -> PoolRegion:
         """See `StagingMemory.region`."""
@@ -166,10 +166,10 @@ class DevicePages:
         return f"memory of {self.tensor.device}"
 
     def close(self) -> None:
-        """The memory goes with this object, and with the agents that registered it."""
+        """Releases the memory, once the agents that registered it are gone too."""
 
     def _settle(self) -> None:
-        """Waits until the device has done all that it was told.
+        """Waits until the device has finished its enqueued work.
 
         Raises:
             TransferError: It has not in `SETTLE_TIMEOUT_S`.
@@ -180,14 +180,14 @@ class DevicePages:
         waiting.join(SETTLE_TIMEOUT_S)
         if waiting.is_alive():
             raise TransferError(
-                f"{device} has not done in {SETTLE_TIMEOUT_S:.0f} s what it was told: copies to "
-                "other devices may be among it",
+                f"{device} did not finish its copies within {SETTLE_TIMEOUT_S:.0f} s; copies to "
+                "other devices may be among them",
                 may_still_arrive=True,
             )
 
 
 class _DeviceBytes:
-    """Implements `Pages` over a device's memory: every access is a copy of its own.
+    """Implements `StagingPages` over a device's memory: every access is a copy of its own.
 
     For what is rare or slow anyway: pages sent as `data`, and injected faults.
     """

@@ -1,4 +1,4 @@
-"""The memory of an engine that peers reach, and how pages get from there to the pool and back.
+"""The memory of an engine that peers access, and the transfer between it and the pool.
 
 A window is chosen once, by where the pool lies:
 
@@ -17,15 +17,15 @@ from weft.engine.transfer.digester import Digested, DigestThread
 from weft.engine.transfer.fill import PagePort
 from weft.engine.transfer.nixl_wire import PoolRegion
 from weft.engine.transfer.source import DirectSource, PageSource
-from weft.engine.transfer.staged import Mover, StagedPort, StagedSource
-from weft.engine.transfer.staging import Pages, StagingArea
+from weft.engine.transfer.staged import StagedPort, StagedSource, StagingMover
+from weft.engine.transfer.staging import StagingArea, StagingPages
 from weft.engine.transfer.staging_memory import StagingMemory
 
 
 class WindowPort(PagePort, Protocol):
-    """`PagePort` as its owner sees it."""
+    """The `PagePort` as its owner sees it."""
 
-    before_digest: Callable[[Pages, Sequence[int]], None] | None
+    before_digest: Callable[[StagingPages, Sequence[int]], None] | None
     """Test hook, called with the window and the pages that landed before they are looked at."""
 
     def take(self) -> list[Digested]:
@@ -33,45 +33,45 @@ class WindowPort(PagePort, Protocol):
         ...
 
     def sizes(self) -> dict[str, int]:
-        """What waits."""
+        """Sizes of its queues."""
         ...
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         ...
 
 
 class PoolWindow(Protocol):
-    """What is registered with NIXL, and read and written by the `data` transport."""
+    """The memory that is registered with NIXL, and read and written by the `data` transport."""
 
     @property
-    def pages(self) -> Pages:
-        """uint8 `[num_pages, page_bytes]`."""
+    def pages(self) -> StagingPages:
+        """The window's bytes, uint8 `[num_pages, page_bytes]`."""
         ...
 
     def region(self) -> PoolRegion:
-        """The same memory, as NIXL is told of it."""
+        """The same memory, as described to NIXL."""
         ...
 
     @property
     def staging(self) -> StagingArea | None:
-        """None: the window is the pool."""
+        """The staging area; None: the window is the pool."""
         ...
 
     def source(self, *, has_digests: bool) -> PageSource:
-        """For the shipping thread."""
+        """The page source for the shipping thread."""
         ...
 
     def port(self, wake: Callable[[], None], *, has_digests: bool) -> WindowPort:
-        """For the engine; with a thread of its own."""
+        """The engine's port to the window, with a thread of its own."""
         ...
 
     def describe(self) -> str:
-        """What it costs, for people; empty: nothing."""
+        """Describes its cost, for people; empty: none."""
         ...
 
     def close(self) -> None:
-        """Gives the memory back, once source and port are closed."""
+        """Releases the memory, once source and port are closed."""
         ...
 
 
@@ -85,7 +85,7 @@ class DirectWindow:
     staging = None
 
     def __init__(self, pool: NDArray[np.uint8]) -> None:
-        self.pages: Pages = pool
+        self.pages: StagingPages = pool
         self._pool = pool
 
     def region(self) -> PoolRegion:
@@ -105,19 +105,19 @@ class DirectWindow:
         return ""
 
     def close(self) -> None:
-        """The pool is not this object's."""
+        """Does nothing: the pool is owned elsewhere."""
 
 
 class StagedWindow:
-    """Implements `PoolWindow` over a pool that peers do not reach.
+    """Implements `PoolWindow` over a pool that peers cannot reach.
 
     Args:
         area: What they reach instead.
-        memory: Of the area.
+        memory: Memory of the area.
         mover: Copies between the two.
     """
 
-    def __init__(self, area: StagingArea, memory: StagingMemory, mover: Mover) -> None:
+    def __init__(self, area: StagingArea, memory: StagingMemory, mover: StagingMover) -> None:
         self.staging = area
         self.pages = area.pages
         self.region = memory.region

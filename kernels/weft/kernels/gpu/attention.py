@@ -127,7 +127,6 @@ def paged_attention(
 
 
 def are_few_rows(dtype: torch.dtype, max_q_len: int, requests: int) -> bool:
-    """Requests of so many rows at most are decoded: K and V are read from the pool, once for all
-    rows."""
+    """Whether requests of at most this many rows run as decodes, reading K and V only once."""
     most = MAX_FEW_ROWS if requests <= _FEW_REQUESTS else _FEW_OF_MANY
     return dtype.itemsize == 2 and 1 < max_q_len <= most

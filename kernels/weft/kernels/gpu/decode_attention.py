@@ -18,25 +18,27 @@ from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 
-class LaunchShape(NamedTuple):
-    """How a program walks its split."""
+class DecodeLaunchShape(NamedTuple):
+    """How a program iterates over its split of the context."""
 
     tile: int
-    """Positions taken at once."""
+    """Positions per iteration."""
     warps: int
 
 
 MAX_FEW_ROWS = MAX_TREE_ROWS
-"""Of a request: with more, `extend_attention` has enough to do for each head."""
+"""Most rows per request; with more, `extend_attention` has enough work for each head."""
 _SMALL_ROWS = 8
-"""So many rows are not divided among programs, and as many programs run as for one row."""
+"""Up to this many rows, rows are not divided among programs, and as many programs run as for one
+row.
+"""
 _BLOCK_MEMBERS = 128
 """Rows of a program times query heads of a KV head, at most, where a request has more rows."""
 MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 4
 """Programs wanted on each multiprocessor: enough loads under way to keep the memory busy."""
 _PAIRS_PER_SM = 2
-"""Where there are so many requests and heads, splitting costs more than it brings."""
+"""Pairs of request and head per multiprocessor from which splitting costs more than it gains."""
 
 
 def decode_attention(
@@ -71,11 +73,11 @@ def decode_attention(
         max_kv_len: Bound of `kv_lens`.
         is_uniform: Every request brings one row; `cu_q_lens` is not read.
         first_position: Positions before it are not attended to.
-        max_rows: Of a request, up to MAX_FEW_ROWS; a power of two.
+        max_rows: Most rows of a request, up to MAX_FEW_ROWS; a power of two.
         window: Positions that a row attends to at most, or None; not beside a `first_position`.
         ancestors: [T] int64 where rows form trees (`weft.kernels.attention.paged_attention`), or
             None.
-        earlier_rows: Of each tree; 0 with a window.
+        earlier_rows: Earlier rows of each tree; 0 with a window.
 
     Raises:
         ValueError: `first_position` or `earlier_rows` beside a window.
@@ -177,9 +179,9 @@ def rows_of_program(dtype: torch.dtype, group: int, max_rows: int) -> int:
     """Rows of a request that a program holds; a power of two that divides `max_rows`.
 
     Args:
-        dtype: Of q.
+        dtype: Dtype of q.
         group: Query heads of a KV head.
-        max_rows: Of a request; a power of two.
+        max_rows: Most rows of a request; a power of two.
     """
     most = 32 if dtype == torch.float32 else _BLOCK_MEMBERS
     if max_rows <= _SMALL_ROWS and (dtype != torch.float32 or max_rows * group <= _BLOCK_MEMBERS):
@@ -191,11 +193,11 @@ def rows_of_program(dtype: torch.dtype, group: int, max_rows: int) -> int:
 
 
 def num_splits(pairs: int, tiles: int, device: torch.device) -> int:
-    """In how many parts each context is walked.
+    """Number of parts into which each context is split.
 
     Args:
         pairs: Requests times KV heads.
-        tiles: Of the longest context.
+        tiles: Tiles of the longest context.
         device: Whose multiprocessors are to be filled.
     """
     multiprocessors = num_multiprocessors(device)
@@ -207,17 +209,17 @@ def num_splits(pairs: int, tiles: int, device: torch.device) -> int:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 4 for other devices (Triton's interpreter)."""
+    """Number of multiprocessors of a GPU; 4 for other devices (Triton's interpreter)."""
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch_shape(dtype: torch.dtype, dim: int) -> LaunchShape:
-    """What suits a head of `dim` elements of `dtype`."""
+def launch_shape(dtype: torch.dtype, dim: int) -> DecodeLaunchShape:
+    """The launch shape for a head of `dim` elements of `dtype`."""
     if dtype == torch.float32:
-        return LaunchShape(tile=16, warps=8)
-    return LaunchShape(tile=32 if dim > 128 else 64, warps=4)
+        return DecodeLaunchShape(tile=16, warps=8)
+    return DecodeLaunchShape(tile=32 if dim > 128 else 64, warps=4)
 
 
 def num_stages(programs: int, splits: int, q: torch.Tensor) -> int:
@@ -230,7 +232,7 @@ def num_stages(programs: int, splits: int, q: torch.Tensor) -> int:
 
 @triton.jit
 def _context(kv_len: tl.tensor, FIRST_POSITION: tl.constexpr) -> tl.tensor:
-    """Positions to walk: none where none is seen."""
+    """Range of positions to read; empty where none is seen."""
     if FIRST_POSITION > 0:
         kv_len = tl.where(kv_len > FIRST_POSITION, kv_len, 0)
     return kv_len
@@ -238,7 +240,7 @@ def _context(kv_len: tl.tensor, FIRST_POSITION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _first_seen(kv_len: tl.tensor, q_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """By a request's first row."""
+    """First position that a request's first row sees."""
     return tl.maximum(kv_len - q_len + 1 - WINDOW, 0)
 
 
@@ -423,7 +425,7 @@ def _hide(
 
 @triton.jit
 def _request_of(row: tl.tensor, cu_q_lens: tl.tensor, requests: int) -> tl.tensor:
-    """The last one that does not begin behind the row."""
+    """The request that a row belongs to: the last one that does not begin behind it."""
     low = 0
     high = requests
     while high - low > 1:

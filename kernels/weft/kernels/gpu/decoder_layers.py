@@ -135,7 +135,9 @@ def _mlp(
     lora: LoraStep | None,
     layer: int,
 ) -> torch.Tensor:
-    """What is added to the stream; with a norm behind it that is done too, and the norm of it."""
+    """Computes the MLP's addition to the residual stream; if a norm follows, adds it and applies
+    the norm as well.
+    """
     if isinstance(w, GatedMlpWeight):
         if after is None:
             inner = gate_up_silu(x, w.gate_up, addition_to(lora, "gate_up", layer))
@@ -158,7 +160,7 @@ def _mlp(
 def _check(
     hidden: torch.Tensor, layers: Sequence[DecoderLayerWeight], step: DecoderStep, first: int
 ) -> None:
-    """Once for all layers, which have the same shapes."""
+    """Checks the inputs, once for all layers, which have the same shapes."""
     rows, dtype, pool = hidden.shape[0], hidden.dtype, step.pool
     qkv_shape = (rows, layers[0].qkv.out_features)
     heads = (step.num_heads, pool.shape[1])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-LEAST_FLOPS = 100e9
+MIN_FLOPS = 100e9
 """Below this the Triton kernel is as fast."""
 
 
@@ -27,7 +27,7 @@ def is_dense(tokens: int, requests: int, max_q_len: int, max_kv_len: int) -> boo
 
 
 def suits(q: torch.Tensor, kv_heads: int, requests: int, max_q_len: int, max_kv_len: int) -> bool:
-    """Whether cuDNN can do a step's attention and gains by it.
+    """Whether cuDNN supports a step's attention and is faster.
 
     Args:
         q: [T, Hq, D] on a GPU.
@@ -47,7 +47,7 @@ def is_long_and_cold(
 ) -> bool:
     """Whether a step is dense and so much work that the longer call pays."""
     flops = 2.0 * tokens * max_q_len * heads * dim
-    return flops >= LEAST_FLOPS and is_dense(tokens, requests, max_q_len, max_kv_len)
+    return flops >= MIN_FLOPS and is_dense(tokens, requests, max_q_len, max_kv_len)
 
 
 def dense_attention(
@@ -75,7 +75,9 @@ def dense_attention(
 
 @functools.cache
 def _cudnn_takes(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, device: int) -> bool:
-    """Asked once a shape: devices before Hopper, head sizes and builds differ."""
+    """Whether cuDNN supports a shape; queried once per shape, since devices before Hopper, head
+    sizes and builds differ.
+    """
     if torch.cuda.get_device_capability(device) < (9, 0):
         return False
     q = torch.empty((1, heads, 128, dim), dtype=dtype, device=f"cuda:{device}")

@@ -19,12 +19,13 @@ LaunchOptions = dict[str, bool]
 
 @functools.cache
 def is_dependent(device: torch.device) -> bool:
-    """Whether kernels on this device are launched so."""
+    """Whether kernels on this device use dependent launches."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_options(device: torch.device, *, is_alone: bool = False) -> LaunchOptions:
-    """Of a kernel that begins as the one before it ends.
+    """Launch options of a kernel that starts while its predecessor ends (programmatic dependent
+    launch).
 
     Args:
         device: Where it runs.
@@ -44,6 +45,6 @@ def wait_for_last(IS_DEPENDENT: tl.constexpr) -> None:
 
 @triton.jit
 def release_next(IS_DEPENDENT: tl.constexpr) -> None:
-    """Lets the next kernel begin as soon as all programs of this one run."""
+    """Lets the next kernel start as soon as all programs of this one are running."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()

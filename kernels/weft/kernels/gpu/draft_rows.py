@@ -1,4 +1,4 @@
-"""What a draft head takes in, row by row: a token's embedding beside the state before it."""
+"""Input rows of a draft head: each token's embedding joined with the state before it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 
 def join_rows(w: DraftHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Of each row its token's embedding and its state, both normed: [T], [T, H] -> [T, 2 * H]."""
+    """Joins each row's embedding and state, both normed: [T], [T, H] -> [T, 2 * H]."""
     return _join(w, token_ids, state, None, None)
 
 
 def join_shifted(
     w: DraftHeadWeight, rows: DraftRows, g: torch.Tensor, kept: torch.Tensor
 ) -> torch.Tensor:
-    """As `join_rows`, with the state of the row before: of a request's first one what is kept.
+    """Like `join_rows`, with the state of the row before; a request's first row takes the kept
+    state.
 
     Args:
         w: The head.

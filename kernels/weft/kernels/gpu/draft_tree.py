@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weft.kernels.draft_tree import DraftTrees, Nodes
 
 _TILE = 2048
-"""Of the vocabulary, that a program looks through."""
+"""Entries of the vocabulary per program."""
 
 
 def grow(

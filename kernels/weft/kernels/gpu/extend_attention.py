@@ -24,16 +24,16 @@ class OwnKv(NamedTuple):
     k: torch.Tensor
     """[T, Hkv, D], rotated; heads contiguous, any stride between rows."""
     v: torch.Tensor
-    """[T, Hkv, D], likewise."""
+    """Values of the new tokens, [T, Hkv, D]."""
 
 
-class LaunchShape(NamedTuple):
-    """What a program holds and how it walks its context."""
+class ExtendLaunchShape(NamedTuple):
+    """Rows of a program, and how it iterates over its context."""
 
     rows: int
-    """Of one request, under one head; a multiple of `tile`."""
+    """Rows of one request under one head; a multiple of `tile`."""
     tile: int
-    """Positions taken at once."""
+    """Positions per iteration."""
     warps: int
     stages: int
     """Tiles whose loads are under way."""
@@ -69,7 +69,7 @@ def extend_attention(
         own: The step's K and V; None: they are read from the pool.
         first_position: Positions before it are not attended to; 0 with `own`.
         window: Positions that a row attends to at most, or None; not beside a `first_position`.
-        least_rows: Of a request.
+        least_rows: Fewest rows of a request.
 
     Raises:
         ValueError: `first_position` beside `own` or a window.
@@ -116,7 +116,7 @@ def extend_attention(
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
         TILE=shape.tile,
-        LEAST_ROWS=least_rows,
+        MIN_ROWS=least_rows,
         FIRST_POSITION=first_position,
         WINDOW=window or 0,
         IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
@@ -126,18 +126,18 @@ def extend_attention(
     )
 
 
-def launch_shape(dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool) -> LaunchShape:
-    """What suits a head of `dim` elements of `dtype` and at most so many rows a request.
+def launch_shape(dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool) -> ExtendLaunchShape:
+    """The launch shape for a head of `dim` elements of `dtype` and at most `rows` rows per request.
 
     `is_copied`: the copy engine fetches own K and V, so that two programs share a multiprocessor.
     """
     if dtype == torch.float32:
-        return LaunchShape(rows=32, tile=32, warps=4, stages=1)
+        return ExtendLaunchShape(rows=32, tile=32, warps=4, stages=1)
     if dim > 128:
-        return LaunchShape(rows=64, tile=64, warps=4, stages=2)
+        return ExtendLaunchShape(rows=64, tile=64, warps=4, stages=2)
     if is_copied or rows < 1024:
-        return LaunchShape(rows=64, tile=64, warps=4, stages=3)
-    return LaunchShape(rows=128, tile=64, warps=8, stages=3)
+        return ExtendLaunchShape(rows=64, tile=64, warps=4, stages=3)
+    return ExtendLaunchShape(rows=128, tile=64, warps=8, stages=3)
 
 
 @triton.jit(do_not_specialize=["requests", "layer"])
@@ -167,7 +167,7 @@ def _extend_kernel(
     BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    LEAST_ROWS: tl.constexpr,
+    MIN_ROWS: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_FUSED: tl.constexpr,
@@ -182,7 +182,7 @@ def _extend_kernel(
     # Later tiles of a request see more of it: the longest work begins first, and that of the first
     # requests, which go on with a prompt.
     begin = (tl.cdiv(q_len, ROWS) - 1 - (index - first_row // ROWS - request)) * ROWS
-    if (q_len < LEAST_ROWS) | (begin < 0):
+    if (q_len < MIN_ROWS) | (begin < 0):
         return
 
     kv_head = head // GROUP
@@ -280,8 +280,9 @@ def _extend_kernel(
 def window_of_rows(
     at: tl.tensor, rows: int, end: tl.tensor, WINDOW: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of rows at positions from `at` on: the first position that one sees, and from where on, in
-    tiles before `end`, each of them does."""
+    """For rows at positions from `at` on: the first position that any of them sees, and the first
+    tile boundary, before `end`, from which all of them see everything.
+    """
     first = tl.maximum(at + 1 - WINDOW, 0)
     full = tl.cdiv(tl.maximum(at + rows - WINDOW, 0), TILE) * TILE
     return first, tl.minimum(full, end)

@@ -27,7 +27,7 @@ from weft.kernels.gpu.extend_attention import (
 SEGMENT = 1024
 """Positions; of all models and steps, for results depend on it. A multiple of every tile."""
 _PROGRAMS_PER_SM = 2
-"""With more, segments of their own bring nothing."""
+"""Programs per multiprocessor from which separate segments gain nothing."""
 _MAX_PARTS = 4096
 """Rows times segments that are kept for the merge: some 70 MB of 32 heads."""
 
@@ -279,8 +279,9 @@ def _merge_kernel(
 def _weights(
     all_largest: tl.tensor, largest: tl.tensor, scale: float
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of the sums so far and of one more segment's (0 where nothing of it is seen, or it vanishes
-    beside the others), and the largest score of both."""
+    """Weights of the sums so far and of one more segment's (0 if nothing of it is seen, or it
+    vanishes beside the others), and the larger of the two maxima.
+    """
     new_largest = tl.maximum(all_largest, largest)
     is_seen = largest > float("-inf")
     keep = tl.where(is_seen, tl.exp2((all_largest - new_largest) * scale), 1.0)

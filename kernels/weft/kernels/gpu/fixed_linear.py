@@ -19,13 +19,13 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 from weft.kernels.gpu.small_linear import MAX_ROWS, small_linear
 
 _MANY_COLUMNS = 1 << 14
-"""They fill a device by wider tiles too."""
+"""Columns from which wider tiles fill a device too."""
 _GROUP = 8
 """Tiles of rows that share the weight's tiles in the cache."""
 
 
-class LaunchShape(NamedTuple):
-    """What a program computes; a multiple of 64 rows, so that all take the same instruction."""
+class FixedLinearShape(NamedTuple):
+    """Tile of a program; a multiple of 64 rows, so that all take the same instruction."""
 
     rows: int
     columns: int
@@ -48,7 +48,7 @@ def fixed_linear(
         weight: [N, K], contiguous, dtype of `x`.
         bias: [N], dtype of `x`, or None.
         residual: [M, N], contiguous, dtype of `x`, or None.
-        out_dtype: Of the result, [M, N].
+        out_dtype: Dtype of the result, [M, N].
     """
     (rows, depth), columns = x.shape, weight.shape[0]
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
@@ -82,13 +82,13 @@ def fixed_linear(
     return out
 
 
-def launch_shape(rows: int, columns: int) -> LaunchShape:
-    """For so many rows: few fill a device by narrow tiles."""
+def launch_shape(rows: int, columns: int) -> FixedLinearShape:
+    """The launch shape for a number of rows: few of them fill a device with narrow tiles only."""
     if rows <= 64 and columns >= _MANY_COLUMNS:
-        return LaunchShape(rows=64, columns=64, depth=128, warps=4, stages=3)
+        return FixedLinearShape(rows=64, columns=64, depth=128, warps=4, stages=3)
     if rows <= 64:
-        return LaunchShape(rows=64, columns=32, depth=128, warps=4, stages=4)
-    return LaunchShape(rows=128, columns=128, depth=64, warps=8, stages=4)
+        return FixedLinearShape(rows=64, columns=32, depth=128, warps=4, stages=4)
+    return FixedLinearShape(rows=128, columns=128, depth=64, warps=8, stages=4)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fixed_linear import fixed_linear
-from weft.kernels.gpu.lora import Ranks
+from weft.kernels.gpu.lora import Ranks, add_fixed_lora
 from weft.kernels.gpu.lora_fold import Folded
 from weft.kernels.gpu.small_linear import MAX_ROWS, MAX_SPREAD_ROWS, small_linear
 from weft.kernels.lora import LoraAddition
@@ -31,14 +31,29 @@ def linear(
     """
     _check(x, weight, residual)
     if is_fixed:
-        _check_fixed(lora)
-        return fixed_linear(x, weight, bias, residual, out_dtype or x.dtype)
+        return _fixed(x, weight, bias, residual, out_dtype or x.dtype, lora)
     if lora is None:
         return _product(x, weight, bias, residual, out_dtype)
     ranks = Ranks(x, lora, is_ahead=True)
     out = _product(x, weight, bias, residual, out_dtype)
     ranks.add_to(out)
     return out
+
+
+def _fixed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    lora: LoraAddition | None,
+) -> torch.Tensor:
+    if lora is None:
+        return fixed_linear(x, weight, bias, residual, out_dtype)
+    out = fixed_linear(x, weight, bias, None, out_dtype)
+    add_fixed_lora(out, x, lora)
+    # Last, as where the residual is added by the norm that follows.
+    return out if residual is None else out.add_(residual)
 
 
 def _product(
@@ -86,8 +101,7 @@ def gate_up_silu(
     """
     _check(x, weight, None)
     if is_fixed:
-        _check_fixed(lora)
-        return silu_and_mul(fixed_linear(x, weight, bias, None, x.dtype))
+        return silu_and_mul(_fixed(x, weight, bias, None, x.dtype, lora))
     return _gate_up_silu(x, weight, bias, lora, None)[0]
 
 
@@ -141,11 +155,6 @@ def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None)
         residual.shape != (x.shape[0], weight.shape[0]) or not residual.is_contiguous()
     ):
         raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")
-
-
-def _check_fixed(lora: LoraAddition | None) -> None:
-    if lora is not None:
-        raise ValueError("adapters add in an order that depends on the other rows")
 
 
 def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:

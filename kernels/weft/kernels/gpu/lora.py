@@ -1,7 +1,8 @@
 """Low-rank additions on a GPU: all tokens' ranks first, then their products with B.
 
 Few tokens are taken row by row, more in tiles of those sorted by adapter. Grids do not depend on
-which adapters there are: a captured graph serves any mix.
+which adapters there are: a captured graph serves any mix. Where a row's bits must not depend on the
+other rows, all come in tiles of one shape.
 """
 
 from __future__ import annotations
@@ -14,15 +15,32 @@ from weft.kernels.gpu.lora_rows import expand_rows, of_tokens, shrink_rows
 from weft.kernels.gpu.lora_shrink import Shrunk, can_be_ahead, shrink_tiles
 from weft.kernels.gpu.lora_tiles import expand_tiles, expand_tiles_silu
 from weft.kernels.lora import LoraAddition
-from weft.kernels.side_stream import Beside, is_forking
+from weft.kernels.side_stream import SideStreamWork, is_forking
 
 MAX_ROWS = 8
-"""Up to here hardly two tokens share an adapter."""
+"""Most rows of the direct path: up to here tokens rarely share an adapter."""
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
     """`weft.kernels.lora.add_lora` for CUDA tensors."""
     Ranks(x, addition).add_to(out)
+
+
+def add_fixed_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
+    """`add_lora` where a row's bits depend on its adapter and its row of x alone.
+
+    One shape of tiles and one way to cut K serve any number of tokens, in launches of their own.
+
+    Args:
+        out: [T, N], contiguous.
+        x: [T, K], contiguous.
+        addition: Of these tokens.
+    """
+    if x.shape[0] == 0:
+        return
+    options = launch_options(x.device)
+    shrunk = shrink_tiles(x, addition, options, is_fixed=True)
+    expand_tiles(out, shrunk, addition, options, is_fixed=True)
 
 
 class Ranks:
@@ -32,8 +50,8 @@ class Ranks:
 
     Args:
         x: [T, K], contiguous; stays as it is meanwhile.
-        addition: Of these tokens.
-        down: Of the product that follows, if `silu_of` is to compute its ranks as well.
+        addition: Additions of these tokens.
+        down: Parts of the product that follows, if `silu_of` is to compute its ranks as well.
         is_ahead: They come before the product instead: it would leave too little of the device to
             them.
         is_folded: They are for `folded`, and for nothing else.
@@ -75,10 +93,10 @@ class Ranks:
 
         self._ranks = None
         if self._tokens:
-            self._ranks = Beside(x.device, shrink, is_forked=self._is_forked)
+            self._ranks = SideStreamWork(x.device, shrink, is_forked=self._is_forked)
 
     def folded(self) -> Folded:
-        """What is to be added by a kernel that reads the product next; T at least 1, one part."""
+        """The addition for a kernel that reads the product next; T at least 1, one part."""
         assert self._ranks is not None
         found, (part,) = self._ranks.join(), self._addition.parts
         ranks, entries = (found.ranks, found.entries) if isinstance(found, Shrunk) else found

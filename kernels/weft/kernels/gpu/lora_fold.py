@@ -13,13 +13,13 @@ import triton.language as tl
 from weft.kernels.lora import LoraWeights
 
 MAX_FOLDED_ROWS = 128
-"""Up to here tokens that share B lose less than a launch takes."""
+"""Most rows for which folding pays: reading B once per token costs less than a launch."""
 FOLDED = ["rank_width", "entry_width", "stride"]
 """Numbers that kernels are not compiled anew for."""
 
 
 class Folded(NamedTuple):
-    """What is to be added to a product of T tokens, of which all columns are one part's."""
+    """An addition to a product of T tokens whose columns all belong to one part."""
 
     ranks: torch.Tensor
     """[sums, T, ranks] float32 or dtype of the product: to be added up."""
@@ -27,16 +27,16 @@ class Folded(NamedTuple):
     """[1, T, ...] int32: see `new_entries`."""
     part: LoraWeights
     is_alone: bool = False
-    """Who adds it must not begin early: it waits for another stream."""
+    """Whether the consumer must not start early, because it waits for another stream."""
 
     @property
     def sums(self) -> tuple[int, int]:
-        """How many, and the next power of two."""
+        """Number of partial sums, and the next power of two."""
         count = self.ranks.shape[0]
         return count, triton.next_power_of_2(count)
 
     def arguments(self) -> tuple[Any, ...]:
-        """Of the kernel that reads the product."""
+        """Arguments for the kernel that reads the product."""
         _, tokens, width = self.ranks.shape
         return self.ranks, self.entries, self.part.b, width, self.entries.shape[2], tokens * width
 
@@ -46,11 +46,12 @@ NOTHING = (None, None, None, 0, 0, 0)
 
 
 def ranks_at_once(columns: int, element_bytes: int) -> int:
-    """That a program multiplies with B at once: all of it is in registers, of 16 warps at most.
+    """Number of ranks that a program multiplies with B at once: all of it is in registers, of 16
+    warps at most.
 
     Args:
-        columns: Of the program, a power of two.
-        element_bytes: Of B.
+        columns: Columns of the program, a power of two.
+        element_bytes: Bytes per element of B.
     """
     return max(1, min(16, (1 << 17) // (columns * element_bytes)))
 
@@ -68,7 +69,7 @@ def added_to_row(
     BLOCK_SUMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """What is added to some columns of a row's product of one part: [COLUMNS] float32.
+    """The addition to some columns of a row's product of one part: [COLUMNS] float32.
 
     Args:
         ranks: Pointer to the row's ranks, of the first sum.
@@ -109,7 +110,7 @@ def _times_some(
     BLOCK_SUMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """Of the ranks from `start` on."""
+    """The addition of the ranks from `start` on."""
     rank = start + tl.arange(0, AT_ONCE)
     is_rank = rank < 8 * count
     # Rows that are not there are not used.

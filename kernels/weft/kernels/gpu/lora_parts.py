@@ -1,4 +1,4 @@
-"""What the kernels of low-rank additions share: parts of a product, and where their rows are."""
+"""Shared code of the LoRA kernels: the parts of a product, and where their rows are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.kernels.lora import LoraWeights
 
 _PROGRAMS = 512
 """Enough to keep the memory busy."""
-_LEAST_ENTRY = 2
+_MIN_ENTRY = 2
 """Rows that are read of an entry whether they are there or not."""
 
 Parts = tuple[LoraWeights, ...]
@@ -55,7 +55,7 @@ def columns(parts: Parts) -> tuple[Any, ...]:
 
 
 def alignment_of(*sizes: int) -> int:
-    """What columns are counted in, so that several are loaded at once: 8, if it divides all sizes.
+    """The alignment of columns, so that several are loaded at once: 8, if it divides all sizes.
 
     Kernels are not compiled anew for each size, and so do not know of it by themselves.
     """
@@ -78,8 +78,8 @@ def new_entries(rows: int, parts: Parts, device: torch.device) -> torch.Tensor:
 
     First how many rows of the pool, then which; what is beyond is undefined.
     """
-    most = max(_LEAST_ENTRY, *(max_rows(part) for part in parts))
-    size = (len(parts), rows, 1 + -(-most // _LEAST_ENTRY) * _LEAST_ENTRY)
+    most = max(_MIN_ENTRY, *(max_rows(part) for part in parts))
+    size = (len(parts), rows, 1 + -(-most // _MIN_ENTRY) * _MIN_ENTRY)
     return torch.empty(size, dtype=torch.int32, device=device)
 
 
@@ -96,19 +96,19 @@ def dot(values: tl.tensor, tile: tl.tensor, total: tl.tensor, IS_EXACT: tl.const
 
 @triton.jit
 def pick(number: int, first: tl.tensor, second: tl.tensor, third: tl.tensor) -> tl.tensor:
-    """Of three pointers or numbers."""
+    """Selects one of three pointers or numbers."""
     return tl.where(number == 0, first, tl.where(number == 1, second, third))
 
 
 @triton.jit
 def before(number: tl.tensor, first: int, second: int) -> tl.tensor:
-    """What comes before a part, if the first two have so much."""
+    """Sum of the numbers that precede a part."""
     return (number >= 1).to(tl.int32) * first + (number >= 2).to(tl.int32) * second
 
 
 @triton.jit
 def part_of(block: tl.tensor, first: int, second: int) -> tl.tensor:
-    """Which part a block belongs to, if the first two have so many."""
+    """The part that a block belongs to, from the block counts of the first two."""
     return (block >= first).to(tl.int32) + (block >= first + second).to(tl.int32)
 
 

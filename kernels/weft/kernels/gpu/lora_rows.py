@@ -32,20 +32,20 @@ from weft.kernels.lora import LoraAddition
 _COLUMNS = 256
 _PROGRAMS = 1024
 """Enough to keep the memory busy with one row of the pool each after another."""
-_LEAST_SPLIT_K = 512
+_MIN_SPLIT_K = 512
 """Elements of the input below which parts are too short to be worth their sum."""
 _MAX_SPLITS = 8
 
 
 class RowSlots(NamedTuple):
-    """Whose parameters each row uses: a token's adapter's, or those of one of its experts."""
+    """Adapter slot whose parameters each row uses: its token's, or one of its experts'."""
 
     token_slots: torch.Tensor
-    """[T] int32."""
+    """Adapter slot of each token, [T] int32."""
     ids: torch.Tensor
     """[T * k] int32: each pair's expert; not read where there are no experts."""
     experts: int = 0
-    """E; 0 for none."""
+    """Number of experts E; 0: none."""
     top_k: int = 1
     """Rows a token: pair p is one of token p // k."""
     are_equal: bool = False
@@ -53,7 +53,7 @@ class RowSlots(NamedTuple):
 
 
 def of_tokens(token_slots: torch.Tensor) -> RowSlots:
-    """Rows are tokens."""
+    """Slots for rows that are tokens."""
     return RowSlots(token_slots, token_slots)
 
 
@@ -74,17 +74,20 @@ def shrink_rows(
     options: LaunchOptions,
     x_top_k: int = 1,
     entries: torch.Tensor | None = None,
+    *,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """The ranks of each row by itself.
 
     Args:
         x: [R / x_top_k, K]: row r is that of x_top_k neighbours.
-        parts: Of the product.
-        layer: Of the adapters.
-        slots: Of R rows.
-        options: Of the launch.
+        parts: Parts of the product.
+        layer: Layer of the adapters.
+        slots: Slots of R rows.
+        options: Options of the launch.
         x_top_k: Rows that have one input.
         entries: Are written, if given.
+        is_fixed: How a row's sums are cut does not depend on how many rows there are: not at all.
 
     Returns:
         [splits, R, ranks of all parts] float32, to be added up.
@@ -92,7 +95,9 @@ def shrink_rows(
     depth, rows = x.shape[1], x.shape[0] * x_top_k
     most = max(max_rows(part) for part in parts)
     places = max(1, min(most, _PROGRAMS // (rows * len(parts))))
-    splits = splits_of(rows * len(parts) * places, depth, _LEAST_SPLIT_K, _MAX_SPLITS)
+    splits = splits_of(rows * len(parts) * places, depth, _MIN_SPLIT_K, _MAX_SPLITS)
+    if is_fixed:
+        places, splits = 1, 1
     ranks = new_ranks(rows, parts, splits, x.device)
     _shrink_kernel[(rows, len(parts) * places, splits)](
         ranks, entries, x, slots.token_slots, slots.ids, *three([p.a for p in parts]),
@@ -121,10 +126,10 @@ def expand_rows(
     Args:
         out: [R, N].
         ranks: [splits, R / ranks_top_k, ranks of all parts], of `shrink_rows`.
-        parts: Of the product.
-        layer: Of the adapters.
-        slots: Of R rows.
-        options: Of the launch.
+        parts: Parts of the product.
+        layer: Layer of the adapters.
+        slots: Slots of R rows.
+        options: Options of the launch.
         is_new: The parts' columns of `out` are written, whatever was there; 0 where nothing is
             added.
         ranks_top_k: Rows that have the same ranks.
@@ -149,7 +154,7 @@ def slot_of(
     TOP_K: tl.constexpr,
     ARE_EQUAL: tl.constexpr,
 ) -> tl.tensor:
-    """Whose parameters a row uses; 0 for nobody's."""
+    """Slot of a row; 0: no adapter."""
     slot = tl.load(token_slots + row // TOP_K)
     if EXPERTS > 0:
         slot *= EXPERTS

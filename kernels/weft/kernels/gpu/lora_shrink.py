@@ -41,22 +41,25 @@ from weft.kernels.gpu.lora_units import (
 from weft.kernels.lora import LoraAddition, LoraSegments
 
 AHEAD = Shape(512, 32, warps=8, sharers=4, registers=128)
-"""Of tiles of UNIT tokens: a program fetches all its A ahead."""
+"""Tiles of UNIT tokens whose A is prefetched entirely."""
 SHAPES = {
     16: Shape(128, 64, warps=4, stages=3),
     32: Shape(128, 32, warps=4, sharers=4, stages=4),
     64: Shape(64, 32, warps=4, sharers=2, stages=4),
 }
-"""By tokens of a tile."""
+"""Launch shapes by tokens of a tile."""
 _BESIDE = (1024, 8, 200)
 """Least elements of a part of K, most parts, and programs that are enough (`splits_of`): few beside
 a product, which leaves few multiprocessors free; of large tiles as many as run at once."""
 _ALONE = (512, 16, 1000)
-"""Before the product, of small tiles: what counts is how soon the last one ends."""
+"""Launch shape for small tiles ahead of the product, where the end of the last program counts."""
 _MAX_SUMS = 16
-"""More would take whoever adds them up too long."""
+"""Most partial sums; more would take their consumer too long to add up."""
 _MAX_COUNTERS = 512
-"""More tiles and parts than are ever split."""
+"""Size of the counter array: more than the tiles and parts that are ever split."""
+_FIXED_PART = 1024
+"""Elements of a part of K where parts must not depend on the number of tokens, unless that makes
+more than _MAX_SUMS of them."""
 
 
 class Shrunk(NamedTuple):
@@ -71,7 +74,7 @@ class Shrunk(NamedTuple):
     """[sums, T, ranks of all parts]: one sum, dtype of the parameters; or several in float32, for
     whoever reads them to add up."""
     num_units: torch.Tensor
-    """[parts, tiles] int32."""
+    """Number of units with work, [parts, tiles] int32."""
     rows: torch.Tensor
     """[parts, tiles, ranks of the most units] int32: row of B, as [rows * 8, features]; -1: no
     rank. Those of the first NOTED ranks, and so on, are always there."""
@@ -95,35 +98,41 @@ def shrink_tiles(
     *,
     is_ahead: bool = False,
     is_folded: bool = False,
+    is_fixed: bool = False,
 ) -> Shrunk:
     """The ranks of each token of x [T, K].
 
     Args:
         x: [T, K], contiguous.
-        addition: Of these tokens.
-        options: Of the launch.
-        following: Of a later product, whose units and entries are noted as well.
+        addition: Additions of these tokens.
+        options: Options of the launch.
+        following: Parts of a later product, whose units and entries are noted as well.
         is_ahead: What little each program needs of A is fetched while the kernel ahead of it still
             computes x, and sums are left to be added up. Only where they `can_be_ahead`.
         is_folded: What is added is left to the kernel that reads the product; with nothing
             following.
+        is_fixed: A token's ranks depend on its adapter and its row of x alone: tiles and parts of
+            K are the same for any number of tokens, and sums are left to be added up.
     """
     (tokens, depth), products, segments = x.shape, addition.parts, addition.segments
     assert all(part.b_table is None for part in (*products, *following)), "A and B have one table"
-    parts, tile = (*products, *following), tile_of(tokens)
+    parts, tile = (*products, *following), UNIT if is_fixed else tile_of(tokens)
     tiles = triton.cdiv(tokens, tile)
     assert not is_ahead or can_be_ahead(tokens, depth)
     shape = AHEAD if is_ahead else SHAPES[tile]
     splits = triton.cdiv(depth, shape.block)
-    if not is_ahead:
+    leaves_sums = is_ahead or is_fixed
+    if is_fixed:
+        splits = min(_MAX_SUMS, triton.cdiv(depth, _FIXED_PART))
+    elif not is_ahead:
         is_alone = tokens > MAX_FOLDED_ROWS and tile < max(SHAPES)
         splits = splits_of(tiles * len(products), depth, *(_ALONE if is_alone else _BESIDE))
-    shrunk = _new_shrunk(x, products, following, segments, is_folded=is_folded)
+    shrunk = _new_shrunk(x, products, following, segments, tile, is_folded=is_folded)
     sums, arrived = shrunk.ranks, shrunk.ranks
-    if is_ahead or splits > 1:
+    if leaves_sums or splits > 1:
         size = (splits, *shrunk.ranks.shape[1:])
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
-    if is_ahead:
+    if leaves_sums:
         shrunk = shrunk._replace(ranks=sums)
     elif splits > 1:
         assert tiles * len(products) <= _MAX_COUNTERS
@@ -136,7 +145,8 @@ def shrink_tiles(
         0 if shrunk.entries is None else shrunk.entries.shape[2], PRODUCTS=len(products), K=depth,
         TILE=min(shape.block, triton.next_power_of_2(depth)), TOKENS=tile, RANKS=UNIT,
         GROUP=shape.group, GROUPS=groups, NOTED=NOTED, SPLITS=splits, IS_FOLDED=is_folded,
-        IS_AHEAD=is_ahead, IS_EARLY=is_ahead and addition.are_given,
+        ADDS_UP=splits > 1 and not leaves_sums, IS_AHEAD=is_ahead,
+        IS_EARLY=is_ahead and addition.are_given,
         IS_EXACT=x.dtype == torch.float32, **shape.options(), **options,
     )  # fmt: skip
     return shrunk
@@ -147,11 +157,12 @@ def _new_shrunk(
     products: Parts,
     following: Parts,
     segments: LoraSegments,
+    tile: int,
     *,
     is_folded: bool,
 ) -> Shrunk:
     parts, device, tokens = (*products, *following), x.device, x.shape[0]
-    tile, listed = tile_of(tokens), products if is_folded else following
+    listed = products if is_folded else following
     width, tiles = sum(unit_ranks(part) for part in products), triton.cdiv(tokens, tile)
     most = min(tile, segments.slots.shape[0]) * max(unit_ranks(part) for part in parts)
     most = max(1, triton.cdiv(most, NOTED)) * NOTED
@@ -215,11 +226,12 @@ def _shrink_kernel(
     NOTED: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_FOLDED: tl.constexpr,
+    ADDS_UP: tl.constexpr,
     IS_AHEAD: tl.constexpr,
     IS_EARLY: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
-    """All ranks of a part of a tile's tokens, over a part of K."""
+    """Computes all ranks of a part for a tile's tokens, over a part of K."""
     release_next(IS_DEPENDENT)
     # What says where A is was there before the step, as A was: it is fetched while the kernel ahead
     # still writes x. Nothing is written before the wait: others may still read the memory.
@@ -278,7 +290,7 @@ def _shrink_kernel(
         owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, GROUP)
         total = _walk(given, is_token, a, row, split, K, TILE, PART, TOKENS, GROUP, IS_EXACT)
         store_units(to, slot, owner, total, RANKS)
-    if SPLITS > 1 and not IS_AHEAD:
+    if ADDS_UP:
         tl.debug_barrier()
         arrivals = SPLITS * tl.minimum((total_units * RANKS + GROUP - 1) // GROUP, GROUPS)
         if tl.atomic_add(arrived + at, 1) == arrivals - 1:

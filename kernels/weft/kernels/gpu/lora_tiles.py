@@ -40,20 +40,24 @@ SHAPES = {
     32: Shape(128, 32, warps=4),
     64: Shape(64, 32, warps=4, blocks=4, registers=128),
 }
-"""By tokens of a tile."""
+"""Launch shapes by tokens of a tile."""
+_FIXED = Shape(64, UNIT, warps=4)
+"""Launch shape of deterministic mode, for tiles of UNIT tokens. A unit is one tensor core
+instruction for each of a token's elements, and what others' units add before and after it is 0: the
+sum is that of the token's own."""
 SILU_SHAPES = {
     16: Shape(128, 32, warps=4, registers=128),
     32: Shape(128, 32, warps=8, registers=128),
     64: Shape(64, 32, warps=4, registers=168),
 }
-"""By tokens of a tile, where the activation is taken as well."""
+"""Launch shapes by tokens of a tile, for kernels that apply the activation as well."""
 
 
 class Activation(NamedTuple):
-    """Of `expand_tiles_silu`."""
+    """The activation that `expand_tiles_silu` applies."""
 
     out: torch.Tensor
-    """[T, I]: silu(gate) * up."""
+    """Result silu(gate) * up, [T, I]."""
     ranks: torch.Tensor
     """[blocks of columns, T, ranks of down] float32: to be added up; empty without down."""
 
@@ -66,12 +70,17 @@ def add_by_tiles(
 
 
 def expand_tiles(
-    out: torch.Tensor, shrunk: Shrunk, addition: LoraAddition, options: LaunchOptions
+    out: torch.Tensor,
+    shrunk: Shrunk,
+    addition: LoraAddition,
+    options: LaunchOptions,
+    *,
+    is_fixed: bool = False,
 ) -> None:
-    """Adds the tokens' ranks times B to `out` [T, N]."""
+    """Adds the tokens' ranks times B to `out` [T, N]; `is_fixed` as for `shrink_tiles`."""
     parts, segments = addition.parts, addition.segments
-    tile = tile_of(out.shape[0])
-    shape, sums = SHAPES[tile], shrunk.ranks.shape[0]
+    tile = UNIT if is_fixed else tile_of(out.shape[0])
+    shape, sums = _FIXED if is_fixed else SHAPES[tile], shrunk.ranks.shape[0]
     blocks = sum(triton.cdiv(part.out_features, shape.block * shape.blocks) for part in parts)
     starts = [sum(unit_ranks(part) for part in parts[:n]) for n in range(len(parts))]
     _expand_kernel[(blocks, triton.cdiv(out.shape[0], tile))](
@@ -95,9 +104,9 @@ def expand_tiles_silu(
 
     Args:
         both: [T, 2 * I]: the products without adapters.
-        shrunk: Of `shrink_tiles`.
-        addition: Of which the first part begins at column 0, the second at I.
-        options: Of the launch.
+        shrunk: Ranks of `shrink_tiles`.
+        addition: Additions whose first part begins at column 0, the second at I.
+        options: Options of the launch.
         down: Multiplied with the activation as well; `shrunk` is followed by it.
     """
     (gate, up), segments = addition.parts, addition.segments

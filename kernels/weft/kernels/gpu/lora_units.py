@@ -18,7 +18,7 @@ NOTED = 128
 
 
 class Shape(NamedTuple):
-    """How a kernel is launched."""
+    """Launch shape of a kernel."""
 
     block: int
     """Elements of K, or columns, that are taken at once."""
@@ -26,15 +26,15 @@ class Shape(NamedTuple):
     """Ranks that are taken at once, a power of two, UNIT to NOTED."""
     warps: int
     blocks: int = 1
-    """Of columns, that a program takes one after the other."""
+    """Blocks of columns that a program takes one after the other."""
     sharers: int = 1
     """Programs that share a tile's groups of ranks."""
     stages: int = 1
     registers: int | None = None
-    """Of a thread, at most; with more, too few programs run at once."""
+    """Most registers per thread; with more, too few programs run at once."""
 
     def options(self) -> dict[str, int]:
-        """Of the launch."""
+        """Options of the launch."""
         most = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages, **most}
 
@@ -86,7 +86,8 @@ def own_ranks(
     owner: tl.tensor,
     RANKS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where the tokens' ranks of some units are, and whether they are theirs: [T, UNITS, RANKS].
+    """Offsets of the tokens' ranks in some units, and whether the ranks are the token's own: [T,
+    UNITS, RANKS].
 
     Args:
         ranks: [T] pointers to the tokens' first ranks of a part.
@@ -134,7 +135,9 @@ def load_units(
 def store_units(
     ranks: tl.tensor, slot: tl.tensor, owner: tl.tensor, values: tl.tensor, RANKS: tl.constexpr
 ) -> None:
-    """What each token has of `values` [T, UNITS * RANKS], beyond its adapter's ranks too."""
+    """Stores each token's part of `values` [T, UNITS * RANKS], padding beyond its adapter's ranks
+    included.
+    """
     at, mask = own_ranks(ranks, slot, owner, RANKS)
     values = tl.reshape(values, at.shape)
     tl.store(at, values.to(ranks.dtype.element_ty), mask=mask)

@@ -21,17 +21,22 @@ from weft.kernels.gpu.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
+from weft.kernels.gpu.moe_lora_tiles import can_tile, pairs_of
 from weft.kernels.gpu.moe_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
 from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import ExpertAddition
-from weft.kernels.side_stream import Beside, is_forking
+from weft.kernels.side_stream import SideStreamWork, is_forking
 
 MIN_COPIED_ROWS = 128
 """Pairs of a block from which on the copy engine fetches weights: loads cost registers there."""
 MAX_DIRECT_ROWS = 8
-"""Up to here hardly two rows share an expert: there is nothing to win by sorting."""
+"""Most rows of the direct path: up to here rows rarely share an expert, so that sorting gains
+nothing.
+"""
+MAX_FORKED_ROWS = 256
+"""Most rows whose low-rank additions are computed beside the products, which leave the GPU room."""
 
 
 class NormAfter(NamedTuple):
@@ -40,7 +45,7 @@ class NormAfter(NamedTuple):
     stream: torch.Tensor
     """[T, H], contiguous, which is added to, and becomes the sum."""
     weight: torch.Tensor
-    """[H]."""
+    """Weight of the norm, [H]."""
     eps: float
 
 
@@ -179,11 +184,18 @@ def sorted_moe(
     pairs = ids.numel()
     options, device = launch_options(x.device), x.device
     forked = launch_options(device, is_alone=is_forking(device))
+    blocks = blocks or sort_pairs(ids, experts, tiles.rows)
     to_gate_up = to_down = added = added_down = None
     if lora is not None:
-        more = (experts, lora, forked)
-        to_gate_up = Beside(device, lambda: gate_up_additions(x, ids, width, *more))
-    blocks = blocks or sort_pairs(ids, experts, tiles.rows)
+        more, is_few = (experts, lora, forked), rows <= MAX_FORKED_ROWS
+        items = None
+        if not is_fixed and can_tile((*lora.w13, *lora.w2)):
+            items = pairs_of(lora.token_slots, ids, experts, blocks, tiles.rows)
+        to_gate_up = SideStreamWork(
+            device,
+            lambda: gate_up_additions(x, ids, width, *more, items, is_fixed=is_fixed),
+            is_forked=is_few,
+        )
     inner = torch.empty((pairs, width), dtype=x.dtype, device=device)
     products = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
@@ -193,7 +205,13 @@ def sorted_moe(
         added = to_gate_up.join()
     _multiply(inner, x, w13, shared, added, tiles, top_k, joined, is_gated=True)
     if lora is not None:
-        to_down = Beside(device, lambda: down_additions(inner, ids, shares, hidden, *more))
+        to_down = SideStreamWork(
+            device,
+            lambda: down_additions(
+                inner, ids, shares, hidden, *more, items=items, is_fixed=is_fixed
+            ),
+            is_forked=is_few,
+        )
     _multiply(products, inner, w2, shared, None, tiles, 1, options, is_gated=False)
     if to_down is not None:
         added_down = to_down.join()
@@ -202,6 +220,7 @@ def sorted_moe(
     stream, gain, eps = after or (None, None, 0.0)
     _combine_kernel[(rows, triton.cdiv(hidden, block))](
         out, products, residual, added_down, stream, gain, hidden, eps, TOP_K=top_k, BLOCK=block,
+        IS_ADDED_BY_PAIR=added_down is not None and added_down.shape[0] == pairs,
         IS_FIXED=is_fixed, num_warps=max(1, min(16, block // 256)), **joined,
     )  # fmt: skip
     return out
@@ -342,7 +361,7 @@ def _sorted_kernel(
     TILE: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
-    """One block of pairs times one tile of columns; pair p reads row p // TOP_K of x.
+    """Multiplies one block of pairs by one tile of columns; pair p reads row p // TOP_K of x.
 
     Gated: silu(gate) * up; else the product times the pair's share.
     """
@@ -415,9 +434,10 @@ def _combine_kernel(
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_ADDED_BY_PAIR: tl.constexpr,
     IS_FIXED: tl.constexpr,
 ) -> None:
-    """out[row] = residual[row] + added[row] + the products of its pairs, in their order.
+    """out[row] = the products of its pairs, in their order, + added[row] + residual[row].
 
     With a stream that is added to it, as the norms' kernel does it, and out is the norm of that.
     """
@@ -430,12 +450,14 @@ def _combine_kernel(
     for number in range(TOP_K):
         at = (row * TOP_K + number) * hidden + column
         total += tl.load(products + at, mask=mask, other=0.0).to(tl.float32)
+        if IS_ADDED_BY_PAIR:
+            total += tl.load(added + at, mask=mask, other=0.0).to(tl.float32)
+    if added is not None and not IS_ADDED_BY_PAIR:
+        total += tl.load(added + row * hidden + column, mask=mask, other=0.0)
     if residual is not None:
         if IS_FIXED:
             total = total.to(out.dtype.element_ty).to(tl.float32)
         total += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
-    if added is not None:
-        total += tl.load(added + row * hidden + column, mask=mask, other=0.0)
     if stream is not None:
         total = total.to(out.dtype.element_ty).to(tl.float32)
         total += tl.load(stream + row * hidden + column, mask=mask, other=0.0).to(tl.float32)

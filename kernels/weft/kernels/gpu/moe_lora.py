@@ -1,4 +1,7 @@
-"""Low-rank additions to experts on a GPU, pair by pair: hardly two share an adapter's expert.
+"""Low-rank additions to experts on a GPU.
+
+Of few tokens hardly two pairs share an adapter's expert, and each pair is computed by itself. Of
+many, pairs are sorted by expert and computed in tiles (`moe_lora_tiles.py`).
 
 What all experts of an adapter share is used once a token: A of gate and up before tokens are paired
 with experts, B of down after the pairs' ranks are added up.
@@ -12,6 +15,7 @@ import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
 from weft.kernels.gpu.lora_parts import aligned, alignment_of
 from weft.kernels.gpu.lora_rows import RowSlots, expand_rows, shrink_rows, slot_of, times_b
+from weft.kernels.gpu.moe_lora_tiles import Items, expand_items, shrink_items, tokens_of
 from weft.kernels.lora import ExpertAddition
 
 _COLUMNS = 256
@@ -24,16 +28,21 @@ def gate_up_additions(
     experts: int,
     lora: ExpertAddition,
     options: LaunchOptions,
+    items: Items | None = None,
+    *,
+    is_fixed: bool = False,
 ) -> torch.Tensor | None:
-    """What is added to each pair's gate and up.
+    """Computes the additions to each pair's gate and up.
 
     Args:
         x: [T, H], contiguous.
         ids: [T, k] int32.
         inner: I.
         experts: E.
-        lora: Of these T tokens.
-        options: Of the launches.
+        lora: Additions of these T tokens.
+        options: Options of the launches.
+        items: The pairs in tiles; None: pair by pair.
+        is_fixed: As in `shrink_rows`; pair by pair.
 
     Returns:
         [T * k, 2 * I], dtype of `x`; None for nothing.
@@ -41,19 +50,24 @@ def gate_up_additions(
     if not lora.w13:
         return None
     pairs, top_k = ids.numel(), ids.shape[1]
-    slots = RowSlots(lora.token_slots, ids, experts, top_k)
     is_shared = all(part.is_a_shared for part in lora.w13)
-    if is_shared:
-        of_tokens = RowSlots(lora.token_slots, ids, experts, are_equal=True)
-        ranks = shrink_rows(x, lora.w13, lora.layer, of_tokens, options)
-    else:
-        ranks = shrink_rows(x, lora.w13, lora.layer, slots, options, top_k)
     is_whole = sum(part.out_features for part in lora.w13) == 2 * inner
     make = torch.empty if is_whole else torch.zeros
     added = make((pairs, 2 * inner), dtype=x.dtype, device=x.device)
+    parts, layer, ranks_top_k = lora.w13, lora.layer, top_k if is_shared else 1
+    if items is not None:
+        rows = tokens_of(lora.token_slots, experts) if is_shared else items
+        ranks = shrink_items(x, parts, layer, rows, options, 1 if is_shared else top_k)
+        expand_items(added, ranks, parts, layer, items, options, ranks_top_k=ranks_top_k)
+        return added
+    slots = RowSlots(lora.token_slots, ids, experts, top_k)
+    if is_shared:
+        of_tokens = RowSlots(lora.token_slots, ids, experts, are_equal=True)
+        ranks = shrink_rows(x, parts, layer, of_tokens, options, is_fixed=is_fixed)
+    else:
+        ranks = shrink_rows(x, parts, layer, slots, options, top_k, is_fixed=is_fixed)
     expand_rows(
-        added, ranks, lora.w13, lora.layer, slots, options,
-        is_new=True, ranks_top_k=top_k if is_shared else 1,
+        added, ranks, parts, layer, slots, options, is_new=True, ranks_top_k=ranks_top_k
     )  # fmt: skip
     return added
 
@@ -67,8 +81,11 @@ def down_additions(
     lora: ExpertAddition,
     options: LaunchOptions,
     onto: torch.Tensor | None = None,
+    items: Items | None = None,
+    *,
+    is_fixed: bool = False,
 ) -> torch.Tensor | None:
-    """The sum over each row's pairs of share * what is added to down, in their order.
+    """The additions to down times the pairs' shares, summed over each row's pairs.
 
     Args:
         inner: [T * k, I], contiguous: each pair's activation.
@@ -76,21 +93,32 @@ def down_additions(
         shares: [T, k] float32.
         hidden: H.
         experts: E.
-        lora: Of these T tokens.
-        options: Of the launches.
+        lora: Additions of these T tokens.
+        options: Options of the launches.
         onto: [T, H], contiguous: it is added to this.
+        items: The pairs in tiles; None: pair by pair. Not with `onto`.
+        is_fixed: As in `shrink_rows`; pair by pair.
 
     Returns:
-        [T, H], float32 unless `onto` is given; None for nothing.
+        [T, H], float32 unless `onto` is given; of pairs in tiles, whose experts have a B each,
+        [T * k, H] before the sum, dtype of `inner`. None for nothing.
     """
     if not lora.w2:
         return None
-    (rows, top_k), (part,) = ids.shape, lora.w2
-    slots = RowSlots(lora.token_slots, ids, experts, top_k)
-    ranks = shrink_rows(inner, lora.w2, lora.layer, slots, options)
-    out = onto
+    (rows, top_k), (part,), out = ids.shape, lora.w2, onto
+    if items is not None:
+        ranks = shrink_items(inner, lora.w2, lora.layer, items, options)
+        if part.is_b_shared:
+            sums, dtype = tokens_of(lora.token_slots, experts), torch.float32
+        else:
+            sums, dtype, shares = items, inner.dtype, shares.view(-1, 1)
+        out = torch.empty((sums.num_items, hidden), dtype=dtype, device=inner.device)
+        expand_items(out, ranks, lora.w2, lora.layer, sums, options, shares=shares)
+        return out
     if out is None:
         out = torch.empty((rows, hidden), dtype=torch.float32, device=inner.device)
+    slots = RowSlots(lora.token_slots, ids, experts, top_k)
+    ranks = shrink_rows(inner, lora.w2, lora.layer, slots, options, is_fixed=is_fixed)
     _weigh_kernel[(rows, triton.cdiv(hidden, _COLUMNS))](
         out, ranks, lora.token_slots, ids, shares, part.b, part.rows_of_b, part.counts,
         part.table.shape[2], lora.layer, part.table.shape[1], *ranks.shape[1:], hidden,
@@ -126,7 +154,7 @@ def _weigh_kernel(
     COLUMNS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ) -> None:
-    """All pairs of a row, some columns."""
+    """Adds all pairs of a row, for some columns."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     hidden = aligned(hidden, ALIGNMENT)

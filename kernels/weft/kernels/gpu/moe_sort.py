@@ -12,8 +12,7 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 _CHUNK = 128
 """Pairs that one program looks at."""
 _MAX_SUMMED_CHUNKS = 32
-"""Up to so many each program sums up all chunks' counts by itself; of more a launch does it once.
-"""
+"""Most chunks whose counts each program sums by itself; for more a separate launch does it once."""
 _SCANNED_CHUNKS, _SCANNED_BINS = 128, 8
 
 
@@ -25,9 +24,9 @@ class Blocks(NamedTuple):
     expert: torch.Tensor
     """[B] int32: of each block; the number of experts for blocks that are not needed."""
     begin: torch.Tensor
-    """[B] int32: each block's first place in `order`."""
+    """[B] int32: each block's first place in `order`; undefined for blocks that are not needed."""
     end: torch.Tensor
-    """[B] int32: where its expert's pairs end."""
+    """[B] int32: where its expert's pairs end; undefined for blocks that are not needed."""
 
 
 def num_blocks(pairs: int, experts: int, block: int) -> int:
@@ -188,6 +187,6 @@ def _place_kernel(
 def _experts_of(
     ids: tl.tensor, chunk: tl.tensor, pairs: int, experts: int, CHUNK: tl.constexpr
 ) -> tl.tensor:
-    """Of a chunk's pairs; what is no pair has the number after the last."""
+    """Experts of a chunk's pairs; entries that are no pair get the number after the last expert."""
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     return tl.load(ids + pair, mask=pair < pairs, other=experts)

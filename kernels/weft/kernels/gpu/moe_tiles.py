@@ -1,4 +1,4 @@
-"""How the products of sorted experts are cut, from tables that bench/tune_moe.py measured."""
+"""Tile sizes for the products of sorted experts, from tables measured by bench/tune_moe.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TABLE = Path(__file__).with_name("moe_tiles.json")
 
 
 class Tile(NamedTuple):
-    """What one program multiplies a block of pairs by, and how it walks it."""
+    """The tile of one program, and how it iterates over K."""
 
     columns: int
     depth: int
@@ -24,17 +24,17 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of both products of a mixture."""
+    """The tiles of both products of a mixture of experts."""
 
     rows: int
-    """Pairs of a block."""
+    """Pairs per block."""
     up: Tile
     """Gate and up projection; `columns` are those of each."""
     down: Tile
 
 
 def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> Tiles:
-    """What was measured to be fastest, of the nearest row count; else what suits most shapes.
+    """The tiles measured to be fastest for the nearest row count; for other shapes a default.
 
     Args:
         rows: T.
@@ -51,14 +51,14 @@ def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> T
 
 
 def default_tiles(pairs: int, experts: int) -> Tiles:
-    """For as many pairs an expert as there are on average."""
+    """Default tiles for the average number of pairs per expert."""
     rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(pairs, experts))))
     tile = Tile(64, 128, 4, 4) if rows <= 32 else Tile(128, 64, 8 if rows == 128 else 4, 3)
     return Tiles(rows, tile, tile)
 
 
 def as_json(tiles: Tiles) -> dict[str, Any]:
-    """An entry of the table."""
+    """Converts tiles to an entry of the table."""
     return {"rows": tiles.rows, "up": list(tiles.up), "down": list(tiles.down)}
 
 
@@ -68,7 +68,7 @@ def _octave(rows: int) -> float:
 
 @functools.cache
 def _tables() -> dict[tuple[int, int, int, int], dict[int, Tiles]]:
-    """By top_k, experts, hidden and width: tiles by row count."""
+    """The measured tiles by top_k, experts, hidden and width; then by row count."""
     if not _TABLE.is_file():
         return {}
     tables = {}

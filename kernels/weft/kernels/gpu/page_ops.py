@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 _TILE = 4096
-"""Words a program copies."""
+"""Words copied by one program."""
 
 
 def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:

@@ -58,32 +58,32 @@ _MASKED = tl.constexpr(MASKED_LOGIT)
 _NOT_FINITE = tl.constexpr(ERROR_NOT_FINITE)
 _NO_CANDIDATE = tl.constexpr(ERROR_NO_CANDIDATE)
 _SPREAD = tl.constexpr(NOISE_SPREAD)
-_LEAST_KEY = tl.constexpr(-(2**31))
+_MIN_KEY = tl.constexpr(-(2**31))
 _LARGEST_INT = tl.constexpr(2**31 - 1)
 _MODE, _BOUND, _COUNT, _BEST = (tl.constexpr(i) for i in range(4))
 """Columns of `Work.states`; the bound is a key: of the list, then of what may be drawn."""
 _NUM_STATES = tl.constexpr(4)
 _DONE, _LIST, _SEARCH, _ALL = (tl.constexpr(i) for i in range(4))
-"""What is left to do for a row."""
+"""Remaining work of a row."""
 _MASS_UNIT = tl.constexpr(2.0**52)
 """Masses of listed tokens are multiples of its inverse; the largest token has mass 1."""
 
 
 class Work(NamedTuple):
-    """What launches leave for the next ones: T tiles and C chunks a row."""
+    """Intermediate results passed from launch to launch: T tiles and C chunks per row."""
 
     tile_keys: torch.Tensor
-    """[L, T] int32: largest key."""
+    """Largest key of each tile, [L, T] int32."""
     tile_ids: torch.Tensor
     """[L, T] int32: lowest id of the largest key, or ERROR_NOT_FINITE; then the id drawn."""
     tile_reals: torch.Tensor
     """[L, T] float64: mass in units of the largest; then the best score."""
     chunk_keys: torch.Tensor
-    """[L, C] int32: largest keys."""
+    """Largest keys of each chunk, [L, C] int32."""
     candidates: torch.Tensor
     """[L, CAPACITY] int64: key, then 2^31 - 1 - id, in any order."""
     states: torch.Tensor
-    """[L, 4] int64."""
+    """State of each row, [L, 4] int64."""
     totals: torch.Tensor
     """[L] float64: mass of all tokens in units of the largest."""
 
@@ -144,7 +144,7 @@ def _set_state(work: Work, row: tl.tensor, WHICH: tl.constexpr, value: tl.tensor
 
 @triton.jit
 def _largest_logit(work: Work, row: tl.tensor) -> tl.tensor:
-    """Of the row, as float64."""
+    """Largest logit of a row, as float64."""
     return value_of(_state(work, row, _BEST).to(tl.int32)).to(tl.float64)
 
 
@@ -155,7 +155,7 @@ def _scan_kernel(source: Source, work: Work, TILE: tl.constexpr, CHUNK: tl.const
     column = tile * TILE + tl.arange(0, TILE)
     inside = column < source.vocab
     logits, is_bad = load_logits(source, row, slot, column)
-    keys = tl.where(inside, key_of(logits), _LEAST_KEY)
+    keys = tl.where(inside, key_of(logits), _MIN_KEY)
     num_chunks: tl.constexpr = TILE // CHUNK
     of_chunks = tl.max(tl.reshape(keys, (num_chunks, CHUNK)), axis=1)
     at = row * tl.num_programs(1) + tile
@@ -187,7 +187,7 @@ def _bound_kernel(
     slot = tl.load(source.slots + row)
     tile = tl.arange(0, TILES)
     at, is_tile = row * tiles + tile, tile < tiles
-    keys = tl.load(work.tile_keys + at, mask=is_tile, other=_LEAST_KEY)
+    keys = tl.load(work.tile_keys + at, mask=is_tile, other=_MIN_KEY)
     ids = tl.load(work.tile_ids + at, mask=is_tile, other=_LARGEST_INT)
     best = tl.max(keys, axis=0)
     largest = value_of(best)
@@ -201,7 +201,7 @@ def _bound_kernel(
     num_chunks = tiles * (CHUNKS // TILES)
     wanted = tl.where(has_top_k, top_k, tl.minimum(num_chunks, NUCLEUS).to(tl.int64))
     zero = best.to(tl.int64) * 0
-    mode, bound = zero + _LIST, zero + _LEAST_KEY
+    mode, bound = zero + _LIST, zero + _MIN_KEY
     if (token < 0) | (temperature < _GREEDY):
         mode = zero + _DONE
     elif (top_p >= 1.0) & (has_top_k == 0):
@@ -214,7 +214,7 @@ def _bound_kernel(
             of_chunks = tl.load(
                 work.chunk_keys + row * num_chunks + chunk,
                 mask=chunk < num_chunks,
-                other=_LEAST_KEY,
+                other=_MIN_KEY,
             )
             # As many chunks as wanted hold a key of at least `bound`.
             beyond = best.to(tl.int64) + 1
@@ -319,7 +319,7 @@ def _search_kernel(source: Source, work: Work, TILE: tl.constexpr) -> None:
         temperature = real_field(source, slot, _TEMPERATURE)
         inverse = 1.0 / temperature
         top_k, top_p = whole_field(source, slot, _TOP_K), real_field(source, slot, _TOP_P)
-        below = best * 0 + _LEAST_KEY - 1
+        below = best * 0 + _MIN_KEY - 1
         last = below + 1
         total = 1.0 * largest
         if (top_k > 0) & (top_k < source.vocab):

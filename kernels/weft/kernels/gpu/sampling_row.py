@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
 @triton.jit
 def whole_field(source: Source, slot: tl.tensor, FIELD: tl.constexpr) -> tl.tensor:
-    """A slot's parameter, int64."""
+    """An integer parameter of a slot, int64."""
     return tl.load(source.params + slot * _NUM_FIELDS + FIELD)
 
 

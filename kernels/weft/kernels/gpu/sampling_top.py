@@ -1,4 +1,4 @@
-"""What log-probabilities are made of, on a GPU: of a row only its most likely tokens are kept."""
+"""Inputs of log-probabilities on a GPU: only the most likely tokens of each row are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.kernels.gpu.sampling_noise import exp_of_negative, key_of, natural_log
 TILE = 1024
 
 _LARGEST_INT = tl.constexpr(2**31 - 1)
-_LEAST_LONG = tl.constexpr(-(2**63))
+_MIN_LONG = tl.constexpr(-(2**63))
 
 
 def top_logits(
@@ -62,7 +62,7 @@ def _top_of_tile_kernel(
     values = tl.load(logits + tl.load(rows + index) * stride + column, mask=inside, other=0.0)
     num_bad = tl.sum((values - values != 0.0).to(tl.int32), axis=0)
     both = (key_of(values).to(tl.int64) << 32) | (column ^ _LARGEST_INT).to(tl.int64)
-    both = tl.where(inside, both, _LEAST_LONG)
+    both = tl.where(inside, both, _MIN_LONG)
     best = tl.max(both, axis=0)
     largest = value_of((best >> 32).to(tl.int32)).to(tl.float64)
     weights = exp_of_negative(tl.minimum(values.to(tl.float64) - largest, 0.0))
@@ -71,7 +71,7 @@ def _top_of_tile_kernel(
     tl.store(masses + at, tl.where(num_bad > 0, float("nan"), mass))
     for i in range(kept):
         tl.store(packed + at * kept + i, best)
-        both = tl.where(both == best, _LEAST_LONG, both)
+        both = tl.where(both == best, _MIN_LONG, both)
         best = tl.max(both, axis=0)
 
 
@@ -97,7 +97,7 @@ def _top_of_row_kernel(
     row = tl.load(rows + index)
     place = tl.arange(0, PACKED)
     mine = packed + index * tiles * kept
-    both = tl.load(mine + place, mask=place < tiles * kept, other=_LEAST_LONG)
+    both = tl.load(mine + place, mask=place < tiles * kept, other=_MIN_LONG)
     best = tl.max(both, axis=0)
     largest = value_of((best >> 32).to(tl.int32)).to(tl.float64)
     tile = tl.arange(0, TILES)
@@ -113,5 +113,5 @@ def _top_of_row_kernel(
     for i in range(num_top):
         tl.store(top_ids + index * num_top + i, (best & _LARGEST_INT) ^ _LARGEST_INT)
         tl.store(top_values + index * num_top + i, value_of((best >> 32).to(tl.int32)))
-        both = tl.where(both == best, _LEAST_LONG, both)
+        both = tl.where(both == best, _MIN_LONG, both)
         best = tl.max(both, axis=0)

@@ -17,33 +17,35 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 
 MAX_ROWS = 16
 """Beyond, the rows themselves are worth tiling: that is cuBLAS's."""
-_LEAST_SPLIT_K = 1024
+_MIN_SPLIT_K = 1024
 """Below, parts are too short to be worth their sum."""
 _MAX_BLOCKS = 256
-"""Of products that are split: fewer than 4,096 columns in blocks of 16."""
+"""Most blocks of a split product: fewer than 4,096 columns in blocks of 16."""
 MAX_SPREAD_ROWS = 2
-"""Up to here plain multiplication keeps up with the memory; tensor cores start slower."""
+"""Most rows for plain multiplication: up to here it keeps up with memory, and tensor cores start
+slower.
+"""
 _MAX_SPREAD_ROWS_OF_SMALL = 4
 _SMALL_WEIGHT, _SMALL_GATED_WEIGHT = 1 << 22, 1 << 23
 """Elements up to which it does so at a few rows more (measured on an H200)."""
 
 
-class LaunchShape(NamedTuple):
-    """How a program walks its part of the weight."""
+class SmallLinearShape(NamedTuple):
+    """How a program iterates over its part of the weight."""
 
     columns: int
-    """Of the output."""
+    """Output columns per program."""
     tile: int
     """Elements of K taken at once."""
     warps: int
     stages: int
     """Tiles whose loads are under way."""
     splits: int
-    """Parts of K."""
+    """Number of parts into which K is split."""
 
 
-_FIXED = LaunchShape(columns=64, tile=128, warps=4, stages=5, splits=1)
-"""Of many columns, and where K must not be cut."""
+_FIXED = SmallLinearShape(columns=64, tile=128, warps=4, stages=5, splits=1)
+"""Shape for many columns, and where K must not be split."""
 
 
 def small_linear(
@@ -54,7 +56,7 @@ def small_linear(
     out_dtype: torch.dtype,
     *,
     gated: bool = False,
-    shape: LaunchShape | None = None,
+    shape: SmallLinearShape | None = None,
     is_fixed: bool = False,
 ) -> torch.Tensor:
     """x @ weight^T + bias + residual, or silu(gate) * up of a gated MLP's two projections.
@@ -120,23 +122,25 @@ def max_spread_rows(weight: torch.Tensor, *, is_gated: bool) -> int:
 
 def launch_shape(
     rows: int, columns: int, k: int, *, is_gated: bool, is_spread: bool
-) -> LaunchShape:
-    """What suits a product: programs for all multiprocessors, much under way in each."""
+) -> SmallLinearShape:
+    """The launch shape of a product: enough programs for all multiprocessors, with many loads in
+    flight each.
+    """
     if not is_spread:
         # Measured on an H200 at 4 and 16 rows.
         if columns >= 4096 and not is_gated:
             return _FIXED
-        if is_gated or k < _LEAST_SPLIT_K:
-            return LaunchShape(columns=32, tile=128, warps=2, stages=4, splits=1)
+        if is_gated or k < _MIN_SPLIT_K:
+            return SmallLinearShape(columns=32, tile=128, warps=2, stages=4, splits=1)
         if columns < 512:
-            return LaunchShape(columns=16, tile=128, warps=2, stages=4, splits=8)
+            return SmallLinearShape(columns=16, tile=128, warps=2, stages=4, splits=8)
         if k <= 3072:
-            return LaunchShape(columns=32, tile=128, warps=2, stages=3, splits=4)
-        return LaunchShape(columns=16, tile=256, warps=2, stages=4, splits=4)
+            return SmallLinearShape(columns=32, tile=128, warps=2, stages=3, splits=4)
+        return SmallLinearShape(columns=16, tile=256, warps=2, stages=4, splits=4)
     largest = 2048 if rows <= 2 else 1024
     fitting = [tile for tile in (2048, 1024, 512) if tile <= largest and k % tile == 0]
     tile = fitting[0] if fitting else min(largest, triton.next_power_of_2(k))
-    return LaunchShape(columns=2, tile=tile, warps=4, stages=1, splits=1)
+    return SmallLinearShape(columns=2, tile=tile, warps=4, stages=1, splits=1)
 
 
 @functools.cache

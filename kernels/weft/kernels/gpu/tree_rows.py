@@ -11,8 +11,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
-_MOST_ELEMENTS = 1024
-"""Of K and V that a program moves."""
+_MAX_ELEMENTS = 1024
+"""Most elements of K and V moved by one program."""
 
 
 def accept_trees(
@@ -48,7 +48,7 @@ def move_paths(
     requests, width = rows.shape
     lines = heads * layers * parts
     width_block = triton.next_power_of_2(dim)
-    line_block = max(1, _MOST_ELEMENTS // width_block)
+    line_block = max(1, _MAX_ELEMENTS // width_block)
     _move_kernel[(requests, triton.cdiv(lines, line_block))](
         pool,
         places,
@@ -155,6 +155,6 @@ def _line(
     dim: int,
     PAGE_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Where the columns of lines (head, layer, part) of a place are."""
+    """Offsets of the columns of some lines (head, layer, part) of a place."""
     at = (place // PAGE_SIZE * lines + line.to(tl.int64)) * PAGE_SIZE + place % PAGE_SIZE
     return pool + at[:, None] * dim + column[None, :]

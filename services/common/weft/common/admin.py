@@ -1,4 +1,4 @@
-"""The operators' port of a service: AdminService, and what it adds, behind a bearer token."""
+"""The operators' port of a service: AdminService and further calls, behind a bearer token."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from weft.v1 import admin_pb2, admin_pb2_grpc
 _log = logging.getLogger(__name__)
 
 SERVICE_NAME = "weft.v1.AdminService"
-LEAST_TOKEN_CHARS, MOST_TOKEN_CHARS = 16, 1024
-DEFAULT_ENTRIES, MOST_ENTRIES = 1000, 10_000
-MOST_STATE_BYTES = 8 << 20
-_MOST_REQUEST_BYTES = 64 << 10
+MIN_TOKEN_CHARS, MAX_TOKEN_CHARS = 16, 1024
+DEFAULT_ENTRIES, MAX_ENTRIES = 1000, 10_000
+MAX_STATE_BYTES = 8 << 20
+_MAX_REQUEST_BYTES = 64 << 10
 _REFUSALS_LOGGED_EVERY_S = 1.0
 _LEVELS: dict[int, LogLevel] = {
     admin_pb2.LOG_LEVEL_DEBUG: "debug",
@@ -42,17 +42,17 @@ _LEVELS: dict[int, LogLevel] = {
 
 
 class AdminBackend(Protocol):
-    """What of AdminService is a service's own."""
+    """The parts of AdminService that differ from service to service."""
 
     async def flush_cache(self) -> int:
-        """Forgets cached pages that nobody uses; returns how many."""
+        """Drops cached pages that are not in use; returns how many."""
         ...
 
     async def dump_state(self, max_entries: int) -> Mapping[str, object]:
-        """What JSON can hold of the service's state now: ids and numbers, no texts, no tokens.
+        """Current state of the service as JSON values: ids and numbers, no texts, no tokens.
 
         Args:
-            max_entries: Of each list.
+            max_entries: Most entries of each list.
         """
         ...
 
@@ -97,17 +97,17 @@ class AdminServer:
             interceptors=(*authorize, TokenInterceptor(token), ErrorInterceptor()),
             options=(
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", _MOST_REQUEST_BYTES),
+                ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
             ),
         )
-        """Add what else is for operators before `start`."""
+        """The gRPC server; add further services for operators before `start`."""
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(backend), self.grpc)
         reflection.enable_server_reflection((SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
         self.address = ""
-        """host:port, once started."""
+        """Address host:port, once started."""
 
     async def start(self) -> None:
-        """Binds the port and answers.
+        """Binds the port and starts serving.
 
         Raises:
             ConfigError: The port is taken or the address cannot be bound.
@@ -123,7 +123,7 @@ class AdminServer:
         await self.grpc.start()
 
     async def stop(self) -> None:
-        """Ends calls that are under way."""
+        """Ends the calls in progress."""
         await self.grpc.stop(None)
 
 
@@ -150,11 +150,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.DumpStateResponse:
         """See admin.proto."""
         max_entries = request.max_entries if request.HasField("max_entries") else DEFAULT_ENTRIES
-        if not 1 <= max_entries <= MOST_ENTRIES:
-            message = f"max_entries is {max_entries}; give 1 to {MOST_ENTRIES:,}"
+        if not 1 <= max_entries <= MAX_ENTRIES:
+            message = f"max_entries is {max_entries}; give 1 to {MAX_ENTRIES:,}"
             raise InvalidRequest(message, stage="validate", param="max_entries")
         state = json.dumps(await self._backend.dump_state(max_entries))
-        if len(state) > MOST_STATE_BYTES:
+        if len(state) > MAX_STATE_BYTES:
             message = f"the state has {len(state):,} bytes; ask for fewer max_entries"
             raise InvalidRequest(message, stage="admin", param="max_entries")
         return admin_pb2.DumpStateResponse(state=state)
@@ -215,7 +215,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls in whose `authorization` is `Bearer TOKEN`; refuses all others, unknown ones too.
+    """Accepts calls whose `authorization` is `Bearer TOKEN`; refuses all others, unknown methods
+    included.
 
     Nothing of what a caller sent reaches the log.
     """
@@ -254,7 +255,7 @@ async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) ->
 
 
 def read_token(path: Path) -> str:
-    """The token of a file, without the white space around it.
+    """Reads a token from a file, stripping whitespace.
 
     Raises:
         ConfigError: The file cannot be read or holds no usable token; says nothing of its content.
@@ -265,10 +266,10 @@ def read_token(path: Path) -> str:
         raise ConfigError(f"--admin-token-file {path}: {error.strerror}") from error
     except UnicodeDecodeError:
         raise ConfigError(f"--admin-token-file {path}: not plain ASCII text") from None
-    if not LEAST_TOKEN_CHARS <= len(token) <= MOST_TOKEN_CHARS or not token.isprintable():
+    if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not token.isprintable():
         raise ConfigError(
-            f"--admin-token-file {path}: a token is one line of {LEAST_TOKEN_CHARS} to "
-            f"{MOST_TOKEN_CHARS} printable characters"
+            f"--admin-token-file {path}: a token is one line of {MIN_TOKEN_CHARS} to "
+            f"{MAX_TOKEN_CHARS} printable characters"
         )
     return token
 

@@ -1,4 +1,4 @@
-"""Which service may call what. A method that is not listed is open to nobody."""
+"""Which service may call which method. A method that is not listed is closed to all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from weft.engine.errors import PermissionDenied
 _log = logging.getLogger(__name__)
 
 ANYONE = "*"
-"""Also callers without a certificate, where the server takes them."""
+"""Any caller, also without a certificate where the server accepts that."""
 SERVICES = ("gateway", "prefill", "decode", "kvstore", "rest", "cli", "client")
-"""All identities. `cli` is operators' command line and `weft up`; `client` clients' programs."""
+"""All identities. `cli` is the operators' command line and `weft up`; `client` are clients'
+programs.
+"""
 _ALL = frozenset(SERVICES)
 _FRONT = frozenset({"rest", "cli", "client", ANYONE})
 _FILLED = frozenset({"decode", "prefill"})
@@ -83,7 +85,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/grpc.health.v1.Health/Watch": _ALL,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": OPERATORS | {"client"},
 }
-"""Services that may call a method, by its full path."""
+"""Services that may call each method, by its full path."""
 
 _LOG_EVERY_S = 1.0
 
@@ -97,7 +99,7 @@ def may_call(services: frozenset[str], method: str) -> bool:
 
 
 class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call through if `CALLERS` lists a service that the caller's certificate names.
+    """Accepts a call if `CALLERS` lists a service that the caller's certificate names.
 
     Args:
         among: Nobody else gets in, whatever is listed; None: no such bound.
@@ -110,7 +112,7 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Wraps the method's handler: who calls is known only there."""
+        """Wraps the method's handler, in which alone the caller is known."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:  # no such method

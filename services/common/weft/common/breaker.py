@@ -1,4 +1,4 @@
-"""A circuit breaker: a worker that fails again and again gets no requests for a while."""
+"""A circuit breaker: a worker that fails repeatedly gets no requests for a while."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import random
 from enum import Enum
 
 _BURST_S = 0.1
-"""Failures that come together have one cause: they count once."""
+"""Seconds within which failures count as one, since they have one cause."""
 
 
 class BreakerState(Enum):
-    """Where a breaker is."""
+    """State of a circuit breaker."""
 
     CLOSED = "closed"
-    """Requests pass."""
+    """All requests pass."""
     OPEN = "open"
-    """None does."""
+    """No request passes."""
     HALF_OPEN = "half_open"
-    """One at a time does, to see whether the worker is well again."""
+    """One request at a time passes, to probe whether the worker has recovered."""
 
 
 class Breaker:
-    """Counts what became of the requests that one worker was given.
+    """Tracks the outcomes of the requests sent to one worker.
 
     CLOSED -> OPEN after `max_failures` failures without a success between them. OPEN -> HALF_OPEN
     after `open_s`, which doubles from opening to opening up to `max_open_s`, with jitter, so that
@@ -34,29 +34,29 @@ class Breaker:
     def __init__(
         self, max_failures: int = 5, open_s: float = 1.0, max_open_s: float = 30.0
     ) -> None:
-        """A closed breaker; `max_failures` of 0 never opens."""
+        """Creates a closed breaker; with `max_failures` of 0 it never opens."""
         self._max_failures = max_failures
         self._first_open_s = open_s
         self._max_open_s = max_open_s
         self._open_s = open_s
         self._open_until: float | None = None
-        """None: closed."""
+        """Time until which the breaker is open; None: closed."""
         self._is_probing = False
         self._last_failure = ""
         self._last_failure_at = float("-inf")
         self.num_failures = 0
-        """Since the last success."""
+        """Failures since the last success."""
         self.num_openings = 0
-        """Since start."""
+        """Number of openings since start."""
 
     def state(self, now: float) -> BreakerState:
-        """Where it is at a time."""
+        """State at the given time."""
         if self._open_until is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
 
     def problem(self, now: float) -> str:
-        """Why no request may pass now; empty when one may."""
+        """Why no request may pass at the given time; empty if one may."""
         if self._open_until is None:
             return ""
         if now < self._open_until:
@@ -67,18 +67,18 @@ class Breaker:
         return "is being tried with one request after failures" if self._is_probing else ""
 
     def begin(self) -> None:
-        """A request is sent to the worker."""
+        """Notes that a request is sent to the worker."""
         self._is_probing = self._open_until is not None
 
     def succeeded(self) -> None:
-        """The worker did something for a request."""
+        """Notes that the worker has done something for a request."""
         self.num_failures = 0
         self._open_until = None
         self._open_s = self._first_open_s
         self._is_probing = False
 
     def failed(self, now: float, why: str) -> None:
-        """A request, or the connection, broke by the worker's fault; `why` is for operators."""
+        """Notes a failure of a request or connection through the worker; `why` is for operators."""
         state = self.state(now)
         self._is_probing = False
         is_burst = now - self._last_failure_at < _BURST_S
@@ -92,5 +92,5 @@ class Breaker:
             self._open_s = min(self._max_open_s, 2 * self._open_s)
 
     def abandoned(self) -> None:
-        """A request ended in a way that tells nothing of the worker, such as by its client."""
+        """Notes that a request ended without evidence about the worker, such as by its client."""
         self._is_probing = False

@@ -1,4 +1,4 @@
-"""The one place where gRPC channels to Weft's services are made."""
+"""Creates all gRPC channels to Weft's services."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 def open_channel(
     address: str, service: str, identity: Identity | None, options: Options = CHANNEL_OPTIONS
 ) -> grpc.aio.Channel:
-    """A channel to a service.
+    """Opens a channel to a service.
 
     Args:
         address: host:port.
         service: Which service must answer there, such as "decode"; checked with TLS.
-        identity: Of this process; None: no TLS.
-        options: Of gRPC.
+        identity: Identity of this process; None: no TLS.
+        options: Options of gRPC.
     """
     if identity is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -46,7 +46,7 @@ def open_channel(
 def open_blocking_channel(
     address: str, service: str, identity: Identity | None, options: Options = CHANNEL_OPTIONS
 ) -> grpc.Channel:
-    """As `open_channel`, without an event loop, for programs that end soon."""
+    """Like `open_channel`, without an event loop, for short-lived programs."""
     if identity is None:
         return grpc.insecure_channel(address, options=options)
     credentials = _credentials(identity.current())
@@ -58,12 +58,14 @@ def _credentials(material: Material) -> grpc.ChannelCredentials:
 
 
 def _named(options: Options, service: str) -> Options:
-    """Addresses change and are often bare IP addresses: the peer is checked by its service."""
+    """Checks the peer by its service's name, since addresses change and are often bare IP
+    addresses.
+    """
     return (*options, ("grpc.ssl_target_name_override", service_name(service)))
 
 
 class RotatingChannel(grpc.aio.Channel):
-    """A channel whose new calls use the certificate that is current.
+    """A channel whose new calls use the current certificate.
 
     gRPC fixes a channel's certificate when it is made. So a change of the files makes a new inner
     channel, with a connection of its own, for the calls that begin from then on; the old one is
@@ -84,7 +86,7 @@ class RotatingChannel(grpc.aio.Channel):
         return grpc.aio.secure_channel(self._address, credentials, options=self._options)
 
     def current(self) -> grpc.aio.Channel:
-        """The inner channel for what begins now."""
+        """The inner channel for new calls."""
         material = self._identity.current()
         if material is not self._material:
             old = self._inner

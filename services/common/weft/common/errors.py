@@ -1,4 +1,4 @@
-"""The one place where failures become gRPC statuses and back."""
+"""Conversion of errors to gRPC statuses and back."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from weft.engine.errors import (
 from weft.v1 import common_pb2
 
 DOMAIN = "weft.dev"
-"""ErrorInfo.domain of every failure made here."""
+"""ErrorInfo.domain of all errors created here."""
 _DETAILS_KEY = "grpc-status-details-bin"
 _MAX_MESSAGE_BYTES = 1024
-"""Of UTF-8. gRPC sends a status's message percent-encoded and once more in the details, and calls
-whose metadata has over 8 KiB may lose it, their type with it."""
+"""Longest message, in bytes of UTF-8. gRPC sends a status's message percent-encoded and once more
+in the details; calls with over 8 KiB of metadata may lose it, and with it their error type.
+"""
 _MAX_PARAM_BYTES = 256
 _BY_CODE: dict[grpc.StatusCode, type[WeftError]] = {
     grpc.StatusCode.UNAVAILABLE: PeerUnavailable,
@@ -130,7 +131,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> WeftError:
 
 
 def is_typed(error: grpc.aio.AioRpcError) -> bool:
-    """A service of Weft made the failure; otherwise the transport did."""
+    """Whether a Weft service reported the failure, rather than the transport."""
     return any(key == _DETAILS_KEY for key, _ in error.trailing_metadata() or ())
 
 
@@ -162,7 +163,7 @@ def _from_status(data: bytes) -> WeftError | None:
 
 
 def cut(text: str, max_bytes: int) -> str:
-    """The text's beginning, with whole characters."""
+    """Truncates a text at a whole character."""
     data = text.encode("utf-8", "replace")
     if len(data) <= max_bytes:
         return data.decode()

@@ -1,4 +1,4 @@
-"""Faults at the edge: protobuf to plain values and back, and what a worker's two processes say."""
+"""Conversion of faults between protobuf and plain values, and lists over a worker's processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KIND_NAMES = {number: name for name, number in KIND_NUMBERS.items()}
 
 
 def spec_from_proto(message: admin_pb2.Fault) -> FaultSpec:
-    """A fault from the wire; `FaultBoard` checks the rest.
+    """Converts a fault from the wire; `FaultBoard` checks the rest.
 
     Raises:
         InvalidRequest: Its kind is missing or unknown here.
@@ -41,7 +41,7 @@ def spec_from_proto(message: admin_pb2.Fault) -> FaultSpec:
 
 
 def spec_to_proto(spec: FaultSpec) -> admin_pb2.Fault:
-    """A fault for the wire."""
+    """Converts a fault for the wire."""
     return admin_pb2.Fault(
         point=spec.point,
         kind=KIND_NUMBERS[spec.kind],
@@ -54,7 +54,7 @@ def spec_to_proto(spec: FaultSpec) -> admin_pb2.Fault:
 
 
 def faults_to_proto(*processes: Sequence[FaultState]) -> admin_pb2.ListFaultsResponse:
-    """What the processes of one service have armed, in the same order each, as one list."""
+    """The faults armed in the processes of one service, each in the same order, as one list."""
     response = admin_pb2.ListFaultsResponse()
     # Each process has every fault; only the one whose code has the point passes it.
     for states in zip(*(states for states in processes if states), strict=False):

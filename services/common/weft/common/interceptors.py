@@ -1,4 +1,4 @@
-"""The server side of every RPC: typed failures, nothing leaked, bad messages refused."""
+"""The server side of every RPC: typed errors without internal details; refusal of bad messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what handlers raise into statuses.
+    """Converts exceptions of handlers to statuses.
 
     `WeftError` keeps its code and details. A request that is not a valid message (bad wire format,
     invalid UTF-8 in a string) is INVALID_ARGUMENT. Anything else is logged once with its traceback
@@ -111,7 +111,7 @@ async def _fail(
     *,
     parses_itself: bool,
 ) -> None:
-    """Ends a call that raised; `parses_itself`: gRPC parses its messages as the handler reads."""
+    """Ends a call that raised; `parses_itself`: gRPC parses messages while the handler reads."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if parses_itself and isinstance(error, DecodeError):
@@ -121,4 +121,4 @@ async def _fail(
     if isinstance(error, grpc.aio.BaseError) and context.done():
         return  # the client is gone and the stream with it; nobody is left to answer
     _log.error("unexpected failure in %s", method, exc_info=error)
-    await abort(context, Internal("an unexpected fault; the service's log has the details"))
+    await abort(context, Internal("an internal error; the service's log has the details"))

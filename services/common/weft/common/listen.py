@@ -10,7 +10,7 @@ from weft.engine.errors import ConfigError
 
 
 def bracket(host: str) -> str:
-    """A host as it stands before `:port`."""
+    """A host in the form that precedes `:port`."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -21,7 +21,7 @@ def add_port(
     flags: tuple[str, str],
     credentials: grpc.ServerCredentials | None = None,
 ) -> str:
-    """Binds a port of a server that is not started yet.
+    """Binds a port on a server that has not been started.
 
     Args:
         server: Gets the port.
@@ -51,7 +51,7 @@ def add_port(
 
 
 def keep_nixl_on_loopback(host: str) -> None:
-    """Makes NIXL listen on loopback alone in a service that does; call it before NIXL starts.
+    """Makes NIXL listen on loopback only, in a service that does; call it before NIXL starts.
 
     UCX, below NIXL, opens ports on every network device by default, and they know no passwords.
     What the environment says already stays.

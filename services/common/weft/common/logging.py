@@ -12,10 +12,10 @@ from typing import TextIO
 from weft.common.settings import LogFormat, LogLevel
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request that the current task works for; added to every record."""
+"""Id of the current task's request; added to every log record."""
 
 trace_id: ContextVar[str] = ContextVar("trace_id", default="")
-"""Trace of that request, 32 hex digits; likewise."""
+"""Trace id of that request, 32 hex digits; added as well."""
 
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -43,7 +43,9 @@ def configure_logging(
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, request and trace id, and extras."""
+    """Formats records as JSON, one object per line: time, level, logger, message, request and trace
+    id, and extras.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 INSTALL = "pip install 'weft[otlp]'"
 CLOSE_TIMEOUT_S = 2.0
-"""What is not exported by then is lost."""
+"""Seconds allowed for exporting at the end; the rest is lost."""
 _REPEAT_LOG_S = 60.0
 
 
@@ -33,8 +33,8 @@ class OtlpExport:
 
     Args:
         tracer: Whose spans.
-        endpoint: Of the collector; empty = as the standard variables say.
-        version: Of this program.
+        endpoint: Endpoint of the collector; empty: from the standard environment variables.
+        version: Version of this program.
 
     Raises:
         ConfigError: The exporter's package is missing, or the endpoint cannot be used.
@@ -55,7 +55,7 @@ class OtlpExport:
         self._processor.on_end(self._convert(span))
 
     def close(self) -> None:
-        """Sends what is left, for `CLOSE_TIMEOUT_S` at most. Blocks so long."""
+        """Sends the remaining spans; blocks for at most `CLOSE_TIMEOUT_S`."""
         self._tracer.export = None
         # The processor's own shutdown waits up to 30 s for a collector that does not answer.
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
@@ -64,7 +64,7 @@ class OtlpExport:
 
 
 def wanted_endpoint(setting: str, environ: Mapping[str, str] | None = None) -> str:
-    """Where spans are exported to; empty = nowhere."""
+    """Endpoint to which spans are exported; empty: none."""
     variables = os.environ if environ is None else environ
     return setting or next(
         (variables[name] for name in ENDPOINT_VARIABLES if variables.get(name)), ""
@@ -97,7 +97,7 @@ def _missing(package: str) -> ConfigError:
 
 
 def _converter(tracer: Tracer, version: str) -> Callable[[Span], ReadableSpan]:
-    """A function from our spans to the SDK's."""
+    """Builds a function that converts spans to the SDK's."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -148,7 +148,7 @@ class _RareRepeats(logging.Filter):
         self._next_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """True for what is to be logged."""
+        """Whether a record is to be logged."""
         now = time.monotonic()
         if now < self._next_at.get(str(record.msg), 0.0):
             return False

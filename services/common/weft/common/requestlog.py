@@ -1,4 +1,4 @@
-"""The log of requests: one JSON line a prompt, written when it has ended, read for replays.
+"""The request log: one JSON line per prompt, written when it has ended, and read for replays.
 
 What a prompt or an answer says is in it only where that was asked for.
 """
@@ -20,7 +20,7 @@ from weft.engine.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096
-"""Lines that wait to be written; more are dropped and counted."""
+"""Most lines waiting to be written; more are dropped and counted."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -28,29 +28,29 @@ class LoggedSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One answer to a prompt."""
 
     finish_reason: str = ""
-    """stop, length or cancelled; empty = it had not ended."""
+    """Reason: stop, length or cancelled; empty: it had not ended."""
     num_tokens: int = 0
     ids: list[int] | None = None
     text: str | None = None
 
 
 class LoggedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One prompt and what became of it."""
+    """One prompt and its outcome."""
 
     time: float
     """Unix time of its arrival."""
     request_id: str
-    """As the client got it; with several prompts `-0`, `-1`, ... follow."""
+    """Request id as returned to the client; with several prompts followed by `-0`, `-1`, ..."""
     client_request_id: str = ""
-    """As the client or the REST edge called it (`X-Request-Id`); empty = it did not."""
+    """Name given by the client or the REST edge (`X-Request-Id`); empty: none."""
     trace_id: str = ""
     model: str = ""
     adapter: str = ""
-    """Name of the LoRA adapter that was asked for; empty = none."""
+    """Name of the requested LoRA adapter; empty: none."""
     sampling: dict[str, Any] = {}
     """weft.v1.SamplingParams as protobuf's JSON, with the seed that was used."""
     stop: dict[str, Any] = {}
-    """weft.v1.StopCriteria likewise."""
+    """weft.v1.StopCriteria as protobuf's JSON."""
     top_logprobs: int | None = None
     num_prompt_tokens: int = 0
     prompt_ids: list[int] | None = None
@@ -66,12 +66,12 @@ _decoder = msgspec.json.Decoder(LoggedPrompt)
 
 
 def to_line(prompt: LoggedPrompt) -> str:
-    """A prompt as a line of the log, without its end."""
+    """Formats a prompt as a line of the log, without line break."""
     return _encoder.encode(prompt).decode()
 
 
 def read_log(file: TextIO) -> Iterator[LoggedPrompt]:
-    """The prompts of a log.
+    """Reads the prompts of a log.
 
     Raises:
         ConfigError: A line is not of such a log; says which.
@@ -89,8 +89,8 @@ class RequestLog:
     """Writes prompts to a file that rotates, in a thread of its own; callers never wait.
 
     Args:
-        path: Of the newest file; older ones have `.1`, `.2`, ... behind it.
-        max_bytes: Of each file.
+        path: Path of the newest file; older ones have `.1`, `.2`, ... behind it.
+        max_bytes: Most bytes of each file.
         num_files: Kept, the newest included.
         finish: Called in the writing thread before a prompt is written, to add what takes time.
 
@@ -157,9 +157,9 @@ class _PrivateFile(RotatingFileHandler):
         return open(self.baseFilename, "a", encoding="utf-8", opener=opener)
 
     def write_line(self, line: str) -> None:
-        """Writes one line; begins a new file where it does not fit any more."""
+        """Writes one line; starts a new file if it does not fit."""
         self.emit(logging.makeLogRecord({"msg": line}))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk is the caller's to hear of."""
+        """Passes errors such as a full disk on to the caller."""
         raise

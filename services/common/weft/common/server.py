@@ -32,13 +32,13 @@ from weft.v1 import trace_pb2_grpc
 _log = logging.getLogger(__name__)
 
 LIVENESS = "liveness"
-"""Name under which grpc.health.v1 tells whether the service still turns, ready or not."""
+"""Name under which grpc.health.v1 reports liveness, whether or not the service is ready."""
 QUARANTINE_STATUS = 3
-"""Exit status of a service that ends since quarantine has taken too many of its pages."""
+"""Exit status of a service that ends because too many of its pages are quarantined."""
 
 
 class ServiceServer:
-    """One grpc.aio server with what every Weft service has around it.
+    """A grpc.aio server with everything that all Weft services need around it.
 
     Use: construct on a running loop, add servicers to `grpc`, `await start(...)`, then
     `await run_until_signal(...)`, or `await stop(...)` in tests.
@@ -56,7 +56,7 @@ class ServiceServer:
         requires_client: bool = True,
         options: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """Makes the server; nothing listens yet.
+        """Creates the server; nothing listens yet.
 
         Args:
             settings: Addresses, limits and grace.
@@ -92,11 +92,11 @@ class ServiceServer:
         self._stop_wanted = asyncio.Event()
         self._is_stopping = False
         self.address = ""
-        """host:port of the gRPC service, once started."""
+        """Address host:port of the gRPC service, once started."""
         self.metrics_address = ""
-        """host:port of the Prometheus endpoint, once started; empty when off."""
+        """Address host:port of the Prometheus endpoint, once started; empty if disabled."""
         self.health_address = ""
-        """host:port of the port for probes, once started; empty when off."""
+        """Address host:port of the port for probes, once started; empty if disabled."""
         authorize = () if self._identity is None else (AuthorizeInterceptor(),)
         self.grpc = grpc.aio.server(
             interceptors=(*authorize, *interceptors, ErrorInterceptor()),
@@ -110,10 +110,10 @@ class ServiceServer:
                 *options,
             ),
         )
-        """Add servicers here before `start`."""
+        """The gRPC server; add servicers before `start`."""
 
     async def start(self, service_names: Sequence[str]) -> None:
-        """Binds the ports and answers; health says NOT_SERVING until `set_serving(True)`.
+        """Binds the ports and starts serving; health reports NOT_SERVING until `set_serving(True)`.
 
         Args:
             service_names: Full names of the services added, for health and reflection.
@@ -182,16 +182,18 @@ class ServiceServer:
 
     @property
     def admin_grpc(self) -> grpc.aio.Server | None:
-        """Add what else is for operators before `start`; None without such a port."""
+        """The operators' gRPC server, to which services can be added before `start`; None without
+        such a port.
+        """
         return None if self._admin is None else self._admin.grpc
 
     @property
     def admin_address(self) -> str:
-        """host:port of the operators' service, once started; empty when off."""
+        """Address host:port of the operators' service, once started; empty if disabled."""
         return "" if self._admin is None else self._admin.address
 
     async def set_serving(self, serving: bool, but: Collection[str] = ()) -> None:
-        """Sets what grpc.health.v1 answers. From `stop` on that stays NOT_SERVING.
+        """Sets the state that grpc.health.v1 reports. From `stop` on it stays NOT_SERVING.
 
         Args:
             serving: Whether it is SERVING.
@@ -204,7 +206,9 @@ class ServiceServer:
                 await self._health.set(name, _state(serving))
 
     async def set_alive(self, alive: bool) -> None:
-        """Sets what grpc.health.v1 answers for `LIVENESS`; no answer at all says no as well."""
+        """Sets the state that grpc.health.v1 reports for `LIVENESS`; no answer means not alive,
+        too.
+        """
         await self._health.set(LIVENESS, _state(alive))
 
     def write_ready_file(self, **extra: object) -> None:
@@ -225,11 +229,11 @@ class ServiceServer:
         temporary.replace(path)
 
     def request_stop(self) -> None:
-        """Ends `run_until_signal` as a first signal does."""
+        """Ends `run_until_signal` as a signal would."""
         self._stop_wanted.set()
 
     async def run_until_signal(self, drain: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serves until SIGTERM or SIGINT, then drains and stops; a second signal cuts it short.
+        """Serves until SIGTERM or SIGINT, then drains and stops; a second signal stops at once.
 
         Args:
             drain: Lets running work finish; it gets `drain_grace_s` at most.
@@ -268,7 +272,7 @@ class ServiceServer:
                 loop.remove_signal_handler(number)
 
     async def stop(self, drain: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Refuses new work, lets `drain` finish within the grace, ends what is left.
+        """Refuses new work, lets `drain` finish within the grace period, then ends what is left.
 
         Raises:
             Exception: What `drain` raised, once everything has ended.
@@ -282,14 +286,14 @@ class ServiceServer:
             try:
                 await asyncio.wait_for(drain(), grace)
             except TimeoutError:
-                _log.warning("requests were still running when the grace ended")
+                _log.warning("requests were still running when the grace period ended")
             except Exception:
                 await self._close(deadline)
                 raise
         await self._close(deadline)
 
     async def _close(self, deadline: float) -> None:
-        """Ends the ports, and exports what is left of the spans."""
+        """Closes the ports and exports the remaining spans."""
         now = asyncio.get_running_loop().time()
         await self.grpc.stop(max(0.0, min(1.0, deadline - now)))
         if self._admin is not None:
@@ -304,7 +308,7 @@ class ServiceServer:
             self._metrics_http = None
 
     async def close_export(self) -> None:
-        """Exports what is left of the spans, for a bounded time."""
+        """Exports the remaining spans, within a time limit."""
         export, self._export = self._export, None
         if export is not None:
             await asyncio.to_thread(export.close)
@@ -339,8 +343,9 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
 
 async def _until_terminated(main: Coroutine[Any, Any, int]) -> int:
-    """Runs `main`, which SIGTERM cancels until `run_until_signal` takes it: process 1 of a
-    container would be deaf to it, and others would end without their last words."""
+    """Runs `main`; SIGTERM cancels it until `run_until_signal` handles the signal. Otherwise
+    process 1 of a container would ignore SIGTERM, and others would end without cleanup.
+    """
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

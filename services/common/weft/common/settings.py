@@ -40,18 +40,18 @@ class Settings(BaseModel):
     )
 
     program: ClassVar[str] = "service"
-    """Name in `--help`, and in the environment prefix `WEFT_<PROGRAM>_`."""
+    """Program name in `--help`, and in the environment prefix `WEFT_<PROGRAM>_`."""
     command: ClassVar[str] = "weft serve"
-    """What comes before that name on a command line."""
+    """Command that precedes that name on a command line."""
 
     def describe(self) -> dict[str, object]:
-        """The effective values as plain JSON types, for the start-up log."""
+        """The effective values as JSON types, for the start-up log."""
         hidden = {name for name, field in type(self).model_fields.items() if not field.repr}
         return self.model_dump(mode="json", exclude=hidden)
 
 
 class ServiceSettings(Settings):
-    """What every Weft gRPC service has."""
+    """Settings of every Weft gRPC service."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any free one")
@@ -62,7 +62,10 @@ class ServiceSettings(Settings):
         None, description="JSON file written when the service is ready (addresses, pid)"
     )
     drain_grace_s: float = Field(
-        10.0, ge=0, le=3600, description="time for running requests after SIGTERM, in seconds"
+        10.0,
+        ge=0,
+        le=3600,
+        description="grace period for running requests after SIGTERM, in seconds",
     )
     max_message_bytes: int = Field(
         16 << 20, ge=1 << 16, le=1 << 30, description="largest gRPC message received, in bytes"
@@ -72,44 +75,56 @@ class ServiceSettings(Settings):
     )
     admin_host: str = Field("127.0.0.1", description="address that the operators' port listens on")
     admin_token_file: Path | None = Field(
-        None, description="file with the token that calls to the operators' port must bring"
+        None,
+        description="file with the token required by the operators' port",
     )
     tracing: bool = Field(
         True, description="keep the spans of recent requests, for `weft trace` and for export"
     )
     trace_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="share of traces begun here that are exported"
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the traces started here that are exported",
     )
     trace_buffer_spans: int = Field(
-        10_000, ge=1, le=1_000_000, description="newest spans kept for `weft trace`"
+        10_000,
+        ge=1,
+        le=1_000_000,
+        description="number of recent spans kept for `weft trace`",
     )
     otlp_endpoint: str = Field(
         "",
         max_length=1024,
         description="collector that spans are exported to, as http://HOST:4317; empty = "
-        "$OTEL_EXPORTER_OTLP_ENDPOINT, and nowhere without it",
+        "$OTEL_EXPORTER_OTLP_ENDPOINT, else no export",
     )
     enable_faults: bool = Field(
         False, description="let operators inject faults, for tests of the mesh"
     )
     tls_cert: Path | None = Field(
-        None, description="PEM certificate that names this service; with it all gRPC is mutual TLS"
+        None,
+        description="PEM certificate that names this service; enables mutual TLS for all gRPC",
     )
     tls_key: Path | None = Field(None, description="PEM key of that certificate")
     tls_ca: Path | None = Field(
         None, description="PEM certificates of the authorities whose peers are trusted"
     )
     insecure: bool = Field(
-        False, description="listen beyond loopback although nothing protects the port"
+        False,
+        description="listen beyond loopback even though the port is unprotected",
     )
     health_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="port of gRPC health alone, never with TLS, for probes that have no "
+        description="port with gRPC health only, always without TLS, for probes that have no "
         "certificate; 0 = any free one, none = off",
     )
-    log_level: LogLevel = Field("info", description="least level that is logged")
+    log_level: LogLevel = Field(
+        "info",
+        description="lowest level that is logged",
+    )
     log_format: LogFormat = Field("auto", description="auto = text on a terminal, else JSON lines")
 
     @model_validator(mode="after")
@@ -134,12 +149,12 @@ class ServiceSettings(Settings):
 
     @property
     def has_tls(self) -> bool:
-        """gRPC is mutual TLS."""
+        """Whether gRPC uses mutual TLS."""
         return self.tls_cert is not None
 
     @property
     def exposure(self) -> str:
-        """What listens beyond this machine without protection, in words; empty if nothing does."""
+        """Unprotected listeners reachable from other machines, in words; empty if none."""
         if not self.has_tls and not is_loopback(self.host):
             return f"--host {self.host} is open to other machines, and there is no --tls-cert"
         if self.admin_port is not None and not self.has_tls and not is_loopback(self.admin_host):
@@ -151,7 +166,7 @@ class ServiceSettings(Settings):
 
 
 class PageSettings(ServiceSettings):
-    """What every service that holds KV pages has besides."""
+    """Settings of every service that holds KV pages."""
 
     transport: Literal["auto", "nixl", "data"] = Field(
         "auto",
@@ -161,7 +176,7 @@ class PageSettings(ServiceSettings):
 
     @property
     def page_transport(self) -> Literal["auto", "nixl", "data"]:
-        """`transport`, without NIXL on a port that anybody reaches unless it was asked for.
+        """`transport`, but without NIXL on an exposed port unless it was requested.
 
         NIXL takes over gRPC where to write and read: only TLS tells from whom.
         """
@@ -174,7 +189,7 @@ class PageSettings(ServiceSettings):
         return not self.has_tls and not is_loopback(self.host)
 
     def tell_of_pages(self, has_nixl: bool) -> None:
-        """Says at the start what protects pages on their way.
+        """Logs at the start how pages in transit are protected.
 
         Args:
             has_nixl: It is used.
@@ -195,7 +210,7 @@ class PageSettings(ServiceSettings):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener on `host`."""
+    """Whether a listener on `host` is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -208,7 +223,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> S:
-    """Reads settings from all sources and checks them as a whole.
+    """Reads settings from all sources and validates them as a whole.
 
     Args:
         cls: The settings class.
@@ -255,7 +270,7 @@ def _flag(name: str) -> str:
 
 
 def _parse_flags(cls: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
-    """Flags given on the command line, by field name; values still unchecked."""
+    """Flags of the command line by field name; values are not yet validated."""
     parser = argparse.ArgumentParser(
         prog=f"{cls.command} {cls.program}",
         description=(cls.__doc__ or "").split("\n\n")[0],
@@ -291,7 +306,7 @@ def _parse_flags(cls: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _join_flags(cls: type[Settings], argv: Sequence[str]) -> list[str]:
-    """`--x-args=TEXT` for `--x-args TEXT`: argparse takes a TEXT like `--one` for a flag."""
+    """Joins `--x-args TEXT` to `--x-args=TEXT`: argparse takes a TEXT like `--one` for a flag."""
     takers = {_flag(name) for name in cls.model_fields if name.endswith("_args")}
     joined: list[str] = []
     rest = iter(argv)
@@ -353,7 +368,7 @@ def _plain_type(field: FieldInfo) -> object:
 
 
 def _parse_text(field: FieldInfo, text: str) -> Any:
-    """Turns the text of a flag or variable into what pydantic can check."""
+    """Converts the text of a flag or variable to a form that pydantic can validate."""
     plain = _plain_type(field)
     if plain is not field.annotation and text.lower() == "none":
         return None
@@ -364,7 +379,7 @@ def _parse_text(field: FieldInfo, text: str) -> Any:
 
 
 def list_text(items: Iterable[str]) -> str:
-    """Items as a list's flag or variable has them."""
+    """Formats items as a list's flag or variable."""
     return ",".join(item.replace(",", "\\,") for item in items)
 
 
@@ -398,7 +413,9 @@ def _nearest(cls: type[Settings], name: str) -> str:
 
 
 def _explain(cls: type[Settings], error: ValidationError, origin: dict[str, str]) -> list[str]:
-    """One line a problem: where the value came from, the value, what is wrong, what to give."""
+    """Explains an error, one line per problem: where the value came from, the value, what is wrong,
+    what to give instead.
+    """
     lines: list[str] = []
     for item in error.errors(include_url=False):
         name = str(item["loc"][0]) if item["loc"] else ""

@@ -1,4 +1,4 @@
-"""Spans as plain values: what a service did for a request, and for how long.
+"""Spans as plain values: a service's work for a request, with its duration.
 
 They are recorded once they have ended, from times that were taken anyway. Their ids and the
 `traceparent` that carries them follow W3C Trace Context, so that any collector can join them.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 REQUEST_ID_KEY = "x-weft-request-id"
-"""Metadata of calls between services, beside `traceparent`."""
+"""Metadata key of the request id in calls between services, beside `traceparent`."""
 
 SpanKind = Literal["internal", "server", "client"]
 Attribute = str | bool | int | float
@@ -27,14 +27,14 @@ _ids = random.Random(_new_bits(256))
 
 
 class SpanContext(NamedTuple):
-    """What a span's children need of it, on this machine or another."""
+    """The part of a span that its children need, on this machine or another."""
 
     trace_id: int
-    """128 bits, not 0."""
+    """Trace id, 128 bits, not 0."""
     span_id: int
-    """64 bits, not 0."""
+    """Span id, 64 bits, not 0."""
     is_sampled: bool
-    """It is exported, where spans are exported."""
+    """Whether it is exported, where spans are exported."""
 
     @property
     def traceparent(self) -> str:
@@ -47,17 +47,17 @@ class SpanContext(NamedTuple):
 
 
 def new_span_id() -> int:
-    """64 random bits, not all 0."""
+    """Generates 64 random bits that are not all 0."""
     return _ids.getrandbits(64) or 1
 
 
 def new_trace(is_sampled: bool) -> SpanContext:
-    """The context of a root span."""
+    """Creates the context of a root span."""
     return SpanContext(_ids.getrandbits(128) or 1, new_span_id(), is_sampled)
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
-    """The context in a W3C traceparent; None where there is none or it is not valid."""
+    """Parses a W3C traceparent; None if absent or invalid."""
     match = _TRACEPARENT.fullmatch(text)
     if match is None:
         return None
@@ -69,7 +69,7 @@ def parse_traceparent(text: str) -> SpanContext | None:
 
 
 def lease_span_id(lease_id: bytes) -> int:
-    """The id of the span of a fill: its lease's first half.
+    """Span id of a fill: the first half of its lease id.
 
     Owner and engine tell of the fill at different times, without a word about spans between them.
     """
@@ -78,23 +78,23 @@ def lease_span_id(lease_id: bytes) -> int:
 
 @dataclass(slots=True)
 class Span:
-    """Something that has ended. Times are seconds on this host's monotonic clock."""
+    """A finished operation. Times are seconds on this host's monotonic clock."""
 
     name: str
     context: SpanContext
     parent_id: int
-    """0 = none."""
+    """Span id of the parent; 0: none."""
     start_s: float
     end_s: float
     request_id: str = ""
     kind: SpanKind = "internal"
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
     error: str = ""
-    """Why it failed; empty when it did not."""
+    """Why it failed; empty if it did not."""
 
 
 class Tracer:
-    """Keeps the spans that one service made lately, and passes sampled ones on.
+    """Keeps the recent spans of one service, and passes sampled ones on.
 
     It belongs to one thread. Recording a span costs about a microsecond.
 
@@ -120,12 +120,12 @@ class Tracer:
         self.instance = instance
         self.is_on = is_on
         self.export: Callable[[Span], None] | None = None
-        """Gets every sampled span; must not block."""
+        """Receives every sampled span; must not block."""
         self._sample_ratio = sample_ratio
         self._spans: deque[Span] = deque(maxlen=max_spans)
 
     def begin(self, traceparent: str) -> tuple[SpanContext, int]:
-        """The context of a span that serves a call.
+        """Creates the context of a span that serves a call.
 
         Args:
             traceparent: The caller's, or whatever came in its place.
@@ -139,7 +139,7 @@ class Tracer:
         return caller.child(), caller.span_id
 
     def record(self, span: Span) -> None:
-        """Keeps a span that has ended."""
+        """Records a span that has ended."""
         if not self.is_on:
             return
         self._spans.append(span)
@@ -164,5 +164,5 @@ class Tracer:
 
 
 def wall_offset_s() -> float:
-    """What to add to a time of the monotonic clock to get Unix time, now."""
+    """Current offset from the monotonic clock to Unix time, seconds."""
     return time.time() - time.monotonic()

@@ -1,4 +1,4 @@
-"""What every service does with streams of requests."""
+"""Helpers for streams of requests, shared by all services."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import grpc
 from weft.engine.errors import DeadlineExceeded
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
-"""A caller that opens a stream has its first message at hand."""
+"""Seconds to wait for the first message of a stream, which callers send at once."""
 WRITE_AFTER_END = (grpc.aio.UsageError, asyncio.InvalidStateError)
-"""What gRPC raises for a write when the stream has just ended."""
+"""Errors that gRPC raises for a write to a stream that has just ended."""
 T = TypeVar("T")
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Runs coroutines until the first ends or fails, ends the others, and raises its failure."""
+    """Runs coroutines until the first ends or fails, cancels the others, and raises its error."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -26,14 +26,16 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
 
 
 def start_logged(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Starts a background task; a failure is logged when it happens, whoever awaits it or not."""
+    """Starts a background task; a failure is logged when it happens, even if nobody awaits the
+    task.
+    """
     task = asyncio.create_task(work)
     task.add_done_callback(log_failure)
     return task
 
 
 def has_returned(task: asyncio.Task[Any]) -> bool:
-    """A task has come to its end: it does not run, was not cancelled and did not fail."""
+    """Whether a task has returned: it is not running, was not cancelled and did not fail."""
     return task.done() and not task.cancelled() and task.exception() is None
 
 

@@ -1,4 +1,4 @@
-"""Who a service is: its certificate, its key, and the authorities that it trusts.
+"""Identity of a service: its certificate, its key, and the authorities that it trusts.
 
 A certificate names services by DNS names below `weft.internal`, such as `decode.weft.internal`.
 Both ends of a connection are checked: a caller expects the name of the service that it calls, not
@@ -27,7 +27,7 @@ from weft.engine.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 DOMAIN = "weft.internal"
-"""Services are `SERVICE.weft.internal` in certificates."""
+"""Domain of services in certificates, `SERVICE.weft.internal`."""
 _LOOK_EVERY_S = 1.0
 _WARN_BEFORE = datetime.timedelta(days=7)
 
@@ -45,10 +45,10 @@ def services_of(dns_names: Sequence[str]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Where the PEM files of one identity are."""
+    """Paths of the PEM files of one identity."""
 
     cert: Path
-    """Certificate, with the intermediate ones behind it if there are any."""
+    """Certificate, followed by intermediate ones if any."""
     key: Path
     ca: Path
     """Certificates of the authorities whose peers are trusted."""
@@ -56,18 +56,18 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """What the files held at one moment, checked to fit together."""
+    """Content of the files at one moment, checked to fit together."""
 
     cert: bytes
     key: bytes
     ca: bytes
     services: frozenset[str]
-    """That the certificate names."""
+    """Services that the certificate names."""
     expires: datetime.datetime
 
 
 class Identity:
-    """The certificate of this process, re-read when its files change. Safe to use from any thread.
+    """The certificate of this process, re-read when its files change. Thread-safe.
 
     New connections use what was read last; open ones go on. Files that do not fit together (a
     rotation that is half done) are left alone until they do.
@@ -77,7 +77,7 @@ class Identity:
         """Reads the files.
 
         Args:
-            files: Of this identity.
+            files: Files of this identity.
             service: That the certificate must name; None: any.
 
         Raises:
@@ -92,7 +92,7 @@ class Identity:
         self._note()
 
     def current(self) -> Material:
-        """What the files hold, seen at most a second late."""
+        """The current content of the files, at most a second old."""
         with self._lock:
             now = time.monotonic()
             if now >= self._next_look_s:
@@ -101,7 +101,7 @@ class Identity:
             return self._material
 
     def server_credentials(self, requires_client: bool) -> grpc.ServerCredentials:
-        """Credentials of a server; every handshake uses what is current then.
+        """Credentials of a server; every handshake uses the current certificate.
 
         Args:
             requires_client: Callers without a trusted certificate are refused. If not, callers'
@@ -119,7 +119,7 @@ class Identity:
         )
 
     def client_context(self) -> ssl.SSLContext:
-        """For HTTPS to services of the mesh; host names are checked."""
+        """TLS context for HTTPS to services of the mesh; host names are checked."""
         return ssl.create_default_context(cadata=self.current().ca.decode("ascii"))
 
     def _reread(self) -> None:
@@ -136,7 +136,7 @@ class Identity:
         self._note()
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:
-        """What changes when a file is written or replaced, also by way of a link."""
+        """A value that changes when a file is written or replaced, also through a link."""
         found = []
         for path in (self._files.cert, self._files.key, self._files.ca):
             try:
@@ -158,7 +158,7 @@ class Identity:
 
 
 def load_identity(settings: ServiceSettings) -> Identity | None:
-    """The identity that a service's settings give it; None: it runs without TLS.
+    """Loads the identity given by a service's settings; None: it runs without TLS.
 
     Raises:
         ConfigError: The files cannot be used, or name another service.
@@ -193,7 +193,9 @@ def read_material(files: TlsFiles, service: str | None) -> Material:
     if public != leaf.public_key():
         raise ConfigError(f"--tls-key {files.key} is not the key of --tls-cert {files.cert}")
     if not any(_signed(child, a) for child in (leaf, *chain) for a in authorities):
-        raise ConfigError(f"--tls-cert {files.cert} is not of an authority in --tls-ca {files.ca}")
+        raise ConfigError(
+            f"--tls-cert {files.cert} was not issued by an authority in --tls-ca {files.ca}"
+        )
     expires = leaf.not_valid_after_utc
     if expires <= datetime.datetime.now(datetime.UTC):
         moment = expires.isoformat(timespec="seconds")

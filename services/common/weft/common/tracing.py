@@ -17,18 +17,18 @@ from weft.v1 import trace_pb2, trace_pb2_grpc
 _log = logging.getLogger(__name__)
 
 SERVICE_NAME = "weft.v1.TraceService"
-DEFAULT_SPANS, MOST_SPANS = 1000, 10_000
-MOST_ID_BYTES = 128
+DEFAULT_SPANS, MAX_SPANS = 1000, 10_000
+MAX_ID_BYTES = 128
 
 FanOut = Callable[[trace_pb2.ListSpansRequest], Awaitable[trace_pb2.ListSpansResponse]]
-"""Asks the services behind this one."""
+"""Collects spans from the services behind this one."""
 
 
 def make_tracer(settings: ServiceSettings, instance: str) -> Tracer:
-    """The tracer that a service's settings ask for; it exports nothing yet.
+    """Creates the tracer that a service's settings ask for; it exports nothing yet.
 
     Args:
-        settings: Of the service.
+        settings: Settings of the service.
         instance: Stable id of the service.
     """
     return Tracer(
@@ -41,7 +41,7 @@ def make_tracer(settings: ServiceSettings, instance: str) -> Tracer:
 
 
 def start_export(tracer: Tracer, settings: ServiceSettings) -> OtlpExport | None:
-    """Exports spans if an endpoint is set; says so, and what is missing for it.
+    """Starts exporting spans if an endpoint is set; logs this, or what is missing for it.
 
     Raises:
         ConfigError: The flag asks for what cannot be done. Where only the environment does, the
@@ -65,7 +65,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
     """Implements weft.v1.TraceService over a tracer.
 
     Args:
-        tracer: Of this service.
+        tracer: Tracer of this service.
         fan_out: Asks the services behind this one, if there are any.
     """
 
@@ -80,11 +80,11 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
     ) -> trace_pb2.ListSpansResponse:
         """See trace.proto."""
         limit = request.max_spans if request.HasField("max_spans") else DEFAULT_SPANS
-        if not 1 <= limit <= MOST_SPANS:
-            message = f"max_spans is {limit}; give 1 to {MOST_SPANS:,}"
+        if not 1 <= limit <= MAX_SPANS:
+            message = f"max_spans is {limit}; give 1 to {MAX_SPANS:,}"
             raise InvalidRequest(message, stage="validate", param="max_spans")
-        if not 0 < len(request.id.encode()) <= MOST_ID_BYTES:
-            message = f"give the id of a request or a trace, at most {MOST_ID_BYTES} bytes"
+        if not 0 < len(request.id.encode()) <= MAX_ID_BYTES:
+            message = f"give the id of a request or a trace, at most {MAX_ID_BYTES} bytes"
             raise InvalidRequest(message, stage="validate", param="id")
         response = trace_pb2.ListSpansResponse()
         if request.fan_out and self._fan_out is not None:
@@ -96,7 +96,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
 
 
 def span_to_proto(span: Span, tracer: Tracer) -> trace_pb2.Span:
-    """A span for the wire."""
+    """Converts a span for the wire."""
     message = trace_pb2.Span(
         trace_id=span.context.trace_id.to_bytes(16, "big"),
         span_id=span.context.span_id.to_bytes(8, "big"),

@@ -1,4 +1,4 @@
-"""`python -m weft.decode`."""
+"""Entry point of `python -m weft.decode`."""
 
 from weft.decode.main import main
 

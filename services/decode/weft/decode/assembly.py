@@ -1,4 +1,4 @@
-"""Submits that come in parts."""
+"""Assembly of Submits that arrive in several messages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from weft.engine.errors import InvalidRequest
 from weft.v1 import decode_pb2
 
 MAX_PROMPT_TOKENS = 4 << 20
-"""Of a prompt and everything that its samples have generated."""
+"""Most tokens of a prompt and everything that its samples have generated."""
 MAX_SAMPLES = 128
 
 
 class Assembly:
-    """One Submit and the tokens that have arrived for it: never more than it announced."""
+    """One Submit and the tokens received for it, never more than it announced."""
 
     def __init__(self, message: decode_pb2.Submit) -> None:
-        """Takes the first message; `is_complete` says whether parts are to follow.
+        """Takes the first message; `is_complete` tells whether parts are to follow.
 
         Raises:
             InvalidRequest: It announces too much, or brings more than it announces.
@@ -38,11 +38,11 @@ class Assembly:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is missing."""
+        """Whether nothing is missing."""
         return self._num_missing == 0
 
     def add_prompt(self, ids: Sequence[int]) -> None:
-        """The next part of the prompt.
+        """Adds the next part of the prompt.
 
         Raises:
             InvalidRequest: It is more than was announced.
@@ -50,7 +50,7 @@ class Assembly:
         self._add(ids, self.prompt, self.message.prompt_length, "prompt")
 
     def add_generated(self, sample: int, ids: Sequence[int]) -> None:
-        """The next part of what a sample has generated.
+        """Adds the next part of a sample's generated tokens.
 
         Raises:
             InvalidRequest: It is more than was announced; of a sample without an entry, anything.

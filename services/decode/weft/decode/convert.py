@@ -1,4 +1,4 @@
-"""Submits at the edge: protobuf to plain values, checked on the way in."""
+"""Conversion of submits from protobuf to plain values, validated on arrival."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_TIMEOUT_S = 86_400.0
 
 
 def submit_from_proto(assembly: Assembly, session: int) -> Submit:
-    """A submit from the wire, with everything that came in parts.
+    """Converts a submit from the wire, with everything that came in parts.
 
     Raises:
         InvalidRequest: a field is out of its range; the gateway should have said so.

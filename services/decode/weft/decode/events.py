@@ -1,4 +1,4 @@
-"""A step's results at the edge: plain values to events of a Session, none above the size bound."""
+"""Conversion of a step's results to events of a Session, none above the size limit."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from weft.common.durations import duration
 from weft.common.errors import cut, error_detail, grpc_code
 from weft.common.worker.fills import TRANSPORTS
 from weft.engine.errors import WeftError, error_class
-from weft.engine.messages import Failed, Finished, Pong, SessionBatch, Tokens
+from weft.engine.messages import Failed, Finished, Pong, SessionBatch, TokenColumns, Tokens
 from weft.engine.request import TokenLogprob
 from weft.engine.scheduler.state import FillRecord, Timeline
 from weft.v1 import common_pb2, decode_pb2
 
 MAX_EVENT_BYTES = 256 << 10
-"""Bound of one SessionEvent."""
+"""Largest SessionEvent, bytes."""
 MAX_FILLS = 128
-"""Of one timeline; of more, the newest are told."""
+"""Most fills in a reported timeline; of more, the newest are reported."""
 _MAX_ERROR_BYTES = 1024
 _MAX_WORKER_BYTES = 256
-"""Of each of these: their texts are the most of their bytes."""
+"""Longest worker address or id: these texts are most of a fill's size."""
 _MAX_UNKNOWN = 2000
-"""Attempts of one pong: of 80 bytes."""
+"""Most attempts in one pong, of 80 bytes each."""
 # What entries take at most: an id has 64 bytes, a number 5, a tag with a length up to 4.
 _KEY_BYTES = 96
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 16
 _ALTERNATIVE_BYTES = 13
 _ENTRY_BYTES = 8
-"""Of an entry beside its own bytes."""
+"""Size of an entry in addition to its own bytes."""
 SOURCES = {
     "prefill": common_pb2.FILL_SOURCE_PREFILL,
     "kvstore": common_pb2.FILL_SOURCE_KVSTORE,
@@ -43,14 +43,14 @@ REASONS = {
 
 
 class _Events:
-    """Events under construction, one after the other."""
+    """Events under construction."""
 
     def __init__(self) -> None:
         self.all = [decode_pb2.SessionEvent()]
         self._num_bytes = 0
 
     def room(self, num_bytes: int) -> decode_pb2.SessionEvent:
-        """The event that the next entry, of so many bytes at most, belongs to."""
+        """The event to which the next entry, of at most this many bytes, is added."""
         self._num_bytes += num_bytes
         if self._num_bytes > MAX_EVENT_BYTES:
             self.all.append(decode_pb2.SessionEvent())
@@ -59,12 +59,14 @@ class _Events:
 
 
 def merge_batches(batches: Iterable[SessionBatch]) -> SessionBatch:
-    """Everything not sent yet as one batch; consecutive tokens of a sample become one entry."""
+    """Joins everything not sent yet into one batch; consecutive tokens of a sample become one
+    entry.
+    """
     merged = SessionBatch(session=-1)
     last: dict[tuple[str, int, int], Tokens] = {}
     for batch in batches:
         merged.accepted += batch.accepted
-        for tokens in batch.tokens:
+        for tokens in batch.all_tokens():
             key = (tokens.request_id, tokens.attempt, tokens.sample)
             known = last.get(key)
             if known is not None and _follows(tokens, known):
@@ -81,7 +83,7 @@ def merge_batches(batches: Iterable[SessionBatch]) -> SessionBatch:
 
 
 def _follows(tokens: Tokens, known: Tokens) -> bool:
-    """One entry can hold both: it has log-probabilities for all of its tokens, or for none."""
+    """Whether one entry can hold both: all of its tokens have log-probabilities, or none."""
     is_next = tokens.first_index == known.first_index + len(known.ids)
     return is_next and bool(tokens.logprobs) == bool(known.logprobs)
 
@@ -89,7 +91,7 @@ def _follows(tokens: Tokens, known: Tokens) -> bool:
 def batch_to_proto(
     batch: SessionBatch, worker_id: str, loop_age_s: float
 ) -> list[decode_pb2.SessionEvent]:
-    """A batch as events below the size bound, ends after the tokens that they follow."""
+    """Converts a batch to events below the size limit; ends follow the tokens that precede them."""
     events = _Events()
     for accepted in batch.accepted:
         events.room(_KEY_BYTES).accepted.add(
@@ -97,6 +99,8 @@ def batch_to_proto(
         )
     for tokens in batch.tokens:
         _add_tokens(events, tokens)
+    for columns in batch.columns:
+        _add_columns(events, columns)
     for preempted in batch.preempted:
         events.room(_KEY_BYTES).preempted.add(
             request_id=preempted.request_id, attempt=preempted.attempt, sample=preempted.sample
@@ -113,7 +117,7 @@ def batch_to_proto(
 
 
 def _add_tokens(events: _Events, tokens: Tokens) -> None:
-    """One entry, or as many as its size asks for."""
+    """Adds one entry, or as many as its size requires."""
     request_id, attempt, sample, first_index, ids, logprobs = tokens
     token_bytes = _TOKEN_BYTES
     if logprobs:
@@ -138,6 +142,20 @@ def _add_tokens(events: _Events, tokens: Tokens) -> None:
         _add_logprob(out, logprob)
 
 
+def _add_columns(events: _Events, columns: TokenColumns) -> None:
+    """Adds an entry for each token, without an object in between: there are hundreds a step."""
+    logprobs = columns.logprobs
+    for row, (request_id, attempt, sample, index, token) in enumerate(columns.rows()):
+        num_bytes, logprob = _KEY_BYTES + _TOKEN_BYTES, logprobs.get(row)
+        if logprob is not None:
+            num_bytes += _LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(logprob.top)
+        out = events.room(num_bytes).tokens.add(
+            request_id=request_id, attempt=attempt, sample=sample, first_index=index, ids=(token,)
+        )
+        if logprob is not None:
+            _add_logprob(out, logprob)
+
+
 def _add_logprob(out: decode_pb2.SessionEvent.Tokens, logprob: TokenLogprob) -> None:
     entry = out.logprobs.add(token_id=logprob.token_id, logprob=logprob.logprob)
     for token_id, value in logprob.top:
@@ -145,7 +163,7 @@ def _add_logprob(out: decode_pb2.SessionEvent.Tokens, logprob: TokenLogprob) -> 
 
 
 def _add_pongs(events: _Events, pongs: Sequence[Pong], loop_age_s: float) -> None:
-    """The last of them, with what all of them do not know."""
+    """Adds the last pong, with the unknown attempts of all of them."""
     unknown = [
         decode_pb2.Attempt(request_id=request_id, attempt=attempt)
         for pong in pongs
@@ -193,7 +211,7 @@ def _failed(failed: Failed, worker_id: str) -> decode_pb2.SessionEvent.Failed:
 
 
 def timeline_to_proto(timeline: Timeline, worker_id: str) -> common_pb2.Timeline:
-    """A timeline for the wire."""
+    """Converts a timeline for the wire."""
     out = common_pb2.Timeline(
         queued_time=duration(timeline.admitted_s or 0.0),
         matched_tokens=timeline.matched_tokens,

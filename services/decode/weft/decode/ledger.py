@@ -1,4 +1,4 @@
-"""Which requests a decode worker has under way, for dumps of crashes."""
+"""Ledger of a decode worker's open requests, for crash dumps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ledger:
         self._open: dict[_Key, tuple[LoggedPrompt, set[int]]] = {}
 
     def on_submit(self, message: decode_pb2.Submit, session: int, prompt: list[int]) -> None:
-        """Takes a submit on its way to the engine.
+        """Records a submit on its way to the engine.
 
         Args:
             message: As it came.
@@ -48,7 +48,7 @@ class Ledger:
         self._open[session, message.request_id, message.attempt] = (line, samples)
 
     def on_batch(self, batch: SessionBatch) -> None:
-        """Takes what a step brought for a session."""
+        """Records a step's results for a session."""
         for finished in batch.finished:
             key = (batch.session, finished.request_id, finished.attempt)
             known = self._open.get(key)
@@ -60,10 +60,10 @@ class Ledger:
             self._open.pop((batch.session, failed.request_id, failed.attempt), None)
 
     def on_session_closed(self, session: int) -> None:
-        """Its requests are cancelled."""
+        """Drops the requests of a closed session, which are cancelled."""
         for key in [key for key in self._open if key[0] == session]:
             del self._open[key]
 
     def prompts(self) -> list[LoggedPrompt]:
-        """What is under way, oldest first."""
+        """The open requests, oldest first."""
         return [line for line, _ in self._open.values()]

@@ -22,23 +22,26 @@ class DecodeSettings(WorkerSettings):
 
     drafter: DrafterName = Field(
         "none",
-        description="who drafts tokens that the model verifies, several in one step, where that "
-        "is measured to pay: eagle3 or eagle (the head in draft_dir, of that kind), model (a "
-        "smaller model of the same vocabulary there), or ngram, which looks in the request's text",
+        description="source of draft tokens that the model verifies, several in one step, where "
+        "that is measured to pay: eagle3 or eagle (the head in draft_dir, of that "
+        "kind), model (a smaller model of the same vocabulary there), or ngram, which "
+        "searches the request's text",
     )
     max_draft_tokens: int = engine_field(
-        "max_draft_tokens", 5, "drafts of a request in one step at most that form a chain"
+        "max_draft_tokens",
+        5,
+        "most drafts of a request in one step that form a chain",
     )
     draft_width: int = engine_field(
         "draft_width",
         1,
-        "with eagle3, drafts may form trees, so many children a node and up to 31 "
-        "drafts of a request in one step, where that is measured to pay; 1 = chains alone",
+        "with eagle3, drafts may form trees with this many children per node and up to 31 drafts "
+        "of a request in one step, where that is measured to pay; 1 = chains only",
     )
     draft_gate: DraftGateName = Field(
         "measured",
-        description="measured: as many drafts as are measured to bring the most tokens a second; "
-        "fixed: always the most, whether they pay or not",
+        description="measured: the number of drafts that yields the most tokens a second; fixed: "
+        "always the most, whether or not they pay",
     )
     local_prefill_max_tokens: int | None = engine_field(
         "local_prefill_max_tokens",

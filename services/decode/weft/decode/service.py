@@ -1,4 +1,4 @@
-"""DecodeService: gateways' Sessions over the engine."""
+"""DecodeService: gateways' Sessions with the engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             logger.info("session closed", extra={"session": number})
 
     def _on_submit(self, message: decode_pb2.Submit, submit: Submit) -> None:
-        """A Session passes a submit on to the engine."""
+        """Passes a Session's submit on to the engine."""
         if self._ledger is not None:
             self._ledger.on_submit(message, submit.session, submit.prompt)
         self._spans.on_submit(submit)
@@ -102,7 +102,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 session.push(batch)
 
     def sizes(self) -> dict[str, int]:
-        """Sessions, and prompts of which parts are missing."""
+        """Numbers of sessions, and of incomplete submits."""
         partial = sum(session.num_partial for session in self._sessions.values())
         return {
             "sessions": len(self._sessions),
@@ -111,7 +111,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         }
 
     def open_requests(self) -> list[LoggedPrompt]:
-        """What is under way, if dumps are kept."""
+        """The open requests, if dumps are kept."""
         return [] if self._ledger is None else self._ledger.prompts()
 
     def on_engine_gone(self, reason: str) -> None:

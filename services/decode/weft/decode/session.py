@@ -1,4 +1,4 @@
-"""One gateway's Session: submits in, one merged message per step out."""
+"""One gateway's Session: receives submits, sends one merged message per step."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 MAX_PARTIAL_SUBMITS = 256
 PARTS_TIMEOUT_S = 30.0
-"""From the first message of a submit to its last: a gateway sends them one after the other."""
+"""Longest time from the first message of a submit to its last: gateways send them in a row."""
 MAX_ASKED = 2000
 DRAIN_TIMEOUT_S = 5.0
 """A gateway that takes nothing for this long loses its Session."""
 SILENCE_TIMEOUT_S = 5.0
-"""Likewise one that sends nothing, not even a ping, or misses so many in a row:"""
+"""The same for a gateway that sends nothing, not even a ping, or misses so many in a row:"""
 MISSED_PINGS = 4
 
 
@@ -56,14 +56,14 @@ class Session:
         on_submit: Callable[[decode_pb2.Submit, Submit], None],
         ping_interval_s: float,
     ) -> None:
-        """Makes it; nothing is read or written yet.
+        """Creates the session; nothing is read or written yet.
 
         Args:
-            number: Of the Session on this worker.
+            number: Number of the Session on this worker.
             engine: Gets the requests.
-            worker_id: Of this worker.
+            worker_id: Id of this worker.
             on_submit: Told of each request that goes to the engine; may change it.
-            ping_interval_s: Of the gateway.
+            ping_interval_s: Interval of the gateway's pings.
         """
         self._number = number
         self._engine = engine
@@ -73,12 +73,12 @@ class Session:
         self._unsent: list[SessionBatch] = []
         self._has_unsent = asyncio.Event()
         self._partial: dict[tuple[str, int], tuple[Assembly, float]] = {}
-        """With the loop's time at which they are given up; the oldest is the first."""
+        """Incomplete submits, oldest first, with the loop time at which they are given up."""
         self._end: WeftError | None = None
 
     @property
     def num_partial(self) -> int:
-        """Submits of which parts are missing."""
+        """Number of incomplete submits."""
         return len(self._partial)
 
     async def _next(
@@ -91,7 +91,7 @@ class Session:
             raise PeerUnavailable(message, stage="session") from None
 
     def push(self, batch: SessionBatch) -> None:
-        """Queues what a step brought; sent with whatever else is unsent."""
+        """Queues a step's results, to be sent with everything else that is unsent."""
         self._unsent.append(batch)
         self._has_unsent.set()
 
@@ -182,7 +182,7 @@ class Session:
             self._refuse(message, error)
             return
         if not assembly.is_complete and len(self._partial) >= MAX_PARTIAL_SUBMITS:
-            full = Overloaded("too many requests are coming in parts", stage="queue")
+            full = Overloaded("too many incomplete requests", stage="queue")
             self._refuse(message, full)
             return
         key = (message.request_id, message.attempt)
@@ -212,7 +212,9 @@ class Session:
             self._start(assembly)
 
     def _give_up_late(self) -> None:
-        """Refuses submits whose parts have not come in time; any message, a ping too, looks."""
+        """Refuses submits whose parts have not arrived in time; checked with any message, also
+        pings.
+        """
         now = asyncio.get_running_loop().time()
         while self._partial:
             key, (assembly, deadline) = next(iter(self._partial.items()))
@@ -233,7 +235,9 @@ class Session:
             self._engine.send(Inbox(submits=[submit]))
 
     def _refuse(self, message: decode_pb2.Submit, error: WeftError) -> None:
-        """Fails one request; the Session, where its id is none that an event may repeat."""
+        """Fails one request; or the whole Session, if the request's id cannot be repeated in an
+        event.
+        """
         if len(message.request_id.encode()) > MAX_ID_BYTES:
             raise error
         failed = Failed(

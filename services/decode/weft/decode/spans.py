@@ -1,4 +1,4 @@
-"""Spans of requests on a decode worker, made from what the engine reports when they end."""
+"""Spans of requests on a decode worker, built from the engine's reports when they end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class _Open:
     start_s: float
     num_prompt_tokens: int
     unfinished: set[int]
-    """Samples."""
+    """Samples that have not ended."""
     num_completion_tokens: int = 0
 
 
 class RequestSpans:
-    """Follows submits to their end and records what happened to them.
+    """Follows submits to their end and records their spans.
 
     The engine's times are on the same clock as this process's.
 
@@ -41,11 +41,11 @@ class RequestSpans:
 
     @property
     def num_open(self) -> int:
-        """Submits whose end has not been reported."""
+        """Number of submits whose end has not been reported."""
         return len(self._open)
 
     def on_submit(self, submit: Submit) -> None:
-        """Takes a submit on its way to the engine; what it causes becomes part of its span.
+        """Records a submit on its way to the engine, and makes its span the parent of what follows.
 
         Args:
             submit: Its `traceparent` is changed to name the new span.
@@ -65,7 +65,7 @@ class RequestSpans:
         )
 
     def on_batch(self, batch: SessionBatch) -> None:
-        """Takes what a step brought for a session."""
+        """Records a step's results for a session."""
         if not self._open:
             return
         for finished in batch.finished:
@@ -80,7 +80,7 @@ class RequestSpans:
                 self._end(key, opened, {}, f"{failure.reason}: {failure.message}")
 
     def on_session_closed(self, session: int) -> None:
-        """Its requests are cancelled, and nobody is told of their end."""
+        """Drops the requests of a closed session, which are cancelled without a report."""
         for key in [key for key in self._open if key[0] == session]:
             self._end(key, self._open.pop(key), {}, "the session ended")
 
@@ -130,7 +130,7 @@ class RequestSpans:
 
 
 def _prompt_stages(opened: _Open, request_id: str, timeline: Timeline) -> Iterator[Span]:
-    """What happened to the prompt: waiting, fills, what was computed here."""
+    """Spans of the prompt: waiting, fills, local computation."""
 
     def stage(name: str, begin_s: float, end_s: float, attributes: dict[str, Attribute]) -> Span:
         return _stage(opened, request_id, timeline, name, begin_s, end_s, attributes)
@@ -152,7 +152,7 @@ def _prompt_stages(opened: _Open, request_id: str, timeline: Timeline) -> Iterat
 
 
 def _decode_stage(opened: _Open, finished: Finished) -> Iterator[Span]:
-    """From the first token to the last."""
+    """Span from the first token to the last."""
     timeline = finished.timeline
     if timeline.first_token_s is None or timeline.finish_s is None:
         return

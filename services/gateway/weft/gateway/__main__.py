@@ -1,4 +1,4 @@
-"""`python -m weft.gateway`."""
+"""Entry point of `python -m weft.gateway`."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""How workers are named in settings."""
+"""Parsing of worker addresses in settings."""
 
 from __future__ import annotations
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`.
+    """Splits `host:port`.
 
     Raises:
         ValueError: It is not such an address.
@@ -16,7 +16,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def split_service(text: str) -> tuple[str, str]:
-    """Service and port name of `SERVICE:PORT`.
+    """Splits `SERVICE:PORT`.
 
     Raises:
         ValueError: It is not of that form.

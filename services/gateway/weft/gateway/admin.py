@@ -1,4 +1,4 @@
-"""What operators may do to a gateway."""
+"""The gateway's part of AdminService."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.common.settings import LogLevel
 from weft.engine.faults import FaultSpec, FaultState
 from weft.gateway.adapters.calls import AdapterCalls
 from weft.gateway.fleet import Fleet
-from weft.gateway.pipeline import Pipeline
+from weft.gateway.pipeline import RequestPipeline
 from weft.gateway.served import Catalogue
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -25,7 +25,7 @@ class GatewayAdmin:
         pipeline: What runs.
     """
 
-    def __init__(self, fleet: Fleet, models: Catalogue, pipeline: Pipeline) -> None:
+    def __init__(self, fleet: Fleet, models: Catalogue, pipeline: RequestPipeline) -> None:
         self._fleet = fleet
         self._models = models
         self._pipeline = pipeline
@@ -72,7 +72,7 @@ class GatewayAdmin:
 def add_operators_calls(
     face: gateway_pb2_grpc.GatewayServiceServicer, adapters: AdapterCalls, server: grpc.aio.Server
 ) -> None:
-    """Serves what of `GatewayService` is for operators on their port too.
+    """Adds the operators' calls of `GatewayService` to their port.
 
     On the main port operators are known by their certificates, which a gateway without
     `client_certificates` never sees, and by API keys.

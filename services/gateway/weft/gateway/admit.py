@@ -1,4 +1,4 @@
-"""Bounded admission: so many prompts in work, so many waiting, the rest refused at once."""
+"""Bounded admission: limits the prompts running and waiting, and refuses the rest at once."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from dataclasses import dataclass
 from typing import Self
 
 from weft.engine.errors import DeadlineExceeded, Draining, Overloaded
-from weft.gateway.fair_queue import FairQueue
+from weft.gateway.fair_queue import TenantFairQueue
 
-_LEAST_RETRY_S = 1.0
-_MOST_RETRY_S = 60.0
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
 _SMOOTHING = 0.1
-"""Weight of the newest prompt in the mean time that a place is held."""
+"""Weight of the newest prompt in the mean time for which a place is held."""
 
 
-class Place:
-    """Admitted prompts. Leaving the block, or `release` before that, gives their places back."""
+class AdmissionSlot:
+    """Places of admitted prompts. They are released at the end of the block, or by `release`
+    before.
+    """
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Gives the places back; once is enough."""
+        """Releases the places; further calls do nothing."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -43,26 +45,27 @@ class _Waiter:
 
 
 def shutting_down(stage: str) -> Draining:
-    """What requests are told that this gateway will not serve to their end."""
+    """The error for requests that this gateway will not finish because it shuts down."""
     return Draining(
         "the gateway is shutting down; send the request again",
         stage=stage,
-        retry_after_s=_LEAST_RETRY_S,
+        retry_after_s=_MIN_RETRY_S,
     )
 
 
 class Admission:
-    """Counts prompts in work. Of those that wait tenants take turns, each first come, first served.
+    """Limits the number of running prompts. Places are shared fairly between waiting tenants, first
+    come, first served within each.
 
     A request of several prompts is admitted as a whole, so that it never waits for itself. When
     the queue is full, the newest request of the tenant that has most in it is refused.
     """
 
     def __init__(self, max_running: int, max_queued: int) -> None:
-        """Sets the bounds, both in prompts."""
+        """Sets the limits, both in prompts."""
         self._max_running = max_running
         self._max_queued = max_queued
-        self._waiters: FairQueue[_Waiter] = FairQueue()
+        self._waiters: TenantFairQueue[_Waiter] = TenantFairQueue()
         self._is_draining = False
         self._mean_hold_s = 0.0
         self._idle = asyncio.Event()
@@ -72,14 +75,14 @@ class Admission:
 
     async def admit(
         self, num_prompts: int, deadline: float, tenant: str = "", weight: float = 1.0
-    ) -> Place:
-        """Waits for places.
+    ) -> AdmissionSlot:
+        """Waits for a place for each prompt.
 
         Args:
             num_prompts: Places needed.
             deadline: Event loop time at which waiting ends.
             tenant: Who needs them.
-            weight: Of the tenant: its share of the places while others wait too.
+            weight: Weight of the tenant: its share of the places while others wait too.
 
         Returns:
             The places; the caller gives them back.
@@ -104,12 +107,14 @@ class Admission:
             self._mean_hold_s += weight * (held_s - self._mean_hold_s)
             self._release(num_prompts)
 
-        return Place(release)
+        return AdmissionSlot(release)
 
     def retry_after_s(self) -> float:
-        """When those who wait now will have been served, as things go: when to come again."""
+        """When to come again: seconds until those who wait now will have been served at the present
+        rate.
+        """
         rounds = self.num_queued / self._max_running
-        return min(_MOST_RETRY_S, max(_LEAST_RETRY_S, rounds * self._mean_hold_s))
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, rounds * self._mean_hold_s))
 
     def _fits(self, num_prompts: int) -> bool:
         # A request larger than the bound runs alone.
@@ -135,12 +140,12 @@ class Admission:
                 self._release(num_prompts)  # the place came at the same moment
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
-                    "the request's time ran out while it was queued", stage="queue"
+                    "the deadline passed while the request was queued", stage="queue"
                 ) from None
             raise
 
     def _make_room(self, num_prompts: int, tenant: str, weight: float) -> None:
-        """Raises Overloaded unless the queue has room, or others have more than their part of it.
+        """Raises Overloaded unless the queue has room, or others exceed their share of it.
 
         Nobody is dropped for a request that is refused all the same.
         """
@@ -179,10 +184,10 @@ class Admission:
 
     @property
     def is_draining(self) -> bool:
-        """New requests are refused."""
+        """Whether new requests are refused."""
         return self._is_draining
 
     async def drain(self) -> None:
-        """Refuses new requests from now on and returns when none is left."""
+        """Refuses new requests from now on and returns once none is left."""
         self._is_draining = True
         await self._idle.wait()

@@ -1,4 +1,4 @@
-"""Puts the parts of one gateway together."""
+"""Assembles one gateway."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from weft.common.tracing import make_tracer
 from weft.engine.errors import ConfigError
 from weft.gateway.adapters.calls import AdapterCalls
 from weft.gateway.adapters.directory import AdapterDirectory
-from weft.gateway.adapters.manager import AdapterManager
+from weft.gateway.adapters.manager import FleetAdapterManager
 from weft.gateway.admin import GatewayAdmin, add_operators_calls
 from weft.gateway.admit import Admission
 from weft.gateway.authenticate import ApiKeys, TenantInterceptor
 from weft.gateway.discovery import Discovery, Endpoint, Role, make_discovery
-from weft.gateway.fleet import Fleet, Worker
+from weft.gateway.fleet import Fleet, FleetWorker
 from weft.gateway.fleet_metrics import FleetCollector
 from weft.gateway.keys import parse_hash
 from weft.gateway.kv_follow import KvFollower
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.model import ServedModel, load_model
 from weft.gateway.openai.service import OpenAIFace
-from weft.gateway.pipeline import Pipeline
+from weft.gateway.pipeline import RequestPipeline
 from weft.gateway.prepare import Preparer
 from weft.gateway.request_log import GatewayRequestLog
 from weft.gateway.route import Router
-from weft.gateway.routing import PageIndex, Policy, make_policy
+from weft.gateway.routing import FleetPageIndex, Policy, make_policy
 from weft.gateway.routing_record import RoutingRecord
 from weft.gateway.served import Catalogue, Served
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.slo import LatencyGate
-from weft.gateway.slo.turnstile import Turnstile
+from weft.gateway.slo.admission import LatencyAdmission
 from weft.gateway.tenants import Tenants
 from weft.gateway.trace_fan_out import TraceFanOut
 from weft.gateway.typed_face import TypedFace
@@ -47,11 +47,11 @@ _log = logging.getLogger(__name__)
 
 _NOTICE_S = 0.5
 _LAST_WORDS_S = 0.5
-"""Of the grace, for those that are ended with it: their errors are still to be sent."""
+"""Part of the grace period reserved for sending errors to the requests that end with it."""
 _LOOK_EVERY_S = 0.02
 _FIND_WORKERS_S = 10.0
 _EDGES_FACE = "weft.v1.OpenAIService"
-"""Edges send nothing to a gateway whose health service says NOT_SERVING of this."""
+"""Health service name whose NOT_SERVING keeps edges from sending requests."""
 SERVICES = ("weft.v1.GatewayService", _EDGES_FACE)
 
 
@@ -63,7 +63,7 @@ def _tenants(settings: GatewaySettings) -> tuple[TenantInterceptor, ...]:
 
 
 class GatewayApp:
-    """One gateway: made from settings, started and stopped once."""
+    """One gateway: built from settings, started and stopped once."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class GatewayApp:
         )
         self.catalogue = Catalogue([self._serve(model) for model in loaded], self.adapters)
         """The models that requests can name."""
-        self._adapter_manager = AdapterManager(
+        self._adapter_manager = FleetAdapterManager(
             self.adapters,
             self.fleet,
             self.metrics,
@@ -128,7 +128,7 @@ class GatewayApp:
             else None
         )
         tracer = make_tracer(settings, self._gateway_id)
-        self.pipeline = Pipeline(
+        self.pipeline = RequestPipeline(
             settings,
             self.catalogue,
             self._admission,
@@ -158,11 +158,11 @@ class GatewayApp:
 
     @property
     def model(self) -> ServedModel:
-        """The model that was named first."""
+        """The model named first."""
         return self.catalogue.first.model
 
     def _serve(self, model: ServedModel) -> Served:
-        """All that is one model's own."""
+        """Builds the parts that belong to one model."""
         settings, tenants = self._settings, self._tenants
         fleet = self.fleet.of(model.name)
         router = Router(
@@ -172,7 +172,7 @@ class GatewayApp:
             settings.max_prefill_candidates,
             settings.replicas,
         )
-        gate = LatencyGate(router.outlook, settings.ahead_s, lambda: tenants.has_targets)
+        gate = LatencyGate(router.forecaster, settings.ahead_s, lambda: tenants.has_targets)
         return Served(
             model=model,
             fleet=fleet,
@@ -180,7 +180,7 @@ class GatewayApp:
                 model, settings, lambda: fleet.max_context_tokens(model.max_context_tokens)
             ),
             router=router,
-            turnstile=Turnstile(gate),
+            latency_admission=LatencyAdmission(gate),
         )
 
     def _policy(self, model: str, role: Role, name: str) -> Policy:
@@ -189,8 +189,8 @@ class GatewayApp:
             return make_policy(name, options)
         return self._routing_record.policy(f"{model}/{role}", name, options)
 
-    def _make_worker(self, endpoint: Endpoint) -> Worker:
-        return Worker(
+    def _make_worker(self, endpoint: Endpoint) -> FleetWorker:
+        return FleetWorker(
             endpoint,
             self._models,
             self._settings,
@@ -220,7 +220,7 @@ class GatewayApp:
 
     def _add_gauges(self) -> None:
         admission, fleet = self._admission, self.fleet
-        gates = [served.turnstile.gate for served in self.catalogue]
+        gates = [served.latency_admission.gate for served in self.catalogue]
         self.metrics.add_gauges(
             {
                 "weft_requests_running": ("Prompts in work.", lambda: admission.num_running),
@@ -256,13 +256,13 @@ class GatewayApp:
             }
         )
 
-    def _indexes(self) -> list[PageIndex]:
+    def _indexes(self) -> list[FleetPageIndex]:
         roles: tuple[Role, ...] = ("decode", "prefill")
         found = (served.router.index(role) for served in self.catalogue for role in roles)
         return [index for index in found if index is not None]
 
     async def start(self) -> None:
-        """Listens and begins to follow the workers.
+        """Starts listening and following the workers.
 
         Raises:
             ConfigError: A port is taken.
@@ -285,7 +285,7 @@ class GatewayApp:
         )
 
     async def _open_to_edges(self) -> None:
-        """Lets edges send requests once the workers are there, which other gateways know already.
+        """Opens the gateway to edges once the workers are there, which other gateways already know.
 
         Without workers it says so itself after a while.
         """
@@ -308,21 +308,23 @@ class GatewayApp:
             async with asyncio.timeout(grace_s - notice_s - last_s):
                 await self.drain()
         except TimeoutError:
-            _log.warning("%d requests are ended with the grace", len(self.pipeline.running_ids))
+            _log.warning(
+                "%d requests are ended with the grace period", len(self.pipeline.running_ids)
+            )
             self.pipeline.end_all()
             await self.drain()
 
     async def drain(self) -> None:
-        """Refuses new requests and returns when those running have ended."""
+        """Refuses new requests and returns once the running ones have ended."""
         await self._admission.drain()
 
     async def stop(self) -> None:
-        """Stops at once, after `drain` or without it."""
+        """Stops at once, with or without a preceding `drain`."""
         await self.server.stop()
         await self.close()
 
     async def close(self) -> None:
-        """Lets workers and threads go, after the server has stopped."""
+        """Releases workers and threads, after the server has stopped."""
         await self._adapter_manager.close()
         tasks = [t for t in (self._open_task, self._adapter_task, self._fleet_task) if t]
         for task in tasks:
@@ -331,7 +333,7 @@ class GatewayApp:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._openai.close()
         for served in self.catalogue:
-            served.turnstile.close()
+            served.latency_admission.close()
             served.preparer.close()
         if self._log is not None:
             await asyncio.to_thread(self._log.close)

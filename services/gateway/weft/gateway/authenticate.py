@@ -1,4 +1,4 @@
-"""Whose request it is: API keys of tenants."""
+"""Identifies the tenant of a request by its API key."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _FACES = ("/weft.v1.GatewayService/", "/weft.v1.OpenAIService/")
 _REFUSALS_LOGGED_EVERY_S = 1.0
 
 current_tenant: ContextVar[Tenant | None] = ContextVar("current_tenant", default=None)
-"""Whose call is being handled; None: the gateway asks for no keys."""
+"""Tenant of the call being handled; None: the gateway asks for no keys."""
 
 
 class ApiKeys:
-    """The keys that are good now: those of the settings, and those of a file that may change."""
+    """The currently valid keys: those of the settings, and those of a file that may change."""
 
     def __init__(self, path: Path | None, fixed: Sequence[KeyEntry]) -> None:
         """Reads the file.
@@ -54,7 +54,7 @@ class ApiKeys:
         self._keys = self._read()
 
     def find(self, key: str) -> Tenant | None:
-        """Whose key it is; changes of the file are seen at most a second late."""
+        """Finds the tenant of a key; changes of the file take effect within a second."""
         if self._watch.has_changed():
             self._reread()
         return self._keys.find(key, datetime.datetime.now(datetime.UTC))
@@ -67,13 +67,13 @@ class ApiKeys:
         try:
             self._keys = self._read()
         except ConfigError as error:
-            _log.error("the API keys stay as they were: %s", error.message)
+            _log.error("the file cannot be used, known API keys are kept: %s", error.message)
         else:
             _log.info("API keys re-read")
 
 
 class TenantInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of both faces that bring no known key; sets `current_tenant` for the others.
+    """Refuses calls of both faces without a known key; sets `current_tenant` for the others.
 
     Nothing of what a caller sent reaches the log.
     """
@@ -104,7 +104,7 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
 
 
 def in_tenant_cache(request: GenerateRequest) -> GenerateRequest:
-    """The request with a cache salt that no other tenant's request can have.
+    """Gives the request a cache salt that no other tenant's request can have.
 
     A client's own `cache_salt` still separates within the tenant.
     """
@@ -112,7 +112,7 @@ def in_tenant_cache(request: GenerateRequest) -> GenerateRequest:
 
 
 def tenant_salt(tenant: Tenant | None, cache_salt: str) -> str:
-    """A cache salt that no other tenant's request can have, from what a client gave."""
+    """Derives a cache salt that no other tenant's request can have, from what a client gave."""
     if tenant is None:
         return cache_salt
     # Two digests, so that no choice of a salt makes one tenant's input another's.

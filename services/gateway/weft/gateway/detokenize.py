@@ -10,20 +10,20 @@ from weft.gateway.vocabulary import Vocabulary
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 5
-"""Prompt tokens that give the first generated one its context (a leading space)."""
+"""Number of prompt tokens decoded as context of the first generated one (a leading space)."""
 _MAX_HELD_TOKENS = 16
-"""A text that seems incomplete for longer than this is not: no character has so many tokens."""
+"""Most tokens of an incomplete text that are held back: no character has more."""
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one sample into text as they come.
+    """Converts the tokens of one sample to text as they arrive.
 
     The concatenation of all that is returned equals the decoded whole, and text that is valid
     never shows U+FFFD on the way.
     """
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; returns the text that is certain by now, often the empty one."""
+        """Takes the next token; returns the text that is certain by now, often empty."""
         ...
 
     def finish(self) -> str:
@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
 def make_detokenizer(
     vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool
 ) -> Detokenizer:
-    """Makes the cheapest detokeniser that is exact for the vocabulary.
+    """Creates the cheapest detokeniser that is exact for the vocabulary.
 
     Args:
         vocabulary: The model's.
@@ -47,7 +47,9 @@ def make_detokenizer(
 
 
 class ByteDetokenizer:
-    """For byte-level tokenizers: a table look-up and an incremental UTF-8 decoder a token."""
+    """Detokenizer for byte-level tokenizers: a table lookup and an incremental UTF-8 decoder per
+    token.
+    """
 
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
         self._token_bytes = vocabulary.token_bytes
@@ -66,7 +68,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any tokenizer: decodes a short window with and without the new tokens.
+    """Detokenizer for any tokenizer: decodes a short window with and without the new tokens.
 
     ```
     _ids:  | context: text returned already | held: text not certain yet |

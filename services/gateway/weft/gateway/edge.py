@@ -1,4 +1,4 @@
-"""What both faces do at the border to gRPC."""
+"""Code at the gRPC border that both faces share."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ _ID_KEY = "x-weft-request-id"
 _CONTENT_TYPE_KEY = "weft-content-type"
 _CLIENT_ID_KEY = "x-request-id"
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-"""Others do no good in a log; the REST edge lets through the same."""
+"""Client ids accepted for logs; the REST edge lets through the same."""
 ROUTING_KEY = "x-routing-key"
-"""Metadata, and header of the REST edge: requests of one key belong together."""
+"""Metadata key, and header of the REST edge: requests with the same value belong together."""
 TTFT_TARGET = "x-ttft-target-ms"
 ITL_TARGET = "x-itl-target-ms"
-"""Likewise: latency that a request is to have, in milliseconds."""
+"""Name of the metadata with the inter-token latency target, in milliseconds."""
 _NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True)
 class CallFacts:
-    """What the call itself says about a request."""
+    """Facts about a request taken from the call itself."""
 
     request_id: str
     client_request_id: str
-    """What the client or the REST edge calls it; empty = nothing usable."""
+    """Id given by the client or the REST edge; empty: none that is usable."""
     timeout_s: float | None
-    """Time left on the call; absent = it has no deadline."""
+    """Time left on the call; None: no deadline."""
     traceparent: str
-    """Well-formed, or empty."""
+    """Trace context; well-formed, or empty."""
     tenant: Tenant | None
-    """Whose call it is; absent = the gateway asks for no API keys."""
+    """Tenant of the call; None: the gateway asks for no API keys."""
     routing_key: str = ""
-    """Of the metadata `x-routing-key`; empty = there is none."""
+    """Value of the metadata `x-routing-key`; empty: none."""
     targets: Targets = NO_TARGETS
-    """Of the metadata `x-ttft-target-ms` and `x-itl-target-ms`."""
+    """Targets from the metadata `x-ttft-target-ms` and `x-itl-target-ms`."""
 
 
 def call_facts(context: Context, prefix: str) -> CallFacts:
-    """Names a new request and reads its call's deadline, trace context and what the client adds.
+    """Names a new request and reads its call's deadline, trace context and client metadata.
 
     However the call ends, its trailer has the new name.
 
     Args:
-        context: Of the call.
+        context: Context of the call.
         prefix: Of the request id, such as "chatcmpl".
 
     Raises:
@@ -89,7 +89,7 @@ def call_facts(context: Context, prefix: str) -> CallFacts:
 
 
 def _milliseconds(key: str, text: str) -> float:
-    """Seconds of a metadata value."""
+    """Parses a metadata value in milliseconds; returns seconds."""
     if not _NUMBER.fullmatch(text):
         raise invalid(key, "must be a number of milliseconds")
     return float(text) / 1e3
@@ -101,12 +101,12 @@ async def begin_answer(
     content_type: str = "",
     headers: tuple[tuple[str, str], ...] = (),
 ) -> None:
-    """Tells the request's name before its answer. It is taken: nobody asks another gateway now.
+    """Sends the request's name ahead of its answer; from now on it is not sent to another gateway.
 
     Args:
-        context: Of the call.
+        context: Context of the call.
         request_id: That name.
-        content_type: Of an answer for the REST edge, which keeps streams of events alive.
+        content_type: Type of an answer for the REST edge, which keeps event streams alive.
         headers: More that the client is told.
     """
     kind = ((_CONTENT_TYPE_KEY, content_type),) if content_type else ()

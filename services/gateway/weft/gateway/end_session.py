@@ -1,4 +1,4 @@
-"""The end of a chat, told to the workers that may keep something for it."""
+"""Ends chat sessions on the workers that may keep pages for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.gateway.validate import check_cache_salt, check_session_id, invalid
 
 
 def end_session(fleet: Fleet, session_id: str, cache_salt: str) -> int:
-    """Tells every decode worker that a chat of the calling tenant is over.
+    """Tells every decode worker that a session of the calling tenant has ended.
 
     Args:
         fleet: All workers.

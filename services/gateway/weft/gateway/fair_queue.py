@@ -1,4 +1,4 @@
-"""One queue of many tenants, of which none can hold up the others."""
+"""A queue of many tenants in which none can hold up the others."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class _Tenant(Generic[T]):
     def __init__(self) -> None:
         self.entries: deque[_Entry[T]] = deque()
         self.cost = 0.0
-        """Of all entries."""
+        """Cost of all entries."""
         self.finish = 0.0
         """Virtual time at which its last entry will have been served."""
         self.weight = 1.0
 
 
-class FairQueue(Generic[T]):
-    """Start-time fair queueing (Goyal, Vin, Cheng 1996): who waits gets service by weight.
+class TenantFairQueue(Generic[T]):
+    """Start-time fair queueing (Goyal, Vin, Cheng 1996): waiting tenants are served by weight.
 
     Each item starts in virtual time where its tenant's item before it finishes, or now if there is
     none; the least start leaves first. So a tenant with few items waits for few of the others',
@@ -49,7 +49,8 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._heap: list[_Entry[T]] = []
         self._tenants: dict[str, _Tenant[T]] = {}
-        """Those that wait, and those whose last item has left and is not paid for yet."""
+        """Tenants with waiting items, and those whose last item has left and is not paid for yet.
+        """
         self._now = 0.0
         self._numbers = count()
         self._size = 0
@@ -64,7 +65,7 @@ class FairQueue(Generic[T]):
             item: Equal to no other one that waits.
             tenant: Whose it is.
             cost: Above 0; in any unit, the same for all.
-            weight: Of the tenant, above 0: with twice the weight it gets twice the service.
+            weight: Weight of the tenant, above 0: with twice the weight it gets twice the service.
         """
         known = self._tenants.get(tenant)
         if known is None:
@@ -79,13 +80,13 @@ class FairQueue(Generic[T]):
         self._size += 1
 
     def head(self) -> T | None:
-        """What leaves next; None when nothing waits."""
+        """The item that leaves next; None if the queue is empty."""
         while self._heap and self._heap[0].is_gone:
             heapq.heappop(self._heap)
         return self._heap[0].item if self._heap else None
 
     def pop(self) -> T:
-        """Takes the head out, which must be there."""
+        """Removes the head, which must exist."""
         if self.head() is None:
             raise IndexError("nothing waits")
         entry = heapq.heappop(self._heap)
@@ -96,7 +97,7 @@ class FairQueue(Generic[T]):
         return entry.item
 
     def remove(self, item: T, tenant: str = "") -> bool:
-        """Takes an item out wherever it stands; False when it does not wait."""
+        """Removes an item wherever it is; False if it is not waiting."""
         known = self._tenants.get(tenant)
         for entry in () if known is None else known.entries:
             if entry.item is item:
@@ -106,15 +107,15 @@ class FairQueue(Generic[T]):
         return False
 
     def most_owed(self, tenant: str, cost: float, weight: float, missing: float) -> list[T]:
-        """What others give up so that an item of a tenant has room; they are not taken out.
+        """Items of others to give up so that an item of a tenant has room; they are not taken out.
 
         Step by step the newest item of who has most waiting for its weight, as long as that is no
         less than what the tenant would have with its new item.
 
         Args:
             tenant: Whose item it is.
-            cost: Of the item.
-            weight: Of the tenant.
+            cost: Cost of the item.
+            weight: Weight of the tenant.
             missing: Cost for which there is no room.
 
         Returns:
@@ -135,12 +136,13 @@ class FairQueue(Generic[T]):
         return found
 
     def cost_of(self, tenant: str) -> float:
-        """Cost of what a tenant has waiting."""
+        """Total cost of a tenant's waiting items."""
         known = self._tenants.get(tenant)
         return 0.0 if known is None else known.cost
 
     def cost_before(self, tenant: str, cost: float, weight: float = 1.0) -> float:
-        """Cost of what would leave before a new item, about: as if all were served at once.
+        """Approximate cost of the items that would leave before a new one, as if all were served at
+        once.
 
         While a tenant's own items are served, every other one is served as much by its weight, up
         to what it has waiting.
@@ -162,7 +164,7 @@ class FairQueue(Generic[T]):
         self._size -= 1
 
     def _give_back(self, entry: _Entry[T]) -> None:
-        """What leaves unserved costs its tenant nothing."""
+        """Refunds the cost of an entry that leaves unserved."""
         known = self._tenants[entry.tenant]
         shift = entry.cost / known.weight
         known.finish = max(self._now, known.finish - shift)
@@ -172,7 +174,7 @@ class FairQueue(Generic[T]):
         heapq.heapify(self._heap)
 
     def _forget_paid(self) -> None:
-        """Nothing waits: a new busy time begins, and nobody owes anything."""
+        """Clears all debts once the queue is empty: a new busy period begins."""
         self._tenants.clear()
         self._heap.clear()
         self._now = 0.0

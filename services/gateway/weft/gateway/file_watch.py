@@ -1,4 +1,4 @@
-"""Notices that a small file has changed, without a look at it for every request."""
+"""Detects changes of a small file without checking it for every request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class FileWatch:
-    """Looks at a file once a second at most.
+    """Checks a file at most once a second.
 
     Args:
         path: The file; None: it never changes.
@@ -21,7 +21,7 @@ class FileWatch:
         self._next_look_s = time.monotonic() + _LOOK_EVERY_S
 
     def has_changed(self) -> bool:
-        """It is another one than at the last look; says so once."""
+        """Whether the file has changed since the last call."""
         now_s = time.monotonic()
         if self._path is None or now_s < self._next_look_s:
             return False

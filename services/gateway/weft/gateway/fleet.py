@@ -1,4 +1,4 @@
-"""The workers as this gateway sees them: reachable, fresh, how loaded."""
+"""The workers as this gateway sees them: reachability, freshness, load."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from weft.engine.memory.layout import PlaneLayout
 from weft.gateway.discovery import Discovery, Endpoint, Role
 from weft.gateway.kv_follow import KvFollower
 from weft.gateway.model import ServedModel
-from weft.gateway.pool import Pool
+from weft.gateway.pool import WorkerPool
 from weft.gateway.routing import LoadEstimate, Speed, WorkerView
-from weft.gateway.session import Backoff, DecodeSession
+from weft.gateway.session import DecodeSession, ReconnectBackoff
 from weft.gateway.settings import GatewaySettings
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
@@ -43,8 +43,8 @@ _HELD = (
 )
 
 
-class Worker:
-    """One endpoint: follows its load, and for a decode worker keeps its Session.
+class FleetWorker:
+    """One worker endpoint: follows its load, and keeps the Session of a decode worker.
 
     Which model it serves is its own word.
     """
@@ -61,14 +61,14 @@ class Worker:
         make_follower: Callable[[worker_pb2_grpc.WorkerServiceAsyncStub, str], KvFollower | None],
         identity: Identity | None = None,
     ) -> None:
-        """Opens no connection yet.
+        """Stores the settings; opens no connection yet.
 
         Args:
             endpoint: Where it is.
             models: That the gateway serves, by name.
             settings: Times and bounds.
-            gateway_id: Of this gateway.
-            gateway_epoch: Of its incarnation.
+            gateway_id: Id of this gateway.
+            gateway_epoch: Identifies its incarnation.
             on_session_lost: Told when a Session breaks.
             expects_constraints: Whether constrained requests have come to anybody.
             make_follower: Follows the KV events of a worker of a model, if a policy needs them.
@@ -84,14 +84,14 @@ class Worker:
         self._load_time = 0.0
         self._adapters: dict[bytes, worker_pb2.AdapterStatus] = {}
         self.load = LoadEstimate()
-        """What it has to do, as far as this gateway can tell."""
+        """Its load, as far as this gateway can tell."""
         self.member: WorkerView | None = None
-        """What policies see of its incarnation; None = not met yet."""
+        """The routing view of its incarnation; None: not met yet."""
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s)
         self._on_session_lost = on_session_lost
         self._make_follower = make_follower
         self._follower: tuple[str, KvFollower] | None = None
-        """With the model whose index it keeps."""
+        """Follower of its KV events, with the model whose index it updates."""
         self.info: worker_pb2.GetInfoResponse | None = None
         self.session: DecodeSession | None = None
         if endpoint.role == "decode":
@@ -115,7 +115,7 @@ class Worker:
             await self._channel.close()
 
     async def _watch(self) -> None:
-        backoff = Backoff()
+        backoff = ReconnectBackoff()
         while True:
             try:
                 await self._follow(backoff)
@@ -133,7 +133,7 @@ class Worker:
             self._adapters = {}
             await backoff.sleep()
 
-    async def _follow(self, backoff: Backoff) -> None:
+    async def _follow(self, backoff: ReconnectBackoff) -> None:
         info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
         self._check(info)
         self.info = info
@@ -150,7 +150,7 @@ class Worker:
                 async with asyncio.timeout(self._stale_limit_s()):
                     report = await call.read()
                 if report is grpc.aio.EOF:
-                    raise PeerUnavailable("ended its load reports")
+                    raise PeerUnavailable("stopped sending load reports")
                 if report.epoch != info.epoch:
                     raise PeerUnavailable("was restarted")
                 self._take(report)
@@ -164,7 +164,7 @@ class Worker:
                 following.cancel()
 
     def _follower_of(self, model: str) -> KvFollower | None:
-        """The follower of its KV events: another one only when it serves another model now."""
+        """The follower of its KV events; a new one only if it serves another model now."""
         if self._follower is None or self._follower[0] != model:
             self._forget()
             made = self._make_follower(self._stub, model)
@@ -178,7 +178,7 @@ class Worker:
 
     @property
     def model(self) -> str:
-        """Name of the model that it serves; empty = not met yet."""
+        """Name of the model that it serves; empty: not met yet."""
         return "" if self.info is None else self.info.model
 
     def _check(self, info: worker_pb2.GetInfoResponse) -> None:
@@ -223,7 +223,7 @@ class Worker:
             self.session.stale_after_s = report.stale_after.ToNanoseconds() / 1e9
 
     def _stale_limit_s(self) -> float:
-        """Silence after which the worker is not trusted: its own bound if that is longer."""
+        """Silence after which the worker is stale; its own limit if that is longer."""
         own_s = 0.0 if self._load is None else self._load.stale_after.ToNanoseconds() / 1e9
         return max(self._settings.stale_after_s, own_s, 3 * self._settings.load_interval_s)
 
@@ -235,28 +235,28 @@ class Worker:
 
     @property
     def own_requests(self) -> int:
-        """Requests of this gateway that are on the worker now."""
+        """Number of requests of this gateway on the worker now."""
         return self.load.own_requests
 
     @property
     def tokens_per_second(self) -> float:
-        """Measured prefill rate; 0 = not known."""
+        """Measured prefill rate, tokens per second; 0: unknown."""
         return 0.0 if self._load is None else self._load.prefill_tokens_per_second
 
     def adapter(self, digest: bytes) -> worker_pb2.AdapterStatus | None:
-        """What it says about a content; None = nothing."""
+        """The worker's report about a content; None: none."""
         return self._adapters.get(digest)
 
     @property
     def adapter_generation(self) -> int:
-        """Of the registry that it has followed; 0 = none, or it has not told."""
+        """Generation of the registry that it has applied; 0: none, or not reported."""
         return 0 if self._load is None else self._load.adapter_generation
 
     def holds(self, digest: bytes, *, on_device: bool = False) -> bool:
-        """Requests for an adapter can be served there.
+        """Whether requests for an adapter can be served there.
 
         Args:
-            digest: Of its content; empty = the base model, which every worker has.
+            digest: Digest of its content; empty = the base model, which every worker has.
             on_device: Ask for those that need not load it first.
         """
         if not digest:
@@ -267,7 +267,7 @@ class Worker:
         return status.state in (_ON_DEVICE if on_device else _HELD)
 
     def judge_request(self, error: WeftError | None, *, is_proven: bool) -> None:
-        """A request left it; `breaker.begin` was told when it came.
+        """Records the outcome of a request, for which `breaker.begin` was called.
 
         Args:
             error: How the worker failed it, if it did.
@@ -285,7 +285,7 @@ class Worker:
             self.breaker.abandoned()
 
     def problem(self, now: float) -> str:
-        """Why the worker gets no requests; empty when it may.
+        """Why the worker gets no requests; empty if it may.
 
         Args:
             now: Event loop time.
@@ -293,7 +293,7 @@ class Worker:
         return self.health_problem(now) or self.breaker.problem(now)
 
     def health_problem(self, now: float) -> str:
-        """Likewise, whatever became of earlier requests."""
+        """The same, regardless of the outcome of earlier requests."""
         load = self._load
         if load is None:
             return self._failure
@@ -357,7 +357,7 @@ def _member(endpoint: Endpoint, info: worker_pb2.GetInfoResponse) -> WorkerView:
 
 
 def _layout(info: worker_pb2.GetInfoResponse) -> str:
-    """What the target plane's layout is called in namespaces; empty when it is not told."""
+    """Name of the target plane's layout in namespaces; empty if not reported."""
     plane = next((plane for plane in info.planes if plane.name == "target"), None)
     if plane is None or not plane.parts:
         return ""
@@ -383,27 +383,27 @@ class ModelFleet:
 
     def __init__(
         self,
-        workers: Callable[[Role | None], Iterator[Worker]],
+        workers: Callable[[Role | None], Iterator[FleetWorker]],
         may_come: Callable[[Role], bool],
     ) -> None:
         self.workers = workers
         """All workers of this model, or those of one role, healthy or not."""
         self._may_come = may_come
-        self._pools: dict[Role, Pool[Worker]] = {
-            role: Pool(partial(workers, role)) for role in _ROLES
+        self._pools: dict[Role, WorkerPool[FleetWorker]] = {
+            role: WorkerPool(partial(workers, role)) for role in _ROLES
         }
         self._was_healthy: set[Role] = set()
 
-    def pool(self, role: Role) -> Pool[Worker]:
-        """Those of a role that may get requests."""
+    def pool(self, role: Role) -> WorkerPool[FleetWorker]:
+        """The workers of a role that may get requests."""
         return self._pools[role]
 
     def look_again(self, role: Role) -> None:
-        """Somebody came or left."""
+        """Rebuilds a role's pool after a worker came or left."""
         self._pools[role].look_again()
 
     def missing_roles(self) -> list[Role]:
-        """Roles without which no request should come.
+        """Roles without which requests cannot be served.
 
         A decode worker is always needed. Prefill workers are waited for at the start; when they
         are lost later, decode workers prefill locally and service goes on.
@@ -423,7 +423,7 @@ class ModelFleet:
         return missing
 
     def max_context_tokens(self, bound: int) -> int:
-        """The least context of all decode workers known, at most `bound`."""
+        """Smallest context length of all known decode workers, at most `bound`."""
         known = (worker.info for worker in self.workers("decode"))
         limits = [info.max_context_tokens for info in known if info is not None]
         return min([bound, *(limit for limit in limits if limit)])
@@ -441,21 +441,21 @@ class Fleet:
     def __init__(
         self,
         discovery: Discovery,
-        make_worker: Callable[[Endpoint], Worker],
+        make_worker: Callable[[Endpoint], FleetWorker],
         models: Iterable[str],
     ) -> None:
         self._discovery = discovery
         self._make_worker = make_worker
-        self._workers: dict[Endpoint, tuple[Worker, asyncio.Task[None]]] = {}
+        self._workers: dict[Endpoint, tuple[FleetWorker, asyncio.Task[None]]] = {}
         self._by_model = {
             name: ModelFleet(partial(self.workers, model=name), self._may_come) for name in models
         }
         self._known_roles: set[Role] = set()
         self._guesses_until: float | None = None
-        """Until then a worker that is not met yet may turn out to serve any of several models."""
+        """Time until which a worker not yet met may turn out to serve any of several models."""
 
     async def run(self) -> None:
-        """Follows discovery until cancelled, then lets all workers go."""
+        """Follows discovery until cancelled, then releases all workers."""
         try:
             async for endpoints in self._discovery.watch():
                 await self._update(endpoints)
@@ -480,23 +480,23 @@ class Fleet:
                 task.add_done_callback(log_failure)
                 self._workers[endpoint] = (worker, task)
 
-    def workers(self, role: Role | None = None, model: str | None = None) -> Iterator[Worker]:
+    def workers(self, role: Role | None = None, model: str | None = None) -> Iterator[FleetWorker]:
         """All workers, healthy or not, or those of one role and of one model."""
         for endpoint, (worker, _) in tuple(self._workers.items()):
             if role in (None, endpoint.role) and model in (None, worker.model):
                 yield worker
 
     def of(self, model: str) -> ModelFleet:
-        """Those of one of the models."""
+        """The workers of one of the models."""
         return self._by_model[model]
 
     def has_constraints(self) -> bool:
-        """Constrained requests have come: each decode worker may be the next to get one."""
+        """Notes that constrained requests have come: any decode worker may get the next one."""
         sessions = [worker.session for worker in self.workers("decode")]
         return any(session is not None and session.has_constraints for session in sessions)
 
     def _may_come(self, role: Role) -> bool:
-        """See `ModelFleet`.
+        """Whether a worker of the role may still turn up; see `ModelFleet`.
 
         With several models only for a while: one's workers that never come must not keep the
         others from serving.

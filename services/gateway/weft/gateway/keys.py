@@ -1,4 +1,4 @@
-"""API keys of tenants: what a key looks like, and the file that remembers them.
+"""API keys of tenants: their format, and the file that stores them.
 
 A key is `sk-weft-ID-SECRET`. The file holds SHA-256 digests, not keys. A slow password hash would
 add nothing: the secret is 32 random bytes, which nobody finds by trying, whatever a try costs, and
@@ -33,13 +33,13 @@ _NO_DIGEST = bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who sends a request."""
+    """The sender of requests, as identified by its API key."""
 
     name: str
     cache_group: str
-    """Tenants of one group may use each other's cached prefixes."""
+    """Tenants of the same group may use each other's cached prefixes."""
     manages_adapters: bool = field(default=False, compare=False)
-    """The key of this call may load and unload adapters."""
+    """Whether the key of this call may load and unload adapters."""
 
 
 class KeyEntry(BaseModel):
@@ -48,17 +48,17 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(pattern=rf"^{_ID}$")
-    """The part of the key that is no secret."""
+    """Public part of the key."""
     tenant: str = Field(pattern=rf"^{TENANT}$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Of the whole key."""
+    """SHA-256 of the whole key."""
     cache_group: str = Field("", pattern=rf"^({TENANT})?$")
-    """Empty: the tenant shares cached prefixes with nobody."""
+    """Group that shares cached prefixes; empty: shared with nobody."""
     manages_adapters: bool = False
-    """It may load and unload adapters, which all tenants then see."""
+    """Whether it may load and unload adapters, which all tenants then see."""
     created: AwareDatetime | None = None
     expires: AwareDatetime | None = None
-    """Absent: never."""
+    """Time of expiry; absent: never."""
 
 
 class _KeyFile(BaseModel):
@@ -68,7 +68,7 @@ class _KeyFile(BaseModel):
 
 
 class KeySet:
-    """Keys to look up."""
+    """Keys for lookup."""
 
     def __init__(self, entries: Iterable[KeyEntry]) -> None:
         """Raises ConfigError when two entries have one id."""
@@ -79,7 +79,7 @@ class KeySet:
             self._entries[entry.id] = (entry, bytes.fromhex(entry.sha256))
 
     def find(self, key: str, now: datetime.datetime) -> Tenant | None:
-        """Whose key it is; None: nobody's, or it has expired.
+        """Finds the tenant of a key; None: unknown or expired.
 
         The time taken tells whether there is a key with that id, which is no secret, and nothing
         about the secret.
@@ -102,7 +102,7 @@ def new_key(
     *,
     manages_adapters: bool = False,
 ) -> tuple[str, KeyEntry]:
-    """Draws a key; returns it and what is to be remembered of it.
+    """Generates a key; returns it and the entry to store.
 
     Raises:
         ConfigError: The tenant's or the group's name is not usable.
@@ -129,7 +129,7 @@ def new_key(
 
 
 def read_keys(path: Path) -> list[KeyEntry]:
-    """The keys of a file.
+    """Reads the keys of a file.
 
     Raises:
         ConfigError: It cannot be read or is not such a file; says nothing of what it holds.
@@ -145,7 +145,7 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 
 def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:
-    """Replaces the file in one step; only this user can read it.
+    """Replaces the file atomically; only this user can read it.
 
     Raises:
         ConfigError: It cannot be written.
@@ -165,7 +165,7 @@ def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:
 
 
 def parse_hash(text: str) -> KeyEntry:
-    """An entry written as `TENANT:ID:SHA256`, for the environment.
+    """Parses an entry in the form `TENANT:ID:SHA256`, for the environment.
 
     Raises:
         ValueError: It is not such a text.

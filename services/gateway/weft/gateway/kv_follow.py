@@ -1,4 +1,4 @@
-"""Keeps a pool's page index equal to what one worker says that it holds."""
+"""Keeps a pool's page index equal to one worker's reports."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, Protocol
 
 import grpc
 from weft.common.errors import from_rpc_error
-from weft.gateway.routing import PageIndex
-from weft.gateway.session import Backoff
+from weft.gateway.routing import FleetPageIndex
+from weft.gateway.session import ReconnectBackoff
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
 
 class KvCounters(Protocol):
-    """Where a follower counts."""
+    """Receives a follower's counts."""
 
     def on_kv_changes(self, count: int) -> None:
-        """Changes that were taken."""
+        """Counts changes that were applied."""
 
     def on_kv_snapshot(self) -> None:
-        """A whole snapshot was taken."""
+        """Counts a full snapshot that was applied."""
 
     def on_kv_gap(self) -> None:
-        """Changes were missing: a snapshot is asked for."""
+        """Counts a gap in the changes, for which a snapshot is requested."""
 
 
 class _Gap(Exception):
-    """A change is missing."""
+    """A change is missing from the sequence."""
 
 
 class KvFollower:
@@ -39,13 +39,16 @@ class KvFollower:
     else that does not fit, is healed by a snapshot.
 
     Args:
-        stub: Of the worker.
-        index: Of its pool.
+        stub: Stub of the worker.
+        index: Prefix index of its pool.
         counters: Told what happened.
     """
 
     def __init__(
-        self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, index: PageIndex, counters: KvCounters
+        self,
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub,
+        index: FleetPageIndex,
+        counters: KvCounters,
     ) -> None:
         self._stub = stub
         self._index = index
@@ -53,7 +56,7 @@ class KvFollower:
         self._worker_id = ""
         self._epoch = 0
         self._sequence: int | None = None
-        """Of the last change that the index has; None = a snapshot is needed."""
+        """Sequence number of the last change applied; None: a snapshot is needed."""
         self._snapshot: list[int] = []
         self._max_pages = 0
 
@@ -63,7 +66,7 @@ class KvFollower:
             self.forget()
             self._worker_id, self._epoch = info.worker_id, info.epoch
         self._max_pages = info.num_pages
-        backoff = Backoff()
+        backoff = ReconnectBackoff()
         while True:
             self._snapshot = []
             request = worker_pb2.WatchKvRequest(after_sequence=self._sequence, epoch=self._epoch)
@@ -76,13 +79,13 @@ class KvFollower:
                 self._sequence = None
                 self._counters.on_kv_gap()
             except grpc.aio.AioRpcError as error:
-                _log.info("a worker's KV events broke off: %s", from_rpc_error(error))
+                _log.info("the stream of a worker's KV events broke: %s", from_rpc_error(error))
             finally:
                 call.cancel()
             await backoff.sleep()
 
     def forget(self) -> None:
-        """The worker has gone."""
+        """Removes the worker, which has gone, from the index."""
         self._index.forget(self._worker_id)
         self._sequence = None
 

@@ -1,4 +1,4 @@
-"""Rates of requests and tokens: of everybody together, and of each tenant."""
+"""Rates of requests and tokens, for all together and for each tenant."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from weft.gateway.tenants import Rates
 from weft.gateway.token_bucket import TokenBucket
 
 ASSUMED_OUTPUT_TOKENS = 1024
-"""Reserved for a sample of a request that does not bound its output, at most."""
-_LEAST_SCALE = 0.1
-_LEAST_RETRY_S = 1.0
+"""Most tokens reserved for a sample whose request does not limit its output."""
+_MIN_SCALE = 0.1
+_MIN_RETRY_S = 1.0
 _MAX_IDLE_TENANTS = 4096
 
 Headers = tuple[tuple[str, str], ...]
 
 
 class _Pair:
-    """Buckets of one who is limited; None = there is no such limit."""
+    """The buckets of one limited party; None: no such limit."""
 
     def __init__(self) -> None:
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
 
     def follow(self, rates: Rates, share: float, now: float) -> None:
-        """Makes, changes or drops the buckets."""
+        """Creates, changes or drops buckets to match the limits."""
         self.requests = _followed(self.requests, rates.requests_per_minute, share, now)
         self.tokens = _followed(self.tokens, rates.tokens_per_minute, share, now)
 
     def kinds(self) -> Iterator[tuple[str, TokenBucket]]:
-        """Those that there are."""
+        """The buckets that exist."""
         if self.requests is not None:
             yield "requests", self.requests
         if self.tokens is not None:
@@ -52,7 +52,7 @@ def _followed(
 
 @dataclass(slots=True)
 class Charge:
-    """What one request has taken."""
+    """What one request has taken from its buckets."""
 
     tenant: str
     num_requests: int = 0
@@ -92,14 +92,14 @@ class RateLimits:
 
     @property
     def scale(self) -> float:
-        """Share of their rates at which buckets fill now."""
+        """Factor on the rates at which buckets fill now."""
         load_s = self._load_s() if self._backlog_s else None
         if load_s is None or load_s <= self._backlog_s:
             return 1.0
-        return max(_LEAST_SCALE, self._backlog_s / load_s)
+        return max(_MIN_SCALE, self._backlog_s / load_s)
 
     def begin(self, tenant: str, rates: Rates, now: float) -> Charge:
-        """Takes a request.
+        """Charges a request at its start.
 
         Raises:
             RateLimited: A limit of requests is used up, or tokens are owed.
@@ -120,7 +120,7 @@ class RateLimits:
         self._take(charge, num_requests=0, num_tokens=num_tokens)
 
     def settle(self, charge: Charge, num_tokens: int | None) -> None:
-        """Gives back what was reserved and not used, or takes what was used beyond.
+        """Returns reserved tokens that were not used, or takes those used beyond.
 
         Args:
             charge: The request's.
@@ -131,7 +131,7 @@ class RateLimits:
         self._take(charge, num_requests=num_requests, num_tokens=used - charge.num_tokens)
 
     def headers(self, tenant: str, now: float) -> Headers:
-        """What a client is told, under OpenAI's names: of its tenant, or else of everybody."""
+        """Rate-limit headers under OpenAI's names: for the tenant, or else for all together."""
         own = self._tenants.get(tenant, _Pair())
         told: dict[str, str] = {}
         scale = self.scale
@@ -168,7 +168,7 @@ class RateLimits:
         self._tenants.setdefault(tenant, _Pair()).follow(rates, self._share, now)
 
     def _forget_idle(self, now: float) -> None:
-        """A full bucket is as good as a new one."""
+        """Drops full buckets, which equal new ones."""
         self._tenants = {
             name: pair
             for name, pair in self._tenants.items()
@@ -200,7 +200,7 @@ class RateLimits:
             f"Rate limit reached for {whose}: {bucket.capacity:g} {kind} per minute. Try again in "
             f"{_shown(wait_s)}.",
             stage="limit",
-            retry_after_s=max(_LEAST_RETRY_S, wait_s),
+            retry_after_s=max(_MIN_RETRY_S, wait_s),
             metadata=self.headers(tenant, now),
         )
 
@@ -215,7 +215,7 @@ class RateLimits:
 
 
 def _shown(seconds: float) -> str:
-    """As OpenAI's headers have times: 20ms, 1.5s, 6m0s."""
+    """Formats a time as OpenAI's headers do: 20ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{round(seconds * 1e3)}ms"
     if seconds < 60:

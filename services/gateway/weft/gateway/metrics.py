@@ -38,7 +38,7 @@ _TRANSPORTS = {
 
 
 class LoopHistogram(Collector):
-    """A histogram for one writer thread: no lock and no label look-up per observation."""
+    """A histogram for one writer thread, without a lock or label lookup per observation."""
 
     def __init__(self, name: str, documentation: str, buckets: Sequence[float]) -> None:
         self._name = name
@@ -53,7 +53,7 @@ class LoopHistogram(Collector):
         self._sum += value * count
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the metrics endpoint's thread."""
+        """Collects the values; called by the metrics endpoint's thread."""
         family = HistogramMetricFamily(self._name, self._documentation)
         total = 0
         buckets: list[tuple[str, float]] = []
@@ -65,14 +65,14 @@ class LoopHistogram(Collector):
 
 
 class _NoHistogram(LoopHistogram):
-    """Where metrics are off."""
+    """Placeholder for a histogram where metrics are off."""
 
     def observe(self, value: float, count: int = 1) -> None:
         """Counts nothing."""
 
 
 class _Gauges(Collector):
-    """Values that are read when somebody asks."""
+    """Values that are computed when metrics are collected."""
 
     def __init__(self, sources: dict[str, tuple[str, Callable[[], float]]]) -> None:
         self._sources = sources
@@ -83,10 +83,10 @@ class _Gauges(Collector):
 
 
 class GatewayMetrics:
-    """All metrics of one gateway, in its own registry."""
+    """All metrics of one gateway, in a registry of its own."""
 
     def __init__(self, is_on: bool = True) -> None:
-        """Registers them.
+        """Registers the metrics.
 
         Args:
             is_on: Somebody can read them; off, histograms observe nothing.
@@ -161,7 +161,7 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.num_with_target = self.num_within_target = 0
-        """Requests with a target that have ended, and those of them that met it."""
+        """Numbers of finished requests with a target, and of those that met it."""
         self.model_requests = Counter(
             "weft_model_requests",
             "Requests for a model that there is ended, by model and outcome.",
@@ -229,7 +229,7 @@ class GatewayMetrics:
 
         Args:
             timeline: As its owner reported it; empty if it did not.
-            num_prompt_tokens: Of the prompt.
+            num_prompt_tokens: Number of tokens of the prompt.
             num_generated: Tokens, over its samples.
         """
         self.request_prompt_tokens.observe(num_prompt_tokens)
@@ -254,7 +254,7 @@ class GatewayMetrics:
             self.time_per_output_token.observe((finish_s - first_s) / (timeline.steps - 1))
 
     def observe_targets(self, outcome: str) -> None:
-        """Counts a request with a latency target that has ended; see `Passage.outcome`."""
+        """Counts a request with a latency target that has ended; see `GatedRequest.outcome`."""
         self.slo_requests.labels(outcome).inc()
         self.num_with_target += 1
         self.num_within_target += outcome == "met"

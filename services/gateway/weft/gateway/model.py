@@ -1,4 +1,4 @@
-"""The served model as the gateway needs it: tokenizer, chat template, limits. No weights."""
+"""The parts of a model that the gateway needs: tokenizer, chat template, limits. No weights."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ _DEFAULT_CONTEXT_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Everything about the model that does not change while the gateway runs."""
+    """The facts about a model that do not change while the gateway runs."""
 
     name: str
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     template: ChatTemplate | None
-    """Absent: the model has none, and chat requests are refused."""
+    """Chat template; None: the model has none, and chat requests are refused."""
     eos_ids: frozenset[int]
     vocabulary_size: int
-    """Ids at or above it are refused; the model's, which may exceed the tokenizer's."""
+    """First invalid id; the model's size, which may exceed the tokenizer's."""
     max_context_tokens: int
     max_token_bytes: int
-    """The longest token; bounds from below how many tokens a text has. 0 = no such bound."""
+    """Length of the longest token, which bounds the number of tokens of a text from below; 0: no
+    such bound.
+    """
     created: int
     """Unix time of the load, in seconds."""
 
@@ -152,7 +154,7 @@ def _eos_ids(
     tokenizer: Tokenizer,
     specials: dict[str, str],
 ) -> frozenset[int]:
-    """Those that the model's files name; else the tokenizer's."""
+    """End-of-text ids named by the model's files; else the tokenizer's."""
     ids = end_token_ids(config, generation_config)
     if ids:
         return frozenset(ids)
@@ -161,7 +163,7 @@ def _eos_ids(
 
 
 def _max_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int:
-    """Largest number of bytes of text that one token stands for; 0 when it cannot be told."""
+    """Largest number of bytes of text that one token stands for; 0 if unknown."""
     lossless = vocabulary.is_byte_level and tokenizer.normalizer is None
     trims = any(t.lstrip or t.rstrip for t in tokenizer.get_added_tokens_decoder().values())
     if not lossless or trims:
@@ -175,7 +177,7 @@ def _upper_bound(token: str) -> int:
 
 
 def least_tokens(model: ServedModel, texts: Sequence[str]) -> int:
-    """A lower bound of the tokens of a text, without tokenising it; 0 when there is none."""
+    """A lower bound of the number of tokens of a text, without tokenising it; 0: none."""
     if not model.max_token_bytes:
         return 0
     return sum(len(text) for text in texts) // model.max_token_bytes

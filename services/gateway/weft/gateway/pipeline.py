@@ -1,4 +1,4 @@
-"""The way of a request through the gateway: check, admit, prepare, route, run, render."""
+"""The stages of a request in the gateway: check, admit, prepare, route, run, render."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from weft.gateway.limits import ASSUMED_OUTPUT_TOKENS, Charge, RateLimits
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.model import ServedModel
 from weft.gateway.render import RenderPlan
-from weft.gateway.request import Adapter, GenerateRequest, PreparedPrompt, Sampling
+from weft.gateway.request import GenerateRequest, PreparedPrompt, ResolvedAdapter, Sampling
 from weft.gateway.request_log import GatewayRequestLog
 from weft.gateway.resume import ResumeLimits
 from weft.gateway.routing import RoutingRequest
 from weft.gateway.run import Generation
-from weft.gateway.served import Catalogue, Meant, Served
+from weft.gateway.served import Catalogue, ResolvedModel, Served
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.slo import NO_TARGETS
-from weft.gateway.slo.passage import Passage
+from weft.gateway.slo.gated_request import GatedRequest
 from weft.gateway.stream import TokenStream
 from weft.gateway.tenants import Rates, Tenants
 from weft.gateway.trace import RequestTrace
@@ -49,23 +49,23 @@ _LOOK_EVERY_S = 0.02
 
 @dataclass(slots=True, kw_only=True)
 class _Account:
-    """What is known of one request so far."""
+    """The state of one request so far."""
 
     request: GenerateRequest
     arrival: float
-    """Event loop time."""
+    """Arrival, event loop time."""
     trace: RequestTrace
-    passage: Passage
+    gated: GatedRequest
     model: str = ""
-    """Empty = it named none that there is."""
+    """Name of the model; empty: it named none that exists."""
     charge: Charge | None = None
     stream: TokenStream | None = None
-    """Absent = it was refused."""
+    """The request's stream; None: it was refused."""
     outcome: str = "error"
     failure: BaseException | None = None
 
 
-class Pipeline:
+class RequestPipeline:
     """Runs requests of both faces."""
 
     def __init__(
@@ -100,18 +100,18 @@ class Pipeline:
         self._has_ended = False
 
     def _backlog_s(self) -> float | None:
-        """Of the model whose workers have most to do."""
-        known = [one.router.outlook.backlog_s() for one in self._models]
+        """Backlog of the model whose workers have most to do."""
+        known = [one.router.forecaster.backlog_s() for one in self._models]
         return max((seconds for seconds in known if seconds is not None), default=None)
 
     @property
     def is_draining(self) -> bool:
-        """New requests are refused: this gateway is shutting down."""
+        """Whether new requests are refused because this gateway shuts down."""
         return self._admission.is_draining
 
     def load(self) -> gateway_pb2.GatewayLoad:
-        """What is here, and how it fares with latency targets."""
-        gates, metrics = [one.turnstile.gate for one in self._models], self._metrics
+        """The gateway's load, and how it fares with latency targets."""
+        gates, metrics = [one.latency_admission.gate for one in self._models], self._metrics
         firsts = [seconds for gate in gates if (seconds := gate.first_token_s()) is not None]
         return gateway_pb2.GatewayLoad(
             running_prompts=self._admission.num_running,
@@ -129,7 +129,7 @@ class Pipeline:
         return list(self._running)
 
     def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
-        """Ends a request of a tenant as cancelled; False when the tenant has none such here."""
+        """Cancels a request of a tenant; False if the tenant has no such request here."""
         owner, stream = self._running.get(request_id, (None, None))
         if stream is None or owner != tenant:
             return False
@@ -137,14 +137,14 @@ class Pipeline:
         return True
 
     def end_all(self) -> None:
-        """Fails what runs, and what was admitted and has not begun: the gateway ends now."""
+        """Fails all running and admitted requests because the gateway ends."""
         self._has_ended = True
         for _, stream in list(self._running.values()):
             stream.fail(shutting_down("decode"))
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
-        """Runs a request for as long as the block lasts; leaving it ends what is unfinished.
+        """Runs a request for the duration of the block; leaving it cancels what is unfinished.
 
         Args:
             request: As translated by a face; not checked yet.
@@ -162,7 +162,7 @@ class Pipeline:
             request=request,
             arrival=arrival,
             trace=trace,
-            passage=Passage(None, NO_TARGETS, arrival),
+            gated=GatedRequest(None, NO_TARGETS, arrival),
         )
         try:
             async with self._run(account) as stream:
@@ -185,7 +185,7 @@ class Pipeline:
 
     @asynccontextmanager
     async def _run(self, account: _Account) -> AsyncIterator[TokenStream]:
-        """The way of a request; `account` says how far it has come."""
+        """Runs the stages of a request; `account` records its progress."""
         request = account.request
         meant = await self._models.find(request.model)
         account.model = meant.served.model.name
@@ -196,9 +196,9 @@ class Pipeline:
 
     @asynccontextmanager
     async def _run_meant(
-        self, account: _Account, meant: Meant, request: GenerateRequest
+        self, account: _Account, meant: ResolvedModel, request: GenerateRequest
     ) -> AsyncIterator[TokenStream]:
-        """Likewise, of a request whose `model` is resolved."""
+        """Runs a request whose `model` is resolved."""
         loop, trace, served = asyncio.get_running_loop(), account.trace, meant.served
         check_request(request, served.model, self._settings.max_prompts)
         limit_s = self._settings.request_timeout_s
@@ -208,7 +208,7 @@ class Pipeline:
         request = in_tenant_cache(request)
         request = replace(request, targets=request.targets.over(terms.targets))
         account.request = request
-        passage = account.passage = self._passage(served, request, account.arrival)
+        gated = account.gated = self._gated_request(served, request, account.arrival)
         charge = account.charge = self.limits.begin(tenant, terms, account.arrival)
         with trace.stage("queue"):
             place = await self._admission.admit(
@@ -221,7 +221,7 @@ class Pipeline:
                 await self._find_holder(served, request.adapter, deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
             routing = _routing(request, prompts)
-            await self._pass_gate(passage, request, prompts, routing, deadline, trace)
+            await self._pass_gate(gated, request, prompts, routing, deadline, trace)
             if self._has_ended:
                 raise shutting_down("admit")
             stream = account.stream = TokenStream(
@@ -233,7 +233,7 @@ class Pipeline:
             timer = loop.call_at(deadline, self._expire, stream, timeout_s)
             try:
                 stream.start(self._generations(served, account, prompts, routing, stream, deadline))
-                passage.began()
+                gated.began()
                 self._running[request.request_id] = (request.tenant, stream)
                 yield stream
             finally:
@@ -241,8 +241,10 @@ class Pipeline:
                 self._running.pop(request.request_id, None)
                 stream.close()
 
-    async def _find_holder(self, served: Served, adapter: Adapter, deadline: float) -> None:
-        """Waits a little for a worker that holds an adapter: they load it when they start."""
+    async def _find_holder(self, served: Served, adapter: ResolvedAdapter, deadline: float) -> None:
+        """Waits briefly for a worker that holds an adapter, since workers load them when they
+        start.
+        """
         loop = asyncio.get_running_loop()
         until = min(deadline, loop.time() + _FIND_HOLDER_S)
         while not served.router.has_holder(adapter.digest):
@@ -256,10 +258,10 @@ class Pipeline:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _close(self, account: _Account) -> None:
-        """A request is over: everybody who keeps books is told."""
+        """Records the end of a request."""
         stream = account.stream
         duration_s = asyncio.get_running_loop().time() - account.arrival
-        self._judge(account.passage, stream, account.failure)
+        self._judge(account.gated, stream, account.failure)
         if account.charge is not None:
             self.limits.settle(account.charge, _num_tokens(account))
         self._count(account.model, stream, account.outcome, duration_s)
@@ -282,7 +284,7 @@ class Pipeline:
                 return await served.preparer.prepare(request.prompts, request.stopping)
         except TimeoutError:
             raise DeadlineExceeded(
-                "the request's time ran out while it was tokenised", stage="prepare"
+                "the deadline passed while the request was tokenised", stage="prepare"
             ) from None
 
     def _generations(
@@ -318,23 +320,27 @@ class Pipeline:
             for number, (prompt, placing) in enumerate(zip(prompts, routing, strict=True))
         ]
 
-    def _passage(self, served: Served, request: GenerateRequest, arrival: float) -> Passage:
+    def _gated_request(
+        self, served: Served, request: GenerateRequest, arrival: float
+    ) -> GatedRequest:
         is_needed = bool(request.targets) or self._tenants.has_targets
-        return Passage(served.turnstile if is_needed else None, request.targets, arrival)
+        return GatedRequest(
+            served.latency_admission if is_needed else None, request.targets, arrival
+        )
 
     async def _pass_gate(
         self,
-        passage: Passage,
+        gated: GatedRequest,
         request: GenerateRequest,
         prompts: list[PreparedPrompt],
         routing: list[RoutingRequest],
         deadline: float,
         trace: RequestTrace,
     ) -> None:
-        if not passage.is_needed:
+        if not gated.is_needed:
             return
         with trace.stage("admit"):
-            await passage.enter(
+            await gated.enter(
                 routing,
                 tenant=_name(request.tenant),
                 weight=self._tenants.of(request.tenant).weight,
@@ -343,12 +349,12 @@ class Pipeline:
             )
 
     def _judge(
-        self, passage: Passage, stream: TokenStream | None, failure: BaseException | None
+        self, gated: GatedRequest, stream: TokenStream | None, failure: BaseException | None
     ) -> None:
-        """Tells the gate and the metrics what became of a request."""
+        """Reports a request's outcome to the gate and the metrics."""
         samples = [] if stream is None else [one.samples for one in stream.generations]
-        outcome = passage.outcome(samples, failure)
-        passage.ended(samples)
+        outcome = gated.outcome(samples, failure)
+        gated.ended(samples)
         if outcome is not None:
             self._metrics.observe_targets(outcome)
 
@@ -396,7 +402,7 @@ def _name(tenant: Tenant | None) -> str:
 
 
 def _seed(sampling: Sampling) -> int:
-    """Of one prompt. Each draws its own: equal prompts of a request get answers of their own."""
+    """Draws the seed of one prompt: equal prompts of a request get different answers."""
     return secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
 
 
@@ -415,14 +421,14 @@ def _plan(model: ServedModel, request: GenerateRequest, prompt: PreparedPrompt) 
 
 
 def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:
-    """What a request may come to, as far as it says."""
+    """Most tokens that a request may come to, as far as it says."""
     given = request.stopping.max_tokens
     output = [min(prompt.max_tokens, given or ASSUMED_OUTPUT_TOKENS) for prompt in prompts]
     return sum(len(prompt.ids) for prompt in prompts) + request.sampling.n * sum(output)
 
 
 def _num_tokens(account: _Account) -> int | None:
-    """What it has come to; None = it was refused, here or by all the workers that were asked."""
+    """Tokens that it has come to; None: it was refused, here or by all workers asked."""
     if account.stream is None:
         return None
     usage = account.stream.usage()
@@ -432,7 +438,7 @@ def _num_tokens(account: _Account) -> int | None:
 
 
 def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[RoutingRequest]:
-    """Each prompt as policies see it, named as on Sessions."""
+    """Each prompt as policies see it, with its name on Sessions."""
     base = request.request_id
     return [
         RoutingRequest(

@@ -8,25 +8,27 @@ from typing import Generic, Protocol, TypeVar
 from weft.gateway.routing import Choice, LoadEstimate, Policy, PoolView, RoutingRequest, WorkerView
 
 _REFRESH_S = 0.02
-"""Age up to which a list of the healthy is used. Who was chosen is looked at again in any case."""
+"""Seconds for which a list of healthy workers is reused. The chosen workers are always checked
+again.
+"""
 
 
 class Member(Protocol):
-    """A worker, as far as a pool needs it."""
+    """The interface of a worker that a pool needs."""
 
     member: WorkerView | None
     load: LoadEstimate
 
     def problem(self, now: float) -> str:
-        """Why it gets no requests; empty when it may."""
+        """Why it gets no requests; empty if it may."""
         ...
 
 
 M = TypeVar("M", bound=Member)
 
 
-class Pool(Generic[M]):
-    """Knows who is healthy without asking everybody at each decision.
+class WorkerPool(Generic[M]):
+    """The healthy workers of a pool, without checking every worker at each decision.
 
     Args:
         workers: Gives all workers of the role, healthy or not, in a fixed order.
@@ -38,7 +40,7 @@ class Pool(Generic[M]):
         self._view = PoolView(())
         self._looked_at = float("-inf")
         self.was_healthy = False
-        """Somebody was, once."""
+        """Whether any member has ever been healthy."""
 
     def choose(
         self,
@@ -69,13 +71,13 @@ class Pool(Generic[M]):
         return self._choose(policy, request, count, is_excluded)
 
     def view(self, now: float) -> PoolView:
-        """The healthy workers as they are now; event loop time."""
+        """The healthy workers now, by event loop time."""
         if now - self._looked_at >= _REFRESH_S:
             self._look(now)
         return self._view
 
     def look_again(self) -> None:
-        """Somebody came or left: the next choice looks at all workers."""
+        """Makes the next choice look at all workers again, after one came or left."""
         self._looked_at = float("-inf")
 
     def _choose(
@@ -98,7 +100,7 @@ class Pool(Generic[M]):
         return [(members[choice.position], choice.match_tokens) for choice in choices]
 
     def _look(self, now: float) -> None:
-        """Looks at all workers; a view of the same members stays, for what policies know of it."""
+        """Checks all workers; keeps the view if its members are the same, for policies' state."""
         self._looked_at = now
         found = [
             (worker, worker.member)

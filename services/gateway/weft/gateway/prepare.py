@@ -1,4 +1,4 @@
-"""From prompts as the client wrote them to token ids that fit the context."""
+"""Turns prompts as the client wrote them into token ids that fit the context."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Preparer:
         self._timeout_s = settings.request_timeout_s
 
     def close(self) -> None:
-        """Lets the threads go."""
+        """Stops the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(self, prompts: Sequence[Prompt], stopping: Stopping) -> list[PreparedPrompt]:
@@ -57,7 +57,7 @@ class Preparer:
         ]
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of one prompt that is not run.
+        """Tokenises one prompt that is not run.
 
         Raises:
             InvalidRequest: A template refuses its messages.
@@ -69,7 +69,7 @@ class Preparer:
         return ids
 
     async def detokenize(self, many: Sequence[Sequence[int]]) -> list[str]:
-        """Texts of lists of token ids, special tokens included.
+        """Decodes lists of token ids, special tokens included.
 
         Raises:
             Overloaded: Too many such calls wait.
@@ -99,7 +99,7 @@ class Preparer:
         return [self._tokenize(prompt) for prompt in prompts]
 
     def _refuse_hopeless(self, prompt: Prompt) -> None:
-        """Refuses a text that is far too long without tokenising megabytes of it."""
+        """Refuses a text that is far too long before tokenising megabytes of it."""
         if isinstance(prompt, TextPrompt):
             least = least_tokens(self._model, [prompt.text])
         elif isinstance(prompt, ChatPrompt):

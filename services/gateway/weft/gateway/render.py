@@ -1,4 +1,4 @@
-"""From the tokens of one sample to the text that its client may see."""
+"""Turns the tokens of one sample into the text that its client may see."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.gateway.vocabulary import Vocabulary
 
 
 class RenderPlan:
-    """What all samples of a prompt share."""
+    """The part of rendering that all samples of a prompt share."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SampleRenderer:
         self._pending_stop: int | None = None
         self._num_tokens = 0
         self.is_stopped = False
-        """A stop string was found; nothing more is shown."""
+        """Whether a stop string was found, after which nothing more is shown."""
 
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text to show, and sets `is_stopped`."""

@@ -1,4 +1,4 @@
-"""What a client asks for, in one form for both faces."""
+"""A client's request, in one form for both faces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TextPrompt:
 
     text: str
     add_special_tokens: bool = True
-    """The tokenizer may add its beginning-of-text token."""
+    """Whether the tokenizer may add its beginning-of-text token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class ChatPrompt:
     """A conversation to answer."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """Each with `role` and `content`, strings."""
+    """Messages, each with `role` and `content`, strings."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
@@ -48,26 +48,26 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 = all."""
+    """Number of most likely tokens to draw from; 0: all."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    """64 bits, signed or not; absent = drawn by the gateway."""
+    """Seed, 64 bits, signed or unsigned; None: drawn by the gateway."""
     n: int = 1
     constraint: Constraint | None = None
     speculate: bool = True
-    """Tokens may be drafted; the text is the same."""
+    """Whether tokens may be drafted; the text is the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
-    """When a sample ends; bounds are those of `weft.v1.StopCriteria`."""
+    """Conditions that end a sample; bounds are those of `weft.v1.StopCriteria`."""
 
     max_tokens: int | None = None
-    """Absent = up to the context."""
+    """Most tokens to generate; None: up to the context."""
     min_tokens: int = 0
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -76,12 +76,12 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """What the name of an adapter meant when a request came; it does not change any more."""
+class ResolvedAdapter:
+    """The adapter that a name referred to when the request came; it does not change any more."""
 
     name: str
     digest: bytes
-    """Of its content, 32 bytes."""
+    """Content digest, 32 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,39 +89,39 @@ class GenerateRequest:
     """One request of one client: one or more prompts, `sampling.n` samples of each."""
 
     request_id: str
-    """Made by the gateway, never by a client: it is the key on Sessions. At most 52 bytes."""
+    """Id made by the gateway, never by a client: it is the key on Sessions. At most 52 bytes."""
     client_request_id: str = ""
-    """What the client calls it; need not be unique. Empty = nothing."""
+    """Id given by the client, which need not be unique; empty: none."""
     model: str
-    """A model, an adapter or `model:adapter`. Empty = the served model."""
+    """Name of a model, an adapter or `model:adapter`. Empty: the served model."""
     prompts: tuple[Prompt, ...]
     sampling: Sampling = field(default_factory=Sampling)
     stopping: Stopping = field(default_factory=Stopping)
     top_logprobs: int | None = None
-    """Alternatives at each position; absent = no log-probabilities."""
+    """Number of alternatives at each position; None: no log-probabilities."""
     constraint_param: str = "constraint"
-    """The client's name for the constraint, for error messages; so are the next two."""
+    """The client's name for the constraint, for error messages."""
     max_tokens_param: str = "max_tokens"
     top_logprobs_param: str = "top_logprobs"
     skip_special_tokens: bool = True
     timeout_s: float | None = None
-    """Time that the client gives; the gateway's own bound applies as well."""
+    """Time limit given by the client; the gateway's own limit applies as well."""
     cache_salt: str = ""
     priority: int = 0
-    """Less is more urgent; bounds are those of `weft.v1.Submit`."""
+    """Priority, a lower number is more urgent; bounds are those of `weft.v1.Submit`."""
     routing_key: str = ""
-    """Requests of one key belong together, for policies that know keys; empty = none."""
+    """Routing key, for policies that use keys; empty: none."""
     session_id: str = ""
-    """The chat that it belongs to, whose KV stays for a while; empty = none."""
+    """Chat session whose KV is kept for a while; empty: none."""
     ends_session: bool = False
-    """The chat is over with it."""
+    """Whether the chat session ends with it."""
     traceparent: str = ""
     targets: Targets = NO_TARGETS
-    """Latency that the client asks for; its tenant's targets apply where there is none here."""
+    """Latency targets of the client; those of its tenant apply where it gives none."""
     tenant: Tenant | None = None
-    """Whose it is; absent = the gateway asks for no API keys."""
-    adapter: Adapter | None = None
-    """What `model` means beside the base model, once it is resolved; absent = nothing."""
+    """Tenant of the request; None: the gateway asks for no API keys."""
+    adapter: ResolvedAdapter | None = None
+    """Adapter that `model` refers to, once resolved; None: the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,4 +130,4 @@ class PreparedPrompt:
 
     ids: list[int]
     max_tokens: int
-    """Tokens that each sample may have; prompt and output fit the context together."""
+    """Most tokens of each sample; prompt and output together fit the context."""

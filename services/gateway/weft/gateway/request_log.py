@@ -1,4 +1,4 @@
-"""What a gateway logs of the requests that have ended."""
+"""The gateway's log of finished requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REASONS = {
 
 
 class GatewayRequestLog:
-    """Turns requests into lines of the log.
+    """Converts requests to lines of the log.
 
     Args:
         settings: Where they go and what is in them; `request_log` must not be None.
@@ -63,7 +63,7 @@ class GatewayRequestLog:
             model: Name of the one that served it.
             trace_id: 32 hex digits; empty = it was not traced.
             outcome: ok, or the failure's reason in lower case.
-            duration_s: Of the whole.
+            duration_s: Duration of the request.
         """
         arrived_at = time.time() - duration_s
         for generation in generations:
@@ -101,7 +101,7 @@ class GatewayRequestLog:
         ]
 
     def _add_texts(self, prompt: LoggedPrompt) -> None:
-        """In the log's own thread: detokenising takes time."""
+        """Adds the texts, in the log's own thread: detokenising takes time."""
         if not self._has_texts:
             return
         tokenizer = self._tokenizers[prompt.model]

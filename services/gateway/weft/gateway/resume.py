@@ -1,4 +1,4 @@
-"""How long a request is carried on after it lost its owner, and what the client learns of it."""
+"""How long a request that lost its owner is resumed, and what the client learns of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _REFUSALS = (Draining, Overloaded)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeLimits:
-    """Bounds of one prompt; its deadline holds as well."""
+    """Limits of resuming one prompt, besides its deadline."""
 
     max_attempts: int
-    """Owners that may be lost; with the last of them the request fails. Those that are draining or
-    too busy to take it do not count."""
+    """Number of lost owners with which the request fails. Those that are draining or too busy to
+    accept it do not count.
+    """
     timeout_s: float
     """Longest time without any owner."""
 
@@ -30,14 +31,14 @@ class _Loss:
     num_tokens: int
     at: float
     pause_s: float | None = None
-    """None: it lasts."""
+    """Length of the pause; None: it lasts."""
 
 
 class Losses:
     """The lost attempts of one prompt. Times are those of the event loop, in seconds."""
 
     def __init__(self, limits: ResumeLimits) -> None:
-        """Nothing is lost yet."""
+        """Starts without losses."""
         self._limits = limits
         self._losses: list[_Loss] = []
         self._ownerless_since: float | None = None
@@ -45,7 +46,7 @@ class Losses:
     def add(
         self, attempt: int, worker_id: str, error: WeftError, num_tokens: int, at: float
     ) -> None:
-        """An attempt was lost.
+        """Records the loss of an attempt.
 
         Args:
             attempt: Its number.
@@ -60,18 +61,20 @@ class Losses:
             self._ownerless_since = at
 
     def owned(self) -> None:
-        """A worker has accepted the request."""
+        """Notes that a worker has accepted the request."""
         self._ownerless_since = None
 
     def end_pause(self, now: float) -> float | None:
-        """The client gets something again; how long it waited, None if it was not waiting."""
+        """Notes that the client gets something again; returns how long it waited, None if it was
+        not waiting.
+        """
         if not self._losses or self._losses[-1].pause_s is not None:
             return None
         self._losses[-1].pause_s = now - self._losses[-1].at
         return self._losses[-1].pause_s
 
     def is_over(self, error: WeftError) -> bool:
-        """After the latest loss: the request is not to be submitted again."""
+        """Whether, after the latest loss, the request is not to be submitted again."""
         # A worker that does not know an adapter that it was chosen for: others may.
         can_mend = error.retryable or isinstance(error, AdapterNotFound)
         if not can_mend or isinstance(error, DeadlineExceeded):
@@ -80,12 +83,12 @@ class Losses:
         return num_counted >= self._limits.max_attempts
 
     def has_waited_enough(self, now: float) -> bool:
-        """Nobody has had the request for longer than it may be so."""
+        """Whether the request has been without an owner for longer than allowed."""
         since = self._ownerless_since
         return since is not None and now - since >= self._limits.timeout_s
 
     def describe(self) -> list[common_pb2.LostAttempt]:
-        """For the timeline."""
+        """Describes the losses for the timeline."""
         return [
             common_pb2.LostAttempt(
                 attempt=loss.attempt,

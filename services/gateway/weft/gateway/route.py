@@ -1,4 +1,4 @@
-"""Where a request goes: one decode worker, and prefill workers that may help it."""
+"""Chooses where a request goes: one decode worker, and prefill workers that may help it."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from functools import partial
 
 from weft.engine.errors import PeerUnavailable, WeftError
 from weft.gateway.discovery import Role
-from weft.gateway.fleet import ModelFleet, Worker
-from weft.gateway.routing import PageIndex, Policy, PoolView, RoutingRequest
+from weft.gateway.fleet import FleetWorker, ModelFleet
+from weft.gateway.routing import FleetPageIndex, Policy, PoolView, RoutingRequest
 from weft.gateway.session import DecodeSession
-from weft.gateway.slo.outlook import Outlook, Side
+from weft.gateway.slo.forecast import LatencyForecaster, Side
 from weft.v1 import common_pb2, decode_pb2
 
 _RETRY_AFTER_S = 1.0
 _NOBODY = PoolView(())
 _DEVICE_REQUESTS = 8
-"""Requests that a worker with an adapter on its device may have more than the least busy one that
-must load it first, and still be preferred."""
+"""Requests by which a worker with the adapter on its device may exceed the least busy holder and
+still be preferred.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Placement:
-    """Where one attempt of a request runs, and what it weighs there."""
+    """Where one attempt of a request runs, and its weight there."""
 
-    worker: Worker
+    worker: FleetWorker
     session: DecodeSession
     candidates: tuple[decode_pb2.PrefillCandidate, ...]
-    """Who may fill, best first."""
-    filler: Worker | None
+    """Possible fillers, best first."""
+    filler: FleetWorker | None
     """The first of those."""
     num_tokens: int
-    """Of the prompt."""
+    """Number of tokens of the prompt."""
     to_compute: int
-    """Of those, tokens that nobody of the two holds."""
+    """Tokens of these that neither of the two workers holds."""
     _is_computed: bool = True
 
     def begin(self) -> None:
-        """The request was sent."""
+        """Adds the request to the workers' loads, once it was sent."""
         self._is_computed = False
         self.worker.breaker.begin()
         self.worker.load.begin(self.num_tokens, 0 if self.filler else self.to_compute)
@@ -47,7 +48,7 @@ class Placement:
             self.filler.load.begin(self.num_tokens, self.to_compute)
 
     def computed(self) -> None:
-        """The request has its first token, so that its prompt is no load any more."""
+        """Removes the prompt from the loads, since the request has its first token."""
         if self._is_computed:
             return
         self._is_computed = True
@@ -58,14 +59,14 @@ class Placement:
             self.filler.load.end(self.num_tokens)
 
     def end(self, error: WeftError | None, *, is_proven: bool) -> None:
-        """The request left its owner; see `Worker.judge_request`."""
+        """The request left its owner; see `FleetWorker.judge_request`."""
         self.computed()
         self.worker.load.end(self.num_tokens)
         self.worker.judge_request(error, is_proven=is_proven)
 
     @property
     def incarnation(self) -> tuple[str, int]:
-        """Address and epoch: what a later attempt avoids."""
+        """Address and epoch, which later attempts avoid."""
         return (self.worker.endpoint.address, self.session.worker_epoch)
 
 
@@ -84,10 +85,10 @@ class Router:
         self._decode = decode
         self._prefill = prefill
         self._max_prefill_candidates = max_prefill_candidates
-        self.outlook = Outlook(
+        self.forecaster = LatencyForecaster(
             partial(self._side, "prefill"), partial(self._side, "decode"), num_replicas
         )
-        """What a request would get now."""
+        """Forecast of the service that a request would get now."""
 
     def _side(self, role: Role) -> Side:
         if role == "prefill" and not self._max_prefill_candidates:
@@ -112,7 +113,7 @@ class Router:
         if fillers and (member := fillers[0][0].member) is not None:
             request = request.beside(member.host)
 
-        def is_excluded(worker: Worker) -> bool:
+        def is_excluded(worker: FleetWorker) -> bool:
             session = worker.session
             return session is None or (worker.endpoint.address, session.worker_epoch) in excluded
 
@@ -139,17 +140,17 @@ class Router:
         )
 
     def has_holder(self, digest: bytes) -> bool:
-        """A healthy decode worker can serve requests for an adapter.
+        """Whether a healthy decode worker can serve requests for an adapter.
 
         Args:
-            digest: Of its content.
+            digest: Digest of its content.
         """
         now = asyncio.get_running_loop().time()
         workers = self._fleet.workers("decode")
         return any(one.holds(digest) and not one.health_problem(now) for one in workers)
 
     def filled(self, fills: Iterable[common_pb2.FillTimeline]) -> None:
-        """Tells prefill workers' breakers how fills ended, as their owner reported."""
+        """Reports the outcomes of fills, as told by their owner, to prefill workers' breakers."""
         breakers = {
             worker.info.worker_id: worker.breaker
             for worker in self._fleet.workers("prefill")
@@ -165,15 +166,15 @@ class Router:
             elif not fill.failure:
                 breaker.succeeded()
 
-    def index(self, role: Role) -> PageIndex | None:
-        """What a pool's policy knows of who holds what; None when it needs no such knowledge."""
+    def index(self, role: Role) -> FleetPageIndex | None:
+        """Prefix index of a pool's policy; None if the policy needs none."""
         return (self._decode if role == "decode" else self._prefill).index
 
     def flush(self) -> int:
-        """Forgets what workers were sent; returns the entries forgotten."""
+        """Forgets what workers were sent; returns the number of entries."""
         return self._decode.flush() + self._prefill.flush()
 
-    def _choose_prefill(self, request: RoutingRequest, now: float) -> list[tuple[Worker, int]]:
+    def _choose_prefill(self, request: RoutingRequest, now: float) -> list[tuple[FleetWorker, int]]:
         if not self._max_prefill_candidates:
             return []
         return self._choose("prefill", self._prefill, request, self._max_prefill_candidates, now)
@@ -185,8 +186,8 @@ class Router:
         request: RoutingRequest,
         count: int,
         now: float,
-        is_excluded: Callable[[Worker], bool] | None = None,
-    ) -> list[tuple[Worker, int]]:
+        is_excluded: Callable[[FleetWorker], bool] | None = None,
+    ) -> list[tuple[FleetWorker, int]]:
         """Applies a policy to the workers that hold the request's adapter.
 
         Those with the adapter on their device come before those that must load it there, unless
@@ -205,7 +206,7 @@ class Router:
             for worker in healthy
             if worker.holds(digest, on_device=True) and worker.load.num_requests <= most
         }
-        chosen: list[tuple[Worker, int]] = []
+        chosen: list[tuple[FleetWorker, int]] = []
         for group in (ready, set(healthy) - ready):
             left = count - len(chosen)
             if group and left:
@@ -213,11 +214,11 @@ class Router:
         return chosen
 
 
-def _is_outside(group: Collection[Worker], worker: Worker) -> bool:
+def _is_outside(group: Collection[FleetWorker], worker: FleetWorker) -> bool:
     return worker not in group
 
 
-def _candidate(worker: Worker, match_tokens: int) -> decode_pb2.PrefillCandidate:
+def _candidate(worker: FleetWorker, match_tokens: int) -> decode_pb2.PrefillCandidate:
     assert worker.info is not None
     return decode_pb2.PrefillCandidate(
         worker_id=worker.info.worker_id,

@@ -1,4 +1,4 @@
-"""The file into which a gateway records its routing, for whoever wants to know why."""
+"""The file in which a gateway records its routing decisions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RoutingRecord:
 
     Args:
         folder: Gets one file, which only its owner can read: it has the prompts' tokens.
-        gateway_id: Of this start of the gateway; the file's name.
+        gateway_id: Id of this start of the gateway, which names the file.
         max_bytes: Bound.
 
     Raises:
@@ -52,13 +52,13 @@ class RoutingRecord:
         self._thread.start()
 
     def policy(self, pool: str, name: str, options: PolicyOptions) -> Policy:
-        """A policy whose choices are recorded, as `make_policy` makes it."""
+        """Creates a policy, as `make_policy` does, whose choices are recorded."""
         if options.seed is None:
             options = replace(options, seed=secrets.randbits(32))
         return RecordingPolicy(make_policy, name, options, pool, self._write)
 
     def close(self) -> None:
-        """Writes what is queued, for a bounded time."""
+        """Writes what is queued, within a time limit."""
         self._is_ended = True
         try:
             self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""One prompt on its way: submitted to an owner, followed, submitted again when that is lost."""
+"""Runs one prompt: submits it to an owner, follows it, and resubmits it if the owner is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.gateway.resume import Losses, ResumeLimits
 from weft.gateway.route import Placement, Router
 from weft.gateway.routing import RoutingRequest
 from weft.gateway.sample import Sample
-from weft.gateway.session import Backoff
+from weft.gateway.session import ReconnectBackoff
 from weft.gateway.submit import submit_messages
 from weft.gateway.trace import AttemptTrace, RequestTrace
 from weft.v1 import common_pb2, decode_pb2
@@ -23,20 +23,22 @@ from weft.v1 import common_pb2, decode_pb2
 STOP = common_pb2.FINISH_REASON_STOP
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 _LOGPROB_BYTES = 32
-"""What one log-probability that waits for a slow client counts for, about."""
+"""Approximate memory of one log-probability that waits for a slow client."""
 
 
 class Listener:
-    """Told by generations when there is something for the client; see `TokenStream`."""
+    """Informed by generations when there is something for the client; see `TokenStream`."""
 
     def on_sample(self, sample: Sample, num_bytes: int) -> None:
-        """A sample has text, log-probabilities or its end to take: about `num_bytes` more."""
+        """Called when a sample has text, log-probabilities or its end to take: about `num_bytes`
+        more.
+        """
 
     def on_failure(self, generation: Generation) -> None:
-        """The prompt has failed for good; `generation.error` says how."""
+        """Called when the prompt has failed for good; `generation.error` says how."""
 
     def on_settled(self) -> None:
-        """The owner has reported the end of all samples of a generation."""
+        """Called when the owner has reported the end of all samples of a generation."""
 
 
 class Generation:
@@ -64,7 +66,7 @@ class Generation:
         limits: ResumeLimits,
         trace: RequestTrace,
     ) -> None:
-        """Prepares it; `start` submits.
+        """Prepares the generation; `start` submits it.
 
         Args:
             request: The client's request.
@@ -72,7 +74,7 @@ class Generation:
             routing: What matters for its place; its name is the key on Sessions.
             first_index: Index of its first sample in the client's request.
             model: Name that workers know.
-            seed: Of all its attempts.
+            seed: Seed of all its attempts.
             plan: How its samples are rendered.
             router: Finds owners.
             metrics: Where tokens are counted.
@@ -84,13 +86,13 @@ class Generation:
         """
         self._request = request
         self.prompt = prompt
-        """Tokens and bounds."""
+        """Tokens and limits of the prompt."""
         self._routing = routing
         self.wire_id = routing.request_id
         """Its key on Sessions."""
         self._model = model
         self.seed = seed
-        """Of all its attempts."""
+        """Seed of all its attempts."""
         self._stop_ids = sorted(plan.stop_ids)
         self._router = router
         self._metrics = metrics
@@ -101,11 +103,11 @@ class Generation:
         self._attempt_trace: AttemptTrace | None = None
         self._placement: Placement | None = None
         self._has_proven = False
-        """The current owner has shown that it works."""
+        """Whether the current owner has shown that it works."""
         self._avoided: set[tuple[str, int]] = set()
-        """Incarnations that lost this prompt; taken again when there is no other."""
+        """Incarnations that lost this prompt; used again only if there is no other."""
         self._losses = Losses(limits)
-        self._backoff = Backoff()
+        self._backoff = ReconnectBackoff()
         self._recovery: asyncio.Task[None] | None = None
         self._unsettled: set[int] = set()
         self.samples = [
@@ -113,23 +115,23 @@ class Generation:
         ]
         self.attempt = 0
         self.error: WeftError | None = None
-        """How the prompt failed for good."""
+        """The error with which the prompt failed for good."""
         self.cached_prompt_tokens = 0
         self._timeline = common_pb2.Timeline()
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.prompt.ids)
 
     @property
     def is_settled(self) -> bool:
-        """The owner reported the end of every sample."""
+        """Whether the owner has reported the end of every sample."""
         return not self._unsettled
 
     @property
     def timeline(self) -> common_pb2.Timeline:
-        """What the last owner reported, and the attempts that were lost before."""
+        """Timeline reported by the last owner, and the attempts lost before."""
         timeline = common_pb2.Timeline()
         timeline.CopyFrom(self._timeline)
         timeline.lost_attempts.extend(self._losses.describe())
@@ -140,7 +142,7 @@ class Generation:
         return {i for i, sample in enumerate(self.samples) if sample.finish_reason is None}
 
     def start(self) -> None:
-        """Submits the prompt to an owner, with what its samples have already.
+        """Submits the prompt to an owner, with the tokens that its samples already have.
 
         Raises:
             PeerUnavailable: There is none.
@@ -171,13 +173,13 @@ class Generation:
         self._unsettled = self._open_samples
 
     def _seed_of_attempt(self) -> int:
-        """The same for all attempts, or a resumed sample would go on as another one."""
+        """The seed, equal for all attempts, so that resumed samples continue unchanged."""
         if faults.SABOTAGE_RESUME.is_armed and self.attempt and faults.SABOTAGE_RESUME.fire():
             return self.seed ^ 1
         return self.seed
 
     async def _recover(self, error: WeftError) -> None:
-        """Looks for another owner, at once and then again and again, until the limits are met."""
+        """Looks for another owner, repeatedly until the limits are reached."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -194,7 +196,7 @@ class Generation:
             self._avoided.clear()
 
     def _is_refusal(self, error: WeftError) -> bool:
-        """Nothing is lost when the client itself asks again later."""
+        """Whether an error is a refusal, after which the client can simply ask again later."""
         return isinstance(error, Overloaded) and not any(sample.ids for sample in self.samples)
 
     def _give_up(self, error: WeftError) -> None:
@@ -251,7 +253,7 @@ class Generation:
         sample.last_token_time = now
 
     def _prove(self, now: float) -> None:
-        """The owner works: it has brought something."""
+        """Notes that the owner works, since it has produced something."""
         self._has_proven = True
         if self._placement is not None:
             self._placement.worker.breaker.succeeded()
@@ -314,7 +316,7 @@ class Generation:
             self._give_up(Internal("the request could not be resumed", stage="session"))
 
     def _settle(self) -> None:
-        """Nothing is left to be done or to be told."""
+        """Ends the generation once nothing is left to be done or reported."""
         self._unsettled.clear()
         self._end_recovery()
         self._detach()
@@ -334,10 +336,10 @@ class Generation:
         )
 
     def end_sample(self, number: int, reason: common_pb2.FinishReason.ValueType) -> None:
-        """Ends a sample from this side; the owner is told.
+        """Ends a sample from this side; informs the owner.
 
         Args:
-            number: Of the sample within this prompt.
+            number: Number of the sample within this prompt.
             reason: What the client is told.
         """
         sample = self.samples[number]
@@ -350,7 +352,7 @@ class Generation:
                 self._cancel_remote(number)
 
     def close(self) -> None:
-        """Ends the owner's work on what is not finished, and takes no more events."""
+        """Cancels unfinished work at the owner, and takes no more events."""
         self._end_recovery()
         if self._unsettled:
             self._cancel_remote(None)
@@ -366,7 +368,7 @@ class Generation:
             self._placement.session.cancel(self.wire_id, self.attempt, number)
 
     def _detach(self, error: WeftError | None = None) -> Placement | None:
-        """Lets the owner go; `error` is what it did wrong, if it did."""
+        """Detaches from the owner; `error` is what it did wrong, if anything."""
         placement, self._placement = self._placement, None
         if placement is not None:
             placement.session.release(self.wire_id)

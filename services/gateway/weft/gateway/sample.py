@@ -1,4 +1,4 @@
-"""What one sample has received, and what of it the client does not have yet."""
+"""The state of one sample: what was received, and what the client does not have yet."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Sample:
 
     def __init__(self, index: int, renderer: SampleRenderer) -> None:
         self.index = index
-        """Among all samples of the client's request."""
+        """Index among all samples of the client's request."""
         self.renderer = renderer
         self.ids: list[int] = []
-        """All tokens so far; an owner that takes over goes on from these."""
+        """All tokens so far; a new owner continues from these."""
         self.num_ids_taken = 0
         self.text = ""
-        """Not taken yet."""
+        """Text not yet taken."""
         self.logprobs: list[common_pb2.TokenLogprob] = []
-        """Not taken yet."""
+        """Log-probabilities not yet taken."""
         self.finish_reason: common_pb2.FinishReason.ValueType | None = None
         self.is_dirty = False
-        """There is something to take."""
+        """Whether there is something to take."""
         self.first_token_time = 0.0
-        """Event loop time; 0 = there is no token yet."""
+        """Event loop time; 0: no token yet."""
         self.last_token_time = 0.0
 
     def push(self, ids: Sequence[int]) -> str:

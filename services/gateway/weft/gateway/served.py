@@ -1,4 +1,4 @@
-"""The models of one gateway, each with all that is its own."""
+"""The models of one gateway, with everything that belongs to each."""
 
 from __future__ import annotations
 
@@ -14,61 +14,65 @@ from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.fleet import ModelFleet
 from weft.gateway.model import ServedModel
 from weft.gateway.prepare import Preparer
-from weft.gateway.request import Adapter
+from weft.gateway.request import ResolvedAdapter
 from weft.gateway.route import Router
-from weft.gateway.slo.turnstile import Turnstile
+from weft.gateway.slo.admission import LatencyAdmission
 from weft.gateway.validate import invalid
 
 _SHOWN_CHARS = 100
 _SHOWN_NAMES = 50
 _REFRESH_S = 2.0
-"""For the disk with the registry; then its last word counts."""
+"""Seconds to wait for the registry's disk; then the last known state counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """One model: its texts, its workers, its policies and its gate."""
+    """One served model: its texts, its workers, its policies and its gate."""
 
     model: ServedModel
     fleet: ModelFleet
     preparer: Preparer
     router: Router
-    turnstile: Turnstile
-    """Where requests are held or refused for the sake of latency targets."""
+    latency_admission: LatencyAdmission
+    """Holds back or refuses requests for the sake of latency targets."""
 
     @property
     def context_tokens(self) -> int:
-        """The context length that every owner known has."""
+        """Smallest context length of all known owners."""
         return self.fleet.max_context_tokens(self.model.max_context_tokens)
 
     def problem(self) -> str:
-        """Why it cannot be served now; empty when it can."""
+        """Why it cannot be served now; empty if it can."""
         missing = self.fleet.missing_roles()
         return f"no healthy {' and no healthy '.join(missing)} worker" if missing else ""
 
-    def adapter_problem(self, adapter: Adapter) -> str:
-        """Likewise, of one of its adapters."""
+    def adapter_problem(self, adapter: ResolvedAdapter) -> str:
+        """Why one of its adapters cannot be served now; empty if it can."""
         if problem := self.problem():
             return problem
         return "" if self.router.has_holder(adapter.digest) else "no healthy worker holds it yet"
 
 
-class Meant(NamedTuple):
-    """What a client means by a name."""
+class ResolvedModel(NamedTuple):
+    """What a client's model name refers to."""
 
     served: Served
     entry: Entry | None = None
-    """Of the registry; None = the base model itself."""
+    """Entry of the registry; None: the base model itself."""
 
     @property
     def name(self) -> str:
-        """Of the adapter or else of the model."""
+        """Name of the adapter or else of the model."""
         return self.served.model.name if self.entry is None else self.entry.name
 
     @property
-    def adapter(self) -> Adapter | None:
+    def adapter(self) -> ResolvedAdapter | None:
         """The adapter; None = the base model itself."""
-        return None if self.entry is None else Adapter(self.entry.name, self.entry.digest_bytes)
+        return (
+            None
+            if self.entry is None
+            else ResolvedAdapter(self.entry.name, self.entry.digest_bytes)
+        )
 
 
 class Catalogue:
@@ -82,7 +86,7 @@ class Catalogue:
     def __init__(self, served: Sequence[Served], adapters: AdapterDirectory | None = None) -> None:
         self._served = {one.model.name: one for one in served}
         self.adapters = adapters or AdapterDirectory(None)
-        """What names of adapters mean."""
+        """Directory of the adapters' names."""
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())
@@ -92,11 +96,11 @@ class Catalogue:
 
     @property
     def first(self) -> Served:
-        """The one that was named first."""
+        """The model named first."""
         return next(iter(self._served.values()))
 
-    async def find(self, name: str) -> Meant:
-        """What a request is for. Nothing else runs between the answer and the caller.
+    async def find(self, name: str) -> ResolvedModel:
+        """Resolves a request's model name, atomically with respect to the caller.
 
         Args:
             name: As the client gave it: a model, an adapter or `model:adapter`; empty = the only
@@ -110,10 +114,10 @@ class Catalogue:
             return await self.named(name)
         if len(self) > 1:
             raise invalid("model", f"is missing; this server has {self._names()}")
-        return Meant(self.first)
+        return ResolvedModel(self.first)
 
-    async def named(self, name: str) -> Meant:
-        """Likewise, of a name that must be given.
+    async def named(self, name: str) -> ResolvedModel:
+        """Resolves a name that must be given.
 
         Raises:
             ModelNotFound: There is no such model or adapter.
@@ -128,7 +132,7 @@ class Catalogue:
         return meant if meant is not None else self._refuse(name or "(none)")
 
     def base(self, name: str) -> Served:
-        """A base model by its name.
+        """Finds a base model by its name.
 
         Args:
             name: Empty = the only one.
@@ -146,22 +150,24 @@ class Catalogue:
             raise invalid("model", f"is missing; this server has {self._names()}")
         return self.first
 
-    def adapters_of(self, served: Served) -> list[Meant]:
-        """The adapters of a model that names mean now, by name."""
+    def adapters_of(self, served: Served) -> list[ResolvedModel]:
+        """The adapters of a model that names refer to now, by name."""
         entries = self.adapters.serving()
-        return [Meant(served, entry) for entry in entries if entry.model == served.model.name]
+        return [
+            ResolvedModel(served, entry) for entry in entries if entry.model == served.model.name
+        ]
 
-    def _known(self, name: str) -> Meant | None:
+    def _known(self, name: str) -> ResolvedModel | None:
         if (served := self._served.get(name)) is not None:
-            return Meant(served)
+            return ResolvedModel(served)
         entry = self.adapters.find(name)
         if entry is not None and (served := self._served.get(entry.model)) is not None:
-            return Meant(served, entry)
+            return ResolvedModel(served, entry)
         for base, served in self._served.items():
             if name.startswith(f"{base}:"):
                 entry = self.adapters.find(name[len(base) + 1 :])
                 if entry is not None and entry.model == base:
-                    return Meant(served, entry)
+                    return ResolvedModel(served, entry)
         return None
 
     def _refuse(self, name: str) -> NoReturn:

@@ -24,29 +24,29 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _RETRY_AFTER_S = 1.0
 _MAX_ASKED = 2000
-"""Attempts in one ping, which keeps it far below the bound of a message."""
+"""Most attempts in one ping, which keeps it far below the message limit."""
 
 
 class SessionHandler(Protocol):
     """Receives the events of one request. Called on the event loop; must not block or raise."""
 
     attempt: int
-    """Events of other attempts are dropped."""
+    """Attempt whose events are accepted; others are dropped."""
 
     def on_accepted(self) -> None:
-        """The worker has queued the request."""
+        """Called when the worker has queued the request."""
 
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
-        """New tokens of one sample; `now` is the event loop's time."""
+        """Called with new tokens of one sample; `now` is the event loop's time."""
 
     def on_finished(self, event: decode_pb2.SessionEvent.Finished) -> None:
-        """A sample ended."""
+        """Called when a sample has ended."""
 
     def on_failed(self, error: WeftError) -> None:
-        """The whole request failed; nothing more comes."""
+        """Called when the whole request has failed; nothing more comes."""
 
 
-class Backoff:
+class ReconnectBackoff:
     """Exponential delays with jitter."""
 
     def __init__(self, first_s: float = _FIRST_BACKOFF_S, max_s: float = _MAX_BACKOFF_S) -> None:
@@ -54,7 +54,7 @@ class Backoff:
         self._next_s = first_s
 
     def reset(self) -> None:
-        """Success: begin again with the first delay."""
+        """Returns to the first delay after a success."""
         self._next_s = self._first_s
 
     async def sleep(self) -> None:
@@ -65,7 +65,7 @@ class Backoff:
 
 
 class DecodeSession:
-    """Keeps a Session open, reconnects when it breaks, and hands events to their requests.
+    """Keeps a Session open, reconnects when it breaks, and dispatches events to their requests.
 
     A break fails every request that is on it (`PeerUnavailable`, retryable); the worker cancels
     its side. What is queued to be sent is bounded by the requests admitted.
@@ -82,7 +82,7 @@ class DecodeSession:
         on_lost: Callable[[], None],
         expects_constraints: Callable[[], bool],
     ) -> None:
-        """Makes the session; `run` opens it.
+        """Creates the session; `run` opens it.
 
         Args:
             channel: To the worker.
@@ -103,15 +103,15 @@ class DecodeSession:
         self._on_lost = on_lost
         self._expects_constraints = expects_constraints
         self.has_constraints = False
-        """It has carried a constrained request."""
+        """Whether it has carried a constrained request."""
         self._handlers: dict[str, SessionHandler] = {}
         self._silent: set[str] = set()
-        """Requests of which nothing was heard since the last ping."""
+        """Requests without events since the last ping."""
         self._outgoing: deque[decode_pb2.SessionRequest] = deque()
         self._outgoing_ready = asyncio.Event()
         self._oldest_ping: float | None = None
         self.stale_after_s = 0.0
-        """The worker's own bound on its loop's age; pings wait at least so long."""
+        """The worker's own staleness limit; pings wait at least this long."""
         self.worker_id = ""
         self.worker_epoch = 0
         self.is_open = False
@@ -119,12 +119,12 @@ class DecodeSession:
         """Why it is not open."""
 
     def sizes(self) -> dict[str, int]:
-        """Requests that wait for events, and messages that wait to be sent."""
+        """Numbers of requests that wait for events, and of messages to be sent."""
         return {"handlers": len(self._handlers), "unsent_messages": len(self._outgoing)}
 
     async def run(self) -> None:
         """Keeps the Session open until cancelled."""
-        backoff = Backoff()
+        backoff = ReconnectBackoff()
         while True:
             try:
                 await self._serve(backoff)
@@ -144,7 +144,7 @@ class DecodeSession:
             self._close(is_loss=self.is_open)
             await backoff.sleep()
 
-    async def _serve(self, backoff: Backoff) -> None:
+    async def _serve(self, backoff: ReconnectBackoff) -> None:
         call: Any = self._stub.Session()
         try:
             async with asyncio.timeout(_WELCOME_TIMEOUT_S):
@@ -160,7 +160,7 @@ class DecodeSession:
         finally:
             call.cancel()
 
-    async def _read(self, call: Any, backoff: Backoff) -> None:
+    async def _read(self, call: Any, backoff: ReconnectBackoff) -> None:
         while True:
             event = await call.read()
             if event is grpc.aio.EOF:
@@ -198,7 +198,7 @@ class DecodeSession:
                 self._on_unknown(key)
 
     def _on_unknown(self, key: decode_pb2.Attempt) -> None:
-        """The worker has no such request, and has said no word of its end that came through."""
+        """Handles requests that the worker does not have and whose end was not received."""
         handler = self._handlers.get(key.request_id)
         if handler is None or handler.attempt != key.attempt:
             return
@@ -253,7 +253,9 @@ class DecodeSession:
             await asyncio.sleep(self._ping_interval_s / 4)
 
     def _next_ping(self, nonce: int) -> decode_pb2.SessionRequest.Ping:
-        """Asks for what was silent since the last one: waiting is a reason, a lost message too."""
+        """Builds a ping that asks about requests without events: they may be waiting, or a message
+        was lost.
+        """
         constraints = self._expects_constraints()
         ping = decode_pb2.SessionRequest.Ping(nonce=nonce, constraints=constraints)
         for request_id in islice(self._silent, _MAX_ASKED):
@@ -266,7 +268,7 @@ class DecodeSession:
         self._outgoing_ready.set()
 
     def _close(self, is_loss: bool) -> None:
-        """Fails what was on the Session; a loss is logged and counted."""
+        """Fails the requests on the Session; a loss is logged and counted."""
         self.is_open = False
         self._outgoing.clear()
         self._oldest_ping = None
@@ -313,7 +315,7 @@ class DecodeSession:
             self._send(decode_pb2.SessionRequest(cancel=cancel))
 
     def end_session(self, cache_salt: str, session_id: str) -> bool:
-        """Tells the worker that a chat is over; False: it cannot be told now."""
+        """Tells the worker that a session has ended; False: it cannot be told now."""
         if self.is_open:
             end = decode_pb2.EndSession(cache_salt=cache_salt, session_id=session_id)
             self._send(decode_pb2.SessionRequest(end_session=end))

@@ -32,7 +32,7 @@ DecodePolicyName = Literal[PrefillPolicyName, "follow"]
 
 _MAX_NAME_CHARS = 256
 MAX_PROMPTS = 4096
-"""Upper end of `max_prompts`."""
+"""Upper bound of `max_prompts`."""
 
 
 class GatewaySettings(ServiceSettings):
@@ -50,7 +50,8 @@ class GatewaySettings(ServiceSettings):
         description="name of the served model; empty = the directory's name",
     )
     models: list[str] = Field(
-        [], description="further models, NAME=DIRECTORY each; workers say which one they serve"
+        [],
+        description="further models, NAME=DIRECTORY each; workers report which one they serve",
     )
     adapter_root: Path | None = Field(
         None,
@@ -61,40 +62,50 @@ class GatewaySettings(ServiceSettings):
         120.0,
         gt=0,
         le=3600,
-        description="longest load of an adapter, and wait for the requests of an unloaded one, in "
-        "seconds",
+        description="time limit of loading an adapter, and of waiting for the requests of an "
+        "unloaded one, in seconds",
     )
     adapter_linger_s: float = Field(
         10.0,
         ge=0,
         le=3600,
-        description="an adapter that was replaced or unloaded stays for so long after its last "
-        "request, for one that is lost to be resumed, in seconds",
+        description="time that a replaced or unloaded adapter stays after its last request, so "
+        "that a lost request can be resumed, in seconds",
     )
     max_adapter_bytes: int = Field(
-        4 << 30, ge=1 << 10, description="largest adapter that is loaded, in bytes"
+        4 << 30,
+        ge=1 << 10,
+        description="largest adapter that can be loaded, in bytes",
     )
     discovery: DiscoveryName = Field(
         "static",
-        description="where workers are found: in the lists, in every address of their DNS names, "
-        "in a file, or in the EndpointSlices of Kubernetes Services",
+        description="how workers are found: in the lists, as addresses of their DNS names, in a "
+        "file, or in the EndpointSlices of Kubernetes Services",
     )
     decode: list[str] = Field(
         [],
         description="decode workers, host:port each; for kubernetes SERVICE:PORT, PORT a name",
     )
-    prefill: list[str] = Field([], description="prefill workers, likewise")
+    prefill: list[str] = Field(
+        [],
+        description="prefill workers, in the same form",
+    )
     discovery_file: Path | None = Field(
         None, description="with discovery = file: TOML or JSON with the lists decode and prefill"
     )
     discovery_interval_s: float = Field(
-        2.0, ge=0.1, le=3600, description="between looks at names or file, in seconds"
+        2.0,
+        ge=0.1,
+        le=3600,
+        description="interval of checking names or file, in seconds",
     )
     kubernetes_api: str = Field(
         "", max_length=1024, description="API server, https://host:port; empty = this cluster's"
     )
     kubernetes_namespace: str = Field(
-        "", max_length=63, description="of the Services; empty = that of the service account"
+        "",
+        max_length=63,
+        description="namespace of the Services; empty = that of the service account",
     )
     kubernetes_token_file: Path | None = Field(
         None, description="bearer token for the API server; none = the service account's"
@@ -104,8 +115,8 @@ class GatewaySettings(ServiceSettings):
     )
     client_certificates: bool = Field(
         True,
-        description="with TLS, callers need a certificate of the mesh; without, their API keys "
-        "alone tell who they are",
+        description="with TLS, require callers to have a certificate of the mesh; otherwise only "
+        "API keys identify them",
     )
     api_keys_file: Path | None = Field(
         None, description="JSON file of tenants' API keys, made by `weft keys`; re-read on change"
@@ -123,68 +134,73 @@ class GatewaySettings(ServiceSettings):
         None,
         gt=0,
         le=1e12,
-        description="of all tenants together, in requests; none = no such limit",
+        description="rate limit of all tenants together, in requests; none = no limit",
     )
     tokens_per_minute: float | None = Field(
         None,
         gt=0,
         le=1e12,
-        description="likewise, in prompt and generated tokens",
+        description="rate limit of all tenants together, in prompt and generated tokens; none = "
+        "no limit",
     )
     limit_backlog_s: float = Field(
         0.0,
         ge=0,
         le=3600,
-        description="rates shrink in proportion while workers have more prompts queued than they "
-        "all compute in so long, to a tenth at most; 0 = never, in seconds",
+        description="rates shrink in proportion, to no less than a tenth, while workers have more "
+        "prompts queued than they all compute in this time, in seconds; 0 = never",
     )
     replicas: int = Field(
         1,
         ge=1,
         le=1024,
-        description="gateways that share workers and tenants, this one included: each takes its "
-        "part of what is spare and of what tenants may use",
+        description="number of gateways that share workers and tenants, including this one: each "
+        "uses its part of the spare capacity and of the tenants' rates",
     )
     ahead_s: float = Field(
         0.25,
         ge=0.001,
         le=3600,
-        description="with a target in the tenants file, requests are held at the gateway, tenants "
-        "in fair turn, while workers have more prompts queued than they all compute in so long, in "
-        "seconds",
+        description="with a target in the tenants file, requests are held at the gateway, fairly "
+        "between tenants, while workers have more prompts queued than they all "
+        "compute in this time, in seconds",
     )
     decode_policy: DecodePolicyName = Field(
-        "cache_aware", description="how decode workers are chosen"
+        "cache_aware",
+        description="routing policy for decode workers",
     )
     prefill_policy: PrefillPolicyName = Field(
-        "cache_aware", description="how prefill workers are ordered"
+        "cache_aware",
+        description="routing policy for prefill workers",
     )
     kv_events: bool = Field(
         True,
-        description="cache_aware follows what workers say that they hold; without, what they were "
-        "sent",
+        description="let cache_aware follow the workers' reports of cached pages; off: what they "
+        "were sent",
     )
     index_pages: int = Field(
-        1 << 20, ge=1, description="bound of what cache_aware knows of a pool, in pages"
+        1 << 20,
+        ge=1,
+        description="size limit of cache_aware's index of a pool, in pages",
     )
     compute_weight: float = Field(
         8.0,
         ge=0,
         le=1024,
-        description="cache_aware: what a prompt token to compute counts for, in queued tokens",
+        description="cache_aware: weight of a prompt token to be computed, in queued tokens",
     )
     spread_tokens: int = Field(
         80_000,
         ge=0,
         le=1 << 30,
-        description="cache_aware: what a cache that was filled anew lately counts for where a new "
-        "conversation may go, in queued tokens; 0 = caches may fill unevenly",
+        description="cache_aware: cost of a recently refilled cache where a new conversation may "
+        "go, in queued tokens; 0 = caches may fill unevenly",
     )
     request_tokens: int = Field(
         512,
         ge=0,
         le=1 << 20,
-        description="cache_aware of decode workers: what a request costs those that come, in "
+        description="cache_aware of decode workers: cost of a request for the following ones, in "
         "prompt tokens",
     )
     balance_abs_threshold: int = Field(
@@ -200,20 +216,37 @@ class GatewaySettings(ServiceSettings):
         description="cache_aware without events: share of a prompt that a match must have",
     )
     max_tree_pages: int = Field(
-        1 << 16, ge=1, description="cache_aware without events: known of a worker, in pages"
+        1 << 16,
+        ge=1,
+        description="cache_aware without events: most pages remembered of a worker, in pages",
     )
     eviction_interval_s: float = Field(
-        60.0, gt=0, le=86400, description="between cuts to that bound, in seconds"
+        60.0,
+        gt=0,
+        le=86400,
+        description="cache_aware without events: interval between evictions down to that limit, "
+        "in seconds",
     )
     load_factor: float = Field(
-        1.25, ge=1, le=16, description="prefix_hash: a worker's bound, as a multiple of the mean"
+        1.25,
+        ge=1,
+        le=16,
+        description="prefix_hash: limit of a worker's requests, as a multiple of the mean",
     )
     prefix_tokens: int = Field(
-        256, ge=1, description="prefix_hash: how much of a prompt counts, in tokens"
+        256,
+        ge=1,
+        description="prefix_hash: length of the prefix that counts, in tokens",
     )
-    max_pins: int = Field(1 << 17, ge=1, description="manual: routing keys remembered, in keys")
+    max_pins: int = Field(
+        1 << 17,
+        ge=1,
+        description="manual: number of routing keys remembered, in keys",
+    )
     pin_idle_s: float = Field(
-        14_400.0, gt=0, description="manual: life of a key that nobody uses, in seconds"
+        14_400.0,
+        gt=0,
+        description="manual: time after which an unused key is forgotten, in seconds",
     )
     max_prefill_candidates: int = Field(
         3, ge=0, le=16, description="prefill workers offered to the decode worker per request"
@@ -222,7 +255,9 @@ class GatewaySettings(ServiceSettings):
         None, ge=2, description="context length in tokens, if less than the model's"
     )
     max_running_requests: int = Field(
-        1024, ge=1, description="prompts in work at once, in requests"
+        1024,
+        ge=1,
+        description="prompts running at once, in requests",
     )
     max_queued_requests: int = Field(
         1024, ge=0, description="prompts waiting behind those; more are refused, in requests"
@@ -234,65 +269,89 @@ class GatewaySettings(ServiceSettings):
         300.0,
         ge=1,
         le=86400,
-        description="age at which a connection takes no more calls, so that clients look up which "
-        "gateways there are; calls on it go on, in seconds",
+        description="age at which a connection accepts no more calls, so that clients resolve the "
+        "gateways again; its open calls continue, in seconds",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes")
     max_unsent_bytes: int = Field(
-        1 << 20, ge=1024, description="unsent text at which a slow client is cut off, in bytes"
+        1 << 20,
+        ge=1024,
+        description="unsent text at which a slow client is disconnected, in bytes",
     )
     request_timeout_s: float = Field(
-        600.0, gt=0, le=86400, description="longest life of a request, in seconds"
+        600.0,
+        gt=0,
+        le=86400,
+        description="longest duration of a request, in seconds",
     )
     max_attempts: int = Field(
-        5, ge=1, le=64, description="decode workers that a request may be lost on, in attempts"
+        5,
+        ge=1,
+        le=64,
+        description="number of decode workers that a request may lose, in attempts",
     )
     resume_timeout_s: float = Field(
         60.0,
         ge=0,
         le=86400,
-        description="a request that lost its decode worker waits for another one, in seconds",
+        description="time that a request waits for another decode worker after losing its own, in "
+        "seconds",
     )
     breaker_failures: int = Field(
-        5, ge=0, description="failures in a row after which a worker rests; 0 = never, in failures"
+        5,
+        ge=0,
+        description="consecutive failures that open a worker's circuit breaker; 0 = never, in "
+        "failures",
     )
     breaker_open_s: float = Field(
-        1.0, gt=0, le=600, description="its first rest; it doubles from rest to rest, in seconds"
+        1.0,
+        gt=0,
+        le=600,
+        description="time for which it opens at first; doubled each time, in seconds",
     )
     request_log: Path | None = Field(
-        None, description="file that gets one JSON line a prompt, for `weft replay`; none = off"
+        None,
+        description="file that gets one JSON line per prompt, for `weft replay`; none = off",
     )
     request_log_content: Literal["none", "tokens", "text"] = Field(
         "none",
-        description="what the request log holds of prompts and answers; only logs with tokens or "
+        description="content of prompts and answers in the request log; only logs with tokens or "
         "text can be replayed",
     )
     request_log_bytes: int = Field(
         64 << 20, ge=1024, description="largest file of the request log, in bytes"
     )
     request_log_files: int = Field(
-        5, ge=1, le=1000, description="files of the request log, the newest included"
+        5,
+        ge=1,
+        le=1000,
+        description="number of request log files, including the newest",
     )
     routing_record_dir: Path | None = Field(
         None,
-        description="folder for a record of every routing decision and of all that it depends on, "
-        "prompts included, to be replayed; a file each start; none = off",
+        description="folder for a record of every routing decision and its inputs, prompts "
+        "included, for replay; one file per start; none = off",
     )
     routing_record_bytes: int = Field(
-        1 << 30, ge=1024, description="a record ends at this size, in bytes"
+        1 << 30,
+        ge=1024,
+        description="size limit of a record, in bytes",
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that tokenise")
     max_queued_tokenizations: int = Field(
         64,
         ge=0,
-        description="texts and ids of /tokenize, /detokenize and echo that wait for a thread; more "
-        "are refused, in calls",
+        description="calls of /tokenize, /detokenize and echo that wait for a thread; more are "
+        "refused, in calls",
     )
     load_interval_s: float = Field(
         0.2, ge=0.02, le=10, description="interval of the workers' load reports, in seconds"
     )
     stale_after_s: float = Field(
-        2.0, ge=0.1, le=60, description="a worker silent for longer gets no requests, in seconds"
+        2.0,
+        ge=0.1,
+        le=60,
+        description="silence after which a worker gets no requests, in seconds",
     )
     ping_interval_s: float = Field(
         1.0, ge=0.05, le=10, description="interval of Session pings, in seconds"
@@ -324,7 +383,7 @@ class GatewaySettings(ServiceSettings):
         ]
 
     def policy_options(self, role: Role) -> PolicyOptions:
-        """What of this the routing policies take, for the pool of a role."""
+        """The options of the routing policies for the pool of a role."""
         names = {option.name for option in fields(PolicyOptions)} - {"seed", "clock"}
         options = PolicyOptions(**{name: getattr(self, name) for name in names})
         # In a prefill worker requests do not share steps: one costs only the tokens it brings.
@@ -332,7 +391,7 @@ class GatewaySettings(ServiceSettings):
 
     @property
     def has_api_keys(self) -> bool:
-        """Calls must bring a key."""
+        """Whether calls must carry a key."""
         return self.api_keys_file is not None or bool(self.api_key_hashes)
 
     @property

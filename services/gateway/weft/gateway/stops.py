@@ -1,4 +1,4 @@
-"""Stop strings over text that comes in pieces."""
+"""Stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class StopAutomaton:
-    """Finds many strings at once, a character at a time (Aho and Corasick, 1975).
+    """Finds many strings at once, character by character (Aho and Corasick, 1975).
 
     Immutable; the samples of a request share it. State 0 is the start. `depth[s]` is the length of
     the longest end of the text that begins some stop string; `matched[s]` is the length of the
@@ -73,7 +73,7 @@ class StopScanner:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Takes more text; returns what may be shown, and whether a stop string was found."""
+        """Takes more text; returns the text to show, and whether a stop string was found."""
         automaton = self._automaton
         state = self._state
         if state == 0 and automaton.first_chars.isdisjoint(text):
@@ -93,6 +93,6 @@ class StopScanner:
         return whole[:safe], False
 
     def finish(self) -> str:
-        """Returns what was held back: no stop string came of it."""
+        """Returns the text that was held back and did not become a stop string."""
         held, self._held, self._state = self._held, "", 0
         return held

@@ -1,4 +1,4 @@
-"""What the client gets of its request: one sequence of deltas over all prompts and samples."""
+"""The client's view of its request: one sequence of deltas over all prompts and samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Delta(NamedTuple):
 
 
 class TokenStream(Listener):
-    """Collects deltas on the event loop and hands them over when the client can take them.
+    """Collects deltas on the event loop and passes them on when the client can take them.
 
     A slow client gets fewer, larger deltas. One with more than `max_unsent_bytes` waiting fails
     with `SlowClient`. gRPC cannot end a call while one of its messages is not sent, so such a
@@ -38,20 +38,20 @@ class TokenStream(Listener):
     def __init__(
         self, request_id: str, max_unsent_bytes: int, on_failed: Callable[[], None]
     ) -> None:
-        """Makes an empty stream.
+        """Creates an empty stream.
 
         Args:
-            request_id: Of the client's request.
+            request_id: Id of the client's request.
             max_unsent_bytes: Text that may wait for the client.
             on_failed: Called once when the whole request fails by `fail`.
         """
         self.request_id = request_id
         self.trace_id = ""
-        """32 hex digits; empty while nothing is traced."""
+        """Trace id, 32 hex digits; empty if nothing is traced."""
         self.base_model = self.model = ""
-        """Names of the base model, and of what was asked for: that or an adapter of it."""
+        """Names of the base model, and of the requested model: the same or one of its adapters."""
         self.headers: tuple[tuple[str, str], ...] = ()
-        """What the client is told with the beginning of its answer."""
+        """Headers sent with the beginning of the answer."""
         self._on_failed = on_failed
         self._max_unsent_bytes = max_unsent_bytes
         self._unsent_bytes = 0
@@ -75,7 +75,7 @@ class TokenStream(Listener):
             generation.start()
 
     async def next_deltas(self) -> list[Delta]:
-        """Waits for news.
+        """Waits for new deltas.
 
         Returns:
             At least one delta; the empty list when all samples have ended.
@@ -158,7 +158,7 @@ class TokenStream(Listener):
         self._wake()
 
     def fail(self, error: WeftError) -> None:
-        """Ends the whole request; what it held is free when this returns."""
+        """Fails the whole request; its resources are free when this returns."""
         if self.error is not None or not self._num_open:
             return
         self.error = error
@@ -169,7 +169,7 @@ class TokenStream(Listener):
         self._wake()
 
     def cancel(self) -> None:
-        """Ends all samples that run, as the client asked: they finish as cancelled."""
+        """Ends all running samples at the client's request: they finish as cancelled."""
         for generation in self.generations:
             for number, sample in enumerate(generation.samples):
                 if sample.finish_reason is None:
@@ -177,7 +177,7 @@ class TokenStream(Listener):
                     self.on_sample(sample, 0)
 
     async def settle(self) -> None:
-        """After the last delta: gives the owners a moment to report usage and timeline."""
+        """Gives the owners a moment, after the last delta, to report usage and timeline."""
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while not all(generation.is_settled for generation in self.generations):
@@ -194,10 +194,10 @@ class TokenStream(Listener):
         )
 
     def timelines(self) -> list[common_pb2.Timeline]:
-        """One for each prompt, in their order."""
+        """One timeline for each prompt, in their order."""
         return [g.timeline for g in self.generations]
 
     def close(self) -> None:
-        """Ends what is left; after this nothing more comes."""
+        """Cancels what is left; after this nothing more comes."""
         for generation in self.generations:
             generation.close()

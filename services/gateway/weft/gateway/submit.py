@@ -1,4 +1,4 @@
-"""The Submit of one attempt, split so that no Session message is too large."""
+"""Builds the Submit of one attempt, split so that no Session message is too large."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.gateway.request import GenerateRequest, PreparedPrompt, Sampling
 from weft.v1 import common_pb2, decode_pb2
 
 _MAX_TOKENS_PER_MESSAGE = 32_768
-"""At most 5 bytes each: well under the 256 KiB that a Session message may have."""
+"""Most tokens per message, of at most 5 bytes each: well under the 256 KiB of a Session message."""
 
 
 def submit_messages(
@@ -104,7 +104,7 @@ def sampling_to_proto(sampling: Sampling, seed: int) -> common_pb2.SamplingParam
 def _add_progress(
     submit: decode_pb2.Submit, samples: Sequence[Sequence[int] | None], room: int
 ) -> list[decode_pb2.SessionRequest]:
-    """Puts tokens of earlier attempts into `submit`, as many as it has room for.
+    """Adds tokens of earlier attempts to `submit`, as many as it has room for.
 
     Returns:
         Messages with the rest.

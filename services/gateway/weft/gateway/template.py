@@ -1,4 +1,4 @@
-"""Chat templates as Hugging Face models bring them, in a sandbox."""
+"""Renders the chat templates of Hugging Face models in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from weft.engine.errors import InvalidRequest, ModelError
 
 class _GenerationTag(Extension):
     """Accepts `{% generation %}...{% endgeneration %}`, which marks the assistant's own text for
-    training; here it is its content and nothing more."""
+    training; here it only renders its content.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -96,7 +97,7 @@ class ChatTemplate:
 
 
 def _open_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Cuts the text behind the last message's content."""
+    """Cuts off the text after the last message's content."""
     last = str(messages[-1].get("content") or "").strip()
     position = text.rfind(last)
     if position < 0:

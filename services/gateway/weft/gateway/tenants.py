@@ -1,4 +1,4 @@
-"""What each tenant may expect: a file of latency targets, shares and rates."""
+"""The tenants' file of latency targets, shares and rates."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ _Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 
 
 class Rates(BaseModel):
-    """Limits of what is taken; absent = none."""
+    """Rate limits; None: no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     requests_per_minute: _PerMinute | None = None
     tokens_per_minute: _PerMinute | None = None
-    """Prompt and generated ones."""
+    """Limit of prompt and generated tokens per minute."""
 
     @property
     def are_limited(self) -> bool:
-        """There is a limit."""
+        """Whether there is a limit."""
         return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
 
-class Terms(Rates):
-    """What holds for one tenant."""
+class TenantTerms(Rates):
+    """Terms of one tenant."""
 
     ttft_target_ms: _TargetMs | None = None
-    """From arrival to the first token; absent = no target."""
+    """Target from arrival to the first token, milliseconds; absent: none."""
     itl_target_ms: _TargetMs | None = None
-    """Mean time between the tokens of a request; absent = no target."""
+    """Target for the mean time between the tokens of a request; None: no target."""
     weight: _Weight = 1.0
-    """Share of what is served while tenants wait for one another."""
+    """Share of the service while tenants compete."""
 
     @property
     def targets(self) -> Targets:
-        """In seconds."""
+        """The targets in seconds."""
         first, between = self.ttft_target_ms, self.itl_target_ms
         return Targets(
             None if first is None else first / 1e3, None if between is None else between / 1e3
@@ -56,13 +56,14 @@ class Terms(Rates):
 class _TenantsFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    default: Terms = Terms()
-    """Of tenants without a table of their own, and of all calls where there are no API keys."""
-    tenants: dict[str, Terms] = {}
+    default: TenantTerms = TenantTerms()
+    """Terms of tenants without a table of their own, and of all calls where there are no API keys.
+    """
+    tenants: dict[str, TenantTerms] = {}
 
 
 class Tenants:
-    """The terms that hold now; changes of the file are seen at most a second late.
+    """The current terms; changes of the file take effect within a second.
 
     Args:
         path: TOML with a table `default` and tables `tenants.NAME`; None: no tenant has any.
@@ -77,15 +78,15 @@ class Tenants:
         self._file = _TenantsFile() if path is None else _read(path)
         self._has_targets = self._find_targets()
 
-    def of(self, tenant: Tenant | None) -> Terms:
-        """Terms of a tenant; None: nobody has to say who they are."""
+    def of(self, tenant: Tenant | None) -> TenantTerms:
+        """Terms of a tenant; None: the gateway asks for no API keys."""
         self._follow()
         name = "" if tenant is None else tenant.name
         return self._file.tenants.get(name, self._file.default)
 
     @property
     def has_targets(self) -> bool:
-        """Somebody has a latency target."""
+        """Whether any tenant has a latency target."""
         self._follow()
         return self._has_targets
 
@@ -98,7 +99,7 @@ class Tenants:
         try:
             self._file = _read(self._path)
         except ConfigError as error:
-            _log.error("the tenants' terms stay as they were: %s", error.message)
+            _log.error("the file cannot be used, known tenants' terms are kept: %s", error.message)
         else:
             self._has_targets = self._find_targets()
             _log.info("tenants' terms re-read")

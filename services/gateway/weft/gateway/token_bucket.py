@@ -1,10 +1,10 @@
-"""A bucket that fills at a rate, and may owe."""
+"""A token bucket that may go into debt."""
 
 from __future__ import annotations
 
 
 class TokenBucket:
-    """So much a minute, with bursts of up to a minute's worth.
+    """A rate limit per minute, with bursts of up to a minute's worth.
 
     What turns out to have cost more than was taken for it is owed: the level falls below 0, and
     nothing is given until it is paid. Times are seconds of one clock.
@@ -13,19 +13,19 @@ class TokenBucket:
     __slots__ = ("_at", "_level", "capacity")
 
     def __init__(self, per_minute: float, now: float) -> None:
-        """A full one."""
+        """Creates a full bucket."""
         self.capacity = per_minute
-        """Most that it holds, which is also what it gets in a minute."""
+        """Most that it holds, which is also what it gains in a minute."""
         self._level = per_minute
         self._at = now
 
     def resize(self, per_minute: float) -> None:
-        """Changes the limit; what was used of the old one stays used."""
+        """Changes the limit; what was used stays used."""
         self._level += per_minute - self.capacity
         self.capacity = per_minute
 
     def level(self, now: float, scale: float = 1.0) -> float:
-        """What it has; below 0, what it is owed.
+        """Current level; below 0, what is owed to it.
 
         Args:
             now: Seconds.
@@ -36,10 +36,10 @@ class TokenBucket:
         return self._level
 
     def wait_s(self, amount: float, now: float, scale: float = 1.0) -> float:
-        """Time until so much may be taken; 0 = now. More than it can hold needs a full bucket."""
+        """Seconds until an amount may be taken; 0: now. More than its capacity needs it full."""
         missing = min(amount, self.capacity) - self.level(now, scale)
         return max(0.0, missing) * 60 / (self.capacity * scale)
 
     def take(self, amount: float) -> None:
-        """Takes it whatever there is; negative: gives back."""
+        """Takes an amount unconditionally; negative: returns it."""
         self._level = min(self.capacity, self._level - amount)

@@ -1,4 +1,4 @@
-"""Texts to token ids and back, whatever their length.
+"""Tokenisation and detokenisation of texts of any length.
 
 The tokenizers library holds Python's lock for the whole of `encode` and `decode`: with a megabyte
 of text the event loop stands still for a second. Its forms for batches let go of the lock.
@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text."""
+    """Tokenises a text."""
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)
 
 
 def decode(tokenizer: Tokenizer, many: Sequence[Sequence[int]]) -> list[str]:
-    """Texts of lists of token ids, special tokens included."""
+    """Decodes lists of token ids, special tokens included."""
     lists = [list(ids) for ids in many]
     return list(tokenizer.decode_batch(lists, skip_special_tokens=False))

@@ -1,4 +1,4 @@
-"""Spans of one request's way through the gateway."""
+"""Spans of one request in the gateway."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from weft.gateway.stream import TokenStream
 
 _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}
-"""Names of OpenTelemetry's conventions, by the kind of the request id."""
+"""Operation names of OpenTelemetry's conventions, by the kind of the request id."""
 
 
 class AttemptTrace:
-    """One submission to a decode worker; that worker's spans are below it."""
+    """Trace of one submission to a decode worker; that worker's spans are below it."""
 
     def __init__(self, tracer: Tracer, request: RequestTrace, wire_id: str, attempt: int) -> None:
         self._tracer = tracer
@@ -30,10 +30,10 @@ class AttemptTrace:
         self._start_s: float | None = monotonic()
         self._worker_id = ""
         self.traceparent = self._context.traceparent if tracer.is_on else request.traceparent
-        """For the Submit."""
+        """Trace context for the Submit."""
 
     def routed(self, worker_id: str, num_candidates: int) -> None:
-        """Notes where it goes: the time until now was the router's."""
+        """Notes the chosen worker: the time until now was the router's."""
         if self._start_s is None:
             return
         self._worker_id = worker_id
@@ -53,7 +53,9 @@ class AttemptTrace:
         )
 
     def end(self, error: WeftError | None = None) -> None:
-        """Its owner has reported the end, or it is over in another way; once is enough."""
+        """Ends the span when the owner has reported the end or the attempt is over otherwise; once
+        is enough.
+        """
         start_s, self._start_s = self._start_s, None
         if start_s is None:
             return
@@ -76,7 +78,7 @@ class AttemptTrace:
 
 
 class RequestTrace:
-    """The spans of one client's request: the whole, and its stages one by one.
+    """The spans of one client's request: the root, and its stages.
 
     Args:
         tracer: Keeps them.
@@ -96,12 +98,12 @@ class RequestTrace:
 
     @property
     def trace_id(self) -> str:
-        """32 hex digits; empty while nothing is traced."""
+        """Trace id, 32 hex digits; empty if nothing is traced."""
         return f"{self.context.trace_id:032x}" if self.context.trace_id else ""
 
     @contextmanager
     def stage(self, name: str, **attributes: Attribute) -> Iterator[None]:
-        """A stage, as long as the block lasts."""
+        """A span for a stage, for the duration of the block."""
         start_s, error = monotonic(), ""
         try:
             yield
@@ -121,14 +123,14 @@ class RequestTrace:
         return AttemptTrace(self._tracer, self, wire_id, attempt)
 
     def first_token(self) -> None:
-        """The first token has come: what follows is the rendering of the answer."""
+        """Notes the first token, from which the answer is rendered."""
         if self._first_token_s is None:
             self._first_token_s = monotonic()
 
     def end(
         self, outcome: str, model: str, request: GenerateRequest, stream: TokenStream | None
     ) -> None:
-        """Ends the whole.
+        """Ends the root span.
 
         Args:
             outcome: ok, or the failure's reason in lower case.

@@ -1,4 +1,4 @@
-"""Asks the workers and KV stores behind a gateway for their spans of one request."""
+"""Collects the spans of one request from the workers and KV stores behind a gateway."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _TIMEOUT_S = 2.0
 
 
 class TraceFanOut:
-    """Implements `weft.common.tracing.FanOut`. A service that does not answer is named.
+    """Implements `weft.common.tracing.FanOut`. Services that do not answer are named.
 
     Args:
         fleet: The workers; they tell which KV stores they use.
-        identity: Of this gateway; None: without TLS.
+        identity: Identity of this gateway; None: without TLS.
     """
 
     def __init__(self, fleet: Fleet, identity: Identity | None) -> None:
@@ -26,7 +26,7 @@ class TraceFanOut:
         self._identity = identity
 
     async def __call__(self, request: trace_pb2.ListSpansRequest) -> trace_pb2.ListSpansResponse:
-        """Everybody's spans; bounded in time."""
+        """Collects all spans, within a time limit."""
         services: dict[str, str] = {}
         for worker in self._fleet.workers():
             services[worker.endpoint.address] = worker.endpoint.role

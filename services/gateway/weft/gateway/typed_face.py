@@ -14,7 +14,7 @@ from weft.gateway.authenticate import current_tenant
 from weft.gateway.edge import CallFacts, Context, begin_answer, call_facts
 from weft.gateway.end_session import end_session
 from weft.gateway.fleet import Fleet
-from weft.gateway.pipeline import Pipeline
+from weft.gateway.pipeline import RequestPipeline
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
@@ -24,7 +24,7 @@ from weft.gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
-from weft.gateway.served import Catalogue, Meant, Served
+from weft.gateway.served import Catalogue, ResolvedModel, Served
 from weft.gateway.slo.targets import Targets
 from weft.gateway.stream import Delta, TokenStream
 from weft.gateway.validate import check_ids, invalid
@@ -39,11 +39,11 @@ AnyRequest = gateway_pb2.ChatRequest | gateway_pb2.CompleteRequest
 
 
 class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
-    """Translates typed requests, and deltas back. No logic of its own."""
+    """Converts typed requests, and deltas back. Has no logic of its own."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: RequestPipeline,
         models: Catalogue,
         fleet: Fleet,
         adapters: AdapterCalls,
@@ -229,7 +229,7 @@ def _describe(served: Served) -> gateway_pb2.Model:
     )
 
 
-def _describe_adapter(meant: Meant) -> gateway_pb2.Model:
+def _describe_adapter(meant: ResolvedModel) -> gateway_pb2.Model:
     entry, adapter = meant.entry, meant.adapter
     assert entry is not None
     assert adapter is not None
@@ -252,7 +252,7 @@ def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, st
 
 
 def _translate(request: AnyRequest, facts: CallFacts, prompt: Prompt) -> GenerateRequest:
-    """The one translation of this face."""
+    """Converts the requests of this face."""
     timeout_s = facts.timeout_s
     if request.HasField("timeout"):
         given_s = request.timeout.ToNanoseconds() / 1e9

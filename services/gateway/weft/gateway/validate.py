@@ -1,4 +1,4 @@
-"""Checks of a request that hold for both faces. Nothing unchecked goes further."""
+"""Validation common to both faces. Nothing unvalidated goes further."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MAX_SALT_BYTES = 128
 MAX_ROUTING_KEY_BYTES = 256
 _MAX_TOKENS = 2**31 - 1
 _MAX_DIGITS = 40
-"""Shown of a number."""
+"""Most digits shown of a number."""
 
 
 def check_request(request: GenerateRequest, model: ServedModel, max_prompts: int) -> None:
-    """Checks everything that needs no tokens.
+    """Checks everything that does not depend on tokens.
 
     Args:
         request: As translated by a face.
@@ -69,7 +69,7 @@ def check_cache_salt(cache_salt: str) -> None:
 
 
 def check_session_id(session_id: str) -> None:
-    """Raises InvalidRequest for a name of a chat that is too long."""
+    """Raises InvalidRequest for a session id that is too long."""
     if len(session_id.encode()) > MAX_SESSION_ID_BYTES:
         raise invalid("session_id", f"at most {MAX_SESSION_ID_BYTES} bytes")
 
@@ -152,7 +152,7 @@ def check_stopping(
 
 
 def check_constraint(constraint: Constraint, param: str) -> None:
-    """Raises InvalidRequest for a constraint without content; its owner looks into the content."""
+    """Raises InvalidRequest for an empty constraint; its owner checks the content."""
     if constraint.kind == "choice":
         check_range(param, len(constraint.choices), 1, MAX_CHOICES, "choices")
         if not all(constraint.choices):
@@ -200,5 +200,5 @@ def _shown(number: float) -> str:
 
 
 def invalid(param: str, message: str) -> InvalidRequest:
-    """The failure of one field."""
+    """The error for one invalid field."""
     return InvalidRequest(f"{param}: {message}", stage="validate", param=param)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The byte-level alphabet of GPT-2 and its heirs: which printable character is which byte."""
+    """The byte-level alphabet of GPT-2 and its successors: the byte of each printable character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -21,7 +21,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 class Vocabulary:
-    """What the ids of one tokenizer stand for. Read-only after construction, apart from caches."""
+    """The texts of one tokenizer's ids. Read-only after construction, apart from caches."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Wraps a tokenizer.
@@ -37,7 +37,9 @@ class Vocabulary:
         state: dict[str, Any] = json.loads(tokenizer.to_str())
         decoder = state.get("decoder") or {}
         self.is_byte_level = decoder.get("type") == "ByteLevel"
-        """The text of a sequence is the concatenation of its tokens' bytes, read as UTF-8."""
+        """Whether the text of a sequence is the concatenation of its tokens' bytes, decoded as
+        UTF-8.
+        """
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 

@@ -1,4 +1,4 @@
-"""`python -m weft.kvstore`."""
+"""Entry point of `python -m weft.kvstore`."""
 
 from weft.kvstore.main import main
 

@@ -1,4 +1,4 @@
-"""What operators may do to a KV store."""
+"""The KV store's part of AdminService."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests at the edge: protobuf to plain values, checked."""
+"""Conversion of requests from protobuf to plain values, validated on arrival."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SOURCE_ID_CHARS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutOrder:
-    """Pages that a worker offers."""
+    """Pages that a worker offers to the store."""
 
     source_id: str
     source_epoch: int
@@ -28,11 +28,11 @@ class PutOrder:
     page_bytes: int
     offers: list[Offer]
     source: NixlTargetInfo | None
-    """Where they lie; None: they come as data."""
+    """Where the pages can be read; None: they come as data."""
 
 
 def lookup_keys(request: kvstore_pb2.LookupRequest) -> list[bytes]:
-    """Keys of a lookup.
+    """Converts the keys of a lookup.
 
     Raises:
         InvalidRequest: Sizes or numbers are out of bounds.
@@ -46,7 +46,7 @@ def lookup_keys(request: kvstore_pb2.LookupRequest) -> list[bytes]:
 
 
 def put_order(message: kvstore_pb2.PutRequest) -> PutOrder:
-    """A put.
+    """Converts a put.
 
     Raises:
         InvalidRequest: Sizes or numbers are out of bounds, or a key comes twice.
@@ -80,7 +80,7 @@ def put_order(message: kvstore_pb2.PutRequest) -> PutOrder:
 
 
 def check_part(part: kvstore_pb2.PutDataRequest, order: PutOrder, num_bytes: Sequence[int]) -> None:
-    """Checks that a piece of a page continues that page.
+    """Checks that a part continues its page.
 
     Args:
         part: The message.

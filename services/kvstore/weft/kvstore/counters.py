@@ -1,4 +1,4 @@
-"""What the store counts since its start."""
+"""Counters of the store since its start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Since start; the names are those in Stats and in the metrics."""
+    """Counters since start; the names are those in Stats and in the metrics."""
 
     lookups: int = 0
     lookup_pages: int = 0
@@ -15,11 +15,11 @@ class Counters:
     hit_pages: int = 0
     """Leading keys that were held."""
     puts: int = 0
-    """Taken into work."""
+    """Puts accepted for processing."""
     puts_refused: int = 0
-    """For want of a free place, or of another page size."""
+    """Puts refused for lack of room, or for another page size."""
     puts_failed: int = 0
-    """Not read in time, or cut off."""
+    """Puts not read in time, or cut off."""
     offered_pages: int = 0
     stored_pages: int = 0
     present_pages: int = 0
@@ -28,5 +28,5 @@ class Counters:
     bytes_in: int = 0
     corrupt_reports: int = 0
     corrupt_pages: int = 0
-    """Whose bytes in the arena were wrong."""
+    """Pages whose bytes in the arena were wrong."""
     flushed_pages: int = 0

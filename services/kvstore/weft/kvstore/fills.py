@@ -16,12 +16,12 @@ from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
 from weft.kvstore.pages import PageStore
 from weft.kvstore.plane import StorePlane
 
-MOST_INLINE_PAGES = 256
-"""Keys of longer prompts are hashed in a thread."""
+MAX_INLINE_PAGES = 256
+"""Longest prompt, in pages, whose keys are hashed on the event loop; longer ones in a thread."""
 
 
 class StoreFills:
-    """Leases and their streams. Implements `FillPort`; belongs to the event loop.
+    """Leases and their streams. Implements `FillPort`; used by the event loop.
 
     Args:
         pages: what is held.
@@ -66,12 +66,12 @@ class StoreFills:
 
     @property
     def counters(self) -> FillerCounters:
-        """Since start."""
+        """Counters since start."""
         return self._filler.counters
 
     @property
     def num_active(self) -> int:
-        """Leases that have not ended."""
+        """Number of leases that have not ended."""
         return self._filler.num_active
 
     def drain(self) -> None:
@@ -79,15 +79,15 @@ class StoreFills:
         self._filler.is_draining = True
 
     def tick(self) -> None:
-        """Ends leases that ran out; to be called every now and then."""
+        """Ends expired leases; to be called regularly."""
         self._filler.tick()
 
     def query(self, lease_id: bytes) -> str:
-        """State of a lease, which is stopped if it was active."""
+        """State of a lease, which is stopped if active."""
         return self._filler.on_query(LeaseQuery(query=0, lease_id=lease_id))
 
     def take_shipped(self) -> None:
-        """Takes what the shipping thread has done."""
+        """Takes the results of the shipping thread."""
         for item in self._shipper.take():
             if isinstance(item, ShipResult):
                 self._filler.on_shipped(item)
@@ -101,7 +101,7 @@ class StoreFills:
         handle = start.handle
         num_pages = len(handle.tokens) // max(1, handle.page_size)
         keys: list[bytes] | None = None
-        if num_pages <= MOST_INLINE_PAGES:
+        if num_pages <= MAX_INLINE_PAGES:
             keys = _keys_of(handle, num_pages)
         elif num_pages <= MAX_FILL_PAGES:
             keys = await asyncio.to_thread(_keys_of, handle, num_pages)

@@ -1,4 +1,4 @@
-"""Where fills arrive: the streams, before and after there is a shelf."""
+"""The entry point of fills: their streams, before and after the page size is known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.kvstore.fills import StoreFills
 
 
 class FillFront:
-    """Implements `FillPort` over a shelf's fills, once there is a shelf."""
+    """Implements `FillPort` over the store's fills, once the page size is known."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.streams = FillStreams(self, tracer)
@@ -21,14 +21,14 @@ class FillFront:
         self._queried: OrderedDict[bytes, None] = OrderedDict()
 
     def open(self, fills: StoreFills) -> None:
-        """There is something to fill from now."""
+        """Starts passing fills on, now that there are pages."""
         self._fills = fills
         for lease_id in self._queried:
             fills.query(lease_id)
         self._queried.clear()
 
     def lease_state(self, lease_id: bytes) -> str:
-        """What became of a lease; stops it. An unknown one counts as used from now on."""
+        """State of a lease; stops it. An unknown lease counts as used from now on."""
         if self._fills is not None:
             return self._fills.query(lease_id)
         self._queried[lease_id] = None

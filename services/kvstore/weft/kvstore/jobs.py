@@ -1,4 +1,4 @@
-"""A filler's jobs where pages are held: nothing to compute, everything to pin."""
+"""The jobs of a filler that holds pages: these are pinned instead of computed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class StoreJob:
     """Positions released for shipping."""
     num_cached_tokens: int
     pinned: list[int]
-    """Pages of the chain until the lease has ended, from the chain's beginning where held."""
+    """Pages of the chain, from its beginning as far as held, pinned until the lease has ended."""
 
 
 class StoreJobs:
-    """Implements `Jobs` over what is held, and `Shipper` around the one that moves the bytes.
+    """Implements `Jobs` over the held pages, and `Shipper` around the one that moves the bytes.
 
     Pins last from the acceptance of a lease to its very end, which the shipper is told.
 
@@ -44,11 +44,11 @@ class StoreJobs:
         self._shipper = shipper
         self._max_fills = max_fills
         self.expected_keys: list[bytes] | None = None
-        """Keys of the handle that is being looked at; None: it is too long to have them."""
+        """Keys of the handle being examined; None: it is too long."""
         self._jobs: dict[bytes, StoreJob] = {}
 
     def get(self, lease_id: bytes) -> StoreJob | None:
-        """The job of a lease that has not ended."""
+        """The job of an open lease."""
         return self._jobs.get(lease_id)
 
     # -- Jobs ------------------------------------------------------------------------------------

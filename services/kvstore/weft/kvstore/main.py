@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run_store(settings: KvStoreSettings) -> int:
-    """Runs the store until a signal, or until its arena is lost to quarantine.
+    """Runs the store until a signal, or the loss of its arena to quarantine.
 
     Returns:
         The exit status.
@@ -85,12 +85,12 @@ async def _serve(settings: KvStoreSettings, store: KvStore) -> int:
 async def _end_by_quarantine(
     server: ServiceServer, store: KvStore, settings: KvStoreSettings
 ) -> None:
-    """Drains and ends the store once its arena is lost to quarantine: that is the last fence."""
+    """Drains and ends the store if its arena is lost to quarantine: the last fence."""
     await store.pool_lost.wait()
     counts = store.counts()
     logger.error(
         "%d of %d pages are in quarantine, more than %g of the arena for over %g s: this store "
-        "drains and ends, for a new one to take its place",
+        "drains and exits, to be restarted",
         counts.quarantined,
         counts.total,
         settings.max_quarantine_fraction,

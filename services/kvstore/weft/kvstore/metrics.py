@@ -35,7 +35,7 @@ COUNTERS = {
     "fills_stopped": "Fills stopped by their owner",
     "filled_pages": "Pages written to owners",
 }
-"""What the store counts, and what that means; others are shown under their bare names."""
+"""Help texts of the store's counters; counters without one are exported under their bare names."""
 BACKEND_GAUGES = {
     "backend_nodes": "Valkey nodes that have pages",
     "backend_nodes_resting": "Of these, left alone after failures",
@@ -49,7 +49,7 @@ BACKEND_COUNTERS = {
 
 
 class StoreCollector(Collector):
-    """Turns the store's state into metrics.
+    """Converts the store's state to metrics.
 
     Args:
         store: read from the scraping thread; single numbers only.
@@ -59,7 +59,7 @@ class StoreCollector(Collector):
         self._store = store
 
     def collect(self) -> Iterator[Metric]:
-        """Metrics now."""
+        """Collects the current values."""
         counts = self._store.counts()
         pages = GaugeMetricFamily("weft_kv_pages", "KV pages by state", labels=["state"])
         pages.add_metric(["free"], counts.free)

@@ -1,4 +1,4 @@
-"""What the store holds: pages by key, their digests, and what is under way in or out.
+"""The store's pages: their keys and digests, and what is being read or written.
 
 Pure bookkeeping over a pool, for one thread (the event loop). A page of the arena is in one state:
 
@@ -21,7 +21,7 @@ from weft.engine.memory.kv_memory import KvMemory, PageCounts
 from weft.engine.memory.prefix_cache import PageKeyCache
 
 GROUP_BYTES = 8
-"""Of a namespace, where pages are counted by it."""
+"""Bytes of a namespace by which its pages are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +33,27 @@ class Offer:
     source_page: int
     """Page number in the worker's pool."""
     parent: bytes = b""
-    """Key of the page before it in its prompt; empty: not told."""
+    """Key of the page before it in its prompt; empty: unknown."""
 
 
 @dataclass(eq=False, slots=True)
 class Incoming:
-    """A put's hold: pages reserved for what is new, and pins on what is there already."""
+    """The pages of a put: reserved pages for new content, and pins on pages already held."""
 
     offers: list[Offer]
-    """What is to be stored."""
+    """Pages to store."""
     pages: list[int]
-    """Where; one page an offer."""
+    """Reserved page numbers, one per offer."""
     held: list[int]
-    """These and the pinned ones, in the order of the put."""
+    """These and the pinned pages, in the order of the put."""
     num_present: int
     num_refused: int
-    """Offers that found no room."""
+    """Number of offers that found no room."""
     group: bytes = b""
 
 
 def group_of(namespace: bytes) -> bytes:
-    """What pages of a namespace are counted by."""
+    """Group by which a namespace's pages are counted."""
     return namespace[:GROUP_BYTES]
 
 
@@ -83,9 +83,9 @@ class PageStore:
         self._digests = np.zeros(len(pool), np.uint64)
         self._incoming: set[bytes] = set()
         self.num_quota_evictions = 0
-        """Pages given up for others of their namespace, which has all that it may have."""
+        """Pages evicted for others of their namespace, which was at its quota."""
         self.on_published: Callable[[Sequence[Offer], bytes], None] | None = None
-        """Told of pages that are held from now on, and their group."""
+        """Called with pages that are held from now on, and their group."""
 
     @property
     def page_bytes(self) -> int:
@@ -93,41 +93,41 @@ class PageStore:
         return int(self.pool.shape[1])
 
     def num_held(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that are held. Changes nothing, not even what is evicted next."""
+        """Number of leading keys that are held. Changes nothing, not even the order of eviction."""
         return len(self._cache.match(keys))
 
     def pin(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the leading keys that are held; they stay until `unpin`."""
+        """Pins the pages of the leading keys that are held, until `unpin`."""
         pages = self._cache.match(keys)
         self.memory.retain(pages)
         self._cache.touch(pages)
         return pages
 
     def page_of(self, key: bytes) -> int | None:
-        """The page that has a key; None: it is not held."""
+        """The page of a key; None: it is not held."""
         entry = self._cache.get(key)
         return None if entry is None else entry.page
 
     def hold(self, page: int) -> None:
-        """As `pin`, for a copy to another tier: the page grows no younger by it."""
+        """Like `pin`, for a copy to another tier: does not count as a use of the page."""
         was_used = not self.memory.is_unreferenced(page)
         self.memory.retain([page])
         if not was_used:
             self._cache.keep_age(page)
 
     def unpin(self, pages: Sequence[int]) -> None:
-        """Ends pins of pages of one chain, first page first."""
+        """Unpins pages of one chain, first page first."""
         self.memory.release(pages)
 
     def digests_of(self, pages: Sequence[int]) -> list[int]:
-        """Digests that the pages had when they came."""
+        """Digests that the pages had when they arrived."""
         found: list[int] = self._digests[np.asarray(pages, np.int64)].tolist()
         return found
 
     # -- puts ------------------------------------------------------------------------------------
 
     def begin(self, offers: Sequence[Offer], group: bytes = b"") -> Incoming:
-        """Reserves pages for what is neither held nor on its way, evicting as needed.
+        """Reserves pages for offers neither held nor being received, evicting as needed.
 
         Where there is no room for all, the first ones are taken. What is held already is pinned,
         so that its successors do not push it out. A namespace that has all that it may have gives
@@ -135,7 +135,7 @@ class PageStore:
 
         Args:
             offers: Pages with different keys.
-            group: Of their namespace (`group_of`).
+            group: Group of their namespace (`group_of`).
         """
         present: dict[bytes, int] = {}
         wanted: list[Offer] = []
@@ -163,7 +163,7 @@ class PageStore:
         )
 
     def _make_room(self, group: bytes, num_wanted: int) -> int:
-        """How many more pages a namespace may have, once some of its own are given up for them."""
+        """Evicts pages of a namespace that is over its quota; returns how many more it may have."""
         limit = self._max_group_pages
         if limit is None:
             return num_wanted
@@ -178,11 +178,11 @@ class PageStore:
         return max(0, limit - num_held)
 
     def publish(self, incoming: Incoming, digests: Sequence[int]) -> list[tuple[Offer, int]]:
-        """Ends a put whose bytes lie in their pages; what has its digest is held from now on.
+        """Ends a put whose bytes are in their pages; pages with the right digest are published.
 
         Args:
             incoming: From `begin`.
-            digests: Of `incoming.pages` as they are.
+            digests: Digests of `incoming.pages` as they are.
 
         Returns:
             Offers whose pages have another digest, and that one; the pages are free again.
@@ -201,7 +201,7 @@ class PageStore:
         return bad
 
     def abandon(self, incoming: Incoming) -> None:
-        """Ends a put that came to nothing; nothing can write to its pages any more."""
+        """Ends a failed put; nothing can write to its pages any more."""
         self._end(incoming)
 
     def quarantine(self, incoming: Incoming) -> None:
@@ -212,7 +212,7 @@ class PageStore:
         self._end(incoming)
 
     def end_quarantine(self, incoming: Incoming) -> None:
-        """Nothing can write to the pages any more."""
+        """Ends the quarantine: nothing can write to the pages any more."""
         self.memory.end_quarantine(incoming.pages)
 
     def _end(self, incoming: Incoming) -> None:
@@ -225,14 +225,14 @@ class PageStore:
     # -- the rest --------------------------------------------------------------------------------
 
     def drop(self, key: bytes, page: int) -> None:
-        """Forgets a page that is pinned, unless its key names another page by now."""
+        """Drops a pinned page, unless its key refers to another page by now."""
         if self._cache.match([key]) == [page]:
             self._cache.drop(page)
 
     def flush(self) -> int:
-        """Forgets every page that nobody reads; returns how many."""
+        """Drops every page that is not being read; returns how many."""
         return self.memory.flush_cache()
 
     def counts(self) -> PageCounts:
-        """Pages by state; `used` are those pinned."""
+        """Pages by state; `used` are the pinned ones."""
         return self.memory.counts()

@@ -1,4 +1,4 @@
-"""Everything that moves the store's pages: agents and the shipping thread."""
+"""The store's data plane: agents and the shipping thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Transport:
-    """What this process can use, found out once.
+    """The transports that this process can use, determined once.
 
     Args:
         wanted: auto, nixl or data. `auto` takes NIXL where it works and says so where not.
@@ -35,7 +35,7 @@ class Transport:
     def __init__(self, wanted: str) -> None:
         self.notices: list[str] = []
         self.nixl_version: str | None = None
-        """None: NIXL is not used."""
+        """Version of NIXL; None: NIXL is not used."""
         if wanted == "data":
             return
         is_available, reason = nixl_available()

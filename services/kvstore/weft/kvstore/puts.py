@@ -1,4 +1,4 @@
-"""Puts: pages are read or received, checked against their digests, then held.
+"""Puts: pages are read or received, checked against their digests, then published.
 
 Bytes move in threads; what is held changes on the event loop alone. Once its pages are being read
 or checked, a put goes on to its end though its caller may go away.
@@ -29,23 +29,23 @@ from weft.v1 import kvstore_pb2
 logger = logging.getLogger(__name__)
 
 BUSY_RETRY_S = 0.2
-LEAST_POLL_S, MOST_POLL_S = 2e-4, 2e-3
+MIN_POLL_S, MAX_POLL_S = 2e-4, 2e-3
 FENCE_TIMEOUT_S, FENCE_RETRY_S = 1.0, 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutOutcome:
-    """What became of the pages of a put."""
+    """Outcome of the pages of a put."""
 
     stored: int = 0
     present: int = 0
     refused: int = 0
     send_data: bool = False
-    """The pages cannot be read from there; they are wanted as data."""
+    """Whether the pages cannot be read from there and must be sent as data."""
 
 
 class Puts:
-    """All puts in work.
+    """All puts in progress.
 
     Args:
         pages: what is held.
@@ -79,7 +79,7 @@ class Puts:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.num_open = 0
-        """Puts in work."""
+        """Number of puts in progress."""
 
     async def put(self, order: PutOrder) -> PutOutcome:
         """Reads pages from their source.
@@ -104,7 +104,7 @@ class Puts:
     async def put_data(
         self, order: PutOrder, parts: AsyncIterator[kvstore_pb2.PutDataRequest]
     ) -> PutOutcome:
-        """Receives pages.
+        """Receives a put's pages as data.
 
         Raises:
             InvalidRequest: A message does not fit, or bytes are missing at the end.
@@ -127,7 +127,7 @@ class Puts:
         return await asyncio.shield(self._spawn(self._check(order, incoming)))
 
     async def close(self, timeout_s: float) -> None:
-        """Waits for what is in work; the end of the process ends what is left."""
+        """Waits for the puts in progress; the end of the process ends the rest."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
             for task in late:
@@ -183,7 +183,7 @@ class Puts:
         incoming: Incoming,
         deadline: float,
     ) -> list[int]:
-        """In a thread: reads into the reserved pages; their digests afterwards.
+        """Reads, in a thread, into the reserved pages; returns their digests.
 
         Raises:
             TransferError: `may_still_arrive` says whether something was posted that has not ended.
@@ -194,7 +194,7 @@ class Puts:
             raise TransferError("no thread was free to read the pages in time")
         remote = [offer.source_page for offer in incoming.offers]
         handle = readers.read(peer, source, remote, incoming.pages)
-        delay = LEAST_POLL_S
+        delay = MIN_POLL_S
         while handle.poll() == "pending":
             if time.monotonic() >= deadline:
                 raise TransferError(
@@ -204,7 +204,7 @@ class Puts:
                     worker_id=peer[0],
                 )
             time.sleep(delay)
-            delay = min(delay * 1.5, MOST_POLL_S)
+            delay = min(delay * 1.5, MAX_POLL_S)
         return self._digests(incoming)
 
     def _digests(self, incoming: Incoming) -> list[int]:
@@ -235,7 +235,7 @@ class Puts:
         incoming: Incoming,
         parts: AsyncIterator[kvstore_pb2.PutDataRequest],
     ) -> None:
-        """Copies what comes into the reserved pages; what is not wanted is let go."""
+        """Copies incoming parts into the reserved pages; unwanted ones are discarded."""
         page_of = {
             offer.key: page for offer, page in zip(incoming.offers, incoming.pages, strict=True)
         }
@@ -255,7 +255,7 @@ class Puts:
             )
 
     async def _check(self, order: PutOrder, incoming: Incoming) -> PutOutcome:
-        """Digests received pages."""
+        """Checks the digests of received pages."""
         try:
             digests = await self._loop.run_in_executor(self._threads, self._digests, incoming)
         except BaseException:

@@ -10,7 +10,7 @@ import grpc
 from weft.common.durations import duration
 from weft.common.spans import REQUEST_ID_KEY, Span
 from weft.common.streams import first_message
-from weft.common.tracing import MOST_ID_BYTES
+from weft.common.tracing import MAX_ID_BYTES
 from weft.common.worker.fills import LEASE_STATES
 from weft.common.worker.tiers import tier_to_proto
 from weft.engine.clock import monotonic
@@ -59,7 +59,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
                 parent_id=parent_id,
                 start_s=start_s,
                 end_s=monotonic(),
-                request_id=str(metadata.get(REQUEST_ID_KEY, ""))[:MOST_ID_BYTES],
+                request_id=str(metadata.get(REQUEST_ID_KEY, ""))[:MAX_ID_BYTES],
                 kind="server",
                 attributes={"weft.pages_asked": num_keys, "weft.pages": num_pages},
             )

@@ -16,27 +16,29 @@ class KvStoreSettings(PageSettings):
     program: ClassVar[str] = "kvstore"
 
     store_id: str = Field(
-        "", max_length=64, description="id that is stable over restarts; empty = kvstore and port"
+        "",
+        max_length=64,
+        description="id that stays the same over restarts; empty = kvstore and port",
     )
     memory_bytes: int = Field(1 << 30, ge=1 << 16, description="size of the arena, in bytes")
     eviction_policy: EvictionName = Field(
         "lru",
-        description="which page is given up first, in the arena and on disk: least recently, least "
-        "frequently or most recently used, first in, last in (filo), or slru: those never found "
-        "again before the others",
+        description="order of evicting pages, in the arena and on disk: least recently, least "
+        "frequently or most recently used, first in, last in (filo), or slru: those "
+        "never found again before the others",
     )
     namespace_quota: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="share of the arena, and of the disk, that pages of one namespace (a model, "
-        "adapter and cache salt) may have; beyond it they push out one another",
+        description="share of the arena, and of the disk, for the pages of one namespace (a "
+        "model, adapter and cache salt); beyond it a namespace evicts its own pages",
     )
     backend: Literal["memory", "valkey"] = Field(
         "memory",
-        description="where pages are kept besides the arena: memory = nowhere, or on local disk "
-        "with --disk-cache-dir; valkey = in a Valkey or Redis server or cluster, which any number "
-        "of stores share",
+        description="where pages are kept in addition to the arena: memory = nowhere, or on local "
+        "disk with --disk-cache-dir; valkey = in a Valkey or Redis server or "
+        "cluster, which any number of stores can share",
     )
     valkey_url: list[str] = Field(
         [],
@@ -51,54 +53,74 @@ class KvStoreSettings(PageSettings):
     valkey_prefix: str = Field(
         "weft",
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="valkey: what names of pages begin with; stores with the same one share pages",
+        description="valkey: prefix of the pages' names; stores with the same prefix share pages",
     )
     valkey_timeout_s: float = Field(
         1.0,
         ge=0.01,
         le=60,
-        description="valkey: a call that moves pages, or connects, ends within, in seconds",
+        description="valkey: time limit of a call that moves pages or connects, in seconds",
     )
     valkey_lookup_timeout_s: float = Field(
         0.05,
         ge=0.001,
         le=10,
-        description="valkey: a lookup counts what was found by then, in seconds; workers wait for "
-        "0.08 s",
+        description="valkey: time limit of a lookup, which counts what was found by then, in "
+        "seconds; workers wait for 0.08 s",
     )
     valkey_ttl_s: float = Field(
         0.0,
         ge=0,
         le=10 * 365 * 86400,
-        description="valkey: pages expire so long after they were written, in seconds; 0 = when "
-        "the server gives them up",
+        description="valkey: time after which pages expire, in seconds; 0 = only when the server "
+        "evicts them",
     )
     disk_cache_dir: Path | None = Field(
         None,
-        description="folder for pages on local disk, which outlive the store; each store has a "
-        "folder of its id in it; none = none are kept",
+        description="folder for pages on local disk, which survive restarts; each store uses a "
+        "subfolder named by its id; none = no disk cache",
     )
-    disk_cache_bytes: int = Field(10 << 30, ge=1 << 12, description="pages there, in bytes")
-    max_fills: int = Field(64, ge=1, le=4096, description="fills under way at once")
+    disk_cache_bytes: int = Field(
+        10 << 30,
+        ge=1 << 12,
+        description="most pages on disk, in bytes",
+    )
+    max_fills: int = Field(
+        64,
+        ge=1,
+        le=4096,
+        description="fills in progress at once",
+    )
     chunk_bytes: int = Field(
         16 << 20,
         ge=1 << 12,
         le=64 << 20,
-        description="most of a fill that is written at a time, in bytes",
+        description="most bytes of a fill that are written at a time, in bytes",
     )
-    max_puts: int = Field(8, ge=1, le=256, description="puts in work at once; more are refused")
+    max_puts: int = Field(
+        8,
+        ge=1,
+        le=256,
+        description="puts in progress at once; more are refused",
+    )
     put_timeout_s: float = Field(
-        5.0, gt=0, le=600, description="a put's pages must have been read by then, in seconds"
+        5.0,
+        gt=0,
+        le=600,
+        description="time limit for reading a put's pages, in seconds",
     )
     max_quarantine_fraction: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="share of the arena that may be in quarantine; a store that has had more in it "
-        "for longer than --put-timeout-s drains and ends, to be started again; 1 = never",
+        description="share of the arena that may be in quarantine; a store that exceeds it for "
+        "longer than --put-timeout-s drains and exits, to be restarted; 1 = never",
     )
     put_data_timeout_s: float = Field(
-        30.0, gt=0, le=600, description="a put's gRPC data must have come by then, in seconds"
+        30.0,
+        gt=0,
+        le=600,
+        description="time limit for receiving a put's gRPC data, in seconds",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The KV store: an arena of pages, known by key, for every worker of a mesh."""
+"""The KV store: an arena of pages by key, for all workers of a mesh."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from weft.kvstore.backends.sources import open_source
 from weft.kvstore.convert import PutOrder
 from weft.kvstore.counters import Counters
 from weft.kvstore.front import FillFront
+from weft.kvstore.page_arena import PageArena, PageSizeMismatch
 from weft.kvstore.plane import Transport
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.settings import KvStoreSettings
-from weft.kvstore.shelf import PageSizeMismatch, Shelf
 from weft.v1 import kvstore_pb2
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05
 IDLE_CHECK_S = 30.0
 NUM_THREADS = 4
-"""Puts that are read and pages that are digested at once."""
+"""Most puts read, and pages digested, in parallel."""
 CLOSE_TIMEOUT_S = 2.0
 
 
 class KvStore:
-    """Owner of the arena and of everything that is known about it. Belongs to the event loop.
+    """Owns the arena and all records of it. Used by the event loop.
 
-    Until the first put says how large a page is there is no shelf: nothing is held.
+    Holds nothing until the first put fixes the size of a page.
 
     Args:
         settings: sizes and bounds.
@@ -65,21 +65,22 @@ class KvStore:
         self._loop = asyncio.get_running_loop()
         self._arena = np.frombuffer(_map_memory(settings.memory_bytes), np.uint8)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-store")
-        self._shelf: Shelf | None = None
+        self._arena_pages: PageArena | None = None
         self._source = open_source(settings, store_id)
-        """Pages that an earlier store left, until there is a shelf for them."""
+        """Pages that an earlier store left, until the page size is known."""
         self._is_draining = False
         self._quarantine = QuarantineWatch(settings.max_quarantine_fraction, monotonic)
         self.pool_lost = asyncio.Event()
-        """Quarantine has held too much of the arena for longer than a put may take: no agent that
-        is to be destroyed takes that long, and only the end of this process frees the pages."""
+        """Whether quarantine has held too much of the arena for longer than a put may take: no
+        agent takes that long to be destroyed, so only the end of this process frees the pages.
+        """
         self._tasks = [
             start_logged(self._tick()),
             start_logged(self._close_idle_agents()),
         ]
 
     async def warm_up(self) -> str | None:
-        """Builds what is built on first use; why digests are slow, if they are."""
+        """Builds what is built on first use; returns why digests are slow, if they are."""
         native = await self._loop.run_in_executor(self._threads, native_digest)
         return native.reason
 
@@ -88,7 +89,7 @@ class KvStore:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page; 0 until the first put."""
-        return self._shelf.pages.page_bytes if self._shelf else 0
+        return self._arena_pages.pages.page_bytes if self._arena_pages else 0
 
     @property
     def arena_bytes(self) -> int:
@@ -97,43 +98,45 @@ class KvStore:
 
     def counts(self) -> PageCounts:
         """Pages by state; free + cached + used + quarantined = total."""
-        return self._shelf.pages.counts() if self._shelf else PageCounts(0, 0, 0, 0, 0)
+        return self._arena_pages.pages.counts() if self._arena_pages else PageCounts(0, 0, 0, 0, 0)
 
     @property
     def quarantine_over_s(self) -> float:
-        """How long quarantine has held more than its share of the arena, in seconds."""
+        """Seconds for which quarantine has held more than its share of the arena."""
         return self._quarantine.over_s
 
     def all_counters(self) -> dict[str, int]:
         """Counts since start, by name."""
         found = asdict(self.counters)
-        if self._shelf is not None:
-            fills = self._shelf.fills.counters
+        if self._arena_pages is not None:
+            fills = self._arena_pages.fills.counters
             found |= {
-                "evicted_pages": self._shelf.pages.memory.num_evictions,
-                "quota_evicted_pages": self._shelf.pages.num_quota_evictions,
+                "evicted_pages": self._arena_pages.pages.memory.num_evictions,
+                "quota_evicted_pages": self._arena_pages.pages.num_quota_evictions,
                 "fills_accepted": fills.leases_accepted,
                 "fills_declined": fills.leases_declined,
                 "fills_done": fills.leases_done,
                 "fills_stopped": fills.leases_stopped,
                 "filled_pages": fills.shipped_pages,
                 "bytes_out": fills.shipped_bytes,
-                "open_puts": self._shelf.puts.num_open,
-                "open_fills": self._shelf.fills.num_active,
+                "open_puts": self._arena_pages.puts.num_open,
+                "open_fills": self._arena_pages.fills.num_active,
             }
         return found
 
     async def look_up(self, keys: list[bytes]) -> int:
-        """Leading keys that are held."""
-        if self._shelf is None and self._source is not None and keys:
+        """Number of leading keys that are held."""
+        if self._arena_pages is None and self._source is not None and keys:
             page_bytes = await self._source.page_bytes_of(keys[0])
-            if page_bytes and self._shelf is None:
-                self._make_shelf(page_bytes)
+            if page_bytes and self._arena_pages is None:
+                self._make_arena_pages(page_bytes)
         num_held = 0
-        if self._shelf is not None:
-            backend = self._shelf.backend
+        if self._arena_pages is not None:
+            backend = self._arena_pages.backend
             num_held = (
-                self._shelf.pages.num_held(keys) if backend is None else await backend.look_up(keys)
+                self._arena_pages.pages.num_held(keys)
+                if backend is None
+                else await backend.look_up(keys)
             )
         self.counters.lookups += 1
         self.counters.lookup_pages += len(keys)
@@ -141,11 +144,13 @@ class KvStore:
         return num_held
 
     async def report_corrupt(self, key: bytes) -> bool:
-        """Checks a page's bytes against its digest; True if they were wrong, and it is gone."""
+        """Checks a page's bytes against its digest; returns whether they were wrong and the page
+        was dropped.
+        """
         self.counters.corrupt_reports += 1
-        if self._shelf is None:
+        if self._arena_pages is None:
             return False
-        pages = self._shelf.pages
+        pages = self._arena_pages.pages
         pinned = pages.pin([key])
         if not pinned:
             return False
@@ -162,10 +167,10 @@ class KvStore:
         return bool(found != told)
 
     async def flush(self) -> int:
-        """Forgets every page that nobody reads; returns how many."""
-        flushed = self._shelf.pages.flush() if self._shelf else 0
-        if self._shelf is not None and self._shelf.backend is not None:
-            flushed += await self._shelf.backend.flush()
+        """Drops every page that is not being read; returns how many."""
+        flushed = self._arena_pages.pages.flush() if self._arena_pages else 0
+        if self._arena_pages is not None and self._arena_pages.backend is not None:
+            flushed += await self._arena_pages.backend.flush()
         elif self._source is not None:  # of an earlier store, and nobody has asked for it yet
             flushed += await self._source.flush()
         self.counters.flushed_pages += flushed
@@ -173,8 +178,8 @@ class KvStore:
 
     async def describe_transport(self) -> str:
         """Transports and lanes, for people."""
-        if self._shelf is not None:
-            text = await self._loop.run_in_executor(self._threads, self._shelf.plane.describe)
+        if self._arena_pages is not None:
+            text = await self._loop.run_in_executor(self._threads, self._arena_pages.plane.describe)
         else:
             version = self.transport.nixl_version
             text = f"NIXL {version}" if version else "data"
@@ -184,17 +189,17 @@ class KvStore:
     # -- puts ------------------------------------------------------------------------------------
 
     async def put(self, order: PutOrder) -> PutOutcome:
-        """Reads pages. See `Puts.put`, and `_shelf_for`."""
-        return await self._shelf_for(order.page_bytes).puts.put(order)
+        """Reads pages. See `Puts.put`, and `_arena_for`."""
+        return await self._arena_for(order.page_bytes).puts.put(order)
 
     async def put_data(
         self, order: PutOrder, parts: AsyncIterator[kvstore_pb2.PutDataRequest]
     ) -> PutOutcome:
-        """Receives pages. See `Puts.put_data`, and `_shelf_for`."""
-        return await self._shelf_for(order.page_bytes).puts.put_data(order, parts)
+        """Receives pages. See `Puts.put_data`, and `_arena_for`."""
+        return await self._arena_for(order.page_bytes).puts.put_data(order, parts)
 
-    def _shelf_for(self, page_bytes: int) -> Shelf:
-        """The shelf, made for the first page size that comes.
+    def _arena_for(self, page_bytes: int) -> PageArena:
+        """The arena, divided into pages of the first size requested.
 
         Raises:
             Draining: This process ends.
@@ -203,23 +208,23 @@ class KvStore:
         """
         if self._is_draining:
             raise Draining("the KV store is shutting down", stage="put")
-        shelf = self._shelf or self._make_shelf(page_bytes)
-        if shelf.pages.page_bytes != page_bytes:
+        arena_pages = self._arena_pages or self._make_arena_pages(page_bytes)
+        if arena_pages.pages.page_bytes != page_bytes:
             self.counters.puts_refused += 1
             raise PageSizeMismatch(
                 f"pages of {page_bytes:,} bytes: this store holds pages of "
-                f"{shelf.pages.page_bytes:,}; restart it for another model or layout",
+                f"{arena_pages.pages.page_bytes:,}; restart it for another model or layout",
                 stage="put",
             )
-        return shelf
+        return arena_pages
 
-    def _make_shelf(self, page_bytes: int) -> Shelf:
-        """The shelf for pages of a size.
+    def _make_arena_pages(self, page_bytes: int) -> PageArena:
+        """Divides the arena into pages of a size.
 
         Raises:
             InvalidRequest: The arena cannot have pages of this size.
         """
-        self._shelf = Shelf(
+        self._arena_pages = PageArena(
             self._settings,
             self.store_id,
             self.epoch,
@@ -232,20 +237,20 @@ class KvStore:
             self._wake,
             self._source,
         )
-        self.front.open(self._shelf.fills)
+        self.front.open(self._arena_pages.fills)
         logger.info("pages have %d bytes", page_bytes)
-        return self._shelf
+        return self._arena_pages
 
     # -- life ------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Takes nothing new; returns once no put and no fill is under way."""
+        """Refuses new work; returns once no put and no fill is in progress."""
         self._is_draining = True
-        shelf = self._shelf
-        if shelf is None:
+        arena_pages = self._arena_pages
+        if arena_pages is None:
             return
-        shelf.fills.drain()
-        while shelf.fills.num_active or shelf.puts.num_open:
+        arena_pages.fills.drain()
+        while arena_pages.fills.num_active or arena_pages.puts.num_open:
             await asyncio.sleep(TICK_S)
 
     async def close(self) -> None:
@@ -254,40 +259,40 @@ class KvStore:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._shelf is not None:
-            await self._shelf.puts.close(CLOSE_TIMEOUT_S)
-            if self._shelf.backend is not None:
-                await self._shelf.backend.close(CLOSE_TIMEOUT_S)
-            await self._loop.run_in_executor(self._threads, self._shelf.plane.close)
+        if self._arena_pages is not None:
+            await self._arena_pages.puts.close(CLOSE_TIMEOUT_S)
+            if self._arena_pages.backend is not None:
+                await self._arena_pages.backend.close(CLOSE_TIMEOUT_S)
+            await self._loop.run_in_executor(self._threads, self._arena_pages.plane.close)
         if self._source is not None:
             await self._source.close()
         self._threads.shutdown(wait=False)
 
     def tiers(self) -> list[TierReport]:
-        """State and counters of what is below the arena."""
-        backend = self._shelf.backend if self._shelf is not None else None
+        """State and counters of the tiers below the arena."""
+        backend = self._arena_pages.backend if self._arena_pages is not None else None
         return [backend.report()] if backend is not None else []
 
     def backend_sizes(self) -> dict[str, int]:
-        """What there is of servers behind the store, by name."""
-        backend = self._shelf.backend if self._shelf is not None else None
+        """Numbers of servers behind the store, by name."""
+        backend = self._arena_pages.backend if self._arena_pages is not None else None
         return backend.sizes() if backend is not None else {}
 
     def _wake(self) -> None:
-        """From the shipping thread."""
+        """Wakes the event loop from the shipping thread."""
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(self._take_shipped)
 
     def _take_shipped(self) -> None:
-        if self._shelf is not None:
-            self._shelf.fills.take_shipped()
+        if self._arena_pages is not None:
+            self._arena_pages.fills.take_shipped()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self._shelf is not None:
-                self._shelf.fills.tick()
-                memory = self._shelf.pages.memory
+            if self._arena_pages is not None:
+                self._arena_pages.fills.tick()
+                memory = self._arena_pages.pages.memory
                 self._quarantine.note(memory.counts().quarantined, memory.num_usable_pages)
                 if self.quarantine_over_s > self._settings.put_timeout_s:
                     self.pool_lost.set()
@@ -295,12 +300,12 @@ class KvStore:
     async def _close_idle_agents(self) -> None:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
-            if self._shelf is not None:
-                await self._loop.run_in_executor(self._threads, self._shelf.plane.close_idle)
+            if self._arena_pages is not None:
+                await self._loop.run_in_executor(self._threads, self._arena_pages.plane.close_idle)
 
 
 def _map_memory(num_bytes: int) -> mmap.mmap:
-    """Memory that costs nothing until it is written to, in huge pages where the system has them."""
+    """Maps memory that is allocated when written to, in huge pages where available."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel without them.

@@ -1,4 +1,4 @@
-"""`python -m weft.prefill`."""
+"""Entry point of `python -m weft.prefill`."""
 
 from weft.prefill.main import main
 

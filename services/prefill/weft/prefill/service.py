@@ -1,4 +1,4 @@
-"""PrefillService: carries fills between their owners and the engine."""
+"""PrefillService: connects owners' fills with the engine."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         return kv_pb2.FillStatusResponse(state=LEASE_STATES[state], filler_epoch=self._info.epoch)
 
     def on_outbox(self, outbox: Outbox) -> None:
-        """Hands events to their streams."""
+        """Sends events on their streams."""
         for reply in outbox.fill_replies:
             self._streams.deliver(reply)
 
     def sizes(self) -> dict[str, int]:
-        """Streams of owners."""
+        """Number of owners' streams."""
         return {"fill_streams": self._streams.num_open}
 
     def open_requests(self) -> list[LoggedPrompt]:

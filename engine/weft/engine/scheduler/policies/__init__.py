@@ -1,4 +1,4 @@
-"""In which order waiting requests are admitted: one class a policy, one file a class."""
+"""Admission policies: the order in which waiting requests are admitted; one class and file each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PolicyName = Literal["fcfs", "longest_prefix", "priority", "fair"]
 def make_queue(
     name: PolicyName, ageing_s: float, num_cached_tokens: Callable[[Request], int]
 ) -> AdmissionQueue:
-    """The queue of a policy.
+    """Creates the queue of a policy.
 
     Args:
         name: of the policy.

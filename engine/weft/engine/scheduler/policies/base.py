@@ -1,4 +1,4 @@
-"""What the scheduler asks of an admission policy, and the sorted queue that most of them are."""
+"""The interface of admission policies, and the sorted queue that most of them use."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Key = tuple[float, int]
 
 
 class AdmissionQueue(Protocol):
-    """WAITING and PREEMPTED requests, and who of them is admitted next.
+    """WAITING and PREEMPTED requests, in the order of admission.
 
     Nothing may starve: whoever waits long enough must become the first candidate.
     """
 
     def add(self, request: Request) -> None:
-        """Queues a request: a new one, or one that was admitted before and comes back."""
+        """Queues a request, new or returning."""
         ...
 
     def remove(self, request: Request) -> None:
-        """Takes a request out."""
+        """Removes a request."""
         ...
 
     def candidates(self, now: float) -> Iterator[Request]:
-        """Requests in the order of admission; nothing is added or removed meanwhile.
+        """Requests in the order of admission; nothing may be added or removed while iterating.
 
         Args:
             now: On the engine's clock.
@@ -34,30 +34,30 @@ class AdmissionQueue(Protocol):
         ...
 
     def precedes(self, one: Request, other: Request) -> bool:
-        """One would be admitted before the other if both waited."""
+        """Whether one request would be admitted before the other if both waited."""
         ...
 
     def observe(self, running: Iterable[Request]) -> None:
-        """Called before candidates are asked for, with those that get tokens."""
+        """Called before candidates are requested, with the requests that get tokens."""
         ...
 
     def on_admitted(self, request: Request) -> None:
-        """A candidate was admitted (and removed) with so many tokens still to be computed."""
+        """Called when a candidate was admitted (and removed), with its tokens to compute."""
         ...
 
     def on_ended(self, request: Request) -> None:
-        """A request finished, or was pre-empted."""
+        """Called when a request finished or was preempted."""
         ...
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests, about in the order of admission."""
+        """Iterates over all requests, roughly in the order of admission."""
         ...
 
 
 class SortedQueue:
-    """Requests in the order of keys that do not change while they wait.
+    """A queue ordered by keys that do not change while requests wait.
 
     Subclasses may define another `key`, and what they take note of.
     """
@@ -66,7 +66,7 @@ class SortedQueue:
         self._entries: list[tuple[Key, Request]] = []
 
     def key(self, request: Request) -> Key:
-        """Place in the queue, least first: the order of submission.
+        """Sort key in the queue, lowest first; by default the order of submission.
 
         Samples of one submit, and what comes back after a pre-emption, have the place of their
         submit: before what came later.

@@ -1,4 +1,4 @@
-"""Tokens served a tenant: whoever had least is next."""
+"""Fair scheduling between tenants, by the tokens that each was served."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from weft.engine.scheduler.state import Request
 
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-"""Of a generated token, beside a computed one of a prompt."""
+"""Cost of a generated token relative to a computed prompt token."""
 MAX_IDLE_TENANTS = 4096
 
 
 class _Tenant:
-    """One tenant's requests and what it was served."""
+    """A tenant's waiting requests and the tokens it was served."""
 
     def __init__(self) -> None:
         self.served = 0
@@ -23,7 +23,7 @@ class _Tenant:
 
 
 class FairQueue:
-    """Of the tenants that wait, the one that was served the fewest tokens is first.
+    """Admits the request of the waiting tenant that was served the fewest tokens.
 
     This is the virtual token counter of Sheng et al. (2024): computed prompt tokens count when a
     request is admitted, generated ones as they come, twice. A tenant that comes back is lifted to
@@ -99,7 +99,7 @@ class FairQueue:
             tenant.served += OUTPUT_WEIGHT * count
 
     def _forget_idle(self) -> None:
-        """Tenants at or below the level lose nothing by being forgotten."""
+        """Forgets tenants at or below the level, which lose nothing by it."""
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()

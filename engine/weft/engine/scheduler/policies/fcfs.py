@@ -6,4 +6,4 @@ from weft.engine.scheduler.policies.base import SortedQueue
 
 
 class FcfsQueue(SortedQueue):
-    """In the order of submission: nothing can starve."""
+    """Admits in the order of submission: no request can starve."""

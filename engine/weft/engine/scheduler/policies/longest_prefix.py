@@ -1,4 +1,4 @@
-"""The longest cached prefix first, so that what is cached is used before it is given up."""
+"""Admits the longest cached prefix first, so that cached pages are used before they are evicted."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weft.engine.scheduler.policies.base import SortedQueue
 from weft.engine.scheduler.state import Request
 
 WINDOW = 64
-"""Of the oldest requests one is chosen."""
+"""Number of oldest requests among which one is chosen."""
 MAX_LOOK_UPS = 4
-"""In the prefix cache, each time that candidates are asked for."""
+"""Most lookups in the prefix cache each time that candidates are asked for."""
 
 
 class LongestPrefixQueue(SortedQueue):
-    """Of the `WINDOW` oldest requests the one with the most cached tokens is first.
+    """Admits, of the `WINDOW` oldest requests, the one with the most cached tokens.
 
     Looking a prompt up costs time: a few are looked up each time, those whose length is unknown or
     oldest first, and the others keep the length that they had. A request that has waited for
@@ -31,7 +31,7 @@ class LongestPrefixQueue(SortedQueue):
         self._ageing_s = ageing_s
         self._num_cached_tokens = num_cached_tokens
         self._known: dict[Request, tuple[int, int]] = {}
-        """Cached tokens, and the turn in which they were looked up."""
+        """Number of cached tokens, and the turn of the lookup."""
         self._turn = 0
 
     def remove(self, request: Request) -> None:

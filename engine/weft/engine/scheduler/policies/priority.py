@@ -1,4 +1,4 @@
-"""The most urgent first; waiting makes more urgent."""
+"""Admits the most urgent request first; urgency grows with waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.engine.scheduler.state import Request
 
 
 class PriorityQueue(SortedQueue):
-    """By `priority`, less is more urgent; equal ones in the order of submission.
+    """Admits by `priority`, lower numbers first; equal ones in the order of submission.
 
     Each `ageing_s` of waiting counts as one level: a request of priority p that has waited for w
     seconds stands as p - w / ageing_s. All age alike, so the order between two requests never

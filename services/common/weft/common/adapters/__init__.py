@@ -1,1 +1,1 @@
-"""The registry of adapters: which names there are, what they mean, and where the files lie."""
+"""The adapter registry: names, the contents that they refer to, and the location of the files."""

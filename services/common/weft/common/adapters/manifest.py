@@ -1,4 +1,4 @@
-"""What the registry says: pure values, and the changes that are allowed.
+"""The registry's manifest: pure values, and the changes that are allowed.
 
 An entry is one content of one name. Of a name at most one entry is SERVING, which is what requests
 mean by it, and at most one is LOADING; RETIRED ones are there for requests that began with them.
@@ -22,42 +22,43 @@ from weft.engine.transfer.handle import ADAPTER_DIGEST_BYTES
 
 State = Literal["loading", "serving", "retired"]
 FORMAT = 1
-"""Of the file; another one is refused."""
+"""Version of the file format; others are refused."""
 MAX_ENTRIES = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One content of one name."""
+    """One content registered under one name."""
 
     name: str
     digest: str
-    """Of the content, 64 hex digits."""
+    """Content digest, 64 hex digits."""
     model: str
     """Name of its base model."""
     path: str
     """Folder that it was copied from, relative to the root."""
     state: State
     generation: int
-    """Of the registry, when it began."""
+    """Generation of the registry in which the entry was created."""
     created: float
-    """Unix time, in seconds."""
+    """Time of creation, Unix seconds."""
     is_pinned: bool = False
-    """Kept on the device where there is room."""
+    """Whether it is kept on the device where there is room."""
     is_lenient: bool = False
-    """What of it cannot be applied is left out; the digest says so too."""
+    """Whether parts that cannot be applied are left out; the digest says so too."""
     until: float = 0.0
-    """While it is loading, Unix time from which it counts as given up, in seconds: whoever loads it
-    sets a later one again and again."""
+    """While it is loading: Unix time, seconds, from which the load counts as abandoned; the loading
+    gateway keeps extending it.
+    """
 
     @property
     def identity(self) -> tuple[str, int, State]:
-        """Of one entry in one state, renewed or not."""
+        """Identity of one entry in one state, renewed or not."""
         return (self.name, self.generation, self.state)
 
     def is_same(self, other: Entry) -> bool:
-        """Both are one entry in one state, renewed or not."""
+        """Whether both are one entry in one state, renewed or not."""
         return self.identity == other.identity
 
     @property
@@ -67,25 +68,25 @@ class Entry:
 
 
 class AdapterExists(InvalidRequest):
-    """The name means something else, and the caller did not ask for a replacement."""
+    """The name refers to other content, and the caller did not ask for a replacement."""
 
     reason = "ADAPTER_EXISTS"
 
 
 class AdaptersOff(InvalidRequest):
-    """Nothing can be loaded or unloaded: the services run without an adapter root."""
+    """Adapters are disabled: the services run without an adapter root."""
 
     reason = "ADAPTERS_OFF"
     grpc_code = "FAILED_PRECONDITION"
 
 
 class LoadUnderWay(Overloaded):
-    """Somebody else loads the name."""
+    """Another caller is loading the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All entries, and how often they have changed."""
+    """All entries, and the number of changes so far."""
 
     format: int = FORMAT
     generation: int = 0
@@ -103,11 +104,11 @@ class Manifest:
         )
 
     def digests(self) -> set[str]:
-        """What the copies of must stay."""
+        """Digests whose copies must be kept."""
         return {entry.digest for entry in self.entries}
 
     def begin(self, entry: Entry, *, replaces: bool, now: float) -> Manifest:
-        """Adds an entry that workers are to load, or finds that its content serves already.
+        """Adds an entry that workers are to load, unless its content is already served.
 
         What serves already is pinned if that is asked for; an unload ends that.
 
@@ -148,7 +149,7 @@ class Manifest:
         return self._with([*kept, replace(entry, generation=self.generation + 1)])
 
     def commit(self, entry: Entry, now: float) -> Manifest:
-        """The name means this entry from now on; what it meant before retires.
+        """Makes a name refer to this entry; its previous entry retires.
 
         Args:
             entry: As `begin` added it.
@@ -159,7 +160,7 @@ class Manifest:
         """
         if not self.has(entry):
             raise Overloaded(
-                f"the load of the adapter `{entry.name}` took too long, or was called off",
+                f"the load of the adapter `{entry.name}` took too long, or was cancelled",
                 stage="queue",
             )
 
@@ -172,7 +173,7 @@ class Manifest:
         return self._with(changed(one) for one in self.entries)
 
     def retire(self, name: str) -> Manifest:
-        """The name means nothing any more; a load of it that is under way is called off."""
+        """Removes a name; cancels a load of it that is under way."""
         kept = [one for one in self.entries if (one.name, one.state) != (name, "loading")]
         return self._with(
             replace(one, state="retired") if (one.name, one.state) == (name, "serving") else one
@@ -180,12 +181,12 @@ class Manifest:
         )
 
     def drop(self, gone: Iterable[Entry]) -> Manifest:
-        """Without these entries, as far as they are in the state given."""
+        """Returns a manifest without these entries, as far as they are in the given state."""
         away = {one.identity for one in gone}
         return self._with(one for one in self.entries if one.identity not in away)
 
     def drop_given_up(self, own: Iterable[Entry], now: float) -> Manifest:
-        """Without loads that nobody has renewed in time, but for the caller's own.
+        """Returns a manifest without loads that were not renewed in time, except the caller's own.
 
         Args:
             own: Loads of the caller.
@@ -196,11 +197,12 @@ class Manifest:
         return self.drop(one for one in late if one.identity not in kept)
 
     def has(self, entry: Entry) -> bool:
-        """It is there, in the state given."""
+        """Whether the entry is there, in the given state."""
         return any(one.is_same(entry) for one in self.entries)
 
     def renew(self, entry: Entry, until: float) -> Manifest:
-        """Somebody still waits for an entry that loads; for workers nothing has changed.
+        """Returns a manifest in which a loading entry is renewed because somebody still waits for
+        it; nothing changes for workers.
 
         Args:
             entry: As `begin` added it.
@@ -225,7 +227,7 @@ _decoder = msgspec.json.Decoder(Manifest)
 
 
 def parse(data: bytes, where: str) -> Manifest:
-    """The manifest in a file's bytes.
+    """Parses the bytes of a manifest file.
 
     Args:
         data: The file.
@@ -238,17 +240,17 @@ def parse(data: bytes, where: str) -> Manifest:
         manifest = _decoder.decode(data)
         _check(manifest)
     except (msgspec.MsgspecError, WeftError, ValueError) as error:
-        raise ConfigError(f"{where} is no registry of adapters: {error}") from error
+        raise ConfigError(f"{where} is not an adapter registry: {error}") from error
     return manifest
 
 
 def serialise(manifest: Manifest) -> bytes:
-    """The file of a manifest."""
+    """Serialises a manifest to the content of its file."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
 
 
 def check_name(name: str) -> str:
-    """Raises InvalidRequest for what cannot be an adapter's name, else gives it back."""
+    """Returns a name if it is valid for an adapter; raises InvalidRequest otherwise."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
             "name: 1 to 128 letters, digits and ._-/ are needed, a letter or digit first",

@@ -1,4 +1,4 @@
-"""Copies of adapters: what a caller names is checked, copied and never looked at again.
+"""Immutable copies of adapters: the caller's folder is checked and copied once.
 
 Copies lie in `<root>/.weft/<digest>/` and do not change. Paths are resolved one component at a time
 from the root's descriptor without following links, so that what was checked is what is copied.
@@ -20,15 +20,16 @@ from weft.engine.errors import InvalidRequest, Overloaded, WeftError
 from weft.engine.lora.files import CONFIG_FILE, DRAFT_FOLDER, WEIGHTS_FILE
 
 FILES = {CONFIG_FILE: 2 << 20, WEIGHTS_FILE: 1 << 40}
-"""What an adapter is made of, and the largest size of each, in bytes. Beside it only a draft
-adapter's folder is copied, which has the same files."""
+"""Files of an adapter, and the largest size of each in bytes. Besides, only the folder of a draft
+adapter is copied, which has the same files.
+"""
 COPIES = ".weft"
 _TEMPORARY = "new-"
 _STALE_S = 3600.0
-"""A copy that was not completed for so long never will be."""
+"""Seconds after which an incomplete copy counts as abandoned."""
 _MAX_PATH_CHARS = 1024
 _DRAFT_ATTEMPTS = 8
-"""At putting a draft where others put theirs; after that one of theirs stays."""
+"""Attempts to store a draft while others store theirs; after that one of theirs stays."""
 _CHUNK_BYTES = 8 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe must not wait for a writer.
@@ -36,7 +37,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def components(path: str) -> list[str]:
-    """The folders that a path names, below the root.
+    """Splits a path into folders below the root.
 
     Raises:
         InvalidRequest: It leads out of the root, or into what is Weft's own.
@@ -54,11 +55,11 @@ def components(path: str) -> list[str]:
 def copy_adapter(
     root: Path, path: str, digest_of: Callable[[Path], bytes], max_bytes: int
 ) -> bytes:
-    """Copies an adapter to where it does not change, unless it is there.
+    """Copies an adapter to its immutable place, unless it is already there.
 
     Args:
         root: Adapter root.
-        path: Of the adapter's folder, relative to it.
+        path: Path of the adapter's folder, relative to the root.
         digest_of: Checks a folder and gives the digest of its content, 32 bytes.
         max_bytes: A larger adapter is refused.
 
@@ -111,7 +112,7 @@ def remove_copies(root: Path, kept: set[str]) -> None:
 
 @contextlib.contextmanager
 def _opened_folder(root: Path, parts: list[str]) -> Iterator[int]:
-    """A descriptor of a folder below the root, to which no link leads."""
+    """Opens a folder below the root without following links; returns its descriptor."""
     descriptor = -1
     try:
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -183,7 +184,7 @@ def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_
 
 
 def _digest(digest_of: Callable[[Path], bytes], folder: Path, path: str) -> bytes:
-    """The digest of a copy; errors name what the caller gave, not where the copy is."""
+    """Computes the digest of a copy; errors name the caller's path, not that of the copy."""
     try:
         return digest_of(folder)
     except WeftError as error:
@@ -193,7 +194,7 @@ def _digest(digest_of: Callable[[Path], bytes], folder: Path, path: str) -> byte
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Gives a complete copy its name, unless there is one of the same content.
+    """Renames a complete copy to its final name, unless one with the same content exists.
 
     A draft adapter has no part in that content. Of a copy that is there it is replaced, and workers
     that read it in between draft without.

@@ -1,4 +1,4 @@
-"""The registry in its folder: one file, changed by compare and swap, and copies beside it.
+"""The registry's folder: one manifest file, changed by compare-and-swap, and the copies.
 
     <root>/adapters.json           the manifest
     <root>/.weft/<digest>/         what entries mean: copies that do not change
@@ -26,11 +26,11 @@ MANIFEST = "adapters.json"
 MAX_MANIFEST_BYTES = 16 << 20
 _LOCK_EVERY_S = 0.01
 Stamp = tuple[int, int, int]
-"""Of a file: when it changed, which it is, how long it is."""
+"""Identity of a file's version: modification time, inode, size."""
 
 
 class Registry:
-    """One adapter root. Everything here waits for disks: call it in threads.
+    """One adapter root. All methods wait for disks: call them in threads.
 
     Args:
         root: The folder; must exist.
@@ -47,14 +47,15 @@ class Registry:
         self._lock_timeout_s = lock_timeout_s
         self._path = root / MANIFEST
         self._was_there = False
-        """The manifest. Weft never removes it: if it goes, its volume did."""
+        """Whether there was a manifest. Weft never removes it: if it disappears, so did its volume.
+        """
 
     def directory(self, digest: bytes) -> Path:
-        """Where the files of a content are."""
+        """Directory of the files with a content digest."""
         return self.root / COPIES / digest.hex()
 
     def stamp(self) -> Stamp:
-        """Another one after each change; zeros while there is no manifest."""
+        """A value that differs after each change; zeros while there is no manifest."""
         try:
             found = self._path.stat()
         except OSError:
@@ -62,7 +63,7 @@ class Registry:
         return (found.st_mtime_ns, found.st_ino, found.st_size)
 
     def read(self) -> Manifest:
-        """The manifest as it is; an empty one where there never was one.
+        """Reads the current manifest; an empty one if there never was any.
 
         Raises:
             ConfigError: It cannot be read, or is none, or is gone.
@@ -85,7 +86,7 @@ class Registry:
         return manifest
 
     def change(self, change: Callable[[Manifest], Manifest]) -> Manifest:
-        """Replaces the manifest by what `change` makes of it; nobody else changes it meanwhile.
+        """Replaces the manifest by the result of `change`, under a lock.
 
         Args:
             change: Pure; what it raises is raised, and nothing changes.

@@ -1,1 +1,1 @@
-"""What prefill and decode workers share: the engine process and the services around it."""
+"""Code shared by prefill and decode workers: the engine process and the services around it."""

@@ -1,4 +1,4 @@
-"""Has the engine hold what the registry of adapters lists for this worker's model."""
+"""Makes the engine hold the adapters that the registry lists for this worker's model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 60.0
-"""Between tries of an adapter that cannot be loaded; doubled from the first to the last."""
+"""Longest time between attempts to load a failing adapter; doubled from the first to the last."""
 _STATES = {
     "loading": worker_pb2.ADAPTER_STATE_LOADING,
     "disk": worker_pb2.ADAPTER_STATE_DISK,
@@ -33,45 +33,45 @@ _STATES = {
 
 
 class Wanted(NamedTuple):
-    """A content that the registry lists."""
+    """A content listed in the registry."""
 
     name: str
-    """Of its newest entry."""
+    """Name of its newest entry."""
     is_pinned: bool
     is_lenient: bool
     generation: int
-    """Of that entry: a content that is registered anew is tried anew."""
+    """Generation of that entry: a content that is registered again is tried again."""
 
 
 @dataclass(slots=True)
 class _Ordered:
-    """What the engine was told of a content, and what it answered."""
+    """What the engine was ordered to do with a content, and its answer."""
 
     wanted: Wanted
     query: int
-    """Of the order that is not answered yet; 0 = all are."""
+    """Query number of the unanswered order; 0: all are answered."""
     is_held: bool = False
-    """Requests may name it, by the engine's last answer."""
+    """Whether requests may name it, by the engine's last report."""
     error: str = ""
-    """Why it is not held; or what of the last order for one that is held cannot be."""
+    """Why it is not held; or, for one that is held, what of the last order failed."""
     retry_at: float = 0.0
     retry_s: float = FIRST_RETRY_S
 
 
 class AdapterNews(NamedTuple):
-    """What is to be told of a worker's adapters."""
+    """Changes of a worker's adapters to report."""
 
     statuses: Sequence[worker_pb2.AdapterStatus]
     gone: Sequence[bytes]
-    """Digests of those that are no more."""
+    """Digests of contents that no longer exist."""
     sequence: int
-    """To ask from the next time."""
+    """Sequence number to ask from the next time."""
     is_all: bool
-    """What was told before counts no more."""
+    """Whether this replaces everything reported before."""
 
 
 class AdapterFollower:
-    """Follows a registry and gives the engine orders.
+    """Follows a registry and sends orders to the engine.
 
     Args:
         registry: To follow.
@@ -94,14 +94,14 @@ class AdapterFollower:
         self._queries = itertools.count(1)
         self._ordered: dict[bytes, _Ordered] = {}
         self._open: dict[int, bytes] = {}
-        """Orders that are not answered yet."""
+        """Unanswered orders."""
         self._states: dict[bytes, AdapterState] = {}
         self._log = ChangeLog(self._is_known)
         self._stamp: Stamp | None = None
         self._wanted: dict[bytes, Wanted] = {}
         self._is_broken = False
         self.generation = 0
-        """Of the registry that was followed last; 0 = it was not read yet."""
+        """Generation of the registry that was applied last; 0: it was not read yet."""
 
     async def run(self) -> None:
         """Follows until cancelled, or until the engine is gone."""
@@ -112,7 +112,9 @@ class AdapterFollower:
                 return
             except WeftError as error:
                 if not self._is_broken:
-                    logger.error("adapters stay as they were: %s", error.message)
+                    logger.error(
+                        "the registry cannot be read, known adapters are kept: %s", error.message
+                    )
                 self._is_broken = True
             except Exception:
                 # Whatever one look met must not end all further ones.
@@ -134,7 +136,7 @@ class AdapterFollower:
         self.generation, self._is_broken = generation, False
 
     def _order(self, now: float) -> None:
-        """Tells the engine how what it has differs from what is wanted."""
+        """Orders the changes from the engine's adapters to the wanted ones."""
         for digest in [one for one in self._ordered if one not in self._wanted]:
             del self._ordered[digest]
             self._log.touch(digest)
@@ -167,7 +169,7 @@ class AdapterFollower:
         )
 
     def on_outbox(self, outbox: Outbox) -> None:
-        """Takes the engine's answers, and its word of what it has lost since."""
+        """Takes the engine's answers and its reports of adapters."""
         for reply in outbox.adapter_replies:
             digest = self._open.pop(reply.query, b"")
             ordered = self._ordered.get(digest)
@@ -177,7 +179,7 @@ class AdapterFollower:
             self._take_report(outbox.load)
 
     def _take_report(self, load: LoadReport) -> None:
-        """Adds what has changed to what was told before."""
+        """Adds reported changes to the known states."""
         for digest in load.gone_adapters:
             self._states.pop(digest, None)
             self._log.touch(digest)
@@ -201,7 +203,7 @@ class AdapterFollower:
             self._failed(digest, ordered, failure.message)
 
     def _told(self, digest: bytes, message: str) -> str:
-        """An error's message for people who do not know where copies are."""
+        """An error's message without the paths of copies."""
         directory = str(self._registry.directory(digest))
         message = message.replace(f" ({directory})", "")
         return message.replace(f"adapter {directory}", "its copy").replace(directory, "its copy")
@@ -215,17 +217,17 @@ class AdapterFollower:
 
     @property
     def states(self) -> Collection[AdapterState]:
-        """What the engine has told of its adapters."""
+        """States of the adapters as reported by the engine."""
         return self._states.values()
 
     def statuses(self) -> list[worker_pb2.AdapterStatus]:
-        """What this worker has of adapters, for the wire."""
+        """States of this worker's adapters, for the wire."""
         leaving = [digest for digest in self._states if digest not in self._ordered]
         found = [self._status(digest) for digest in (*self._ordered, *leaving)]
         return [status for status in found if status is not None]
 
     def news(self, sequence: int | None) -> AdapterNews:
-        """What has changed since, for one who was told before.
+        """Changes since a watcher's last report.
 
         Args:
             sequence: That of what was told last; None = nothing was.
@@ -245,7 +247,7 @@ class AdapterFollower:
         return digest in self._ordered or digest in self._states
 
     def _status(self, digest: bytes) -> worker_pb2.AdapterStatus | None:
-        """Of one; None: there is nothing of it."""
+        """State of one adapter; None: there is none."""
         ordered, engine = self._ordered.get(digest), self._states.get(digest)
         if ordered is not None:
             return _status(digest, ordered, engine)
@@ -253,7 +255,7 @@ class AdapterFollower:
 
 
 def wanted_of(manifest: Manifest, model: str) -> dict[bytes, Wanted]:
-    """The contents that a worker of a model must have, the oldest first."""
+    """The contents that a model's workers must hold, oldest first."""
     found: dict[bytes, Wanted] = {}
     for entry in sorted(manifest.entries, key=lambda entry: entry.generation):
         if entry.model == model:
@@ -268,12 +270,12 @@ def wanted_of(manifest: Manifest, model: str) -> dict[bytes, Wanted]:
 
 
 def _is_due(ordered: _Ordered, now: float) -> bool:
-    """It has failed, and is to be tried again."""
+    """Whether a failed load is to be retried."""
     return not ordered.query and not ordered.is_held and now >= ordered.retry_at
 
 
 def open_registry(root: Path | None) -> Registry | None:
-    """The registry of a setting; None = there is none.
+    """Opens the registry given by a setting; None: there is none.
 
     Raises:
         ConfigError: The folder is not there.
@@ -300,7 +302,7 @@ def _status(
 
 
 def _leaving(engine: AdapterState) -> worker_pb2.AdapterStatus:
-    """Nothing lists it any more: it goes with its last request."""
+    """The state of an adapter that is no longer listed: it is unloaded with its last request."""
     status = worker_pb2.AdapterStatus(
         adapter=common_pb2.AdapterRef(name=engine.name, digest=engine.digest)
     )

@@ -1,4 +1,4 @@
-"""What operators may do to a worker."""
+"""The worker's part of AdminService."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WorkerAdmin:
     """Implements `AdminBackend` over the engine.
 
     Args:
-        engine: Of this worker.
+        engine: Engine of this worker.
         queries: Ask it.
         sizes: Lengths of what the server process keeps, by name.
     """

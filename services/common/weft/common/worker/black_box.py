@@ -1,4 +1,4 @@
-"""What an engine process leaves for those who look into its stall or death.
+"""Files that an engine process leaves behind to explain a stall or crash.
 
 The server gives it a folder. Stacks are written by faulthandler, which needs no interpreter lock;
 the state by a thread, as long as the engine's own thread lets others run; the plan of each step
@@ -23,24 +23,24 @@ logger = logging.getLogger(__name__)
 
 STACKS, PLAN, STATE = "stacks.txt", "plan.bin", "state.json"
 STACKS_SIGNAL, STATE_SIGNAL = signal.SIGUSR2, signal.SIGUSR1
-"""Ask for the stacks, and for the state."""
+"""Signals that request the stacks, and the state."""
 STATE_ENTRIES = 1000
 _TRIES = 5
-"""The engine's thread may change a list while it is read."""
+"""Attempts at reading the state, which the engine's thread may change meanwhile."""
 
 
 class Watched(Protocol):
-    """What is needed of an engine."""
+    """The part of an engine that is needed here."""
 
     flight: FlightRecorder | None
 
     def snapshot(self, max_entries: int) -> dict[str, Any]:
-        """What it is doing now, as JSON can hold it."""
+        """Its current state as JSON values."""
         ...
 
 
 class BlackBox:
-    """The engine's side: handlers of the whole process, installed once.
+    """The engine's side: process-wide signal handlers, installed once.
 
     Args:
         folder: Where the files go; it is there.
@@ -56,7 +56,7 @@ class BlackBox:
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=False, chain=False)
 
     def watch(self, engine: Watched) -> None:
-        """Records the engine's plans, and writes its state when `STATE_SIGNAL` asks for it."""
+        """Records the engine's plans, and writes its state on `STATE_SIGNAL`."""
         engine.flight = FlightRecorder(self._folder / PLAN)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -68,7 +68,7 @@ class BlackBox:
         ).start()
 
     def failed(self) -> None:
-        """The main thread ends by the exception that is being handled."""
+        """Records the exception with which the main thread ends."""
         self._stacks.write(traceback.format_exc().encode(errors="replace"))
 
     def _answer(self, reader: int, engine: Watched) -> None:

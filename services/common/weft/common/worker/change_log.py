@@ -1,15 +1,15 @@
-"""Which of many things have changed since somebody looked last."""
+"""Log of changed keys, from which each watcher learns what has changed since it looked last."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-MOST_GONE = 1_000
-"""Things that are no more, and are remembered for those who have not heard of it."""
+MAX_GONE = 1_000
+"""Most removed keys to remember for watchers that have not seen their removal."""
 
 
 class ChangeLog:
-    """Numbers changes; asking costs as much as there has changed.
+    """Numbers changes; the cost of a query is proportional to the number of changes.
 
     Args:
         exists: Whether there is something of this key now.
@@ -20,13 +20,13 @@ class ChangeLog:
         self._changes: dict[bytes, int] = {}
         """The last change of each key, the oldest one first."""
         self._forgotten = 0
-        """Up to this change some keys that are gone were forgotten."""
-        self._most_gone = MOST_GONE
+        """Sequence number up to which some removed keys have been forgotten."""
+        self._most_gone = MAX_GONE
         self.sequence = 0
-        """Of the last change."""
+        """Sequence number of the last change."""
 
     def touch(self, key: bytes) -> None:
-        """Something about it has changed; it may have come, or gone."""
+        """Records that something about a key has changed, was added or removed."""
         self.sequence += 1
         self._changes.pop(key, None)
         self._changes[key] = self.sequence
@@ -34,8 +34,9 @@ class ChangeLog:
             self._forget()
 
     def since(self, sequence: int) -> list[bytes] | None:
-        """Keys that have changed after a change, the newest one first; None: that is too long ago
-        to tell, all may have."""
+        """Keys changed after a sequence number, newest first; None: it is too long ago, any may
+        have changed.
+        """
         if sequence < self._forgotten:
             return None
         found = []
@@ -47,8 +48,8 @@ class ChangeLog:
 
     def _forget(self) -> None:
         gone = [key for key in self._changes if not self._exists(key)]
-        forgotten = gone[: max(0, len(gone) - MOST_GONE)]
+        forgotten = gone[: max(0, len(gone) - MAX_GONE)]
         for key in forgotten:
             self._forgotten = self._changes.pop(key)
         # Looked through again only once it has grown by as much.
-        self._most_gone = max(MOST_GONE, len(self._changes))
+        self._most_gone = max(MAX_GONE, len(self._changes))

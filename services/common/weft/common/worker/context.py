@@ -1,4 +1,4 @@
-"""What a role's service is made of."""
+"""The parts that a role's service is built from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.messages import EngineInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """One worker's parts that its role's service uses."""
+    """The parts of one worker that its role's service uses."""
 
     settings: WorkerSettings
     engine: EngineClient

@@ -1,4 +1,4 @@
-"""The server process's end: spawns the engine, sends inboxes, hands out outboxes."""
+"""The server process's side: spawns the engine, sends inboxes, dispatches outboxes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXIT_GRACE_S = 3.0
 
 
 class EngineClient:
-    """One engine process and the socket to it.
+    """One engine process, and the socket to it.
 
     Args:
         config: what the engine is told.
@@ -69,9 +69,9 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.load: LoadReport | None = None
         self.last_turn_at = 0.0
-        """Monotonic time of the engine's last word."""
+        """Monotonic time of the engine's last message."""
         self.gone: asyncio.Future[str] = self._loop.create_future()
-        """Resolves with the reason when the engine process has died."""
+        """Resolves with the reason once the engine process has died."""
 
     async def start(self) -> EngineInfo:
         """Spawns the engine and waits until it is ready.
@@ -113,11 +113,11 @@ class EngineClient:
 
     @property
     def loop_age_s(self) -> float:
-        """Time since the engine's last word."""
+        """Seconds since the engine's last message."""
         return time.monotonic() - self.last_turn_at
 
     def require(self) -> None:
-        """Does nothing while the engine runs.
+        """Raises PeerUnavailable unless the engine runs.
 
         Raises:
             PeerUnavailable: It is gone.
@@ -126,7 +126,7 @@ class EngineClient:
             raise PeerUnavailable(f"the engine is gone: {self.gone.result()}", stage="decode")
 
     def send(self, inbox: Inbox) -> None:
-        """Sends an inbox with everything else of this turn of the loop.
+        """Sends an inbox together with everything else of this iteration of the event loop.
 
         Raises:
             PeerUnavailable: the engine is gone.
@@ -139,7 +139,7 @@ class EngineClient:
             merge(self._pending, inbox)
 
     def order(self, inbox: Inbox) -> None:
-        """Sends fault orders, which are obeyed also while the engine's loop does not turn.
+        """Sends fault orders, which are executed even while the engine's loop is stalled.
 
         Raises:
             PeerUnavailable: the engine is gone.
@@ -149,7 +149,7 @@ class EngineClient:
         self._orders.write(frame(inbox))
 
     async def stop(self) -> None:
-        """Closes the socket, on which the engine ends; kills it when it does not."""
+        """Closes the socket, on which the engine exits; kills it if it does not."""
         if self._process is None:
             return
         if self._writer is not None:
@@ -194,12 +194,12 @@ class EngineClient:
         finally:
             status = await self._exit_status()
             if not ready.done():
-                ready.set_exception(ConfigError(f"the engine ended at its start ({status})"))
+                ready.set_exception(ConfigError(f"the engine exited during its start ({status})"))
             if not self.gone.done():
                 self.gone.set_result(f"{reason}, {status}")
 
     async def _read_orders(self, reader: asyncio.StreamReader) -> None:
-        """Replies to fault orders: no sign of life of the engine's loop."""
+        """Reads replies to fault orders; these are no sign of life of the engine's loop."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while (message := await _message(reader)).outbox is not None:
                 self._on_outbox(message.outbox)

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 FILL_POLL_S = 0.001
-"""NIXL notifications have no file descriptor: they are polled for while fills are open."""
+"""Interval of polling for NIXL notifications while fills are open: they have no file descriptor."""
 IDLE_POLL_S = 0.05
 READ_BYTES = 1 << 20
 
@@ -55,11 +55,11 @@ _EMPTY = Outbox()
 
 
 class ServerGone(Exception):
-    """The server process closed its end."""
+    """The server process has closed its end."""
 
 
 class ServerLink:
-    """The engine's end of the socket; reads never wait, writes are buffered."""
+    """The engine's end of the socket; reads do not block, writes are buffered."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -84,7 +84,7 @@ class ServerLink:
                 os.eventfd_read(self._wake)
 
     def read(self) -> list[bytes]:
-        """Bodies of the frames that have arrived.
+        """Returns the bodies of the frames that have arrived.
 
         Raises:
             ServerGone: the other end is closed.
@@ -109,7 +109,7 @@ class ServerLink:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the socket takes now."""
+        """Sends as much as the socket accepts now."""
         try:
             while self._unsent:
                 sent = self._sock.send(self._unsent[0])
@@ -138,7 +138,7 @@ class ServerLink:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for SIGKILL when the parent dies; ends at once if it is dead already."""
+    """Asks the kernel for SIGKILL when the parent dies; exits if it is already dead."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -146,7 +146,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def load(link: ServerLink) -> Engine:
-    """Reads the config frame and loads the engine, telling progress."""
+    """Reads the config frame and loads the engine, reporting progress."""
     bodies: list[bytes] = []
     while not bodies:
         link.wait(1.0)
@@ -172,7 +172,7 @@ def load(link: ServerLink) -> Engine:
 
 
 def run(engine: Engine, link: ServerLink) -> None:
-    """Turns the engine until the server goes away."""
+    """Runs the engine's loop until the server is gone."""
     while True:
         inbox: Inbox | None = None
         for body in link.read():
@@ -190,7 +190,7 @@ def run(engine: Engine, link: ServerLink) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of the process."""
+    """Entry point of the engine process."""
     descriptor, orders_descriptor, parent_pid = (int(number) for number in argv[:3])
     die_with_parent(parent_pid)
     # Ctrl-C reaches the whole process group; the server decides when the engine ends.

@@ -1,4 +1,4 @@
-"""Fault orders in the engine's process, on a line of their own.
+"""Fault orders in the engine's process, on a socket of their own.
 
 A fault may hold up the engine's thread for minutes. Orders are obeyed by a thread that waits for
 nothing else, so that what is held up can be looked at and let go.
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def obey_orders(sock: socket.socket) -> None:
-    """Starts the thread; it ends when the other end of the line closes.
+    """Starts the thread, which ends when the other end of the socket closes.
 
     Args:
         sock: The line: inboxes with nothing but fault orders come in, outboxes with the replies
@@ -43,7 +43,7 @@ def _obey_all(sock: socket.socket) -> None:
 
 
 def _obey(order: FaultOrder) -> tuple[int, list[FaultState]]:
-    """Arms or disarms faults of this process; the server has checked the order."""
+    """Arms or disarms faults of this process; the server has validated the order."""
     try:
         if order.clear is not None:
             faults.BOARD.clear(order.clear)

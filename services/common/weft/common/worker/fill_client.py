@@ -1,4 +1,4 @@
-"""Carries the engine's fill commands to fillers and their events back."""
+"""Carries out the engine's fill commands, and passes fillers' events back."""
 
 from __future__ import annotations
 
@@ -32,23 +32,26 @@ logger = logging.getLogger(__name__)
 
 QUERY_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 20.0
-"""A filler that was told to stop has answered by then: posted writes have had the time to end, and
-its agent the time to be destroyed. After that only queries ask it."""
+"""Seconds for a filler to answer a stop, enough for posted writes to end or its agent to be
+destroyed. After that it is only queried.
+"""
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _OpenFill:
-    """What is still to be said to a filler, and until when it may answer."""
+    """Messages still to be sent to a filler, and the deadline for its answer."""
 
     controls: asyncio.Queue[kv_pb2.FillControl] = field(default_factory=asyncio.Queue)
     deadline: asyncio.Timeout | None = None
-    """Of the stream, once that is open."""
+    """Deadline of the stream, once it is open."""
     stop_by: float | None = None
-    """On the loop's clock; None: it was not told to stop."""
+    """Deadline for the answer to a stop, on the loop's clock; None: not stopped."""
 
     def stop(self) -> None:
-        """It was told to stop: from now on its answer is awaited for so long only."""
+        """Notes that the filler was told to stop: from now on its answer is awaited for a limited
+        time.
+        """
         if self.stop_by is None:
             self.stop_by = asyncio.get_running_loop().time() + STOP_TIMEOUT_S
             if self.deadline is not None:
@@ -56,11 +59,11 @@ class _OpenFill:
 
 
 class FillClient:
-    """Streams to fillers, one a lease, over one channel an address.
+    """Streams to fillers, one per lease, over one channel per address.
 
     Args:
         engine: Where events go.
-        identity: Of this worker; None: without TLS.
+        identity: Identity of this worker; None: without TLS.
     """
 
     def __init__(self, engine: EngineClient, identity: Identity | None = None) -> None:
@@ -71,7 +74,7 @@ class FillClient:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, command: FillCommand) -> None:
-        """Carries out one command; never waits."""
+        """Carries out one command without waiting."""
         if command.action == "start":
             self._open[command.lease_id] = _OpenFill()
             self._spawn(self._fill(command, self._open[command.lease_id]))
@@ -87,7 +90,7 @@ class FillClient:
                 open_fill.stop()
 
     def sizes(self) -> dict[str, int]:
-        """Streams to fillers, work under way, and channels."""
+        """Numbers of streams to fillers, of tasks, and of channels."""
         return {
             "fill_calls": len(self._open),
             "fill_tasks": len(self._tasks),
@@ -115,7 +118,7 @@ class FillClient:
         return prefill_pb2_grpc.PrefillServiceStub(channel)
 
     def channel(self, address: str, service: str) -> grpc.aio.Channel:
-        """The channel to a service, shared by everything that this worker sends there."""
+        """The channel to a service, shared by all calls of this worker to it."""
         channel = self._channels.get((address, service))
         if channel is None:
             channel = open_channel(address, service, self._identity)
@@ -123,7 +126,7 @@ class FillClient:
         return channel
 
     async def _fill(self, command: FillCommand, open_fill: _OpenFill) -> None:
-        """One lease's stream, from `start` to its last event."""
+        """Runs one lease's stream, from `start` to its last event."""
         assert command.handle is not None
         start = kv_pb2.FillControl()
         start.start.handle.CopyFrom(handle_to_proto(command.handle))
@@ -164,7 +167,7 @@ class FillClient:
             self._tell(command.lease_id, last)
 
     async def _query(self, command: FillCommand) -> None:
-        """Asks what became of a lease; no answer is no answer, the engine asks again."""
+        """Asks what became of a lease; without an answer the engine asks again."""
         request = kv_pb2.FillStatusRequest(lease_id=command.lease_id)
         try:
             status = await self._stub(command).FillStatus(request, timeout=QUERY_TIMEOUT_S)
@@ -181,7 +184,7 @@ class FillClient:
             self._engine.send(Inbox(lease_answers=[answer]))
 
     async def _report(self, command: FillCommand) -> None:
-        """Tells a store of a corrupt page; it finds out by itself if this is lost."""
+        """Reports a corrupt page to a store; if this is lost, the store will find out by itself."""
         assert command.corrupt is not None
         key, digest = command.corrupt
         request = kvstore_pb2.ReportCorruptRequest(key=key, digest=digest)
@@ -198,7 +201,7 @@ async def _forward(
     controls: asyncio.Queue[kv_pb2.FillControl],
     call: grpc.aio.StreamStreamCall[kv_pb2.FillControl, kv_pb2.FillEvent],
 ) -> None:
-    """Sends renewals and stops until the stream ends; its end is told by the reading side."""
+    """Forwards renewals and stops until the stream ends."""
     with contextlib.suppress(grpc.aio.AioRpcError, *WRITE_AFTER_END, InjectedFault):
         while True:
             control = await controls.get()

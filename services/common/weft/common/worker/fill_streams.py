@@ -1,4 +1,4 @@
-"""The gRPC side of a filler: one stream a lease, controls in, events out."""
+"""The gRPC side of a filler: one stream per lease, controls in, events out."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from weft.v1 import kv_pb2
 
 
 class FillPort(Protocol):
-    """Whoever fills: gets what owners say, and answers through `FillStreams.deliver`."""
+    """A filler: receives the owners' messages, and answers through `FillStreams.deliver`."""
 
     async def start(self, start: FillStart) -> None:
-        """A handle came on a new stream."""
+        """Called when a handle arrives on a new stream."""
         ...
 
     def renew(self, lease_id: bytes) -> None:
-        """The owner goes on waiting."""
+        """Called when the owner renews its lease."""
         ...
 
     def stop(self, lease_id: bytes) -> None:
-        """The owner wants no more."""
+        """Called when the owner wants no more."""
         ...
 
     def broken(self, stream: int) -> None:
-        """Nobody listens on the stream any more."""
+        """Called when a stream broke, so that nobody listens to it any more."""
         ...
 
     def taken(self, stream: int, num_events: int) -> None:
-        """All events that were delivered to a stream of data so far, this many, are with gRPC."""
+        """Called when gRPC has taken all `num_events` events given to a data stream so far."""
         ...
 
 
@@ -59,7 +59,7 @@ class FillStreams:
     async def serve(
         self, requests: AsyncIterator[kv_pb2.FillControl]
     ) -> AsyncIterator[kv_pb2.FillEvent]:
-        """One Fill call from `start` to its last event.
+        """Serves one Fill call, from `start` to its last event.
 
         Raises:
             InvalidRequest: The stream does not begin with a `start`, or that is malformed.
@@ -109,25 +109,25 @@ class FillStreams:
                 self._port.broken(stream)
 
     def deliver(self, reply: FillReply) -> None:
-        """Hands an event to its stream; one that is gone has been reported as broken."""
+        """Sends an event on its stream; a stream that is gone has been reported as broken."""
         events = self._streams.get(reply.stream)
         if events is not None:
             events.put_nowait(reply.event)
 
     def break_all(self, why: str) -> None:
-        """Breaks every stream: whether its writes have ended cannot be told any more."""
+        """Breaks every stream, as the outcome of its writes cannot be reported any more."""
         for events in self._streams.values():
             events.put_nowait(FillEvent(kind="broken", message=why))
 
     @property
     def num_open(self) -> int:
-        """Streams that are not over."""
+        """Number of open streams."""
         return len(self._streams)
 
     async def _controls(
         self, stream: int, lease_id: bytes, requests: AsyncIterator[kv_pb2.FillControl]
     ) -> None:
-        """Forwards renewals and stops; the end of the owner's side breaks the lease."""
+        """Forwards renewals and stops; if the owner's side ends, the lease is broken."""
         async for control in requests:
             kind = control.WhichOneof("control")
             if kind == "renew":

@@ -1,4 +1,4 @@
-"""Spans of a fill on the side of its filler."""
+"""Spans of a fill at its filler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.engine.transfer.handle import FillEvent, FillTimings
 
 
 class FillTrace:
-    """One lease, from its start to its last event.
+    """Trace of one lease, from its start to its last event.
 
     Args:
         tracer: Keeps the spans.
@@ -31,7 +31,7 @@ class FillTrace:
             start.traceparent = self._context.traceparent
 
     def on_event(self, event: FillEvent) -> None:
-        """Takes what goes to the owner."""
+        """Records an event sent to the owner."""
         if event.kind == "accepted" and "weft.transport" not in self._attributes:
             self._accepted_s = monotonic()
             self._attributes["weft.transport"] = event.transport
@@ -47,7 +47,7 @@ class FillTrace:
             self._error = "stopped"
 
     def end(self) -> None:
-        """The stream is over."""
+        """Ends the trace with the stream."""
         if not self._is_on:
             return
         timings = self._timings

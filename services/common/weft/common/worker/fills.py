@@ -1,4 +1,4 @@
-"""The fill contract at the edge: protobuf to plain values and back, checked on the way in."""
+"""Conversion of the fill contract between protobuf and plain values, validated on arrival."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LEASE_STATES = {
 }
 LEASE_STATE_NAMES = {number: name for name, number in LEASE_STATES.items()}
 LAST_EVENTS = frozenset({"declined", "stopped", "done", "failed"})
-"""Kinds after which a filler says no more; `broken` is what others make of a stream that ends."""
+"""Kinds of events that end a fill; `broken` stands for a stream that ends."""
 _DECLINE_NAMES = {number: name for name, number in DECLINES.items()}
 _TRANSPORT_NAMES = {number: name for name, number in TRANSPORTS.items()}
 
@@ -57,7 +57,7 @@ def page_runs(pages: list[int]) -> list[kv_pb2.PageRun]:
 
 
 def handle_to_proto(handle: KvHandle) -> kv_pb2.KvHandle:
-    """A handle for the wire."""
+    """Converts a handle for the wire."""
     message = kv_pb2.KvHandle(
         owner_id=handle.owner_id,
         owner_epoch=handle.owner_epoch,
@@ -84,7 +84,7 @@ def handle_to_proto(handle: KvHandle) -> kv_pb2.KvHandle:
 
 
 def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
-    """A handle from the wire. Sizes are bounded here, its sense is checked by the engine.
+    """Converts a handle from the wire. Sizes are limited here, the engine validates the rest.
 
     Raises:
         InvalidRequest: it is malformed beyond what can be declined.
@@ -124,7 +124,7 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
 
 
 def target_to_proto(target: NixlTargetInfo) -> kv_pb2.NixlTarget:
-    """Where to write or read over NIXL, for the wire."""
+    """Converts a NIXL target for the wire."""
     return kv_pb2.NixlTarget(
         version=target.version,
         agent_name=target.agent_name,
@@ -139,7 +139,7 @@ def target_to_proto(target: NixlTargetInfo) -> kv_pb2.NixlTarget:
 
 
 def target_from_proto(message: kv_pb2.NixlTarget) -> NixlTargetInfo:
-    """Where to write or read over NIXL, from the wire; checked by the data plane before use."""
+    """Converts a NIXL target from the wire; the data plane checks it before use."""
     return NixlTargetInfo(
         version=message.version,
         agent_name=message.agent_name,
@@ -154,7 +154,7 @@ def target_from_proto(message: kv_pb2.NixlTarget) -> NixlTargetInfo:
 
 
 def event_to_proto(event: FillEvent) -> kv_pb2.FillEvent:
-    """A filler's event for the wire."""
+    """Converts a filler's event for the wire."""
     out = kv_pb2.FillEvent()
     if event.kind == "accepted":
         out.accepted.start_token = event.start_token
@@ -193,7 +193,7 @@ def event_to_proto(event: FillEvent) -> kv_pb2.FillEvent:
 
 
 def event_from_proto(message: kv_pb2.FillEvent) -> FillEvent:
-    """A filler's event from the wire; an unknown one counts as a broken stream."""
+    """Converts a filler's event from the wire; an unknown one counts as a broken stream."""
     kind = message.WhichOneof("event")
     if kind == "accepted":
         accepted = message.accepted

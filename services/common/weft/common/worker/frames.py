@@ -16,15 +16,15 @@ HEADER = struct.Struct("<I")
 
 @dataclass(slots=True, kw_only=True)
 class FromEngine:
-    """One frame of the engine: exactly one field is set."""
+    """A frame from the engine: exactly one field is set."""
 
     outbox: Outbox | None = None
     info: EngineInfo | None = None
-    """Sent once, when the engine is ready."""
+    """Facts about the engine, sent once, when it is ready."""
     progress: tuple[int, int, str] | None = None
     """(done, in all, what in words) while the engine loads."""
     failure: Failure | None = None
-    """The engine could not start."""
+    """Why the engine could not start."""
 
 
 def _encode_other(value: object) -> object:
@@ -59,17 +59,17 @@ def parse_config(body: bytes) -> EngineConfig:
 
 
 def parse_inbox(body: bytes) -> Inbox:
-    """Any later frame to the engine."""
+    """Parses a frame to the engine, after the first."""
     return _inbox_decoder.decode(body)
 
 
 def parse_from_engine(body: bytes) -> FromEngine:
-    """A frame of the engine."""
+    """Parses a frame from the engine."""
     return _outbox_decoder.decode(body)
 
 
 def merge(first: Inbox, second: Inbox) -> Inbox:
-    """Both inboxes as one, `first` before `second` within each kind."""
+    """Joins two inboxes, `first` before `second` within each kind."""
     for name in first.__dataclass_fields__:
         value = getattr(second, name)
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Start, life and end of a worker: engine process, gRPC server, drain, death in common."""
+"""Life cycle of a worker: engine process, gRPC server, drain, and joint exit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 LIVENESS_INTERVAL_S = 1.0
 LAST_WORDS_S = 0.5
-"""Time for typed errors to reach the peers after the engine died."""
+"""Seconds for typed errors to reach the peers after the engine died."""
 ROLES = {
     "decode": worker_pb2.WORKER_ROLE_DECODE,
     "prefill": worker_pb2.WORKER_ROLE_PREFILL,
@@ -57,15 +57,15 @@ class RoleService(Protocol):
         ...
 
     def on_outbox(self, outbox: Outbox) -> None:
-        """Takes what the engine produced."""
+        """Handles what the engine produced."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Lengths of what it keeps for calls, by name."""
+        """Sizes of what it keeps for calls, by name."""
         ...
 
     def open_requests(self) -> list[LoggedPrompt]:
-        """Requests under way, for dumps."""
+        """Open requests, for crash dumps."""
         ...
 
     def on_engine_gone(self, reason: str) -> None:
@@ -74,7 +74,7 @@ class RoleService(Protocol):
 
 
 class Front(NamedTuple):
-    """What is there once the engine runs: the server, and what answers on it."""
+    """The part of a worker that exists once the engine runs: the server and its services."""
 
     server: ServiceServer
     service: RoleService
@@ -82,7 +82,7 @@ class Front(NamedTuple):
     info: EngineInfo
 
 
-class Worker:
+class WorkerHost:
     """The server process of a worker, and its engine process.
 
     Use: `front = await start()`, then `await serve(front)`; `await close()` in any case.
@@ -94,10 +94,10 @@ class Worker:
         role: Role,
         make_service: Callable[[WorkerContext], RoleService],
     ) -> None:
-        """Makes what needs no engine; nothing runs yet.
+        """Creates the parts that need no engine; nothing runs yet.
 
         Args:
-            settings: Of the worker.
+            settings: Settings of the worker.
             role: Its role.
             make_service: Makes the role's own service, once the engine runs.
 
@@ -136,7 +136,7 @@ class Worker:
         self._closing = contextlib.AsyncExitStack()
 
     async def start(self) -> Front:
-        """Starts the engine, then the server, which does not say yet that it serves.
+        """Starts the engine, then the server, whose health is not SERVING yet.
 
         Raises:
             WeftError: The worker cannot start.
@@ -150,7 +150,7 @@ class Worker:
         for notice in info.notices:
             logger.warning(notice)
         if not self._settings.page_digests:
-            logger.warning("pages are not checked: damage on their way goes unnoticed")
+            logger.warning("pages are not checked: corruption in transit goes unnoticed")
         self._settings.tell_of_pages("nixl" in info.transports)
         if self._settings.kvstore:
             self._store = self._store_client(info)
@@ -172,7 +172,7 @@ class Worker:
         return front
 
     async def serve(self, front: Front) -> int:
-        """Serves until a signal, the engine's death or the loss of the pool to quarantine.
+        """Serves until a signal, the death of the engine, or the loss of the pool to quarantine.
 
         Returns:
             The exit status.
@@ -212,11 +212,11 @@ class Worker:
             await asyncio.gather(serving, *watching, return_exceptions=True)
 
     async def close(self) -> None:
-        """Ends everything that `start` began, however far it came."""
+        """Closes everything that `start` began, however far it came."""
         await self._closing.aclose()
 
     def _on_outbox(self, outbox: Outbox) -> None:
-        """Hands what a step of the engine brought to those concerned."""
+        """Dispatches the results of an engine turn."""
         self._queries.on_outbox(outbox)
         if self._adapters is not None:
             self._adapters.on_outbox(outbox)
@@ -258,7 +258,7 @@ class Worker:
         return registry
 
     def _front(self, server: ServiceServer, info: EngineInfo, kv_feed: KvFeed) -> Front:
-        """The services, added to the server."""
+        """Adds the services to the server."""
         settings = self._settings
         service = self._make_service(
             WorkerContext(
@@ -313,7 +313,9 @@ class Worker:
         return Watchdog(self._settings, self._engine, self._dumps, requests, about)
 
     async def _say_last_words(self, front: Front, watchdog: Watchdog | None) -> None:
-        """One process of a worker never outlives the other: says so on every stream."""
+        """Reports the end of the engine on every stream: one process of a worker never outlives the
+        other.
+        """
         why = self._engine.gone.result()
         logger.error("the engine died: %s", why)
         front.service.on_engine_gone(why)
@@ -327,7 +329,7 @@ async def run_worker(
     role: Role,
     make_service: Callable[[WorkerContext], RoleService],
 ) -> int:
-    """Runs a worker until a signal, its engine's death or the loss of its pool to quarantine.
+    """Runs a worker until a signal, the death of its engine, or the loss of its pool to quarantine.
 
     Returns:
         The exit status.
@@ -337,7 +339,7 @@ async def run_worker(
     """
     configure_logging(role, settings.log_level, settings.log_format)
     try:
-        worker = Worker(settings, role, make_service)
+        worker = WorkerHost(settings, role, make_service)
     except ConfigError as error:
         logger.error("settings are not valid: %s", error.message)
         return 2
@@ -366,7 +368,7 @@ def _describe(info: EngineInfo) -> dict[str, object]:
 
 
 async def _tell_liveness(server: ServiceServer, engine: EngineClient) -> None:
-    """A worker is alive while its engine's loop turns within its own bound."""
+    """Reports the worker as alive while its engine's loop is not stale."""
     while True:
         load = engine.load
         if load is not None:
@@ -377,7 +379,7 @@ async def _tell_liveness(server: ServiceServer, engine: EngineClient) -> None:
 async def _end_by_quarantine(
     server: ServiceServer, engine: EngineClient, settings: WorkerSettings
 ) -> None:
-    """Drains and ends the worker once its pool is lost to quarantine: that is the last fence.
+    """Drains and ends the worker if its pool is lost to quarantine: the last fence.
 
     A lease's life is waited for: the proof of an ordinary death comes sooner.
     """
@@ -386,7 +388,7 @@ async def _end_by_quarantine(
         if load is not None and load.quarantine_over_s > settings.lease_s:
             logger.error(
                 "%d of %d KV pages are in quarantine, more than %g of the pool for over %g s: this "
-                "worker drains and ends, for a new one to take its place",
+                "worker drains and exits, to be restarted",
                 load.quarantined_pages,
                 load.total_pages,
                 settings.max_quarantine_fraction,
@@ -398,8 +400,9 @@ async def _end_by_quarantine(
 
 
 def _progress_writer(settings: WorkerSettings) -> Callable[[int, int, str], None]:
-    """Where a supervisor reads how far loading is: a line `done total what` beside the ready
-    file."""
+    """Writes the loading progress for a supervisor: a line `done total what` in a file beside the
+    ready file.
+    """
     ready_file = settings.ready_file
 
     def write(done: int, total: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""What the engine's prefix cache holds, as its server tells it to any number of gateways.
+"""Feed of the engine's prefix cache content to any number of gateways.
 
 The feed mirrors the cache from the engine's changes, so a snapshot never waits for a step, and it
 keeps the latest changes in one log for all watchers. A watcher is a position in that log and has no
@@ -16,18 +16,18 @@ from weft.engine.memory.kv_events import MAX_CHANGE_PAGES, KvChange, KvRun, runs
 from weft.v1 import worker_pb2
 
 MAX_LOG_PAGES = 1 << 16
-"""Changes remembered, in pages: some megabytes."""
+"""Most changes to remember, in pages: some megabytes."""
 MIN_INTERVAL_S = 0.01
-"""Between two messages to one watcher: what changes meanwhile goes into the next one."""
+"""Least interval between two messages to one watcher: changes in between are sent together."""
 _RUN_PAGES = 16
 
 
 class KvFeed:
-    """Mirror and log of one engine's prefix cache; belongs to the server's event loop.
+    """Mirror and log of one engine's prefix cache. Used by the server's event loop.
 
     Args:
         worker_id: Whose.
-        epoch: Of the engine.
+        epoch: Epoch of the engine.
         max_log_pages: Bound of the log.
         min_interval_s: Between two messages to one watcher.
     """
@@ -45,21 +45,21 @@ class KvFeed:
         self._max_log_pages = max_log_pages
         self._min_interval_s = min_interval_s
         self._held: dict[int, int] = {}
-        """Parent by key, in the order in which they were stored."""
+        """Parent by key, in the order of storing."""
         self._log: deque[KvChange] = deque()
         self._log_pages = 0
         self._news = asyncio.Event()
         self._is_closed = False
         self.sequence = 0
-        """Of the last change taken."""
+        """Sequence number of the last change taken."""
 
     @property
     def num_pages(self) -> int:
-        """Held now."""
+        """Number of pages held now."""
         return len(self._held)
 
     def take(self, changes: Iterable[KvChange]) -> None:
-        """Takes what the engine said changed."""
+        """Applies changes reported by the engine."""
         for change in changes:
             for key in change.removed:
                 self._held.pop(key, None)
@@ -76,14 +76,16 @@ class KvFeed:
         self._wake()
 
     def close(self) -> None:
-        """The engine is gone: ends all watches."""
+        """Ends all watches, since the engine is gone."""
         self._is_closed = True
         self._wake()
 
     async def watch(
         self, request: worker_pb2.WatchKvRequest
     ) -> AsyncIterator[worker_pb2.WatchKvResponse]:
-        """Yields a snapshot, unless the watcher can go on without, then changes until `close`."""
+        """Yields a snapshot, unless the watcher can continue without one, then changes until
+        `close`.
+        """
         position = -1
         if request.HasField("after_sequence") and request.epoch == self._epoch:
             position = request.after_sequence
@@ -105,12 +107,12 @@ class KvFeed:
         news.set()
 
     def _covers(self, position: int) -> bool:
-        """All changes after a position are in the log."""
+        """Whether the log still has all changes after a position."""
         oldest = self._log[0].sequence if self._log else self.sequence + 1
         return oldest - 1 <= position <= self.sequence
 
     def _since(self, position: int) -> list[KvChange]:
-        """The next changes, at most one message full of them."""
+        """The next changes, at most one full message."""
         found: list[KvChange] = []
         num_pages = 0
         start = position + 1 - self._log[0].sequence
@@ -136,7 +138,7 @@ class KvFeed:
         )
 
     def _snapshot(self) -> Iterable[worker_pb2.WatchKvResponse]:
-        """Parts of what is held at this moment, however long their sending takes."""
+        """Parts of a snapshot of the present pages, however long sending them takes."""
         as_of, held = self.sequence, list(self._held.items())
         for start in range(0, max(1, len(held)), MAX_CHANGE_PAGES):
             end = start + MAX_CHANGE_PAGES

@@ -57,7 +57,7 @@ COUNTERS = {
     "partial_page_hits": "Matches that ended inside a page, which was copied",
     "evicted_pages": "Cached pages given up for others",
 }
-"""What the engine counts, and what that means; others are shown under their bare names."""
+"""Help texts of the engine's counters; counters without one are exported under their bare names."""
 TIER_COUNTERS = {
     "queried_pages": "Pages that requests lacked and looked for in a tier",
     "hit_pages": "Of these, found",
@@ -79,7 +79,7 @@ QUARANTINE_TEXT = "Time for which more than --max-quarantine-fraction has been i
 
 
 class EngineCollector(Collector):
-    """Turns load reports into metrics.
+    """Converts load reports to metrics.
 
     Args:
         load: the newest report, None before the first.
@@ -98,7 +98,7 @@ class EngineCollector(Collector):
         self._adapters = adapters
 
     def collect(self) -> Iterator[Metric]:
-        """Metrics now."""
+        """Collects the current values."""
         load = self._load()
         if load is None:
             return
@@ -116,7 +116,7 @@ class EngineCollector(Collector):
 
 
 def tier_metrics(tiers: Sequence[TierReport]) -> Iterator[Metric]:
-    """Metrics of the tiers below a pool or an arena; none where there are none."""
+    """Metrics of the tiers below a pool or an arena, if any."""
     if not tiers:
         return
     pages = GaugeMetricFamily(
@@ -143,7 +143,7 @@ def tier_metrics(tiers: Sequence[TierReport]) -> Iterator[Metric]:
 
 
 def _adapter_metrics(adapters: Collection[AdapterState]) -> Iterator[Metric]:
-    """How many adapters are where; names are for `weft status`, there may be thousands."""
+    """Numbers of adapters by state; `weft status` has the names, possibly thousands."""
     count = GaugeMetricFamily(
         "weft_adapters",
         "LoRA adapters of this worker, by state: loading, disk, host, device, failed",

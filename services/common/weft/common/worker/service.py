@@ -1,4 +1,4 @@
-"""WorkerService: what every worker tells about itself."""
+"""WorkerService: the information that every worker provides about itself."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from weft.engine.messages import (
 )
 from weft.v1 import common_pb2, kv_pb2, worker_pb2, worker_pb2_grpc
 
-LEAST_INTERVAL_S = 0.02
+MIN_INTERVAL_S = 0.02
 DEFAULT_INTERVAL_S = 0.2
 QUERY_TIMEOUT_S = 5.0
 HAND_BACK_S = 2.0
-"""For the engine to end its step and give requests back, and for the word of it to leave."""
+"""Seconds for the engine to end its step and hand requests back, and for the messages to leave."""
 _IDLE_POLL_S = 0.02
 TRANSPORTS = {
     "data": common_pb2.TRANSPORT_KIND_DATA,
@@ -38,7 +38,7 @@ TRANSPORTS = {
 
 
 class Queries:
-    """Questions to the engine that it answers by number."""
+    """Queries to the engine, matched to their answers by number."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -46,7 +46,7 @@ class Queries:
         self._open: dict[int, asyncio.Future[Any]] = {}
 
     def on_outbox(self, outbox: Outbox) -> None:
-        """Resolves what the engine answered."""
+        """Resolves the queries that the engine answered."""
         for lease in outbox.lease_replies:
             self._resolve(lease.query, lease.state)
         replies = (outbox.exit_replies, outbox.flush_replies, outbox.state_replies)
@@ -56,31 +56,31 @@ class Queries:
             self._resolve(query, states)
 
     async def lease_state(self, lease_id: bytes) -> str:
-        """What became of a lease; stops it."""
+        """State of a lease; stops it."""
         query = next(self._ids)
         lease = LeaseQuery(query=query, lease_id=lease_id)
         return str(await self._ask(query, Inbox(lease_queries=[lease])))
 
     async def report_exit(self, worker_id: str, epoch: int) -> int:
-        """Tells of a dead incarnation; pages that leave quarantine."""
+        """Reports a dead incarnation; returns the pages that leave quarantine."""
         query = next(self._ids)
         exited = ProcessExited(worker_id=worker_id, epoch=epoch, query=query)
         return int(await self._ask(query, Inbox(exits=[exited])))
 
     async def flush_cache(self) -> int:
-        """Forgets cached pages that nobody uses; how many."""
+        """Drops cached pages that are not in use; returns how many."""
         query = next(self._ids)
         return int(await self._ask(query, Inbox(flush_cache=[query])))
 
     async def dump_state(self, max_entries: int) -> str:
-        """The engine's snapshot, a JSON object."""
+        """Returns the engine's snapshot, a JSON object."""
         query = next(self._ids)
         return str(await self._ask(query, Inbox(dump_state=[(query, max_entries)])))
 
     async def order_faults(
         self, *, add: FaultSpec | None = None, clear: str | None = None
     ) -> list[FaultState]:
-        """Arms or disarms faults in the engine's process; those armed there then."""
+        """Arms or disarms faults in the engine's process; returns those armed there."""
         query = next(self._ids)
         order = FaultOrder(query=query, add=add, clear=clear)
         inbox = Inbox(fault_orders=[order])
@@ -201,7 +201,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """See worker.proto."""
         interval = DEFAULT_INTERVAL_S
         if request.HasField("interval"):
-            interval = max(LEAST_INTERVAL_S, request.interval.ToNanoseconds() / 1e9)
+            interval = max(MIN_INTERVAL_S, request.interval.ToNanoseconds() / 1e9)
         told: int | None = None
         while not self._engine.gone.done():
             response = self._load()
@@ -259,7 +259,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.ReportExitResponse(released_pages=released)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes no new work and hands back what waits; what runs may finish.
+        """Accepts no new work and hands back waiting requests; running ones may finish.
 
         Args:
             timeout_s: Until what still runs is handed back too, and leases are stopped.

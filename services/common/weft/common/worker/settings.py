@@ -1,4 +1,4 @@
-"""Settings that prefill and decode workers share."""
+"""Settings shared by prefill and decode workers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft.engine.scheduler.policies import PolicyName
 
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
-"""Of steps, where nothing is set: what keeps the device busy."""
+"""Default step sizes on a GPU, which keep the device busy."""
 
 
 def engine_field(name: str, default: Any, description: str) -> Any:
-    """A setting that is the engine's of the same name, with its bounds."""
+    """A setting with the name and bounds of the engine's."""
     bound = BOUNDS[name]
     return Field(default, ge=bound.ge, gt=bound.gt, le=bound.le, description=description)
 
@@ -26,24 +26,32 @@ class WorkerSettings(PageSettings):
     """A worker: a gRPC server and its engine process."""
 
     worker_id: str = Field(
-        "", max_length=64, description="id that is stable over restarts; empty = role and port"
+        "",
+        max_length=64,
+        description="id that stays the same over restarts; empty = role and port",
     )
     advertise: str = Field(
         "",
         max_length=256,
-        description="host:port at which other workers reach this one; empty = as gateways do",
+        description="host:port at which other workers reach this one; empty = the same as for "
+        "gateways",
     )
     model_dir: Path = Field(description="Hugging Face model directory")
     model_name: str = Field("", max_length=256, description="served name; empty = directory's name")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="what weights and KV are held in; auto = what the machine does fast"
+        "auto",
+        description="number format of weights and KV; auto = what the machine computes fast",
     )
     device: str = Field("cpu", description="torch device")
-    page_size: int = engine_field("page_size", 16, "tokens a KV page")
+    page_size: int = engine_field(
+        "page_size",
+        16,
+        "tokens per KV page",
+    )
     kv_memory_bytes: int | None = engine_field(
         "kv_memory_bytes",
         None,
-        "size of the KV pool, in bytes; default 1 GiB, on a GPU what is left there",
+        "size of the KV pool, in bytes; default 1 GiB, on a GPU all that remains",
     )
     num_pages: int | None = engine_field(
         "num_pages", None, "size of the KV pool in pages, instead of kv_memory_bytes"
@@ -55,13 +63,15 @@ class WorkerSettings(PageSettings):
         "max_running_requests", None, "requests in one step; default 64, on a GPU 256"
     )
     max_waiting_requests: int = engine_field(
-        "max_waiting_requests", 1024, "requests queued behind those"
+        "max_waiting_requests",
+        1024,
+        "requests queued in addition to those",
     )
     max_step_tokens: int | None = engine_field(
         "max_step_tokens",
         None,
-        "new tokens in one step; default 512, on a GPU 8192 (there up to 64 running "
-        "requests' tokens come beside them)",
+        "new tokens in one step; default 512, on a GPU 8192 (plus the tokens of up to 64 running "
+        "requests)",
     )
     prefill_chunk_tokens: int | None = engine_field(
         "prefill_chunk_tokens",
@@ -71,30 +81,30 @@ class WorkerSettings(PageSettings):
     inter_token_target_s: float = engine_field(
         "inter_token_target_s",
         0.1,
-        "what prompts may add to a step that others decode in, in seconds: their "
-        "chunks are cut to it",
+        "time that prompts may add to a step that also decodes, in seconds; prompt chunks are "
+        "sized to it",
     )
     scheduling_policy: PolicyName = Field(
         "fcfs",
-        description="who is admitted next: first come first served, longest cached prefix, most "
+        description="order of admission: first come first served, longest cached prefix, most "
         "urgent priority, or fair (the tenant that was served the fewest tokens)",
     )
     ageing_s: float = engine_field(
         "ageing_s",
         30.0,
-        "waiting that counts as one level of priority, and after which a longer "
-        "prefix does not overtake, in seconds",
+        "waiting time that counts as one level of priority, and after which a longer prefix does "
+        "not overtake, in seconds",
     )
     preemption_threshold: int | None = engine_field(
         "preemption_threshold",
         10,
-        "with scheduling_policy = priority: levels by which a request must be more "
-        "urgent than a running one to take its place; none = it never does",
+        "with scheduling_policy = priority: levels by which a request must be more urgent to "
+        "preempt a running one; none = never",
     )
     overlap: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="plan and start a step while the device still runs the one before; auto = on "
-        "a GPU, for a CPU gains nothing by it",
+        description="plan and start a step while the device still runs the previous one; auto = "
+        "on for GPUs, since a CPU gains nothing",
     )
     cuda_graphs: bool = Field(
         True,
@@ -107,136 +117,159 @@ class WorkerSettings(PageSettings):
     kvstore: str = Field(
         "",
         max_length=4096,
-        description="KV store, host:port; its replicas with commas between; empty = none is there",
+        description="KV store, host:port; several replicas are separated by commas; empty = none",
     )
-    lease_s: float = engine_field("lease_s", 10.0, "life of a fill's lease, in seconds")
+    lease_s: float = engine_field(
+        "lease_s",
+        10.0,
+        "duration of a fill's lease, in seconds",
+    )
     renew_interval_s: float = engine_field(
-        "renew_interval_s", 3.0, "between lease renewals, in seconds"
+        "renew_interval_s",
+        3.0,
+        "interval between lease renewals, in seconds",
     )
     fill_progress_timeout_s: float = engine_field(
         "fill_progress_timeout_s",
         5.0,
-        "a fill without progress is given to another filler, in seconds",
+        "time without progress after which a fill is given to another filler, in seconds",
     )
     max_quarantine_fraction: float = engine_field(
         "max_quarantine_fraction",
         0.1,
-        "share of the KV pool that may be in quarantine; a worker that has had more in "
-        "it for longer than a lease lasts drains and ends, to be started again; 1 = never",
+        "share of the KV pool that may be in quarantine; a worker that exceeds it for longer than "
+        "a lease lasts drains and exits, to be restarted; 1 = never",
     )
     deterministic: bool = Field(
-        False, description="same bits alone, in any batch and in any chunks, or refuse to start"
+        False,
+        description="give a request the same bits alone, in any batch and in any chunks, or "
+        "refuse to start",
     )
     constraint_compile_s: float = engine_field(
-        "constraint_compile_s", 10.0, "to compile one constraint of output, in processor seconds"
+        "constraint_compile_s",
+        10.0,
+        "time limit for compiling one output constraint, in processor seconds",
     )
     constraint_compile_bytes: int = engine_field(
-        "constraint_compile_bytes", 1 << 30, "memory to compile one constraint, in bytes"
+        "constraint_compile_bytes",
+        1 << 30,
+        "memory limit for compiling one output constraint, in bytes",
     )
     constraint_cache_bytes: int = engine_field(
-        "constraint_cache_bytes", 256 << 20, "compiled constraints that are kept, in bytes"
+        "constraint_cache_bytes",
+        256 << 20,
+        "size of the cache of compiled constraints, in bytes",
     )
     early_compiler: bool = Field(
         True,
-        description="start what compiles constraints, about 150 MiB, once the mesh has had a "
-        "constrained request; off: with this worker's first, which waits for it",
+        description="start the constraint compiler, about 150 MiB, once the mesh has had a "
+        "constrained request; off: with this worker's first one, which waits for it",
     )
     adapter_root: Path | None = Field(
         None,
-        description="folder in which gateways register LoRA adapters; this worker loads what is "
-        "registered for its model; none = it serves the base model alone",
+        description="folder in which gateways register LoRA adapters; this worker loads those of "
+        "its model; none = no adapters",
     )
     max_lora_rank: int = engine_field("max_lora_rank", 64, "largest rank of an adapter")
     max_loras: int = engine_field(
-        "max_loras", 16, "adapters on the device at once, and so in one step"
+        "max_loras",
+        16,
+        "adapters on the device at once, and so in one step",
     )
     lora_memory_bytes: int | None = engine_field(
         "lora_memory_bytes",
         None,
-        "device memory of adapters, in bytes; default what max_loras adapters of rank "
-        "16 take that change every projection",
+        "device memory of adapters, in bytes; default = enough for max_loras adapters of rank 16 "
+        "that change every projection",
     )
     lora_projections: str = Field(
         "",
-        description="what adapters may change, which shares that memory, as names with commas "
-        "between: q, k, v, o, gate, up, down; embed_tokens, lm_head; experts, or shared_experts "
-        "where all of them share A of gate and up and B of down; default the first seven, as far "
-        "as the model has them",
+        description="projections that adapters may change, which share that memory, separated by "
+        "commas: q, k, v, o, gate, up, down; embed_tokens, lm_head; experts, or "
+        "shared_experts where all of them share A of gate and up and B of down; "
+        "default = the first seven, as far as the model has them",
     )
     lora_host_bytes: int = engine_field(
         "lora_host_bytes",
         4 << 30,
-        "host memory of adapters, in bytes; those beyond it are read from disk again",
+        "host memory of adapters, in bytes; others are read from disk again",
     )
     prefix_cache: bool = Field(True, description="reuse KV of earlier prompts")
     kv_eviction_policy: EvictionName = Field(
         "lru",
-        description="which cached KV page is given up first: least recently, least frequently or "
-        "most recently used, first in, last in (filo), of least urgent requests, or slru: those "
-        "never found again before the others",
+        description="order of evicting cached KV pages: least recently, least frequently or most "
+        "recently used, first in, last in (filo), of least urgent requests, or slru: "
+        "those never found again before the others",
     )
     session_pool_share: float = engine_field(
         "session_pool_share",
         0.25,
-        "share of the KV pool that chat sessions may have pinned, which is given up "
-        "last; 0 = sessions pin nothing",
+        "share of the KV pool that chat sessions may pin, to be evicted last; 0 = sessions pin "
+        "nothing",
     )
     session_tenant_share: float = engine_field(
-        "session_tenant_share", 1.0, "of that share, what the sessions of one tenant may have"
+        "session_tenant_share",
+        1.0,
+        "share of that for the sessions of one tenant",
     )
     session_ttl_s: float = engine_field(
         "session_ttl_s",
         600.0,
-        "a session in which no request has ended for so long loses its pins, in seconds",
+        "time without a finished request after which a session loses its pins, in seconds",
     )
     host_cache_bytes: int = engine_field(
-        "host_cache_bytes", 0, "host memory for KV pages that the pool gives up, in bytes; 0 = none"
+        "host_cache_bytes",
+        0,
+        "host memory for KV pages evicted from the pool, in bytes; 0 = none",
     )
     disk_cache_dir: Path | None = Field(
         None,
-        description="folder for KV pages on local disk, which outlive the worker; each worker has "
-        "a folder of its id in it; none = none are kept",
+        description="folder for KV pages on local disk, which survive restarts; each worker uses "
+        "a subfolder named by its id; none = no disk cache",
     )
     disk_cache_bytes: int = engine_field(
-        "disk_cache_bytes", 10 << 30, "KV pages on disk at most, in bytes"
+        "disk_cache_bytes",
+        10 << 30,
+        "most KV pages on disk, in bytes",
     )
     write_through_threshold: int = engine_field(
         "write_through_threshold",
         0,
-        "requests that find a KV page before it is copied to host memory, disk and KV "
-        "store; 0 = it is when it is computed; what the pool gives up goes to host memory anyway",
+        "number of requests that must find a KV page before it is copied to host memory, disk and "
+        "KV store; 0 = when it is computed; evicted pages go to host memory in any case",
     )
     load_back_threshold: int | None = engine_field(
         "load_back_threshold",
         None,
-        "tokens from which pages are loaded from tiers or the KV store; none = where "
-        "that is faster than computing them, as measured",
+        "number of tokens from which pages are loaded from tiers or the KV store; none = where "
+        "measured to be faster than computing them",
     )
     draft_dir: Path | None = Field(
         None,
-        description="folder of an EAGLE head for the model, whose KV lies in the model's pages: "
-        "all workers that exchange pages must have the same; of a decode worker with drafter = "
-        "model that of a whole model, which nobody else needs; none = there is neither",
+        description="folder of an EAGLE head for the model, whose KV lies in the model's pages, "
+        "so that all workers that exchange pages must have the same; with drafter = "
+        "model, of a whole draft model, needed by decode workers only; none = neither",
     )
     poison_free_pages: bool = Field(
-        False, description="fill free KV pages with NaN, so that a wrong read shows (slow)"
+        False,
+        description="fill free KV pages with NaN, so that wrong reads are noticed (slow)",
     )
     page_digests: bool = Field(
         True,
-        description="check pages that arrive against digests of their sender; off, damage on the "
-        "way goes unnoticed",
+        description="check pages that arrive against digests of their sender; off: corruption in "
+        "transit goes unnoticed",
     )
     staging_bytes: int | None = engine_field(
         "staging_bytes",
         None,
-        "memory that pages pass through on their way from and to a KV pool on a GPU, "
-        "in bytes; default 2 GiB, or as much as a pool whose size is given",
+        "memory that pages pass through on their way from and to a KV pool on a GPU, in bytes; "
+        "default 2 GiB, or the size of the pool if that is given",
     )
     staging_memory: Literal["auto", "host", "device"] = Field(
         "auto",
-        description="whose memory that is: `device` = the GPU's own, which other GPUs of the host "
-        "reach over NVLink; auto = device where NIXL works, another GPU of the host can reach it "
-        "and no KV store is there",
+        description="kind of that memory: `device` = the GPU's own, which other GPUs of the host "
+        "reach over NVLink; auto = device where NIXL works, another GPU of the host "
+        "can reach it and no KV store is there",
     )
     force_staging: bool = Field(
         False, description="stage the pages of a KV pool on a CPU too (tests; slower)"
@@ -245,23 +278,26 @@ class WorkerSettings(PageSettings):
         None, description="folder for dumps of an engine that stalls or dies; none = no dumps"
     )
     max_crash_dumps: int = Field(
-        8, ge=1, le=1000, description="dumps kept in that folder, the newest ones"
+        8,
+        ge=1,
+        le=1000,
+        description="number of dumps kept in that folder, the newest ones",
     )
     crash_dump_tokens: bool = Field(
         False,
-        description="dumps hold the tokens of prompts under way, so that `weft replay` can send "
+        description="include the tokens of open prompts in dumps, so that `weft replay` can send "
         "them again",
     )
     stall_dump_after_s: float | None = Field(
         None,
         gt=0,
-        description="an engine whose loop stands still for longer is dumped, in seconds; none = "
-        "when it counts as stalled",
+        description="time for which an engine's loop must stall to be dumped, in seconds; none = "
+        "when it counts as stale",
     )
     dummy_weights: bool = Field(False, description="random weights, for benchmarks")
 
     def engine_config(self, role: Role, worker_id: str) -> EngineConfig:
-        """The engine's part of the settings: the fields of the same names."""
+        """The engine's settings: the fields of the same names."""
         shared = EngineConfig.__dataclass_fields__.keys() & type(self).model_fields.keys()
         values = {name: getattr(self, name) for name in shared}
         values |= {"role": role, "worker_id": worker_id, "model_name": self.served_name}
@@ -284,5 +320,5 @@ class WorkerSettings(PageSettings):
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """What is between commas."""
+    """Splits a list at commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())

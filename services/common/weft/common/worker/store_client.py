@@ -1,4 +1,4 @@
-"""Carries the engine's lookups and puts to the KV store's replicas."""
+"""Sends the engine's lookups and puts to the KV store's replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.engine.shards import ranked, stretches
 
 
 class Replica(Protocol):
-    """One replica (`weft.common.worker.store_replica`)."""
+    """One replica of the store (`weft.common.worker.store_replica`)."""
 
     address: str
 
@@ -51,7 +51,7 @@ class _Stretch(NamedTuple):
 
 
 class StoreClient:
-    """One worker's calls to its KV store. A replica that is away is a miss, never an error.
+    """A worker's client of its KV store. An unreachable replica is a miss, never an error.
 
     Pages of a replica that is away belong to the next one in their order meanwhile.
 
@@ -67,15 +67,15 @@ class StoreClient:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def look_up(self, lookup: StoreLookup) -> None:
-        """Asks the store; the engine gets an answer in any case."""
+        """Asks the store; the engine always gets an answer."""
         self._spawn(self._look_up(lookup))
 
     def put(self, put: StorePut) -> None:
-        """Offers pages; the engine gets a result in any case."""
+        """Offers pages; the engine always gets a result."""
         self._spawn(self._put(put))
 
     async def close(self) -> None:
-        """Cancels what is open."""
+        """Cancels the calls in progress."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -86,7 +86,7 @@ class StoreClient:
         task.add_done_callback(self._tasks.discard)
 
     def _replica_of(self, shard: bytes) -> Replica | None:
-        """Who has the pages of a shard now; None: everybody is away."""
+        """Replica that has the pages of a shard now; None: none is reachable."""
         for name in ranked(self._names, shard):
             replica = self._replicas[name]
             if not replica.is_resting:
@@ -102,7 +102,7 @@ class StoreClient:
             self._engine.send(Inbox(store_answers=[answer]))
 
     async def _ask(self, lookup: StoreLookup) -> StoreAnswer:
-        """Asks each replica for its stretches, all at once, and joins what they say."""
+        """Asks each replica for its stretches, all at once, and joins the answers."""
         parts: list[_Stretch] = []
         for first, end in stretches(len(lookup.keys)):
             replica = self._replica_of(lookup.keys[first])
@@ -156,7 +156,9 @@ def _keys_of(replica: Replica, parts: Iterable[_Stretch], keys: Sequence[bytes])
 
 
 def _segments(parts: Sequence[_Stretch], held: dict[str, Held]) -> list[StoreSegment]:
-    """What is held from the first page on, without a gap; neighbours of one replica are one."""
+    """The pages held from the first one on, without a gap, as segments; neighbouring pages of one
+    replica are merged.
+    """
     segments: list[StoreSegment] = []
     left = {address: answer.num_pages for address, answer in held.items()}
     for part in parts:
@@ -182,7 +184,7 @@ def _segments(parts: Sequence[_Stretch], held: dict[str, Held]) -> list[StoreSeg
 
 
 async def _is_lost(point: faults.FaultPoint) -> bool:
-    """Passes a fault point; True when the store is not to be asked."""
+    """Passes a fault point; returns whether the store is not to be asked."""
     try:
         return await point.fire_async() == "drop"
     except InjectedFault:

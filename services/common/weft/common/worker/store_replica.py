@@ -22,14 +22,14 @@ LOOKUP_TIMEOUT_S = 0.08
 PUT_TIMEOUT_S = 10.0
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 REST_S = 1.0
-"""A replica that did not answer is left alone for this long."""
+"""Seconds for which a replica that did not answer is not asked."""
 
 
 class Held(NamedTuple):
     """A replica's answer to a lookup."""
 
     num_pages: int
-    """Leading ones of those asked for."""
+    """Number of leading pages of those asked for."""
     store_id: str
     epoch: int
 
@@ -42,14 +42,14 @@ class Stored(NamedTuple):
 
 
 class StoreReplica:
-    """One worker's calls to one replica.
+    """A worker's client of one replica.
 
     Args:
         fills: Owns the channels.
         address: host:port.
         worker_id: This worker, and its incarnation.
         epoch: See `worker_id`.
-        page_bytes: Of its pool.
+        page_bytes: Bytes of its pool.
         tracer: Keeps spans of lookups.
     """
 
@@ -75,11 +75,11 @@ class StoreReplica:
 
     @property
     def is_resting(self) -> bool:
-        """It did not answer a moment ago: it is not to be asked."""
+        """Whether it failed to answer a moment ago and is not to be asked."""
         return self._loop.time() < self._rests_until
 
     async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
-        """How many of these keys it holds; None: it does not answer."""
+        """Number of leading keys that it holds; None: it does not answer."""
         trace = _LookupTrace(self._tracer, lookup, len(keys))
         request = kvstore_pb2.LookupRequest(namespace=lookup.namespace, keys=keys)
         held: Held | None = None
@@ -167,7 +167,7 @@ class _LookupTrace:
             )
 
     def end(self, num_pages: int) -> None:
-        """The store has answered, or has not."""
+        """Ends the span, with or without an answer."""
         if not self._is_on:
             return
         self._tracer.record(

@@ -1,4 +1,4 @@
-"""Tiers on the wire."""
+"""Conversion of tier reports for the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices an engine that stalls or dies, and keeps what is known about it in a folder."""
+"""Detects an engine that stalls or dies, and writes what is known about it to a folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
 STATE_TIMEOUT_S = 2.0
-"""A stalled engine may not be able to tell its state at all."""
+"""Seconds to wait for a stalled engine's state, which it may not be able to report."""
 _STACKS_S = 0.2
 """Time for faulthandler to write."""
 
 
 class CrashDumps:
-    """Folders of dumps, the newest few of all workers that share the place.
+    """Folders of crash dumps, the newest few of all workers that share the folder.
 
     Args:
         root: Where they are.
@@ -49,7 +49,7 @@ class CrashDumps:
         self._max_dumps = max_dumps
         self._name = re.sub(r"[^\w.-]", "_", worker_id)
         self.live = root / f".live-{self._name}"
-        """Where the engine process leaves its traces."""
+        """File to which the engine process writes its traces."""
         try:
             shutil.rmtree(self.live, ignore_errors=True)
             self.live.mkdir(parents=True, mode=0o700)
@@ -59,7 +59,7 @@ class CrashDumps:
     def write(
         self, kind: str, report: Mapping[str, object], requests: Iterable[LoggedPrompt]
     ) -> Path:
-        """Writes a dump, and drops the oldest ones beyond the bound.
+        """Writes a dump, and deletes the oldest ones beyond the limit.
 
         Args:
             kind: stall or crash.
@@ -84,12 +84,12 @@ class CrashDumps:
         return folder
 
     def close(self) -> None:
-        """Drops the engine's traces."""
+        """Deletes the engine's traces."""
         shutil.rmtree(self.live, ignore_errors=True)
 
 
 class Watchdog:
-    """Follows one engine.
+    """Watches one engine.
 
     Args:
         settings: Limits, and what dumps hold.
@@ -114,7 +114,7 @@ class Watchdog:
         self._about = about
 
     async def run(self) -> None:
-        """Dumps each stall once, until cancelled."""
+        """Writes one dump for each stall, until cancelled."""
         has_dumped = False
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -128,7 +128,7 @@ class Watchdog:
                 await self._dump_stall(limit_s)
 
     async def dump_crash(self, why: str) -> None:
-        """The engine has died by itself."""
+        """Writes a dump after the engine died by itself."""
         await self._dump("crash", {"why": why})
 
     def _limit_s(self) -> float | None:

@@ -1,1 +1,1 @@
-"""LoRA adapters at the gateway: what names mean, who holds them, loading and unloading."""
+"""LoRA adapters at the gateway: names, holders, loading and unloading."""

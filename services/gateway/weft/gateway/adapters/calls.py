@@ -1,4 +1,4 @@
-"""The calls that manage adapters, of both faces and of the operators' port."""
+"""The calls that manage adapters, for both faces and the operators' port."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.adapters.manifest import Entry
 from weft.engine.errors import PermissionDenied
 from weft.gateway.adapters.directory import AdapterDirectory
-from weft.gateway.adapters.manager import AdapterManager, LoadOrder
+from weft.gateway.adapters.manager import FleetAdapterManager, LoadOrder
 from weft.gateway.authenticate import current_tenant
 from weft.gateway.edge import Context
 from weft.gateway.served import Catalogue
@@ -22,7 +22,7 @@ _STATES = {
 
 
 class AdapterCalls:
-    """Translates calls; no logic of its own.
+    """Converts calls; has no logic of its own.
 
     Args:
         manager: Does the work.
@@ -30,7 +30,9 @@ class AdapterCalls:
         asks_for_keys: Callers of the faces bring API keys; not every key may do this.
     """
 
-    def __init__(self, manager: AdapterManager, models: Catalogue, asks_for_keys: bool) -> None:
+    def __init__(
+        self, manager: FleetAdapterManager, models: Catalogue, asks_for_keys: bool
+    ) -> None:
         self._manager = manager
         self._models = models
         self._asks_for_keys = asks_for_keys
@@ -71,7 +73,7 @@ class AdapterCalls:
         return gateway_pb2.LoadAdapterResponse(adapter=self._describe(entry))
 
     async def load_order(self, order: LoadOrder) -> Entry:
-        """Loads; an order without a model is for the only one."""
+        """Loads an adapter; without a model the order is for the only one."""
         model = self._models.base(order.model).model.name
         return await self._manager.load(replace(order, model=model))
 
@@ -84,7 +86,7 @@ class AdapterCalls:
         return gateway_pb2.UnloadAdapterResponse(adapter=_ref(entry))
 
     async def unload_name(self, name: str, timeout_s: float | None) -> Entry:
-        """Unloads what a name means."""
+        """Unloads the adapter that a name refers to."""
         return await self._manager.unload(name, timeout_s)
 
     async def list(

@@ -1,4 +1,4 @@
-"""What names of adapters mean now, and which contents this gateway's requests use."""
+"""What adapter names refer to now, and which contents this gateway's requests use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from weft.common.adapters.manifest import AdaptersOff, Entry, Manifest
 from weft.common.adapters.registry import Registry, Stamp
 from weft.engine.errors import WeftError
-from weft.gateway.request import Adapter
+from weft.gateway.request import ResolvedAdapter
 
 _log = logging.getLogger(__name__)
 
 
 class AdapterDirectory:
-    """Follows the registry.
+    """Follows the adapter registry.
 
     Args:
         registry: None = this gateway was started without an adapter root, and knows no adapters.
@@ -26,7 +26,7 @@ class AdapterDirectory:
     def __init__(self, registry: Registry | None) -> None:
         self._registry = registry
         self.manifest = Manifest()
-        """As this gateway has read it last."""
+        """The manifest as this gateway has last read it."""
         self._serving: dict[str, Entry] = {}
         self._stamp: Stamp | None = None
         self._reading = asyncio.Lock()
@@ -35,7 +35,7 @@ class AdapterDirectory:
 
     @property
     def registry(self) -> Registry:
-        """Where adapters are registered.
+        """The registry of adapters.
 
         Raises:
             AdaptersOff: There is none.
@@ -49,19 +49,19 @@ class AdapterDirectory:
 
     @property
     def is_on(self) -> bool:
-        """There is a registry."""
+        """Whether there is a registry."""
         return self._registry is not None
 
     def find(self, name: str) -> Entry | None:
-        """What a name means now; None = nothing."""
+        """The entry that a name refers to; None: there is none."""
         return self._serving.get(name)
 
     def serving(self) -> list[Entry]:
-        """All that names mean, in their order."""
+        """All entries that names refer to, in the order of the names."""
         return list(self._serving.values())
 
     async def refresh(self) -> None:
-        """Reads the registry if it has changed. One that cannot be read stays as it was."""
+        """Reads the registry if it has changed. If it cannot be read, the last state is kept."""
         if self._registry is None:
             return
         async with self._reading:
@@ -69,7 +69,9 @@ class AdapterDirectory:
                 await self._read(self._registry)
             except WeftError as error:
                 if not self._is_broken:
-                    _log.error("adapters stay as they were: %s", error.message)
+                    _log.error(
+                        "the registry cannot be read, known adapters are kept: %s", error.message
+                    )
                 self._is_broken = True
 
     async def change(self, change: Callable[[Manifest], Manifest]) -> Manifest:
@@ -92,8 +94,8 @@ class AdapterDirectory:
         self._serving = {entry.name: entry for entry in manifest.in_state("serving")}
 
     @contextmanager
-    def using(self, adapter: Adapter | None) -> Iterator[None]:
-        """For as long as the block lasts a request of this gateway may need the content."""
+    def using(self, adapter: ResolvedAdapter | None) -> Iterator[None]:
+        """Marks the content as needed by a request of this gateway while the block runs."""
         if adapter is None:
             yield
             return
@@ -106,5 +108,5 @@ class AdapterDirectory:
                 del self._in_use[adapter.digest]
 
     def num_using(self, digest: bytes) -> int:
-        """Requests of this gateway that may need a content."""
+        """Number of requests of this gateway that may need a content."""
         return self._in_use[digest]

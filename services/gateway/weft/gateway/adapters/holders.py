@@ -1,4 +1,4 @@
-"""Which workers hold an adapter, by their own word."""
+"""Which workers hold an adapter, according to their own reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from weft.common.adapters.manifest import Entry
-from weft.gateway.fleet import Fleet, Worker
+from weft.gateway.fleet import Fleet, FleetWorker
 from weft.v1 import worker_pb2
 
 _STATES = {
@@ -20,28 +20,27 @@ HELD = ("disk", "host", "device")
 
 
 class Holder(NamedTuple):
-    """An adapter on a worker."""
+    """State of an adapter on a worker."""
 
     worker_id: str
     role: str
     state: str
-    """loading, disk, host, device, failed; absent = the worker does not tell of it, or unloads
-    it."""
+    """State: loading, disk, host, device, failed; None: not reported, or being unloaded."""
     error: str = ""
     num_requests: int = 0
     rank: int = 0
-    """Largest rank in it; 0 = not known."""
+    """Largest rank in it; 0: unknown."""
     weight_bytes: int = 0
-    """Likewise."""
+    """Bytes of its weights, or 0 while unknown."""
 
     @property
     def holds(self) -> bool:
-        """Requests for it can be served there."""
+        """Whether requests for it can be served there."""
         return self.state in HELD
 
 
-def holder(worker: Worker, entry: Entry) -> Holder:
-    """What a worker says about an entry; what it said before it knew of it does not count."""
+def holder(worker: FleetWorker, entry: Entry) -> Holder:
+    """A worker's report about an entry; reports from before it knew of the entry do not count."""
     info = worker.info
     assert info is not None
     if not info.HasField("adapters"):
@@ -62,15 +61,15 @@ def holder(worker: Worker, entry: Entry) -> Holder:
 
 
 def holders(fleet: Fleet, entry: Entry) -> list[Holder]:
-    """All workers of the entry's model that this gateway has met."""
+    """Holders among all workers of the entry's model that this gateway has met."""
     return [holder(worker, entry) for worker in _met(fleet.workers(model=entry.model))]
 
 
 def serving_holders(fleet: Fleet, entry: Entry, now: float) -> list[Holder]:
-    """Those that may get requests; event loop time."""
+    """Holders among the workers that may get requests at an event loop time."""
     met = _met(fleet.workers(model=entry.model))
     return [holder(worker, entry) for worker in met if not worker.health_problem(now)]
 
 
-def _met(workers: Iterable[Worker]) -> Iterable[Worker]:
+def _met(workers: Iterable[FleetWorker]) -> Iterable[FleetWorker]:
     return (worker for worker in workers if worker.info is not None)

@@ -1,4 +1,4 @@
-"""Loads and unloads adapters over all workers of a model."""
+"""Loads and unloads adapters on all workers of a model."""
 
 from __future__ import annotations
 
@@ -33,34 +33,36 @@ _LOOK_EVERY_S = 0.02
 _FOLLOW_EVERY_S = 0.25
 _CLEAN_EVERY_S = 1.0
 _LEASE_S = 20.0
-"""A load counts as given up so long after its gateway's last word; clocks may differ by less."""
+"""Seconds after its gateway's last update from which a load counts as abandoned; clocks must differ
+by less.
+"""
 _RENEW_S = 4.0
 _CLOSE_S = 3.0
-"""For a disk, when the gateway stops."""
+"""Seconds to wait for a disk when the gateway stops."""
 _COPY_TRIES = 3
 _MAX_COPIES = 2
-"""Under way at once; further loads wait for their turn."""
+"""Most copies at once; further loads wait for their turn."""
 _SHOWN_NAMES = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
-    """What a caller wants loaded."""
+    """A caller's order to load an adapter."""
 
     name: str
     path: str
-    """Relative to the adapter root."""
+    """Path relative to the adapter root."""
     model: str
     """Name of the base model."""
     replaces: bool = False
     is_pinned: bool = False
     is_lenient: bool = False
     timeout_s: float | None = None
-    """None = the gateway's own bound, which holds in any case."""
+    """Time limit; None: the gateway's own, which holds in any case."""
 
 
-class AdapterManager:
-    """Changes the registry in the name of callers, and tidies it up.
+class FleetAdapterManager:
+    """Changes the registry on behalf of callers, and cleans it up.
 
     Args:
         directory: Follows it.
@@ -92,14 +94,15 @@ class AdapterManager:
         self._max_bytes = max_bytes
         self._idle_since: dict[Entry, float] = {}
         self._has_copies = True
-        """There may be copies that no entry names: of loads that failed, or of earlier gateways."""
+        """Whether there may be copies that no entry names: of failed loads, or of earlier gateways.
+        """
         self._calling_off: set[asyncio.Task[None]] = set()
         self._loading: list[Entry] = []
-        """What this gateway waits for."""
+        """Entries whose load this gateway waits for."""
         self._copy_places = asyncio.Semaphore(_MAX_COPIES)
 
     async def run(self) -> None:
-        """Follows the registry and drops what nobody uses any more, until cancelled."""
+        """Follows the registry and drops unused entries, until cancelled."""
         if not self._directory.is_on:
             return
         cleaned_at = 0.0
@@ -111,14 +114,14 @@ class AdapterManager:
                     cleaned_at = now
                     await self._tidy(now)
             except WeftError as error:
-                _log.warning("the adapters were not tidied up: %s", error.message)
+                _log.warning("cleaning up adapters failed: %s", error.message)
             except Exception:
                 # Whatever one look met must not end all further ones.
                 _log.exception("following the adapters failed")
             await asyncio.sleep(_FOLLOW_EVERY_S)
 
     async def close(self) -> None:
-        """Takes back what this gateway still loads, once it takes no calls any more."""
+        """Cancels the loads of this gateway, once it accepts no more calls."""
         for entry in self._loading:
             self._start(self._drop(entry))
         if self._calling_off:
@@ -181,7 +184,7 @@ class AdapterManager:
             raise invalid("name", f"`{order.name}` is the name of a model")
 
     async def _begin(self, order: LoadOrder, deadline: float) -> Entry:
-        """Copies the files and registers them; or finds that they serve already."""
+        """Copies the files and registers them, unless they are already served."""
         registry = self._directory.registry
         under_way: LoadUnderWay | None = None
         for _ in range(_COPY_TRIES):
@@ -226,7 +229,7 @@ class AdapterManager:
         )
 
     async def _copy(self, order: LoadOrder, deadline: float) -> bytes:
-        """Copies the files, a few adapters at once; returns their digest.
+        """Copies the files, a few adapters at a time; returns their digest.
 
         A disk may not answer: whoever leaves before its end leaves the thread to itself.
         """
@@ -253,11 +256,11 @@ class AdapterManager:
         self._copy_places.release()
 
     def _left_alone(self, copying: asyncio.Task[bytes]) -> None:
-        """A copy that nobody waits for any more has come to its end."""
+        """Handles the end of a copy that nobody waits for any more."""
         self._has_copies = True
 
     async def _register(self, begin: Callable[[Manifest], Manifest], wanted: Entry) -> Manifest:
-        """Adds an entry; if the caller goes away meanwhile it is taken back."""
+        """Adds an entry; removes it again if the caller goes away meanwhile."""
         adding = asyncio.create_task(self._directory.change(begin))
         try:
             return await asyncio.shield(adding)
@@ -266,7 +269,7 @@ class AdapterManager:
             raise
 
     async def _take_back(self, adding: asyncio.Task[Manifest], wanted: Entry) -> None:
-        """Once an entry has been added, drops it."""
+        """Drops an entry once it has been added."""
         with suppress(WeftError):  # It was refused: there is nothing to take back.
             manifest = await adding
             loading = manifest.in_state("loading")
@@ -275,8 +278,9 @@ class AdapterManager:
         self._has_copies = True
 
     async def _was_given_up(self, name: str, deadline: float) -> bool:
-        """Whether the load of a name that is under way seems to be nobody's: if its gateway has
-        died it is forgotten soon, else it is renewed, which this waits for."""
+        """Waits and returns whether the load of a name was abandoned: if its gateway has died, it
+        is dropped soon, else it is renewed.
+        """
         loop = asyncio.get_running_loop()
         await self._directory.refresh()
         found = self._directory.manifest.of(name, "loading")
@@ -297,7 +301,9 @@ class AdapterManager:
 
     @asynccontextmanager
     async def _renewed(self, entry: Entry) -> AsyncIterator[None]:
-        """For as long as the block lasts, all gateways see that somebody waits for an entry."""
+        """Renews an entry while the block runs, so that all gateways see that somebody waits for
+        it.
+        """
         self._loading.append(entry)
         renewing = asyncio.create_task(self._renew(entry))
         renewing.add_done_callback(log_failure)
@@ -320,7 +326,7 @@ class AdapterManager:
         Raises:
             AdapterError: A worker cannot load it.
             DeadlineExceeded: Some still do not hold it.
-            Overloaded: The load was called off by an unload.
+            Overloaded: The load was cancelled by an unload.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -336,7 +342,7 @@ class AdapterManager:
                 return
             if not self._directory.manifest.has(entry):
                 raise Overloaded(
-                    f"the load of the adapter `{entry.name}` was called off", stage="adapter"
+                    f"the load of the adapter `{entry.name}` was cancelled", stage="adapter"
                 )
             if loop.time() >= deadline:
                 raise DeadlineExceeded(
@@ -346,11 +352,11 @@ class AdapterManager:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _call_off(self, entry: Entry) -> None:
-        """Takes back what was begun."""
+        """Reverts a load that was begun."""
         await self._finish(self._drop(entry))
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does something, whatever becomes of this task."""
+        """Completes an operation even if this task is cancelled."""
         await asyncio.wait([self._start(work)])
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -364,10 +370,10 @@ class AdapterManager:
         await self._directory.change(lambda old: old.drop([entry]))
 
     async def unload(self, name: str, timeout_s: float | None) -> Entry:
-        """Takes a name away and waits until no request uses what it meant.
+        """Removes a name and waits until no request uses the content it referred to.
 
         Args:
-            name: Of the adapter.
+            name: Name of the adapter.
             timeout_s: For those requests; None = the gateway's bound.
 
         Returns:
@@ -409,16 +415,16 @@ class AdapterManager:
         return meant[0]
 
     def holders(self, entry: Entry) -> list[Holder]:
-        """Who holds it, of the workers that were met."""
+        """Holders of an entry among the workers that were met."""
         return holders(self._fleet, entry)
 
     def _num_left(self, entry: Entry) -> int:
-        """Requests to wait for; of a content that another name means there are none."""
+        """Number of requests to wait for; none for a content that another name refers to."""
         kept = [one for one in self._directory.manifest.entries if one.state != "retired"]
         return 0 if entry.digest in {one.digest for one in kept} else self._num_using(entry)
 
     def _num_using(self, entry: Entry) -> int:
-        """Requests that need it, as far as this gateway can tell.
+        """Number of requests that need it, as far as this gateway can tell.
 
         By the workers' count it sees those of other gateways.
         """
@@ -426,7 +432,7 @@ class AdapterManager:
         return max(self._directory.num_using(entry.digest_bytes), reported)
 
     async def _tidy(self, now: float) -> None:
-        """Drops retired entries that nobody has used for a while, and loads whose gateway died.
+        """Drops retired entries that have been unused for a while, and loads whose gateway died.
 
         A request that lost its worker may need a content that no worker counts a request for.
         """

@@ -1,4 +1,4 @@
-"""Where workers are found."""
+"""Sources of worker addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Discovery", "Endpoint", "Role", "StaticDiscovery", "make_discovery"]
 
 
 def make_discovery(settings: GatewaySettings) -> Discovery:
-    """The source that the settings name.
+    """Creates the source that the settings name.
 
     Raises:
         ConfigError: It cannot be used from here.

@@ -1,4 +1,4 @@
-"""What a source of workers is, and the simplest one."""
+"""The interface of worker discovery, and its simplest form."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Role = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address of one worker, and what it is for."""
+    """Address and role of one worker."""
 
     role: Role
     address: str
-    """host:port"""
+    """Address, host:port."""
     node: str = ""
-    """Machine that it runs on; empty = the address's host stands for it."""
+    """Machine that it runs on; empty: identified by the address's host."""
 
 
 class Discovery(Protocol):
@@ -29,12 +29,12 @@ class Discovery(Protocol):
     """
 
     def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:
-        """Yields the complete list as soon as it is known and after every change; never ends."""
+        """Yields the complete list once it is known and after every change; never ends."""
         ...
 
 
 class StaticDiscovery:
-    """A list that never changes. Workers on it may come, go and come back."""
+    """A fixed list of workers, each of which may come and go."""
 
     def __init__(self, decode: Iterable[str], prefill: Iterable[str]) -> None:
         self._endpoints = (

@@ -1,4 +1,4 @@
-"""Workers behind DNS names: every address of a name is one worker."""
+"""Discovery by DNS names: every address of a name is one worker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""IP addresses of a name, for TCP to a port; OSError when it has none or nobody answers."""
+"""Resolves a name to IP addresses for TCP; OSError if it has none or resolution fails."""
 
 
 class DnsDiscovery:
-    """Asks for the names again and again; a name that cannot be asked for keeps its addresses."""
+    """Resolves the names periodically; a name that cannot be resolved keeps its addresses."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class DnsDiscovery:
         interval_s: float,
         resolve: Resolve | None = None,
     ) -> None:
-        """Asks nothing yet.
+        """Stores the settings; queries nothing yet.
 
         Args:
             decode: Names of decode workers, host:port each.

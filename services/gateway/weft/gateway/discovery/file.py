@@ -16,7 +16,7 @@ from weft.gateway.discovery.base import Endpoint
 
 _log = logging.getLogger(__name__)
 
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 
 
 class _Listed(BaseModel):
@@ -44,7 +44,7 @@ class FileDiscovery:
         """Reads the file for the first time.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             interval_s: Between looks, in seconds.
 
         Raises:
@@ -66,7 +66,7 @@ class FileDiscovery:
             try:
                 endpoints = await asyncio.to_thread(read_endpoints, self._path)
             except ConfigError as error:
-                _log.error("the workers stay as they were: %s", error.message)
+                _log.error("the source cannot be read, known workers are kept: %s", error.message)
                 continue
             if endpoints != self._endpoints:
                 self._endpoints = endpoints
@@ -88,9 +88,9 @@ def read_endpoints(path: Path) -> tuple[Endpoint, ...]:
     """
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ConfigError(f"{path}: larger than {_MOST_BYTES} bytes")
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ConfigError(f"{path}: larger than {_MAX_BYTES} bytes")
         text = content.decode()
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
         listed = _Listed.model_validate(table)

@@ -1,4 +1,4 @@
-"""Workers behind Kubernetes Services, from their EndpointSlices."""
+"""Discovery by the EndpointSlices of Kubernetes Services."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.common.listen import bracket
 from weft.engine.errors import ConfigError
 from weft.gateway.addresses import split_service
 from weft.gateway.discovery.base import Endpoint, Role
-from weft.gateway.session import Backoff
+from weft.gateway.session import ReconnectBackoff
 
 _log = logging.getLogger(__name__)
 
@@ -26,19 +26,21 @@ _TIMEOUT_S = 10.0
 _WATCH_S = 300
 _PAUSE_S = 0.5
 _SILENCE_S = 90.0
-"""The API server sends a bookmark about once a minute; a connection silent for longer is dead."""
+"""Seconds of silence after which a connection is dead; the API server sends a bookmark about once a
+minute.
+"""
 _MAX_BACKOFF_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiServer:
-    """How the API server is reached."""
+    """How to reach the API server."""
 
     url: str
-    """https://host:port"""
+    """URL, https://host:port."""
     namespace: str
     token_file: Path
-    """Read again for every request: bound tokens are replaced every hour."""
+    """Token file, read again for every request: bound tokens are replaced every hour."""
     ca_file: Path
 
 
@@ -50,7 +52,7 @@ def api_server(
     ca_file: Path | None = None,
     account: Path = SERVICE_ACCOUNT,
 ) -> ApiServer:
-    """The API server that was named, else the one of the cluster that this process runs in.
+    """The configured API server, else that of the cluster in which this process runs.
 
     Raises:
         ConfigError: None was named, and this process runs in no cluster.
@@ -76,7 +78,7 @@ def api_server(
 
 
 class _ListAgain(Exception):
-    """What is known is too old to go on from."""
+    """The known state is too old to continue from: list again."""
 
 
 class KubernetesDiscovery:
@@ -88,7 +90,7 @@ class KubernetesDiscovery:
     """
 
     def __init__(self, api: ApiServer, decode: Sequence[str], prefill: Sequence[str]) -> None:
-        """Reads the authorities of the API server; asks nothing yet.
+        """Reads the API server's CA certificates; sends no request yet.
 
         Args:
             api: Where to ask.
@@ -114,7 +116,7 @@ class KubernetesDiscovery:
 
     async def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:
         """See `Discovery.watch`."""
-        backoff = Backoff(max_s=_MAX_BACKOFF_S)
+        backoff = ReconnectBackoff(max_s=_MAX_BACKOFF_S)
         last: tuple[Endpoint, ...] | None = None
         async with httpx.AsyncClient(
             base_url=self._api.url, verify=self._context, timeout=_TIMEOUT_S, trust_env=False
@@ -129,11 +131,13 @@ class KubernetesDiscovery:
                 except _ListAgain:
                     _log.info("the EndpointSlices are listed again")
                 except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError) as error:
-                    _log.warning("the workers stay as they were: %s", _describe(error))
+                    _log.warning(
+                        "the source cannot be read, known workers are kept: %s", _describe(error)
+                    )
                 await backoff.sleep()
 
     async def _follow(self, client: httpx.AsyncClient) -> AsyncIterator[tuple[Endpoint, ...]]:
-        """Lists once, then watches for as long as that works."""
+        """Lists once, then watches as long as that works."""
         listed = await self._list(client)
         self._slices = {}
         for item in listed["items"]:
@@ -160,7 +164,7 @@ class KubernetesDiscovery:
     async def _events(
         self, client: httpx.AsyncClient, version: str
     ) -> AsyncIterator[dict[str, Any]]:
-        """Changes from a version on, until the server ends the watch.
+        """Yields changes from a version on, until the server ends the watch.
 
         Raises:
             _ListAgain: The version is too old.

@@ -13,19 +13,19 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Answer(BaseModel):
-    """Base: nothing undocumented is sent."""
+    """Base class: only documented fields are sent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 class PromptTokensDetails(Answer):
-    """Part of the usage."""
+    """Details of the prompt's tokens in the usage."""
 
     cached_tokens: int = Field(description="prompt tokens found in a cache")
 
 
 class UsageAnswer(Answer):
-    """Tokens counted."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -34,7 +34,7 @@ class UsageAnswer(Answer):
 
 
 class WeftAnswer(Answer):
-    """Only with `weft_timeline: true`."""
+    """Weft's own fields, only with `weft_timeline: true`."""
 
     request_id: str
     trace_id: str | None = Field(None, description="32 hex digits, unless tracing is off")
@@ -45,7 +45,7 @@ class WeftAnswer(Answer):
 
 
 class TopLogprobAnswer(Answer):
-    """An alternative."""
+    """An alternative token."""
 
     token: str
     logprob: float
@@ -53,7 +53,7 @@ class TopLogprobAnswer(Answer):
 
 
 class LogprobAnswer(TopLogprobAnswer):
-    """A token of the answer."""
+    """Log-probability of one token of the answer."""
 
     top_logprobs: list[TopLogprobAnswer]
 
@@ -83,7 +83,7 @@ class ChatChoice(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of POST /v1/chat/completions without `stream`."""
+    """Body of the answer to POST /v1/chat/completions without `stream`."""
 
     id: str
     object: Literal["chat.completion"]
@@ -142,7 +142,7 @@ class CompletionChoice(Answer):
 
 
 class CompletionAnswer(Answer):
-    """Of POST /v1/completions; with `stream`, of each event."""
+    """Body of the answer to POST /v1/completions; with `stream`, of each event."""
 
     id: str
     object: Literal["text_completion"]
@@ -176,21 +176,21 @@ class AdapterAnswer(Answer):
 
 
 class EndSessionAnswer(Answer):
-    """Of POST /v1/end_session."""
+    """Body of the answer to POST /v1/end_session."""
 
     status: Literal["success"]
     workers: int = Field(description="that were told")
 
 
 class ModelListAnswer(Answer):
-    """Of GET /v1/models."""
+    """Body of the answer to GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelAnswer]
 
 
 class TokenizeAnswer(Answer):
-    """Of POST /tokenize."""
+    """Body of the answer to POST /tokenize."""
 
     count: int
     max_model_len: int
@@ -199,13 +199,13 @@ class TokenizeAnswer(Answer):
 
 
 class DetokenizeAnswer(Answer):
-    """Of POST /detokenize."""
+    """Body of the answer to POST /detokenize."""
 
     prompt: str
 
 
 class ReadyAnswer(Answer):
-    """Of GET /readyz, with status 200."""
+    """Body of the answer to GET /readyz with status 200."""
 
     status: Literal["ready"]
     models: dict[str, str] | None = Field(
@@ -214,7 +214,7 @@ class ReadyAnswer(Answer):
 
 
 class ErrorBody(Answer):
-    """What went wrong."""
+    """Description of a failure."""
 
     message: str
     type: str
@@ -223,6 +223,6 @@ class ErrorBody(Answer):
 
 
 class ErrorAnswer(Answer):
-    """Of every failure, as the REST edge writes it."""
+    """Body of every failure, as the REST edge writes it."""
 
     error: ErrorBody

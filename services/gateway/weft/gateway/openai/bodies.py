@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API, as far as they are served, with vLLM's extra names.
+"""Request bodies of the OpenAI API, as far as supported, with vLLM's extensions.
 
 Unknown fields are ignored; `null` is the same as absent. Types are strict; ranges are checked later
 for both faces (`weft.gateway.validate`), but for lengths, which bound what checking costs: a list
@@ -26,7 +26,9 @@ _MAX_TOOLS = 1024
 
 
 def _few_entries(value: object) -> object:
-    """Before the entries are looked at: a mapping would collect an error for each of them."""
+    """Limits the number of entries before they are validated: a mapping would collect an error for
+    each.
+    """
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
         raise PydanticCustomError(
             "too_long",
@@ -57,7 +59,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Of `stream_options`."""
+    """The field `stream_options`."""
 
     model_config = _CONFIG
 
@@ -90,7 +92,7 @@ class Message(BaseModel):
 
 
 class JsonSchemaFormat(BaseModel):
-    """Of `response_format`."""
+    """The field `json_schema` of `response_format`."""
 
     model_config = _CONFIG
 
@@ -103,7 +105,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """Of `response_format`."""
+    """The field `response_format`."""
 
     model_config = _CONFIG
 
@@ -112,7 +114,9 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """Of `structured_outputs`, vLLM's name for constraints. Exactly one."""
+    """The field `structured_outputs`, vLLM's name for constraints; exactly one of its fields is
+    set.
+    """
 
     model_config = _CONFIG
 
@@ -124,7 +128,7 @@ class StructuredOutputs(BaseModel):
 
 
 class GenerationBody(Body):
-    """What chat and completions share."""
+    """Fields common to chat and completions."""
 
     max_tokens: int | None = Field(None, description="most tokens generated per choice")
     temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default 1")
@@ -187,7 +191,7 @@ class GenerationBody(Body):
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Messages = Field(description="the conversation, at least one message")
     max_completion_tokens: int | None = Field(None, description="newer name of max_tokens")
@@ -205,7 +209,7 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | Items[int] | Prompts[str] | Prompts[Items[int]] = Field(
         description="a text, several texts, token ids, or several lists of token ids"
@@ -219,7 +223,7 @@ class CompletionBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize, as vLLM's. Either `prompt` or `messages`."""
+    """Body of POST /tokenize, as vLLM's. Either `prompt` or `messages`."""
 
     prompt: str | None = Field(None, description="a text")
     messages: Messages | None = Field(None, description="a conversation")
@@ -231,13 +235,13 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize, as vLLM's."""
+    """Body of POST /detokenize, as vLLM's."""
 
     tokens: Items[int] = Field(description="token ids")
 
 
 class LoadAdapterBody(Body):
-    """POST /v1/load_lora_adapter, as vLLM's."""
+    """Body of POST /v1/load_lora_adapter, as vLLM's."""
 
     model: str | None = Field(None, description="base model; may be absent where there is one")
     lora_name: str = Field(description="what requests will call it")
@@ -252,14 +256,14 @@ class LoadAdapterBody(Body):
 
 
 class UnloadAdapterBody(Body):
-    """POST /v1/unload_lora_adapter, as vLLM's."""
+    """Body of POST /v1/unload_lora_adapter, as vLLM's."""
 
     model: str | None = Field(None, description="not used")
     lora_name: str = Field(description="what requests call it")
 
 
 class EndSessionBody(Body):
-    """POST /v1/end_session."""
+    """Body of POST /v1/end_session."""
 
     model: str | None = Field(None, description="not used")
     session_id: str = Field(description="as in the chat's requests, 1 to 128 bytes")

@@ -1,4 +1,6 @@
-"""Deltas as OpenAI's JSON: whole answers, and server-sent events from pre-encoded pieces."""
+"""Conversion of deltas to OpenAI's JSON: whole answers, and server-sent events from pre-encoded
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def to_json(value: object) -> bytes:
-    """Compact JSON in UTF-8."""
+    """Serialises a value as compact JSON in UTF-8."""
     return _encode(value).encode()
 
 
 def usage_json(usage: common_pb2.Usage) -> dict[str, object]:
-    """OpenAI's usage object."""
+    """Builds OpenAI's usage object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -40,7 +42,7 @@ def usage_json(usage: common_pb2.Usage) -> dict[str, object]:
 def weft_json(
     request_id: str, trace_id: str, timelines: Sequence[common_pb2.Timeline]
 ) -> dict[str, object]:
-    """The extension object that `weft_timeline` asks for."""
+    """The extension object requested by `weft_timeline`."""
     shown = [
         MessageToDict(
             timeline,
@@ -69,7 +71,7 @@ class AnswerWriter(ABC):
         """Prepares the constant parts.
 
         Args:
-            request_id: Of the answer.
+            request_id: Request id of the answer.
             model: Served name.
             vocabulary: For log-probabilities.
             include_usage: Every chunk has a `usage` field, null until the last.
@@ -90,7 +92,7 @@ class AnswerWriter(ABC):
         }
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        """The events of some deltas, one after the other."""
+        """Encodes deltas as consecutive events."""
         return b"".join([self._event(delta) for delta in deltas])
 
     @abstractmethod
@@ -102,7 +104,7 @@ class AnswerWriter(ABC):
         return b"data: " + to_json(frame) + b"\n\n"
 
     def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
-        """A whole answer.
+        """Builds a whole answer.
 
         Args:
             deltas: One for each sample, in order, complete.
@@ -119,7 +121,7 @@ class AnswerWriter(ABC):
 
 
 class ChatWriter(AnswerWriter):
-    """chat.completion and chat.completion.chunk."""
+    """Writes chat.completion and chat.completion.chunk objects."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
@@ -150,7 +152,7 @@ class ChatWriter(AnswerWriter):
         )
 
     def _open(self, index: int) -> tuple[bytes, bytes]:
-        """Prefix of a choice's events, and its first event."""
+        """Builds the prefix of a choice's events, and its first event."""
         prefix = self._head + b'{"index":%d,"delta":{' % index
         self._prefixes[index] = prefix
         return prefix, prefix + b'"role":"assistant","content":"","refusal":null' + self._suffix
@@ -178,7 +180,7 @@ class ChatWriter(AnswerWriter):
 
 
 class CompletionWriter(AnswerWriter):
-    """text_completion, whole and streamed."""
+    """Writes text_completion objects, whole and streamed."""
 
     object_name = "text_completion"
     chunk_name = "text_completion"
@@ -196,7 +198,7 @@ class CompletionWriter(AnswerWriter):
         """Prepares the constant parts.
 
         Args:
-            request_id: Of the answer.
+            request_id: Request id of the answer.
             model: Served name.
             vocabulary: For log-probabilities.
             include_usage: As in `AnswerWriter`.

@@ -1,4 +1,4 @@
-"""The one constraint of a body, from OpenAI's field or one of vLLM's."""
+"""Extracts the constraint of a body from OpenAI's field or one of vLLM's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": True
 
 
 class GivenConstraint(NamedTuple):
-    """A constraint and where the client wrote it."""
+    """A constraint and the field in which the client gave it."""
 
     param: str
     value: Constraint
 
 
 def constraint_of(body: GenerationBody) -> GivenConstraint | None:
-    """The constraint of a body; None when any text will do.
+    """The constraint of a body; None if there is none.
 
     Raises:
         InvalidRequest: There are several, or a field contradicts another.

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the models that validate bodies and describe answers."""
+"""The OpenAPI document, generated from the models that validate bodies and describe answers."""
 
 from __future__ import annotations
 

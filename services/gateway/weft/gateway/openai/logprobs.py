@@ -9,7 +9,7 @@ from weft.gateway.vocabulary import Vocabulary
 from weft.v1 import common_pb2
 
 _LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replacement for minus infinity, which JSON does not have."""
 
 
 def chat_logprobs(
@@ -41,7 +41,7 @@ def completion_logprobs(
 
     Args:
         vocabulary: The model's.
-        entries: Of consecutive tokens.
+        entries: Entries of consecutive tokens.
         offset: Characters of the choice's text before them.
 
     Returns:
@@ -70,7 +70,9 @@ def completion_logprobs(
 
 
 def _completion_token(vocabulary: Vocabulary, token_id: int) -> str:
-    r"""Names of their own for parts of characters, such as `bytes:\xe4\xbd`: they are keys too."""
+    r"""Text of a token; parts of characters have names such as `bytes:\xe4\xbd`, since they are
+    keys too.
+    """
     data = vocabulary.token_bytes(token_id)
     try:
         return data.decode()

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked object, or an error that names the field."""
+"""Parses the bytes of a body into a checked object, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ T = TypeVar("T")
 _UNION_MEMBER = re.compile(r"(str|int|float|bool|(list|dict|constrained|function)\b.*|[A-Z]\w*)")
 _MAX_SHOWN_CHARS = 80
 _LARGE_BYTES = 64 << 10
-"""Larger bodies are not parsed on the event loop."""
+"""Size from which bodies are not parsed on the event loop."""
 _MAX_BRACKETS = 1 << 18
-"""Lists and objects take many times the room of their text. Brackets in texts count as well: a text
-with so many has more tokens than a context."""
+"""Most opening brackets: lists and objects take far more memory than their text. Brackets inside
+strings count as well; a text with this many has more tokens than a context.
+"""
 _JSON_KINDS = {"list_type": "array", "dict_type": "object", "model_type": "object"}
-"""Where pydantic has Python's word."""
+"""JSON's names for kinds of values for which pydantic has Python's."""
 
 
 class BodyTooLarge(InvalidRequest):
@@ -37,15 +38,15 @@ class BodyTooLarge(InvalidRequest):
 
 
 class BodyParser:
-    """Parses and translates bodies; large ones one by one in a thread, so that streams go on."""
+    """Parses and converts bodies; large ones in a thread, one at a time, so that streams go on."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Sets the bound of a body, in bytes."""
+        """Sets the size limit of a body, in bytes."""
         self._max_bytes = max_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
     def close(self) -> None:
-        """Lets the thread go."""
+        """Stops the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def parse(self, cls: type[B], data: bytes, translate: Callable[[B], T]) -> tuple[B, T]:
@@ -135,7 +136,7 @@ def _kind(item: ErrorDetails) -> str:
 
 
 class _Short(reprlib.Repr):
-    """A value's beginning, without a look at the whole of it."""
+    """The beginning of a value, computed without formatting all of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ def _path(item: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _shown(path: tuple[int | str, ...]) -> str:
-    """`messages[0].content`"""
+    """Formats a path like `messages[0].content`."""
     text = ""
     for part in path:
         if isinstance(part, int):

@@ -43,9 +43,9 @@ from weft.gateway.openai.translate import (
     load_order,
     tokenize_prompt,
 )
-from weft.gateway.pipeline import Pipeline
+from weft.gateway.pipeline import RequestPipeline
 from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
-from weft.gateway.served import Catalogue, Meant, Served
+from weft.gateway.served import Catalogue, ResolvedModel, Served
 from weft.gateway.stream import Delta, TokenStream
 from weft.gateway.validate import check_ids
 from weft.v1 import openai_pb2, openai_pb2_grpc
@@ -55,15 +55,15 @@ _EVENTS = "text/event-stream"
 _READY_RETRY_S = 1.0
 _LARGE = 32 << 10
 _LOGPROB_CHARS = 100
-"""Of one token's log-probabilities, at least."""
+"""Least number of characters of one token's log-probabilities."""
 
 
 class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
-    """Parses bodies, translates them, and writes answers. No logic of its own."""
+    """Parses bodies, converts them, and writes answers. Has no logic of its own."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: RequestPipeline,
         models: Catalogue,
         fleet: Fleet,
         adapters: AdapterCalls,
@@ -76,7 +76,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self._bodies = BodyParser(max_body_bytes)
 
     def close(self) -> None:
-        """Lets threads go."""
+        """Stops the threads."""
         self._bodies.close()
 
     async def ChatCompletions(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
@@ -176,7 +176,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         meant = [
             one
             for served in self._models
-            for one in (Meant(served), *self._models.adapters_of(served))
+            for one in (ResolvedModel(served), *self._models.adapters_of(served))
         ]
         return _json({"object": "list", "data": [_describe(one) for one in meant]})
 
@@ -258,7 +258,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return to_json(openapi_document())
 
 
-def _describe(meant: Meant) -> dict[str, object]:
+def _describe(meant: ResolvedModel) -> dict[str, object]:
     served, entry = meant.served, meant.entry
     return {
         "id": meant.name,
@@ -307,7 +307,7 @@ def _join(parts: list[Delta]) -> Delta:
 
 
 async def _build(size: int, build: Callable[[], bytes]) -> HttpBody:
-    """An answer of some `size`, in characters or numbers: a large one is built in a thread."""
+    """Builds an answer of some `size`, in characters or numbers; a large one in a thread."""
     data = build() if size <= _LARGE else await asyncio.to_thread(build)
     return HttpBody(content_type=_JSON, data=data)
 

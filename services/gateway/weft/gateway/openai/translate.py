@@ -1,4 +1,4 @@
-"""The one translation of the OpenAI face: from bodies to the gateway's own request."""
+"""Conversion of OpenAI bodies to the gateway's own request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft.gateway.slo.targets import Targets
 from weft.gateway.validate import invalid
 
 _DEFAULT_COMPLETION_TOKENS = 16
-"""As OpenAI's and vLLM's completions; chat goes on up to the context."""
+"""Default for completions, as OpenAI's and vLLM's; chat goes on up to the context."""
 
 
 def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
@@ -161,7 +161,7 @@ def _request(
 
 
 def load_order(body: LoadAdapterBody) -> LoadOrder:
-    """The load that a body asks for."""
+    """The load order that a body contains."""
     return LoadOrder(
         name=body.lora_name,
         path=body.lora_path,

@@ -1,4 +1,4 @@
-"""Routing policies: a class each, over a view of one pool."""
+"""Routing policies: one class each, over a view of one pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.gateway.routing.cache_aware_approximate import CacheAwareApproximate
 from weft.gateway.routing.consistent_hashing import ConsistentHashing
 from weft.gateway.routing.follow import Follow
 from weft.gateway.routing.manual import Manual
-from weft.gateway.routing.page_index import PageIndex
+from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.power_of_two import PowerOfTwo
 from weft.gateway.routing.prefix_hash import PrefixHash
 from weft.gateway.routing.random_choice import RandomChoice
@@ -31,11 +31,11 @@ POLICIES: dict[str, type[Policy]] = {
     "follow": Follow,
     "cache_aware": CacheAware,
 }
-"""By the name in the settings."""
+"""Policies by their name in the settings."""
 
 
 def make_policy(name: str, options: PolicyOptions) -> Policy:
-    """A policy for one pool; `name` is a key of `POLICIES`."""
+    """Creates a policy for one pool; `name` is a key of `POLICIES`."""
     if name == "cache_aware" and not options.kv_events:
         return CacheAwareApproximate(options)
     return POLICIES[name](options)
@@ -44,8 +44,8 @@ def make_policy(name: str, options: PolicyOptions) -> Policy:
 __all__ = [
     "POLICIES",
     "Choice",
+    "FleetPageIndex",
     "LoadEstimate",
-    "PageIndex",
     "Policy",
     "PolicyOptions",
     "PoolView",

@@ -1,4 +1,4 @@
-"""What a routing policy is asked and decides."""
+"""The interface of routing policies: what they are asked, and what they decide."""
 
 from __future__ import annotations
 
@@ -11,70 +11,72 @@ from typing import NamedTuple
 
 import numpy as np
 from weft.engine.memory.keys import ShortKeys, namespace_digest
-from weft.gateway.routing.page_index import PageIndex
+from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import Column, PoolView, WorkerView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """Settings of all policies; each takes what it knows."""
+    """Settings of all policies; each uses those that concern it."""
 
     seed: int | None = None
-    """Of those that draw; absent = another one each time."""
+    """Seed of policies that draw; None: a different one each time."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds."""
+    """Clock, seconds."""
     kv_events: bool = True
-    """`cache_aware` follows the workers' own word; else what was sent to them."""
+    """`cache_aware`: whether to use the workers' reports, rather than what was sent to them."""
     index_pages: int = 1 << 20
-    """Pages that an index over all workers may have."""
+    """Most pages in an index over all workers."""
     request_tokens: int = 0
-    """What one request on a worker counts for in `cache_aware`, in prompt tokens."""
+    """`cache_aware`: cost of one request on a worker, in prompt tokens."""
     compute_weight: float = 8.0
-    """What a prompt token that is to be computed counts for in `cache_aware`, in queued ones."""
+    """`cache_aware`: cost of a prompt token to be computed, in queued tokens."""
     spread_tokens: int = 80_000
-    """What a cache that was filled anew lately counts for in `cache_aware`, in queued tokens, where
-    a prompt may go anywhere."""
+    """`cache_aware`: cost of a cache that was refilled lately, in queued tokens, for a prompt that
+    may go anywhere.
+    """
     balance_abs_threshold: int = 32
-    """Approximate `cache_aware`: difference in requests up to which loads are balanced."""
+    """Approximate `cache_aware`: difference in requests up to which loads count as balanced."""
     balance_rel_threshold: float = 1.0001
-    """Likewise: most requests divided by least."""
+    """The same policy: most requests divided by least."""
     cache_threshold: float = 0.5
-    """Likewise: share of the prompt that a match must have to decide."""
+    """The same policy: share of the prompt that a match must have to decide."""
     max_tree_pages: int = 1 << 16
-    """Likewise: pages remembered of each worker."""
+    """The same policy: pages remembered of each worker."""
     eviction_interval_s: float = 60.0
-    """Likewise: between looks for what is to be forgotten."""
+    """The same policy: seconds between evictions."""
     load_factor: float = 1.25
-    """`prefix_hash`: requests that a worker may have, as a multiple of the mean."""
+    """`prefix_hash`: most requests of a worker, as a multiple of the mean."""
     prefix_tokens: int = 256
-    """`prefix_hash`: leading tokens that decide."""
+    """`prefix_hash`: number of leading tokens that decide."""
     max_pins: int = 1 << 17
-    """`manual`: keys remembered."""
+    """`manual`: number of keys remembered."""
     pin_idle_s: float = 14_400.0
-    """`manual`: a key that nobody used for so long is forgotten."""
+    """`manual`: seconds after which an unused key is forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRequest:
-    """What of a request matters for its place."""
+    """The part of a request that matters for routing."""
 
     request_id: str
     prompt_ids: Sequence[int]
     cache_salt: str = ""
     routing_key: str = ""
-    """Requests of one key belong together; empty = this one belongs to none."""
+    """Routing key; empty: none."""
     prefill_host: str = ""
-    """Machine of the prefill worker that will fill it; empty = not known."""
+    """Machine of the prefill worker that will fill it; empty: unknown."""
     first_token_s: float | None = None
-    """Target: time to its first token, from when it is sent; absent = none."""
+    """Target for the time from sending to the first token; None: none."""
     adapter: bytes = b""
-    """Digest of its adapter's content; empty = the base model. Pages of others are not its own."""
+    """Content digest of its adapter; empty: the base model. Pages of other adapters do not match.
+    """
     _keys: dict[tuple[bytes, str, int], ShortKeys] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def page_keys(self, worker: WorkerView) -> ShortKeys:
-        """Keys of the prompt's full pages on a worker, which must have a page size."""
+        """Keys of the prompt's full pages on a worker, whose page size must be known."""
         keys = self._keys.get(worker.naming)
         if keys is None:
             namespace = _namespace(
@@ -85,13 +87,13 @@ class RoutingRequest:
         return keys
 
     def beside(self, host: str) -> RoutingRequest:
-        """The same request, whose prefill worker is on a host."""
+        """The same request, with its prefill worker's host."""
         placed = replace(self, prefill_host=host)
         object.__setattr__(placed, "_keys", self._keys)  # they need not be computed again
         return placed
 
     def num_useful_pages(self, page_size: int) -> int:
-        """Full pages that others may fill: the owner always runs the last token."""
+        """Number of full pages that others may fill: the owner always runs the last token."""
         return max(0, len(self.prompt_ids) - 1) // page_size
 
 
@@ -104,19 +106,19 @@ class Choice(NamedTuple):
     """A worker that a policy chose."""
 
     position: int
-    """In the view."""
+    """Position in the view."""
     match_tokens: int = 0
-    """Leading prompt tokens that it is believed to hold; 0 where the policy does not know."""
+    """Leading prompt tokens that it is believed to hold; 0 if the policy does not know."""
 
 
 class Policy(ABC):
-    """Chooses workers. One instance serves one pool, so it may keep state of its own."""
+    """Chooses workers. One instance serves one pool, and may keep state."""
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """Begins knowing nothing; `options` default to their defaults."""
+        """Creates the policy without state; `options` default to their defaults."""
         self.options = options or PolicyOptions()
-        self.index: PageIndex | None = None
-        """Whoever follows the workers' KV events keeps it right; None: it needs none."""
+        self.index: FleetPageIndex | None = None
+        """Prefix index, updated from the workers' KV events; None: the policy needs none."""
         self._turn = 0
 
     @abstractmethod
@@ -141,7 +143,8 @@ class Policy(ABC):
         return 0
 
     def least(self, view: PoolView, count: int, *columns: Column) -> list[int]:
-        """The workers with the least of the first column, then of the next ones, then in turn.
+        """The workers with the least value of the first column, ties broken by the next columns,
+        then in turn.
 
         Args:
             view: The pool.

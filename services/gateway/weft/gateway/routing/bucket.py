@@ -1,4 +1,4 @@
-"""Prompts of like length to the same workers."""
+"""Sends prompts of similar length to the same workers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequ
 from weft.gateway.routing.view import Column, PoolView
 
 _WINDOW = 4096
-"""Prompts whose lengths set the borders."""
+"""Number of prompts whose lengths determine the borders."""
 _REFRESH = 64
-"""Prompts between two looks at the borders."""
+"""Number of prompts between two updates of the borders."""
 
 
 class Bucket(Policy):
-    """Short prompts to the first workers, long ones to the last: none waits behind the other kind.
+    """Short prompts go to the first workers, long ones to the last, so that neither waits for the
+    other.
 
     The borders between workers adapt: with the lengths of the last prompts in order, each worker
     gets an equal share of their tokens. Prompts of one length that fill several shares go to the

@@ -1,4 +1,4 @@
-"""The worker that has the least left to compute, by the workers' own word."""
+"""Chooses the worker with the least left to compute, by the workers' own reports."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
-from weft.gateway.routing.page_index import PageIndex
+from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import Column, PoolView, Rates
 
 _LATE = 1 << 40
-"""Above every cost."""
+"""A cost above all others."""
 _CROWDED = 1 << 39
-"""Above every other cost, below being late."""
+"""A cost above every other, but below that of being late."""
 _MAX_ENDS = 1 << 16
 
 
 def _to_come(view: PoolView) -> Rates:
-    """Share of its cache that each worker fills with what it has queued."""
+    """Share of its cache that each worker will fill with its queue."""
     page_size = max(view.workers[0].page_size, 1)
     shares: Rates = view.queued_tokens / np.maximum(view.total_pages * page_size, 1)
     return shares
 
 
 class CacheAware(Policy):
-    """Least cost first, in prompt tokens:
+    """Chooses the least cost, in prompt tokens:
 
         cost = queued_tokens + compute_weight * (prompt - match) + request_tokens * num_requests
                + spread_tokens * inflow, of a prompt that may go anywhere
@@ -45,9 +45,9 @@ class CacheAware(Policy):
     def __init__(self, options: PolicyOptions | None = None) -> None:
         """See `Policy`."""
         super().__init__(options)
-        self.index: PageIndex = PageIndex(self.options.index_pages)
+        self.index: FleetPageIndex = FleetPageIndex(self.options.index_pages)
         self._ends: OrderedDict[int, None] = OrderedDict()
-        """Pages at which longest matches ended, the least recent first."""
+        """Numbers of pages at which longest matches ended, least recent first."""
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
         """See `Policy.choose`."""
@@ -69,7 +69,7 @@ class CacheAware(Policy):
         return [Choice(position, int(matches[position])) for position in best]
 
     def _is_free(self, view: PoolView, request: RoutingRequest, match: int) -> bool:
-        """Nothing of the prompt is known but what others begin with, too.
+        """Whether no more of the prompt is cached than what other prompts begin with, too.
 
         The longest match of a conversation's next turn ends where nobody's match has ended before.
         That of a new conversation ends where its system prompt does, as others' have.
@@ -90,7 +90,9 @@ class CacheAware(Policy):
     def _is_late(
         view: PoolView, request: RoutingRequest, matches: Column, target_s: float
     ) -> NDArray[np.bool_]:
-        """Who would have computed the prompt later than that; of unknown speed nobody."""
+        """Workers that would have computed the prompt later than that; none of those of unknown
+        speed.
+        """
         left = view.queued_tokens + len(request.prompt_ids) - matches
         late: NDArray[np.bool_] = left > target_s * np.where(
             view.tokens_per_s > 0, view.tokens_per_s, np.inf

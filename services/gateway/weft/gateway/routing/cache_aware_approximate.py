@@ -1,4 +1,4 @@
-"""The worker that was sent the longest part of a prompt before, while loads are balanced."""
+"""Chooses the worker that was sent the longest part of a prompt, while loads are balanced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.gateway.routing.view import PoolView
 
 
 class CacheAwareApproximate(Policy):
-    """Needs no word from the workers: a prefix that was sent to one is taken to be there.
+    """Needs no reports of cached pages: a prefix that was sent to a worker is assumed to be there.
 
     In this order, as SGLang's router documents it, with pages in the place of characters:
 
@@ -29,7 +29,7 @@ class CacheAwareApproximate(Policy):
 
     @property
     def num_pages(self) -> int:
-        """Remembered, over all workers."""
+        """Pages remembered, over all workers."""
         return self._sent.index.num_pages
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:

@@ -1,4 +1,4 @@
-"""A key's worker by hashing, with as little change as can be when workers come and go."""
+"""Chooses a key's worker by hashing, with minimal changes when workers come and go."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.gateway.routing.view import PoolView
 
 
 class ConsistentHashing(Policy):
-    """The first choice of the routing key; without one, of the request's own id.
+    """Chooses by the routing key; without one, by the request's id.
 
     Gateways need no word with each other to agree. When one of n workers leaves, only its keys
     move; a new one takes 1/n of all.

@@ -1,4 +1,4 @@
-"""A decode worker beside the prefill worker."""
+"""Chooses a decode worker near the prefill worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.gateway.routing.view import Column, PoolView
 
 
 class Follow(Policy):
-    """Workers on the host of the request's prefill worker first; of those the least loaded.
+    """Prefers workers on the host of the request's prefill worker, the least loaded first.
 
     Pages then travel through shared memory or NVLink and not over a network. Without a prefill
     worker, or with none beside it, the worker with the fewest requests is taken.
@@ -19,7 +19,7 @@ class Follow(Policy):
         super().__init__(options)
         self._view: PoolView | None = None
         self._is_elsewhere: dict[str, Column] = {}
-        """By host: 0 for its workers, 1 for others."""
+        """Columns by host: 0 for its workers, 1 for others."""
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
         """See `Policy.choose`."""

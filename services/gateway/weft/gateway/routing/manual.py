@@ -1,4 +1,4 @@
-"""All requests of one key to one worker."""
+"""Sends all requests with the same key to the same worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Manual(Policy):
         """See `Policy`."""
         super().__init__(options)
         self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """By key, the least recently used first: worker, and when it was used."""
+        """Worker and time of last use by key, the least recently used first."""
         self._view: PoolView | None = None
         self._positions: dict[str, int] = {}
 
@@ -36,7 +36,7 @@ class Manual(Policy):
 
     @property
     def num_pins(self) -> int:
-        """Keys remembered."""
+        """Number of keys remembered."""
         return len(self._pins)
 
     def _pinned(self, view: PoolView, key: str) -> int | None:

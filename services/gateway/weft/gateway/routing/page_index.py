@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from weft.gateway.routing.base import RoutingRequest
 
 _BLOCK_PAGES = 16
-"""Pages of a prompt looked at in one go."""
+"""Pages of a prompt looked up at a time."""
 _INFLOW_WINDOW = 1 / 3
-"""Of all caches: so many new pages ago a new page counts 1/e."""
+"""Window of the inflow, in new pages of all caches: a page that many pages old counts 1/e."""
 
 
 class _Group:
     """Workers of a view whose pages have the same keys."""
 
-    def __init__(self, view: PoolView, index: PageIndex, positions: Sequence[int]) -> None:
+    def __init__(self, view: PoolView, index: FleetPageIndex, positions: Sequence[int]) -> None:
         self.member = view.workers[positions[0]]
         self.mask = 0
         self.position_of_bit: dict[int, int] = {}
@@ -44,7 +44,7 @@ class _Group:
         self._num_bytes = max(slots, default=0) // 8 + 1
 
     def positions(self, mask: int) -> NDArray[np.int64] | int:
-        """Where the workers of a mask are in the view."""
+        """Positions, in the view, of the workers of a mask."""
         single = self.position_of_bit.get(mask)
         if single is not None:
             return single
@@ -54,7 +54,7 @@ class _Group:
         return found
 
 
-class PageIndex:
+class FleetPageIndex:
     """Pages of all workers of a pool.
 
     Args:
@@ -65,24 +65,24 @@ class PageIndex:
         self._max_pages = max_pages
         self._holders: dict[int, int] = {}
         self._held: dict[str, tuple[int, int, set[int]]] = {}
-        """By worker: epoch, slot, keys."""
+        """Epoch, slot and keys by worker."""
         self._free_slots: list[int] = []
         self._sizes: Column = np.zeros(64, np.int64)
-        """Pages, by slot."""
+        """Number of pages by slot."""
         self._inflow: Rates = np.zeros(64)
-        """New pages lately, by slot."""
+        """Recent inflow of new pages by slot."""
         self._num_unaged = 0
-        """New pages over all workers since `inflow` was last asked for."""
+        """New pages over all workers since `inflow` was last read."""
         self._version = 0
         self._groups: tuple[PoolView | None, int, list[_Group]] = (None, 0, [])
         self.num_pages = 0
-        """Remembered, over all workers."""
+        """Pages remembered, over all workers."""
         self.num_dropped = 0
-        """Pages that the bound kept out, since the start."""
+        """Pages left out because of the limit, since the start."""
 
     @property
     def num_keys(self) -> int:
-        """Different pages."""
+        """Number of distinct pages."""
         return len(self._holders)
 
     def sizes(self, view: PoolView) -> Column:
@@ -93,7 +93,7 @@ class PageIndex:
         return found
 
     def inflow(self, view: PoolView) -> Rates:
-        """Share of its cache that each worker has filled with new pages lately.
+        """Share of its cache that each worker has recently filled with new pages.
 
         Lately means: while all of them together filled a third of all their caches. So it does not
         depend on how fast that is, and is a third for each where they are even.
@@ -110,17 +110,17 @@ class PageIndex:
         return found / np.maximum(view.total_pages, 1)
 
     def slot(self, worker: WorkerView) -> int | None:
-        """Bit of this incarnation; None when nothing is known of it."""
+        """Bit of this incarnation; None if nothing is known of it."""
         held = self._held.get(worker.worker_id)
         return held[1] if held is not None and held[0] == worker.epoch else None
 
     def replace(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """Takes a snapshot: from now on the worker holds these pages and no others."""
+        """Applies a snapshot: the worker holds exactly these pages."""
         self.forget(worker_id)
         self._add(worker_id, epoch, keys)
 
     def add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """Notes that an incarnation has new pages; another one's are forgotten."""
+        """Adds pages to an incarnation; those of another incarnation are dropped."""
         slot, count = self._add(worker_id, epoch, keys)
         self._inflow[slot] += count
         self._num_unaged += count
@@ -154,7 +154,7 @@ class PageIndex:
         return slot, len(known) - before
 
     def remove(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """Notes that an incarnation does not hold pages any more."""
+        """Removes pages of an incarnation."""
         held = self._held.get(worker_id)
         if held is None or held[0] != epoch:
             return
@@ -168,7 +168,7 @@ class PageIndex:
         self._sizes[slot] = len(known)
 
     def forget(self, worker_id: str) -> int:
-        """Forgets a worker; returns the pages that were remembered of it."""
+        """Forgets a worker; returns the number of its pages."""
         held = self._held.pop(worker_id, None)
         if held is None:
             return 0
@@ -183,7 +183,7 @@ class PageIndex:
         return len(known)
 
     def clear(self) -> int:
-        """Forgets everything; returns the pages that were remembered."""
+        """Forgets everything; returns the number of pages."""
         count, self.num_pages = self.num_pages, 0
         self._holders.clear()
         self._held.clear()
@@ -215,7 +215,7 @@ class PageIndex:
     def _levels(
         self, group: _Group, request: RoutingRequest, page_size: int
     ) -> list[tuple[int, int]]:
-        """(pages, workers that hold at least so many), the fewest pages first."""
+        """Pairs (pages, workers that hold at least this many), fewest pages first."""
         keys, num_pages = request.page_keys(group.member), request.num_useful_pages(page_size)
         get, held, start = self._holders.get, group.mask, 0
         levels: list[tuple[int, int]] = []

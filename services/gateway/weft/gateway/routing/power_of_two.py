@@ -1,4 +1,4 @@
-"""The better of two workers drawn."""
+"""Chooses the better of two random workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.gateway.routing.view import PoolView
 
 
 class PowerOfTwo(Policy):
-    """Draws two workers and takes the one with fewer requests, then with fewer tokens.
+    """Draws two workers and takes the one with fewer requests, then fewer tokens.
 
     Mitzenmacher, "The power of two choices in randomized load balancing" (2001). With old reports
     it does not send everything to the one worker that was least loaded then.

@@ -1,4 +1,4 @@
-"""Prompts that begin alike to the same worker, unless it has more than its share."""
+"""Sends prompts with the same beginning to the same worker, unless it exceeds its share."""
 
 from __future__ import annotations
 

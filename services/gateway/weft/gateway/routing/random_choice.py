@@ -1,4 +1,4 @@
-"""Any worker."""
+"""Chooses a worker at random."""
 
 from __future__ import annotations
 

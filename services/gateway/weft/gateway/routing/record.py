@@ -1,4 +1,4 @@
-"""What a pool's policy was asked and what it answered, line by line, so that it can be replayed.
+"""A record of a pool's policy, line by line: what it was asked and what it answered, for replay.
 
 A policy is a function of what it is shown: the order of choices, the loads at each of them, what
 the index was told in between, the time, and its seed. All of these are in the record and nothing
@@ -13,37 +13,37 @@ from typing import Any
 
 import msgspec
 from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
-from weft.gateway.routing.page_index import PageIndex
+from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import LOADS, SPEEDS, UNREPORTED, PoolView, WorkerView
 
 COLUMNS = (*LOADS, *UNREPORTED, *SPEEDS)
-"""Of a view; its other columns follow from its workers."""
+"""Columns of a view that are recorded; the others follow from its workers."""
 
 
 class Line(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
     """One event of one pool."""
 
     pool: str
-    """MODEL/ROLE."""
+    """Name of the pool, MODEL/ROLE."""
 
 
 class Began(Line, tag="began"):
-    """The policy was made; the first line of each pool."""
+    """Creation of the policy; the first line of each pool."""
 
     policy: str
-    """Its name in the settings."""
+    """Name of the policy in the settings."""
     options: dict[str, Any]
-    """`PolicyOptions` but for the clock."""
+    """`PolicyOptions` without the clock."""
 
 
 class Members(Line, tag="members"):
-    """Choices from now on are among these workers."""
+    """The workers among which the following choices are made."""
 
     workers: list[WorkerView]
 
 
 class Asked(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A `RoutingRequest`."""
+    """A recorded `RoutingRequest`."""
 
     request_id: str
     prompt_ids: list[int]
@@ -55,47 +55,47 @@ class Asked(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Chose(Line, tag="chose"):
-    """A choice."""
+    """A recorded choice."""
 
     now: float
-    """The policy's clock."""
+    """Time on the policy's clock."""
     request: Asked
     count: int
     columns: dict[str, list[float]]
-    """Of the view, by name: what was not 0 throughout."""
+    """Columns of the view by name, if not 0 throughout."""
     chosen: list[tuple[int, int]]
-    """Position and matched tokens, the best first."""
+    """Positions and matched tokens, best first."""
 
 
 class Told(Line, tag="told"):
-    """The index was told something of a worker."""
+    """An update of the index for one worker."""
 
     how: str
-    """Method of `PageIndex`: replace, add, remove or forget."""
+    """Method of `FleetPageIndex`: replace, add, remove or forget."""
     worker_id: str
     epoch: int = 0
     keys: list[int] = []
 
 
 class Cleared(Line, tag="cleared"):
-    """The index forgot everything."""
+    """Clearing of the index."""
 
 
 class Flushed(Line, tag="flushed"):
-    """The policy forgot what workers were sent."""
+    """A flush of what workers were sent."""
 
 
 AnyLine = Began | Members | Chose | Told | Cleared | Flushed
 Write = Callable[[AnyLine], None]
 
 
-class RecordingIndex(PageIndex):
-    """Records what it is told.
+class RecordingIndex(FleetPageIndex):
+    """A page index that records every call.
 
     A line is written after the fact: what a call forgets on its way, by another call, comes first.
 
     Args:
-        max_pages: As of `PageIndex`.
+        max_pages: As of `FleetPageIndex`.
         pool: In the lines.
         write: Takes them.
     """
@@ -106,31 +106,31 @@ class RecordingIndex(PageIndex):
         self._write = write
 
     def replace(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """See `PageIndex.replace`."""
+        """See `FleetPageIndex.replace`."""
         told = self._told("replace", worker_id, epoch, keys)
         super().replace(worker_id, epoch, told.keys)
         self._write(told)
 
     def add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """See `PageIndex.add`."""
+        """See `FleetPageIndex.add`."""
         told = self._told("add", worker_id, epoch, keys)
         super().add(worker_id, epoch, told.keys)
         self._write(told)
 
     def remove(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """See `PageIndex.remove`."""
+        """See `FleetPageIndex.remove`."""
         told = self._told("remove", worker_id, epoch, keys)
         super().remove(worker_id, epoch, told.keys)
         self._write(told)
 
     def forget(self, worker_id: str) -> int:
-        """See `PageIndex.forget`."""
+        """See `FleetPageIndex.forget`."""
         count = super().forget(worker_id)
         self._write(self._told("forget", worker_id, 0, ()))
         return count
 
     def clear(self) -> int:
-        """See `PageIndex.clear`."""
+        """See `FleetPageIndex.clear`."""
         count = super().clear()
         self._write(Cleared(pool=self._pool))
         return count
@@ -140,11 +140,11 @@ class RecordingIndex(PageIndex):
 
 
 class RecordingPolicy(Policy):
-    """A policy that records what it is shown and what it chooses.
+    """A policy that records its inputs and choices.
 
     Args:
         make: Makes the policy that chooses.
-        name: Of that policy.
+        name: Name of the recorded policy.
         options: Its options; those that draw get their seed from here where there is none.
         pool: In the lines.
         write: Takes them.

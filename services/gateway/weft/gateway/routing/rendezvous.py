@@ -1,4 +1,4 @@
-"""Highest random weight hashing: a key prefers workers in an order that depends on them alone.
+"""Highest-random-weight hashing: a key's order of workers depends on these alone.
 
 Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998). When a worker
 leaves, only its own keys move, each to the next in that key's order; when one joins, it takes its
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from weft.gateway.routing.view import PoolView
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-"""Of SplitMix64's finaliser (Steele, Lea and Flood 2014)."""
+"""Multipliers of SplitMix64's finaliser (Steele, Lea and Flood 2014)."""
 
 
 def hash64(data: bytes) -> int:
-    """64 bits that are the same in every process."""
+    """Hashes to 64 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -30,7 +30,7 @@ class Rendezvous:
         self._hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def weights(self, view: PoolView, key: bytes) -> NDArray[np.uint64]:
-        """One number a worker, by position; the highest is the key's first choice."""
+        """One weight per worker, by position; the highest is the key's first choice."""
         if view is not self._view:
             names = [hash64(worker.worker_id.encode()) for worker in view.workers]
             self._hashes, self._view = np.array(names, np.uint64), view

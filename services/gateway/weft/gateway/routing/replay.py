@@ -1,4 +1,4 @@
-"""Runs a record of routing through the policies again (`weft.gateway.routing.record`)."""
+"""Replays a record of routing through the policies (`weft.gateway.routing.record`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _decoder = msgspec.json.Decoder(AnyLine)
 _INDEX_CALLS = frozenset({"replace", "add", "remove"})
 
 
-class Decision(NamedTuple):
-    """One choice, then and now."""
+class ReplayedChoice(NamedTuple):
+    """One choice, as recorded and as replayed."""
 
     pool: str
     request_id: str
@@ -36,12 +36,12 @@ class Decision(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """Same workers in the same order, believed to hold the same."""
+        """Whether both name the same workers in the same order, believed to hold the same."""
         return self.recorded == self.replayed
 
 
 def read_record(path: Path) -> Iterator[AnyLine]:
-    """The lines of a record; a last one that was cut off is left out.
+    """Reads the lines of a record; a truncated last one is ignored.
 
     Raises:
         ConfigError: A line is not of such a record; says which.
@@ -57,7 +57,7 @@ def read_record(path: Path) -> Iterator[AnyLine]:
 
 
 class _Pool:
-    """One pool of a record: its policy, and what it is shown next."""
+    """One pool of a record: its policy, and the view that it is shown next."""
 
     def __init__(self, began: Began, make: Callable[[str, PolicyOptions], Policy]) -> None:
         self.now = 0.0
@@ -83,11 +83,11 @@ class _Pool:
 
 def replay(
     lines: Iterable[AnyLine], make: Callable[[str, PolicyOptions], Policy]
-) -> Iterator[Decision]:
-    """Shows policies what they were shown then.
+) -> Iterator[ReplayedChoice]:
+    """Gives policies their recorded inputs again.
 
     Args:
-        lines: Of a record, from its beginning.
+        lines: Lines of a record, from its beginning.
         make: Makes the policies; `make_policy`, or something that makes others to compare.
 
     Yields:
@@ -107,7 +107,9 @@ def replay(
         match line:
             case Chose():
                 recorded = [Choice(*pair) for pair in line.chosen]
-                yield Decision(line.pool, line.request.request_id, recorded, pool.choose(line))
+                yield ReplayedChoice(
+                    line.pool, line.request.request_id, recorded, pool.choose(line)
+                )
             case Members():
                 pool.view = PoolView(line.workers)
             case Told():

@@ -1,4 +1,4 @@
-"""Each worker in its turn."""
+"""Chooses the workers in turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft.gateway.routing.view import PoolView
 
 
 class RoundRobin(Policy):
-    """Starts one worker further for every request, whatever their load."""
+    """Starts with the next worker for every request, whatever the loads."""
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
         """See `Policy.choose`."""

@@ -1,17 +1,17 @@
-"""What each worker was sent, for want of its own word; the longest unused is forgotten."""
+"""Pages sent to each worker, in place of its own reports; the least recently used are forgotten."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from weft.gateway.routing.page_index import PageIndex
+from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import WorkerView
 
-_MOST_EXCESS = 2
-"""Times its bound that a worker's pages may be between two looks."""
+_MAX_EXCESS = 2
+"""Factor by which a worker's pages may exceed the limit between two evictions."""
 _ABSENT_INTERVALS = 60
-"""Looks after which a worker that was sent nothing is forgotten."""
+"""Evictions after which a worker that was sent nothing is forgotten."""
 
 
 class _Sent:
@@ -30,7 +30,7 @@ class _Sent:
 
 
 class SentPages:
-    """Keeps an index of what was sent.
+    """Maintains an index of what was sent.
 
     Args:
         max_pages: Remembered of each worker; less where its pool is smaller.
@@ -38,18 +38,18 @@ class SentPages:
     """
 
     def __init__(self, max_pages: int, interval_s: float) -> None:
-        self.index = PageIndex(1 << 62)  # each worker has its own bound
+        self.index = FleetPageIndex(1 << 62)  # each worker has its own bound
         self._max_pages = max_pages
         self._interval_s = interval_s
         self._look_at = 0.0
         self._sent: dict[str, _Sent] = {}
 
     def add(self, worker: WorkerView, keys: Sequence[int], now: float) -> None:
-        """Notes that a worker was sent a prefix.
+        """Records that a worker was sent a prefix.
 
         Args:
             worker: Who.
-            keys: Of the prefix's pages, from the first page on.
+            keys: Keys of the prefix's pages, from the first page on.
             now: Seconds.
         """
         sent = self._sent.get(worker.worker_id)
@@ -63,11 +63,11 @@ class SentPages:
         if now >= self._look_at:
             self._look_at = now + self._interval_s
             self._look(now)
-        elif len(sent.pages) > _MOST_EXCESS * self._bound(worker):
+        elif len(sent.pages) > _MAX_EXCESS * self._bound(worker):
             self._shrink(sent)
 
     def clear(self) -> int:
-        """Forgets everything; returns the pages that were remembered."""
+        """Forgets everything; returns the number of pages."""
         self._sent.clear()
         return self.index.clear()
 

@@ -1,11 +1,11 @@
-"""How long a worker's decode step takes with so many requests, from what it reports."""
+"""Model of a worker's decode step time by number of requests, from the worker's reports."""
 
 from __future__ import annotations
 
 _KEPT = 0.98
-"""Of earlier reports' weight, with every new one."""
-_LEAST_SPREAD = 0.25
-"""Variance of the number of requests from which on a slope is believed, in requests squared."""
+"""Factor on the weight of earlier reports with every new one."""
+_MIN_SPREAD = 0.25
+"""Variance of the number of requests, in requests squared, from which a slope is trusted."""
 
 
 class StepModel:
@@ -22,12 +22,12 @@ class StepModel:
         self._weight = self._n = self._nn = self._s = self._ns = 0.0
         self._last = (0.0, 0.0)
         self.base_s = 0.0
-        """Of a step without requests; 0 with `request_s` = not known yet."""
+        """Time of a step without requests; 0, with `request_s`, if not known yet."""
         self.request_s = 0.0
-        """That each request adds."""
+        """Time that each request adds."""
 
     def observe(self, num_requests: float, step_s: float) -> None:
-        """Takes a report: steps with so many requests took so long. Repetitions count once."""
+        """Records the mean step time with this many requests; repeated reports count once."""
         if step_s <= 0 or (num_requests, step_s) == self._last:
             return
         self._last = (num_requests, step_s)
@@ -39,12 +39,12 @@ class StepModel:
         mean_n, mean_s = self._n / self._weight, self._s / self._weight
         spread = self._nn / self._weight - mean_n * mean_n
         slope = 0.0
-        if spread > _LEAST_SPREAD:
+        if spread > _MIN_SPREAD:
             slope = max(0.0, (self._ns / self._weight - mean_n * mean_s) / spread)
         # A steeper line than through the origin would make empty steps last less than nothing.
         self.request_s = min(slope, mean_s / mean_n) if mean_n > 0 else 0.0
         self.base_s = max(0.0, mean_s - self.request_s * mean_n)
 
     def step_s(self, num_requests: float) -> float:
-        """Of a step with so many requests; 0 = not known."""
+        """Time of a step with this many requests; 0: not known."""
         return self.base_s + self.request_s * num_requests

@@ -1,4 +1,4 @@
-"""The worker with the fewest requests."""
+"""Chooses the worker with the fewest requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft.gateway.routing.view import PoolView
 
 
 class TotalRequests(Policy):
-    """Fewest requests first; then fewest prompt tokens waiting; equal ones in turn."""
+    """Orders by fewest requests, then fewest prompt tokens waiting; ties in turn."""
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
         """See `Policy.choose`."""

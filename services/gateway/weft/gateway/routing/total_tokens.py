@@ -1,4 +1,4 @@
-"""The worker with the fewest tokens."""
+"""Chooses the worker with the fewest tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft.gateway.routing.view import PoolView
 
 
 class TotalTokens(Policy):
-    """Fewest tokens of all its requests first; then fewest requests; equal ones in turn.
+    """Orders by fewest tokens of all requests, then fewest requests; ties in turn.
 
     The view counts a request from the moment it is sent (`LoadEstimate`), so that requests between
     two reports do not all go to one worker.

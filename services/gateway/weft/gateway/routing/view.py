@@ -1,4 +1,4 @@
-"""What a routing policy sees of a pool: who is there, and columns of how loaded each is."""
+"""What a routing policy sees of a pool: its workers, and columns of their loads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from weft.gateway.routing.step_model import StepModel
 
 Column = NDArray[np.int64]
-"""One number a worker, by its position in the view."""
+"""One integer per worker, by its position in the view."""
 Rates = NDArray[np.float64]
-"""Likewise."""
+"""One float per worker, by its position in the view."""
 LOADS = ("num_requests", "queued_tokens", "num_tokens")
 UNREPORTED = ("unreported_requests", "unreported_tokens")
 SPEEDS = ("tokens_per_s", "step_base_s", "step_request_s")
@@ -21,29 +21,29 @@ SPEEDS = ("tokens_per_s", "step_base_s", "step_request_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One incarnation of a worker: what of it does not change."""
+    """The constant facts about one incarnation of a worker."""
 
     worker_id: str
     address: str
     epoch: int
     host: str = ""
-    """Machine that it runs on; workers of one host are beside each other."""
+    """Machine that it runs on."""
     total_pages: int = 0
-    """Of its pool; 0 = not known."""
+    """Pages of its pool; 0: not known."""
     page_size: int = 0
-    """Token positions a page; 0 = not known."""
+    """Token positions per page; 0: unknown."""
     model_digest: bytes = b""
     kv_layout: str = ""
-    """With the digest, what pages of this worker are named by."""
+    """Layout of its pages, which with the digest determines their names."""
 
     @property
     def naming(self) -> tuple[bytes, str, int]:
-        """Workers of equal naming have the same keys for the same tokens."""
+        """Workers with equal values have the same keys for the same tokens."""
         return (self.model_digest, self.kv_layout, self.page_size)
 
 
 class PoolView:
-    """The healthy workers of one pool. Policies read it and change nothing.
+    """The healthy workers of one pool; read-only for policies.
 
     Members never change: a pool that gains or loses a worker gets a new view. Loads change in
     place, so a decision costs no pass over the workers in Python.
@@ -52,30 +52,30 @@ class PoolView:
     __slots__ = (*LOADS, *UNREPORTED, *SPEEDS, "total_pages", "workers")
 
     def __init__(self, workers: Sequence[WorkerView]) -> None:
-        """A view of idle workers.
+        """Creates a view of idle workers.
 
         Args:
             workers: In an order that does not depend on load.
         """
         self.workers = tuple(workers)
         self.total_pages: Column = np.array([one.total_pages for one in workers], np.int64)
-        """Of each worker's pool; 0 = not known."""
+        """Pages of each worker's pool; 0: not known."""
         self.num_requests: Column = np.zeros(len(workers), np.int64)
-        """Running, waiting and filling."""
+        """Numbers of running, waiting and filling requests."""
         self.queued_tokens: Column = np.zeros(len(workers), np.int64)
-        """Prompt tokens that are still to be computed."""
+        """Prompt tokens still to be computed."""
         self.num_tokens: Column = np.zeros(len(workers), np.int64)
         """Prompt and generated tokens of all those requests."""
         self.unreported_requests: Column = np.zeros(len(workers), np.int64)
-        """Of `num_requests`, what this gateway added since the last report; less what ended."""
+        """Part of `num_requests` that this gateway added since the last report, less what ended."""
         self.unreported_tokens: Column = np.zeros(len(workers), np.int64)
-        """Likewise, of `queued_tokens`."""
+        """Part of `queued_tokens` that this gateway added since the last report."""
         self.tokens_per_s: Rates = np.zeros(len(workers))
-        """Prompt tokens that it computes a second; 0 = not known."""
+        """Prompt tokens computed per second; 0: unknown."""
         self.step_base_s: Rates = np.zeros(len(workers))
-        """Of a decode step without requests; 0 with the next one = not known."""
+        """Time of a decode step without requests; 0, with the next column: not known."""
         self.step_request_s: Rates = np.zeros(len(workers))
-        """That each request adds to it."""
+        """Time that each request adds to it."""
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -87,18 +87,18 @@ class PoolView:
         self.num_tokens[position] = num_tokens
 
     def put_unreported(self, position: int, num_requests: int, queued_tokens: int) -> None:
-        """Sets what of one worker's load it does not know of yet."""
+        """Sets the part of one worker's load that it has not reported yet."""
         self.unreported_requests[position] = num_requests
         self.unreported_tokens[position] = queued_tokens
 
     def put_speed(self, position: int, tokens_per_s: float, steps: StepModel) -> None:
-        """Sets how fast one worker is."""
+        """Sets one worker's speed."""
         self.tokens_per_s[position] = tokens_per_s
         self.step_base_s[position] = steps.base_s
         self.step_request_s[position] = steps.request_s
 
     def without(self, positions: Collection[int]) -> tuple[PoolView, list[int]]:
-        """A copy without some workers, and where its members were in this one."""
+        """A copy without some workers, with the members' positions in this one."""
         kept = [position for position in range(len(self.workers)) if position not in positions]
         view = PoolView([self.workers[position] for position in kept])
         for name in (*LOADS, *UNREPORTED, *SPEEDS):
@@ -107,18 +107,18 @@ class PoolView:
 
 
 class Speed(NamedTuple):
-    """How fast a worker says that it is; 0 = not known."""
+    """A worker's speed as it reports it; 0: not known."""
 
     tokens_per_s: float = 0.0
-    """Prompt tokens that it computes."""
+    """Prompt tokens computed per second."""
     step_s: float = 0.0
     """Mean time of its latest decode steps."""
     step_requests: float = 0.0
-    """Mean requests that decoded in those."""
+    """Mean number of decoding requests in those steps."""
 
 
 class LoadEstimate:
-    """One worker's load: as it reported, and corrected by what this gateway did since.
+    """One worker's load as it last reported it, corrected by what this gateway has done since.
 
     Reports are some hundred milliseconds apart. Without the correction all requests between two
     of them would go to the same worker, and one that has done its work would seem busy.
@@ -137,67 +137,67 @@ class LoadEstimate:
 
     def __init__(self) -> None:
         self._reported = (0, 0, 0)
-        """Requests, prompt tokens to compute, tokens."""
+        """Reported requests, prompt tokens to compute, and tokens."""
         self._own = (0, 0, 0)
-        """Likewise, of this gateway's requests on it now."""
+        """The part due to this gateway's requests on it now."""
         self._own_then = (0, 0, 0)
-        """Likewise, at the last report."""
+        """The same at the last report."""
         self._others_queued = 0
-        """At the last report, prompt tokens to compute of the requests of others."""
+        """Prompt tokens that other gateways' requests had still to compute, at the last report."""
         self._tokens_per_s = 0.0
         self._steps = StepModel()
         self._view: PoolView | None = None
         self._position = 0
 
     def show_in(self, view: PoolView | None, position: int = 0) -> None:
-        """Keeps a view's columns right from now on; None: no view any more."""
+        """Keeps a view's columns up to date from now on; None: no view."""
         self._view, self._position = view, position
         self._show()
         self._show_speed()
 
     def take_speed(self, speed: Speed) -> None:
-        """Takes the worker's own word on how fast it is."""
+        """Takes the worker's report of its speed."""
         self._tokens_per_s = speed.tokens_per_s
         self._steps.observe(speed.step_requests, speed.step_s)
         self._show_speed()
 
     def report(self, num_requests: int, queued_tokens: int, num_tokens: int) -> None:
-        """Takes the worker's own word; what was sent before is part of it."""
+        """Takes the worker's report of its load, which includes what was sent before."""
         self._reported = (num_requests, queued_tokens, num_tokens)
         self._own_then = self._own
         self._others_queued = max(0, queued_tokens - self._own[1])
         self._show()
 
     def begin(self, num_tokens: int, to_compute: int) -> None:
-        """A request is sent to it; `computed` and `end` follow.
+        """Adds a request that is being sent; `computed` and `end` follow.
 
         Args:
-            num_tokens: Of its prompt.
-            to_compute: Of those, tokens that it is believed not to hold.
+            num_tokens: Number of tokens of its prompt.
+            to_compute: Tokens of the prompt that it is believed not to hold.
         """
         self._add(1, to_compute, num_tokens)
 
     def computed(self, to_compute: int) -> None:
-        """A request's prompt has been computed, or never will be; as at its `begin`."""
+        """Removes a request's prompt, given as at `begin`, which is computed or never will be."""
         self._add(0, -to_compute, 0)
 
     def end(self, num_tokens: int) -> None:
-        """A request left it; as at its `begin`."""
+        """Removes a request, given as at `begin`."""
         self._add(-1, 0, -num_tokens)
 
     @property
     def own_requests(self) -> int:
-        """Requests of this gateway that are on it now."""
+        """Number of requests of this gateway on it now."""
         return self._own[0]
 
     @property
     def num_requests(self) -> int:
-        """Running, waiting and filling."""
+        """Number of running, waiting and filling requests."""
         return self._now(0)
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
+        """Prompt tokens still to be computed."""
         return self._others_queued + self._own[1]
 
     @property

@@ -1,4 +1,4 @@
-"""What latency a request is to have."""
+"""Latency targets of a request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ MAX_TARGET_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Seconds; None = no target."""
+    """Targets in seconds; None: no target."""
 
     first_token_s: float | None = None
-    """From the request's arrival at the gateway to its first token."""
+    """Time from the request's arrival at the gateway to its first token."""
     between_tokens_s: float | None = None
     """Mean time between its tokens, after the first."""
 
@@ -21,14 +21,14 @@ class Targets:
         return self.first_token_s is not None or self.between_tokens_s is not None
 
     def over(self, other: Targets) -> Targets:
-        """These, and the other's where there is none here."""
+        """These targets, completed by the other's."""
         return Targets(
             other.first_token_s if self.first_token_s is None else self.first_token_s,
             other.between_tokens_s if self.between_tokens_s is None else self.between_tokens_s,
         )
 
     def outcome(self, first_token_s: float | None, between_tokens_s: float | None) -> str:
-        """How a request that was answered did.
+        """Outcome of an answered request.
 
         Args:
             first_token_s: As it was; None = it has no token.

@@ -1,4 +1,4 @@
-"""What an arena's pages are kept in besides, where they outlive it: one small interface.
+"""The interface of back ends, which keep an arena's pages beyond the arena's life.
 
 memory   the arena alone, or with local disk below it (`disk.py`)
 valkey   a Valkey or Redis server or cluster, which any number of stores share (`valkey.py`)
@@ -15,34 +15,36 @@ from weft.kvstore.pages import PageStore
 
 
 class Backend(Protocol):
-    """Copies of an arena's pages. Belongs to the event loop.
+    """Copies of an arena's pages. Used by the event loop.
 
     It takes pages by `PageStore.on_published`. Whatever breaks in it is a miss or a page that is
     not kept: nothing here raises for that.
     """
 
     async def look_up(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that are in the arena or kept; what is kept alone begins to come back."""
+        """Number of leading keys in the arena or the back end; starts fetching those not in the
+        arena.
+        """
         ...
 
     async def fetch(self, keys: Sequence[bytes]) -> None:
-        """Brings leading keys to the arena, as far as that is done in time."""
+        """Fetches leading keys to the arena, as far as time allows."""
         ...
 
     async def flush(self) -> int:
-        """Forgets every page that nobody reads; returns how many."""
+        """Drops every page that is not being read; returns how many."""
         ...
 
     def report(self) -> TierReport:
-        """State and counters."""
+        """Current state and counters."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """What there is now of servers and the like, by name; empty: nothing to tell."""
+        """Numbers of servers and the like, by name; empty: nothing to report."""
         ...
 
     async def close(self, timeout_s: float) -> None:
-        """Ends tasks and threads; what is not kept by then is lost.
+        """Stops tasks and threads; pages not saved by then are lost.
 
         Args:
             timeout_s: For pages on their way.
@@ -51,16 +53,16 @@ class Backend(Protocol):
 
 
 class BackendSource(Protocol):
-    """Where a back end comes from, and all there is of it until the size of a page is known."""
+    """A factory of a back end, for the time until the size of a page is known."""
 
     async def page_bytes_of(self, key: bytes) -> int:
-        """Size of a page that an earlier store, or another one, has left; 0: it is not there."""
+        """Size of a page left by an earlier or another store; 0: none."""
         ...
 
     def open(
         self, pages: PageStore, namespace_quota: float, threads: ThreadPoolExecutor
     ) -> Backend | None:
-        """A back end for pages of one size; None, in words: it cannot be had.
+        """Creates a back end for pages of one size; None: not possible, as logged.
 
         Args:
             pages: What the arena holds.
@@ -70,13 +72,13 @@ class BackendSource(Protocol):
         ...
 
     async def flush(self) -> int:
-        """Forgets what was left, before there is a back end; returns how many pages."""
+        """Drops the pages left before there is a back end; returns how many."""
         ...
 
     def describe(self) -> str:
-        """State, for people; empty: there is nothing to tell."""
+        """Describes its state, for people; empty: nothing to report."""
         ...
 
     async def close(self) -> None:
-        """Lets go of everything; the back end was closed before."""
+        """Releases everything; the back end was closed before."""
         ...

@@ -1,4 +1,4 @@
-"""Local disk: pages of the arena are copied there, and come back when they are asked for.
+"""Local disk as a back end: the arena's pages are copied to it, and fetched on demand.
 
 The same tier that workers have below their pools (`weft.engine.tiers`). What is known of it belongs
 to the event loop; bytes move in two threads, one a direction.
@@ -21,7 +21,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.memory.eviction import EvictionPolicy
 from weft.engine.messages import TierReport
 from weft.engine.tiers.disk import PageFiles, disk_tier, stored_page_bytes
-from weft.engine.tiers.keyed import PageName, Place
+from weft.engine.tiers.keyed import PageName, PagePlace
 from weft.engine.tiers.policy import TierPolicy
 from weft.engine.tiers.tier import PageLoad, PageSave, Tier
 from weft.kvstore.backends.fetching import Fetching
@@ -30,13 +30,13 @@ from weft.kvstore.pages import Incoming, Offer, PageStore
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_SAVES = 1024
-"""Pages on their way to disk; beyond them pages are in the arena alone."""
+"""Most pages on their way to disk; beyond them pages stay in the arena only."""
 DISK_REST_S = 5.0
 CLOSE_POLL_S = 0.01
 
 
 class DiskBackend:
-    """Implements `Backend`: disk below an arena. Belongs to the event loop.
+    """Implements `Backend` with a disk below an arena. Used by the event loop.
 
     Args:
         pages: What the arena holds.
@@ -57,16 +57,16 @@ class DiskBackend:
         """Pages on their way to disk, by group."""
         self._rests_until = 0.0
         self._num_late = 0
-        """Reads that were given up and have not ended: until they do the disk is let be."""
+        """Number of abandoned reads that have not ended: until they do, the disk is not used."""
         self._saved_at = time.monotonic()
-        """When the last page got there, or the first of those under way was sent."""
+        """When the last page was saved, or the first of those under way was sent."""
         disk.remove = self._remove_later
         pages.on_published = self._published
 
     # -- down ------------------------------------------------------------------------------------
 
     def _published(self, offers: Sequence[Offer], group: bytes) -> None:
-        """Copies pages that have come to the arena."""
+        """Copies pages that have entered the arena."""
         for offer in offers:
             page = self._pages.page_of(offer.key)
             if page is None or self.disk.pages.knows(offer.key):
@@ -85,7 +85,7 @@ class DiskBackend:
             work.add_done_callback(partial(self._saved, save, page))
 
     def _may_save(self) -> bool:
-        """The disk takes pages, and not too many are on their way: they stay in the arena."""
+        """Whether the disk accepts pages now; otherwise they stay in the arena only."""
         now, num_open = time.monotonic(), self._saving.total()
         if not num_open:
             self._saved_at = now
@@ -138,7 +138,7 @@ class DiskBackend:
             await self._fetching.fetch(keys)
 
     async def _bring(self, keys: Sequence[bytes]) -> int:
-        """Reads consecutive pages into the arena; returns how many are right."""
+        """Reads consecutive pages into the arena; returns how many are valid."""
         loads: list[PageLoad] = []
         for key in keys:
             load = None if self._pages.page_of(key) is not None else self.disk.load(key)
@@ -196,7 +196,7 @@ class DiskBackend:
         self._num_late -= 1
         self._ended(loads, incoming, 0 if work.cancelled() else work.result()[0])
 
-    def _remove_later(self, places: Sequence[Place]) -> None:
+    def _remove_later(self, places: Sequence[PagePlace]) -> None:
         with contextlib.suppress(RuntimeError):  # The store ends.
             self._writer.submit(self.disk.remove_now, places)
 
@@ -237,11 +237,11 @@ class DiskBackend:
 
 
 class DiskSource:
-    """Implements `BackendSource`: a folder, with the pages that an earlier store left in it.
+    """Implements `BackendSource` with a folder and the pages that an earlier store left in it.
 
     Args:
-        folder: Of this store alone.
-        num_bytes: Of pages at most.
+        folder: Folder of this store alone.
+        num_bytes: Most bytes of pages.
         policy: Which page goes first.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The way back from a back end to the arena: prompt by prompt, a few pages at a time."""
+"""Fetches pages from a back end to the arena: prompt by prompt, a few pages at a time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from weft.kvstore.pages import PageStore
 
 MAX_OPEN_FETCHES = 4
-"""Prompts whose pages are brought back before anybody asks for a fill."""
+"""Most prompts whose pages are fetched ahead of a fill."""
 FETCH_BYTES = 8 << 20
-"""Brought back at a time; what has come is held at once."""
-MOST_FETCHED_BYTES = 512 << 20
+"""Most bytes fetched at a time; pages are usable as they arrive."""
+MAX_FETCHED_BYTES = 512 << 20
 FETCH_TIMEOUT_S = 2.0
-"""A fill begins without what has not come back by then."""
+"""Seconds that a fill waits for pages being fetched."""
 
 
 class Fetching:
-    """Brings consecutive pages of prompts into an arena. Belongs to the event loop.
+    """Fetches consecutive pages of prompts into an arena. Used by the event loop.
 
     Args:
         pages: What the arena holds.
@@ -34,32 +34,32 @@ class Fetching:
         self._tasks: set[asyncio.Task[int]] = set()
 
     def begin(self, keys: Sequence[bytes]) -> None:
-        """Begins to bring leading keys, unless too much is under way."""
+        """Starts fetching leading keys, unless too much is under way."""
         if len(self._tasks) < MAX_OPEN_FETCHES:
             task = asyncio.create_task(self._fetch(list(keys)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def fetch(self, keys: Sequence[bytes]) -> None:
-        """Brings leading keys, as far as that is done in time."""
+        """Fetches leading keys, as far as time allows."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 await self._fetch(keys)
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Cancels the fetches in progress."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _fetch(self, keys: Sequence[bytes]) -> int:
-        """Returns how many pages came.
+        """Fetches pages; returns how many arrived.
 
         Pages that are in the arena stay there meanwhile, so that those to come do not push out
         what comes before them in the prompt.
         """
         async with self._lock:
-            most = MOST_FETCHED_BYTES // self._pages.page_bytes
+            most = MAX_FETCHED_BYTES // self._pages.page_bytes
             step = max(1, FETCH_BYTES // self._pages.page_bytes)
             num_fetched = 0
             held: list[int] = []

@@ -12,7 +12,7 @@ from weft.kvstore.settings import KvStoreSettings
 
 
 def open_source(settings: KvStoreSettings, store_id: str) -> BackendSource | None:
-    """Where pages are kept besides the arena; None: nowhere.
+    """Opens the configured back end; None: there is none.
 
     Raises:
         ConfigError: It cannot be used.

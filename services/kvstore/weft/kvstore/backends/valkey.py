@@ -41,19 +41,19 @@ from weft.kvstore.settings import KvStoreSettings
 logger = logging.getLogger(__name__)
 
 LOOKUP_KEYS = 256
-"""Asked for at a time."""
+"""Most keys per lookup."""
 SAVE_BYTES = 8 << 20
-"""Sent at a time."""
+"""Most bytes per save."""
 MAX_WAITING_BYTES = 256 << 20
-"""On their way to the server; beyond them pages are in the arena alone."""
+"""Most bytes queued for the server; beyond them pages stay in the arena only."""
 FULL_REST_S = 5.0
-"""A server that has no room is sent nothing for so long."""
+"""Seconds for which a full server is sent nothing."""
 FLUSH_TIMEOUT_S = 30.0
 CLOSE_POLL_S = 0.01
 
 
 class _Waiting(NamedTuple):
-    """A page that is to be kept; it is held in the arena until then."""
+    """A page to be saved; it is held in the arena until then."""
 
     offer: Offer
     group: bytes
@@ -104,7 +104,7 @@ class ValkeySource:
 
 
 class ValkeyBackend:
-    """Implements `Backend`. Belongs to the event loop.
+    """Implements `Backend`. Used by the event loop.
 
     Args:
         servers: Where pages are kept.
@@ -131,7 +131,7 @@ class ValkeyBackend:
         self._policy = TierPolicy()
         self._fetching = Fetching(pages, self._bring)
         self._coming: set[bytes] = set()
-        """Keys of pages on their way here, which are not to be sent back."""
+        """Keys of pages being fetched, which are not to be saved again."""
         self._brings: set[asyncio.Task[int]] = set()
         self._waiting: deque[_Waiting] = deque()
         self._num_saving = 0
@@ -144,7 +144,7 @@ class ValkeyBackend:
     # -- down ------------------------------------------------------------------------------------
 
     def _published(self, offers: Sequence[Offer], group: bytes) -> None:
-        """Notes pages that have come to the arena."""
+        """Queues pages that have entered the arena."""
         most = min(
             MAX_WAITING_BYTES // self._pages.page_bytes, self._pages.memory.num_usable_pages // 2
         )
@@ -161,7 +161,7 @@ class ValkeyBackend:
             self._has_waiting.set()
 
     async def _save_all(self) -> None:
-        """Sends what waits, batch after batch, until it is cancelled."""
+        """Sends queued pages, batch after batch, until cancelled."""
         most = max(1, SAVE_BYTES // self._pages.page_bytes)
         while True:
             if not self._waiting:
@@ -197,7 +197,7 @@ class ValkeyBackend:
             self._rest()
 
     def _packed(self, batch: Sequence[_Waiting]) -> list[Command]:
-        """In a thread: the commands that keep pages, which are held."""
+        """Builds, in a thread, the commands that store pages, which are held."""
         commands: list[Command] = []
         for offer, group, page in batch:
             value = pack(offer.key, offer.digest, offer.parent, group, self._pages.pool[page])
@@ -208,7 +208,7 @@ class ValkeyBackend:
     def _rest(self) -> None:
         if monotonic() >= self._rests_until:
             logger.warning(
-                "valkey has no room and gives up nothing (maxmemory-policy): pages are not kept"
+                "valkey is full and evicts nothing (maxmemory-policy): pages are not kept"
             )
         self._rests_until = monotonic() + FULL_REST_S
         while self._waiting:
@@ -246,7 +246,7 @@ class ValkeyBackend:
         await self._fetching.fetch(keys)
 
     async def _bring(self, keys: Sequence[bytes]) -> int:
-        """Brings the leading keys that the arena lacks; goes on though its caller may go away."""
+        """Fetches the leading keys that the arena lacks; continues even if its caller goes away."""
         lacking = keys[: _num_leading([self._pages.page_of(key) is None for key in keys])]
         if not lacking:
             return 0
@@ -279,7 +279,7 @@ class ValkeyBackend:
         return num_good
 
     async def _take(self, stored: dict[bytes, StoredPage], bad: list[bytes]) -> int:
-        """Puts pages into the arena; returns how many are right, adds the others to `bad`."""
+        """Stores pages in the arena; returns how many are valid, adds the others to `bad`."""
         group = next(iter(stored.values())).group
         incoming = self._pages.begin(
             [Offer(key, page.digest, 0, page.parent) for key, page in stored.items()], group
@@ -301,18 +301,18 @@ class ValkeyBackend:
         return num_good
 
     def _copy_in(self, incoming: Incoming, stored: dict[bytes, StoredPage]) -> list[int]:
-        """In a thread: copies pages to where they are to be; their digests there."""
+        """Copies, in a thread, pages to their places; returns the copies' digests."""
         for offer, page in zip(incoming.offers, incoming.pages, strict=True):
             self._pages.pool[page] = np.frombuffer(stored[offer.key].content, np.uint8)
         digests: list[int] = digest_pages(self._pages.pool, incoming.pages).tolist()
         return digests
 
     async def _drop(self, bad: Sequence[bytes]) -> None:
-        """Forgets pages that are not what was kept."""
+        """Deletes pages whose content is wrong."""
         if not bad:
             return
         for key in bad:
-            logger.error("valkey: page %s is not what was kept: it is dropped", key.hex())
+            logger.error("valkey: page %s differs from what was saved and is dropped", key.hex())
         self.counters.corrupt_pages += len(bad)
         await self._servers.call([("UNLINK", self._name(key)) for key in bad], self._timeout_s)
 
@@ -368,7 +368,7 @@ def _is_number(reply: Reply, number: int) -> bool:
 
 
 def _num_leading(are_true: Sequence[bool]) -> int:
-    """How many there are before the first one that is not."""
+    """Number of leading true values."""
     return next((index for index, is_true in enumerate(are_true) if not is_true), len(are_true))
 
 

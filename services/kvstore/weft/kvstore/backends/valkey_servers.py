@@ -1,4 +1,4 @@
-"""A Valkey or Redis server, or a cluster of them, asked for what it may have.
+"""A client of a Valkey or Redis server or cluster in which every failure is a miss.
 
 Answers are those of a cache: what a node does not say in time is not there. Each node has its own
 connections and its own circuit breaker, so that a lost one costs its share of the pages and a few
@@ -25,39 +25,39 @@ from weft.engine.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""In a row, then a node is left alone for a while."""
+"""Consecutive failures after which a node is left alone for a while."""
 MAX_OPEN_S = 15.0
 MAX_CALLS = 16
-"""At once, to one node."""
+"""Most calls to one node at once."""
 MAP_REST_S = 1.0
-"""Between two attempts to read the map of a cluster."""
+"""Seconds between two attempts to read the map of a cluster."""
 SCAN_COUNT = 1000
 _REDIRECTIONS = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
 _NO_CLUSTER = "cluster support disabled"
 
 Command = tuple[bytes | str | int, ...]
-"""Its second item is the key."""
+"""A command; its second item is the key."""
 
 
 class NoAnswer:
-    """In place of an answer that did not come."""
+    """Stands for an answer that did not come."""
 
 
 NO_ANSWER: Final = NoAnswer()
 Reply = bytes | int | bool | None | ResponseError | NoAnswer
-"""What the server says: bytes, a number, None for what it lacks, or that it refuses."""
+"""A server's reply: bytes, a number, None for what it lacks, or a refusal."""
 
 
 @dataclass(slots=True)
 class ServerCounters:
-    """Since start."""
+    """Counters since start."""
 
     calls: int = 0
-    """Batches of commands, each to one node."""
+    """Number of batches of commands, each to one node."""
     failed_calls: int = 0
-    """That broke or came too late."""
+    """Calls that broke or came too late."""
     skipped_commands: int = 0
-    """Not sent, since their node is left alone."""
+    """Commands not sent because their node is left alone."""
     redirections: int = 0
 
 
@@ -70,7 +70,7 @@ class _Node:
         self.breaker = Breaker(MAX_FAILURES, open_s=0.5, max_open_s=MAX_OPEN_S)
         self.places = asyncio.Semaphore(MAX_CALLS)
         self.problem = ""
-        """Of the last call; empty: it went well."""
+        """Error of the last call; empty: it succeeded."""
 
     async def close(self) -> None:
         with contextlib.suppress(ValkeyError, OSError):
@@ -78,7 +78,7 @@ class _Node:
 
 
 def _check_names(pool: ConnectionPool) -> None:
-    """Certificates of servers must name their hosts, unless the URL says otherwise.
+    """Checks that servers' certificates name their hosts, unless the URL disables it.
 
     By itself the library takes any certificate that the authority has signed, so that every holder
     of one could be the server.
@@ -92,7 +92,7 @@ def _check_names(pool: ConnectionPool) -> None:
 
 
 class ValkeyServers:
-    """Everything that is behind some URLs. Belongs to the event loop.
+    """All servers behind some URLs. Belongs to the event loop.
 
     Args:
         urls: One server, or some nodes of one cluster.
@@ -122,7 +122,7 @@ class ValkeyServers:
         self._seeds = [self._seed(url) for url in urls]
         self._nodes: dict[str, _Node] = {node.name: node for node in self._seeds}
         self._slots: list[_Node | None] | None = None
-        """Who has which slot; None: not known yet, or there is no cluster."""
+        """Node by slot; None: not known yet, or there is no cluster."""
         self._is_cluster: bool | None = None
         self._is_stale = True
         self._read_again_at = 0.0
@@ -149,7 +149,7 @@ class ValkeyServers:
     # -- commands --------------------------------------------------------------------------------
 
     async def call(self, commands: Sequence[Command], timeout_s: float) -> list[Reply]:
-        """Sends commands, all of a node's at once; never raises for what servers do.
+        """Sends commands, batched by node; never raises for failures of servers.
 
         Args:
             commands: Each with its key.
@@ -186,7 +186,7 @@ class ValkeyServers:
         replies: list[Reply],
         deadline: float,
     ) -> None:
-        """Puts one node's replies to commands in their places."""
+        """Inserts one node's replies at their commands' positions."""
         async with self._calling(node, len(commands), deadline) as is_allowed:
             if not is_allowed:
                 return
@@ -205,7 +205,7 @@ class ValkeyServers:
     async def _calling(
         self, node: _Node, num_commands: int, deadline: float
     ) -> AsyncIterator[bool]:
-        """Around a call to a node: whether it may be made; its failures stay here."""
+        """Context of a call to a node: yields whether it may be made, and absorbs its failures."""
         if node.breaker.problem(self._clock()):
             self.counters.skipped_commands += num_commands
             yield False
@@ -243,7 +243,7 @@ class ValkeyServers:
         return self._slots[key_slot(key)]
 
     async def _read_map(self) -> None:
-        """Sees to it that the map is read if it is not right; waits only while there is none."""
+        """Reads the cluster's map if it is outdated; waits only if there is none."""
         if self._is_stale and self._is_cluster is not False and self._map_task is None:
             if self._clock() < self._read_again_at:
                 return
@@ -267,7 +267,7 @@ class ValkeyServers:
             self._map_task = None
 
     async def _read_map_of(self, node: _Node) -> bool:
-        """Whether a node has told."""
+        """Reads the cluster's map from a node; returns whether it answered."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         async with self._calling(node, 1, deadline) as is_allowed:
             if not is_allowed:
@@ -284,7 +284,7 @@ class ValkeyServers:
         return False
 
     async def _take_map(self, teller: _Node, told: Sequence[Sequence[Any]]) -> None:
-        """Takes what a node said: ranges of slots and the nodes that have them, owner first."""
+        """Takes a node's map: ranges of slots and their nodes, the owner first."""
         slots: list[_Node | None] = [None] * VALKEY_CLUSTER_HASH_SLOTS
         nodes: dict[str, _Node] = {}
         about = teller.client.connection_pool.connection_kwargs
@@ -312,7 +312,7 @@ class ValkeyServers:
     # -- the rest --------------------------------------------------------------------------------
 
     async def remove_all(self, pattern: str, timeout_s: float) -> int:
-        """Removes every key that a pattern fits; returns how many, as far as that went in time."""
+        """Deletes every key that matches a pattern; returns how many, as far as time allowed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await self._read_map()
@@ -343,7 +343,7 @@ class ValkeyServers:
 
     @property
     def num_resting(self) -> int:
-        """Nodes that are left alone for now."""
+        """Number of nodes that are left alone for now."""
         now = self._clock()
         return sum(
             node.breaker.state(now) is not BreakerState.CLOSED for node in self._nodes.values()
@@ -351,11 +351,11 @@ class ValkeyServers:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that are known and have pages."""
+        """Number of known nodes that have slots."""
         return len(self._nodes) if self._is_cluster else 1
 
     def describe(self) -> str:
-        """What there is and what is wrong with it, for people."""
+        """Describes the servers and their problems, for people."""
         if self._is_cluster is None:
             kind = f"valkey at {', '.join(node.name for node in self._seeds)}, not reached yet"
         elif self._is_cluster:

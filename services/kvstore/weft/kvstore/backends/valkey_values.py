@@ -1,4 +1,4 @@
-"""A page as a value in a Valkey server: a header that says what it is, then its bytes.
+"""Pages as values in a Valkey server: an identifying header, then the bytes.
 
     name    PREFIX:1:KEY (hexadecimal), KEY of the page; 1 is the version of this layout
     value   header of 68 bytes, then the page:
@@ -32,27 +32,27 @@ _NO_PARENT = bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """A page that a value holds, its bytes not yet looked at."""
+    """A page unpacked from a value, its bytes not yet checked."""
 
     digest: int
     parent: bytes
-    """Empty: not told."""
+    """Key of the page before; empty: not known."""
     group: bytes
     content: memoryview
-    """Its bytes."""
+    """Bytes of the page."""
 
 
 def value_name(prefix: str, key: bytes) -> bytes:
-    """What the page with a key is called."""
+    """Name under which the page with a key is stored."""
     return f"{prefix}:1:{key.hex()}".encode()
 
 
 def pack(key: bytes, digest: int, parent: bytes, group: bytes, content: NDArray[np.uint8]) -> bytes:
-    """The value of a page.
+    """Packs a page into its value.
 
     Args:
-        key: Of the page, 32 bytes.
-        digest: Of its bytes.
+        key: Key of the page, 32 bytes.
+        digest: Digest of its bytes.
         parent: Key of the page before it; empty: not told.
         group: At most 8 bytes.
         content: uint8 `[page_bytes]`, contiguous.
@@ -62,7 +62,7 @@ def pack(key: bytes, digest: int, parent: bytes, group: bytes, content: NDArray[
 
 
 def unpack(key: bytes, value: bytes) -> StoredPage | None:
-    """The page in a value; None: it is not that page, or not all of it."""
+    """Unpacks a value; None: it is another page, or incomplete."""
     view = memoryview(value)
     fields, content = view[: _FIELDS.size], view[HEADER_BYTES:]
     if len(view) < HEADER_BYTES or view[_FIELDS.size : HEADER_BYTES] != _check(key, fields):

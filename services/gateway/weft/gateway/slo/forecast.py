@@ -1,4 +1,4 @@
-"""What a request would get if it were sent now, and how much room workers have."""
+"""Forecast of the latency that a request would get now, and of the workers' spare capacity."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from weft.gateway.routing import PageIndex, PoolView, RoutingRequest
+from weft.gateway.routing import FleetPageIndex, PoolView, RoutingRequest
 from weft.gateway.routing.view import Column
 
 
 class Forecast(NamedTuple):
-    """Of one prompt."""
+    """Forecast for one prompt."""
 
     first_token_s: float | None
-    """From being sent to the end of its prompt on the best worker; None = rates are not known."""
+    """Time from sending to the end of its prompt on the best worker; None: rates are not known."""
     to_compute: int
     """Prompt tokens that the worker of `first_token_s` does not hold."""
 
 
 class Side(NamedTuple):
-    """A pool and what is known of who holds what."""
+    """A pool and its prefix index."""
 
     view: PoolView
-    pages: PageIndex | None
+    pages: FleetPageIndex | None
 
 
-class Outlook:
-    """Predicts from what workers report: queues, what they hold, and measured rates.
+class LatencyForecaster:
+    """Predicts latency from workers' reports: queues, cached prefixes, and measured rates.
 
         time to first token = min over workers of (queued_tokens + prompt - match) / tokens_per_s
         time between tokens = step_base_s + step_request_s * requests, on one worker
@@ -50,7 +50,7 @@ class Outlook:
         self._num_replicas = num_replicas
 
     def forecast(self, request: RoutingRequest) -> Forecast:
-        """Predicts for a prompt."""
+        """Forecasts a prompt's latency."""
         view, pages = self._computing()
         num_tokens = len(request.prompt_ids)
         first_token_s, to_compute = None, num_tokens
@@ -66,7 +66,7 @@ class Outlook:
         return Forecast(first_token_s, to_compute)
 
     def spare_requests(self, pace_s: float) -> float:
-        """Requests that this gateway may add so that decode steps last so long at most.
+        """Number of requests that this gateway may add so that decode steps take at most this long.
 
         A worker that has none can always take one. Infinite while steps are not known to grow, and
         while there is no worker: nobody is to wait for one here.
@@ -82,7 +82,8 @@ class Outlook:
         return spare / self._num_replicas - float(view.unreported_requests.sum())
 
     def spare_tokens(self, ahead_s: float) -> float:
-        """Prompt tokens that this gateway may add so that all are computed within so long.
+        """Number of prompt tokens that this gateway may add so that all are computed within this
+        time.
 
         Infinite while rates are not known.
         """
@@ -96,21 +97,21 @@ class Outlook:
         return spare / self._num_replicas - float(unreported.sum())
 
     def least_step_s(self) -> float | None:
-        """Between tokens of a request that is alone on the best decode worker; None: not known."""
+        """Time between tokens of a request alone on the best decode worker; None: not known."""
         view = self._decode().view
         steps = view.step_base_s + view.step_request_s
         steps = steps[steps > 0]
         return float(steps.min()) if len(steps) else None
 
     def backlog_s(self) -> float | None:
-        """Time in which all workers together compute what is queued there; None = not known."""
+        """Time in which all workers together compute their queues; None: unknown."""
         view, _ = self._computing()
         known = view.tokens_per_s > 0
         rate = float(view.tokens_per_s[known].sum())
         return float(view.queued_tokens[known].sum()) / rate if rate else None
 
     def tokens_per_s(self) -> float:
-        """Prompt tokens that all workers together compute a second; 0 = not known."""
+        """Prompt tokens that all workers together compute per second; 0: unknown."""
         return float(self._computing().view.tokens_per_s.sum())
 
     def _computing(self) -> Side:

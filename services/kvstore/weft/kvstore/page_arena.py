@@ -19,7 +19,7 @@ from weft.kvstore.plane import StorePlane, Transport
 from weft.kvstore.puts import Puts
 from weft.kvstore.settings import KvStoreSettings
 
-LEAST_PAGES, MOST_PAGES = 4, 1 << 22
+MIN_PAGES, MAX_PAGES = 4, 1 << 22
 
 
 class PageSizeMismatch(WeftError):
@@ -30,8 +30,8 @@ class PageSizeMismatch(WeftError):
     http_status = 409
 
 
-class Shelf:
-    """Pages, data plane, puts and fills over the arena. Belongs to the event loop.
+class PageArena:
+    """Pages, data plane, puts and fills over the arena. Used by the event loop.
 
     Args:
         settings: bounds.
@@ -64,11 +64,11 @@ class Shelf:
         wake: Callable[[], None],
         source: BackendSource | None = None,
     ) -> None:
-        num_pages = min(len(arena) // page_bytes, MOST_PAGES)
-        if num_pages < LEAST_PAGES:
+        num_pages = min(len(arena) // page_bytes, MAX_PAGES)
+        if num_pages < MIN_PAGES:
             raise InvalidRequest(
                 f"pages of {page_bytes:,} bytes: the arena has {len(arena):,} bytes, which is less "
-                f"than {LEAST_PAGES} of them; start the store with a larger --memory-bytes",
+                f"than {MIN_PAGES} of them; start the store with a larger --memory-bytes",
                 param="page_bytes",
             )
         pool = arena[: num_pages * page_bytes].reshape(num_pages, page_bytes)

@@ -17,12 +17,12 @@ from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 NUM_ASKS = 24
 GRACE_S = 10.0
-"""How much longer than its deadline a client waits before it takes a request for lost."""
+"""Seconds beyond its deadline after which a client considers a request lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One request; its answer depends on nothing else."""
+class ChaosRequest:
+    """One request, whose answer depends on nothing else."""
 
     number: int
     prompt: tuple[int, ...]
@@ -36,49 +36,49 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """What came back."""
+    """What a client received."""
 
     tokens: list[list[int]]
-    """Ids by sample, as received."""
+    """Token ids by sample, as received."""
     is_finished: list[bool]
     completion_tokens: int | None = None
-    """By the usage at the end."""
+    """Number of tokens according to the final usage."""
     cached_tokens: int = 0
     timeline: common_pb2.Timeline | None = None
     error: WeftError | None = None
     is_typed: bool = True
     """The error says what failed; otherwise the transport made it."""
     is_cancelled: bool = False
-    """By this client."""
+    """Whether this client cancelled it."""
     started_s: float = 0.0
     ended_s: float = 0.0
 
     @property
     def is_whole(self) -> bool:
-        """Every sample has ended."""
+        """Whether every sample has ended."""
         return self.error is None and not self.is_cancelled and all(self.is_finished)
 
 
 @dataclass(slots=True)
 class Pace:
-    """How a client reads."""
+    """The speed at which a client reads."""
 
     timeout_s: float = 30.0
     cancel_after: int | None = None
     """Messages after which it goes away."""
     pause_s: float = 0.0
-    """Before each message."""
+    """Pause before each message."""
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
     """Requests of the same salt share prefixes."""
 
 
-def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[Ask]:
+def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[ChaosRequest]:
     """Greedy, seeded and n = 2 requests over prompts of all lengths, some with a stop string; some
     share their beginning.
 
     Args:
         seed: The same seed, the same requests.
-        max_prompt_tokens: Of the longest.
+        max_prompt_tokens: Length of the longest prompt.
         max_new_tokens: Likewise of outputs.
     """
     draw = random.Random(seed)
@@ -90,7 +90,7 @@ def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[As
         common = draw.choice((0, 0, length // 2))
         prompt = shared[:common] + [draw.randrange(40, 100) for _ in range(length - common)]
         asks.append(
-            Ask(
+            ChaosRequest(
                 number=number,
                 prompt=tuple(prompt),
                 max_tokens=draw.randrange(4, max_new_tokens),
@@ -103,7 +103,7 @@ def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[As
     return asks
 
 
-async def send(address: str, model: str, ask: Ask, pace: Pace) -> Reply:
+async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply:
     """Sends a request and reads its answer, as the pace says; never raises for a failed request.
 
     Args:

@@ -1,4 +1,4 @@
-"""In which order requests get room for fills."""
+"""Order in which requests get room for fills."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from weft.engine.clock import Clock
 from weft.engine.scheduler.state import Request, State
 
 
-class FillLine:
-    """The first request that found too little room goes before those that ask after it, for a time.
+class FillQueue:
+    """Gives the first request that found too little room precedence over later ones, for a limited
+    time.
 
     Without it prompts that come together share the room among them: each is filled in many small
     leases, by turns with all others, and all of them end late. And small prompts would take what
@@ -26,12 +27,12 @@ class FillLine:
         self._since = 0.0
 
     def may_begin(self, request: Request) -> bool:
-        """Nobody else waits for room with patience."""
+        """Whether no other request has been waiting for room with patience."""
         first = self._waiting
         return first is None or first is request or not self._is_patient
 
     def enough_pages(self, request: Request, wanted: int, most: int, least: int) -> int:
-        """Pages with which a request's fill begins; it waits while fewer are free.
+        """Number of pages with which a request's fill may start; it waits while fewer are free.
 
         All that it wants, or half of what there is: what comes next is then computed while the
         rest of this one is written. When patience has ended, no more than `least`.
@@ -46,18 +47,18 @@ class FillLine:
         return max(1, min(wanted, max(least, most // 2) if is_patient else least))
 
     def waits(self, request: Request) -> None:
-        """It may begin, and finds too little room."""
+        """Registers a request that may begin but finds too little room."""
         if self._waiting is None:
             self._first, self._since = request, self._clock()
 
     def leaves(self, request: Request) -> None:
-        """It has begun, ended, or goes on otherwise."""
+        """Removes a request that has begun, ended, or goes on otherwise."""
         if self._first is request:
             self._first = None
 
     @property
     def _waiting(self) -> Request | None:
-        """The first one, unless it ended or was put back in the meantime."""
+        """The first waiting request, unless it has ended or was requeued in the meantime."""
         first = self._first
         is_waiting = first is not None and first.state in (State.LOADING, State.FILLING)
         return first if is_waiting else None

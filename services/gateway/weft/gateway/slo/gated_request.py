@@ -1,4 +1,4 @@
-"""A request's way through the gate, and what became of its targets."""
+"""A request's passage through the latency gate, and the outcome of its targets."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ from typing import Protocol
 
 from weft.engine.errors import Cancelled, Overloaded, WeftError
 from weft.gateway.routing import RoutingRequest
-from weft.gateway.slo.gate import Ask
+from weft.gateway.slo.admission import LatencyAdmission
+from weft.gateway.slo.gate import AdmissionRequest
 from weft.gateway.slo.targets import Targets
-from weft.gateway.slo.turnstile import Turnstile
 
 
 class Answered(Protocol):
-    """A sample's times; see `Sample`."""
+    """The times of a sample; see `Sample`."""
 
     @property
     def ids(self) -> Sequence[int]:
-        """Tokens."""
+        """Token ids."""
 
     first_token_time: float
     last_token_time: float
 
 
-class Passage:
+class GatedRequest:
     """One request at the gate of its model.
 
     Args:
-        turnstile: Of the model; None = no targets are in force, and there is nothing to pass.
-        targets: Of the request.
+        admission: The model's admission; None: no targets are in force.
+        targets: Targets of the request.
         arrival: Event loop time.
     """
 
-    def __init__(self, turnstile: Turnstile | None, targets: Targets, arrival: float) -> None:
-        self._turnstile = turnstile
+    def __init__(
+        self, admission: LatencyAdmission | None, targets: Targets, arrival: float
+    ) -> None:
+        self._admission = admission
         self._targets = targets
         self._arrival = arrival
-        self._ask: Ask | None = None
+        self._ask: AdmissionRequest | None = None
 
     @property
     def is_needed(self) -> bool:
-        """Targets are in force: this request's, or those of others beside it."""
-        return self._turnstile is not None
+        """Whether targets are in force: this request's, or those of others."""
+        return self._admission is not None
 
     async def enter(
         self,
@@ -58,7 +60,7 @@ class Passage:
         Args:
             prompts: Its prompts.
             tenant: Whose it is.
-            weight: Of the tenant.
+            weight: Weight of the tenant.
             max_tokens: Generated at most, over all prompts and samples.
             deadline: Event loop time at which waiting ends.
 
@@ -66,9 +68,9 @@ class Passage:
             TargetUnattainable: A target would be missed.
             DeadlineExceeded: It was held for too long.
         """
-        if self._turnstile is None:
+        if self._admission is None:
             return
-        ask = Ask(
+        ask = AdmissionRequest(
             prompts=prompts,
             arrival=self._arrival,
             targets=self._targets,
@@ -76,35 +78,35 @@ class Passage:
             weight=weight,
             max_tokens=max_tokens,
         )
-        await self._turnstile.enter(ask, deadline)
+        await self._admission.enter(ask, deadline)
         self._ask = ask
 
     def began(self) -> None:
-        """It is among the workers' loads now."""
-        if self._turnstile is not None and self._ask is not None:
-            self._turnstile.gate.began(self._ask)
+        """Notes that the request now counts in the workers' loads."""
+        if self._admission is not None and self._ask is not None:
+            self._admission.gate.began(self._ask)
 
     def ended(self, samples: Sequence[Sequence[Answered]]) -> None:
-        """It is over.
+        """Notes that the request is over.
 
         Args:
-            samples: Of each of its prompts.
+            samples: Samples of each of its prompts.
         """
-        if self._turnstile is None or self._ask is None:
+        if self._admission is None or self._ask is None:
             return
         ask, self._ask = self._ask, None
         first = [_first(prompt) for prompt in samples]
         num_generated = sum(len(sample.ids) for prompt in samples for sample in prompt)
-        self._turnstile.gate.ended(ask, max(first) if first and all(first) else None, num_generated)
-        self._turnstile.look()
+        self._admission.gate.ended(ask, max(first) if first and all(first) else None, num_generated)
+        self._admission.look()
 
     def outcome(
         self, samples: Sequence[Sequence[Answered]], error: BaseException | None
     ) -> str | None:
-        """How the request did by its targets.
+        """Outcome of the request against its targets.
 
         Args:
-            samples: Of each of its prompts.
+            samples: Samples of each of its prompts.
             error: How it ended, if not well.
 
         Returns:
@@ -127,11 +129,11 @@ class Passage:
 
 
 def _first(samples: Sequence[Answered]) -> float:
-    """When the first of them had a token; 0 = none has."""
+    """Time of the first token of any sample; 0: there was none."""
     return min((one.first_token_time for one in samples if one.first_token_time), default=0.0)
 
 
 def _pace_s(sample: Answered) -> float:
-    """Mean time between its tokens; 0 = it has fewer than two."""
+    """Mean time between its tokens; 0: it has fewer than two."""
     num_gaps = len(sample.ids) - 1
     return (sample.last_token_time - sample.first_token_time) / num_gaps if num_gaps > 0 else 0.0

@@ -1,17 +1,17 @@
-"""The gate on an event loop: requests wait at it as tasks."""
+"""The latency gate on an event loop: requests wait at it as tasks."""
 
 from __future__ import annotations
 
 import asyncio
 
 from weft.engine.errors import DeadlineExceeded
-from weft.gateway.slo.gate import Ask, LatencyGate
+from weft.gateway.slo.gate import AdmissionRequest, LatencyGate
 
 _LOOK_EVERY_S = 0.02
-"""While somebody is held: loads of workers change without a word to the gate."""
+"""Interval of checks while requests are held, since workers' loads change without notice."""
 
 
-class Turnstile:
+class LatencyAdmission:
     """Lets tasks through one gate.
 
     Args:
@@ -20,10 +20,10 @@ class Turnstile:
 
     def __init__(self, gate: LatencyGate) -> None:
         self.gate = gate
-        self._waiters: dict[Ask, asyncio.Future[None]] = {}
+        self._waiters: dict[AdmissionRequest, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def enter(self, ask: Ask, deadline: float) -> None:
+    async def enter(self, ask: AdmissionRequest, deadline: float) -> None:
         """Waits until a request may be sent; `gate.began` and `gate.ended` follow.
 
         Args:
@@ -49,13 +49,13 @@ class Turnstile:
                 self.gate.ended(ask, None, 0)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
-                    "the request's time ran out while it was held for others' targets",
+                    "the deadline passed while the request was held for others' latency targets",
                     stage="admit",
                 ) from None
             raise
 
     def look(self) -> None:
-        """Something has changed: those held may go."""
+        """Wakes the gate after a change: held requests may be able to go."""
         if not self._waiters:
             return
         for ask, error in self.gate.release(asyncio.get_running_loop().time()):
@@ -69,7 +69,7 @@ class Turnstile:
                 waiter.set_exception(error)
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stops the gate's task."""
         if self._timer is not None:
             self._timer.cancel()
 

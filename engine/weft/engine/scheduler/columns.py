@@ -1,0 +1,156 @@
+"""Requests by columns: Python touches one of hundreds only where something about it changes.
+
+Columns of other requests are made anew; those that plans under way refer to stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from weft.engine.scheduler.state import Request
+
+Int64Array = npt.NDArray[np.int64]
+NO_NUMBERS: Int64Array = np.zeros(0, np.int64)
+
+
+_MANY_END_TOKENS = 4096
+"""Number of tokens that end requests from which on those of requests that are gone are dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestColumns:
+    """What does not change of requests while they have a slot."""
+
+    requests: Sequence[Request]
+    sessions: list[int]
+    request_ids: list[str]
+    attempts: list[int]
+    samples: list[int]
+    end_token_ids: frozenset[int]
+    """Tokens that may end one of the requests; some may be of requests that have left."""
+    numbers: Int64Array
+    """[4, len(requests)]: slots, first positions, ends and adapter slots."""
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> RequestColumns:
+        """Columns of all these requests, as they are now."""
+        keys = [request.key for request in requests]
+        numbers = np.zeros((4, len(requests)), np.int64)
+        numbers[0] = [request.slot for request in requests]
+        numbers[1] = [request.num_prompt_tokens for request in requests]
+        numbers[2] = [r.num_prompt_tokens + r.max_tokens - 1 for r in requests]
+        numbers[3] = [request.adapter_slot for request in requests]
+        return cls(
+            requests=list(requests),
+            sessions=[key.session for key in keys],
+            request_ids=[key.request_id for key in keys],
+            attempts=[key.attempt for key in keys],
+            samples=[request.sample for request in requests],
+            end_token_ids=frozenset().union(*{request.end_token_ids for request in requests}),
+            numbers=numbers,
+        )
+
+    @property
+    def slots(self) -> Int64Array:
+        """Slots of the requests; negative where one had none."""
+        slots: Int64Array = self.numbers[0]
+        return slots
+
+    @property
+    def first_positions(self) -> Int64Array:
+        """Positions of their first generated tokens."""
+        positions: Int64Array = self.numbers[1]
+        return positions
+
+    @property
+    def ends(self) -> Int64Array:
+        """Positions of the last tokens that they may have; nothing follows these."""
+        ends: Int64Array = self.numbers[2]
+        return ends
+
+    @property
+    def adapter_slots(self) -> Int64Array | None:
+        """Adapter slots; None: no request has an adapter."""
+        slots: Int64Array = self.numbers[3]
+        return slots if slots.any() else None
+
+    def joined(self, request: Request) -> RequestColumns:
+        """Columns with another request behind these."""
+        key, end_token_ids = request.key, self.end_token_ids | request.end_token_ids
+        if len(end_token_ids) > _MANY_END_TOKENS:
+            # Those of requests that are gone are still among them.
+            present = (one.end_token_ids for one in (*self.requests, request))
+            end_token_ids = frozenset[int]().union(*present)
+        return RequestColumns(
+            requests=[*self.requests, request],
+            sessions=[*self.sessions, key.session],
+            request_ids=[*self.request_ids, key.request_id],
+            attempts=[*self.attempts, key.attempt],
+            samples=[*self.samples, request.sample],
+            end_token_ids=end_token_ids,
+            numbers=np.concatenate([self.numbers, RequestColumns.of([request]).numbers], axis=1),
+        )
+
+    def without(self, row: int) -> RequestColumns:
+        """Columns of all but one of the requests."""
+        return RequestColumns(
+            requests=[*self.requests[:row], *self.requests[row + 1 :]],
+            sessions=self.sessions[:row] + self.sessions[row + 1 :],
+            request_ids=self.request_ids[:row] + self.request_ids[row + 1 :],
+            attempts=self.attempts[:row] + self.attempts[row + 1 :],
+            samples=self.samples[:row] + self.samples[row + 1 :],
+            end_token_ids=self.end_token_ids,
+            numbers=np.delete(self.numbers, row, axis=1),
+        )
+
+    def of_rows(self, rows: Sequence[int]) -> RequestColumns:
+        """Columns of some of the requests."""
+        return RequestColumns(
+            requests=[self.requests[row] for row in rows],
+            sessions=[self.sessions[row] for row in rows],
+            request_ids=[self.request_ids[row] for row in rows],
+            attempts=[self.attempts[row] for row in rows],
+            samples=[self.samples[row] for row in rows],
+            end_token_ids=self.end_token_ids,
+            numbers=np.take(self.numbers, rows, axis=1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunningColumns:
+    """Columns of RUNNING requests, and how far each of them is."""
+
+    fixed: RequestColumns
+    starts: Int64Array
+    """Positions of the tokens that they bring to the next step."""
+    limits: Int64Array
+    """Numbers of positions that they have pages for; these alone change in place."""
+
+    @classmethod
+    def of(cls, fixed: RequestColumns, page_size: int) -> RunningColumns:
+        """Columns of the requests as far as they are now."""
+        starts = [request.num_computed + request.num_launched for request in fixed.requests]
+        limits = [len(request.pages) * page_size for request in fixed.requests]
+        return cls(fixed, np.array(starts, np.int64), np.array(limits, np.int64))
+
+    def joined(self, request: Request, page_size: int) -> RunningColumns:
+        """Columns with another request behind these."""
+        start = request.num_computed + request.num_launched
+        return RunningColumns(
+            self.fixed.joined(request),
+            np.append(self.starts, start),
+            np.append(self.limits, len(request.pages) * page_size),
+        )
+
+    def without(self, request: Request) -> RunningColumns:
+        """Columns without one of the requests."""
+        row = self.fixed.requests.index(request)
+        starts, limits = np.delete(self.starts, row), np.delete(self.limits, row)
+        return RunningColumns(self.fixed.without(row), starts, limits)
+
+    def launched(self, chosen: npt.NDArray[np.bool_]) -> RunningColumns:
+        """Columns after the requests `chosen` have brought a token each to a step."""
+        return RunningColumns(self.fixed, self.starts + chosen, self.limits)

@@ -1,0 +1,48 @@
+"""Whose time is over, without asking every request every time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from weft.engine.errors import DeadlineExceeded
+from weft.engine.scheduler.state import Request
+
+
+class Deadlines:
+    """Remembers when the first of all requests may run out of time."""
+
+    def __init__(self) -> None:
+        self._next = math.inf
+
+    def watch(self, request: Request) -> None:
+        """Takes a new request into account."""
+        self._next = min(self._next, request.first_token_deadline, request.deadline)
+
+    def late(
+        self, now: float, requests: Iterable[Request]
+    ) -> list[tuple[Request, DeadlineExceeded]]:
+        """Returns the requests whose time is over, each with its error.
+
+        Args:
+            now: Time on the engine's clock.
+            requests: All requests that are not finished; walked only when one may be late.
+        """
+        if now < self._next:
+            return []
+        self._next, late = math.inf, []
+        for request in requests:
+            if now >= request.deadline:
+                late.append((request, _exceeded("total", request)))
+            elif not request.awaits_first_token:
+                self._next = min(self._next, request.deadline)
+            elif now >= request.first_token_deadline:
+                late.append((request, _exceeded("first-token", request)))
+            else:
+                self.watch(request)
+        return late
+
+
+def _exceeded(which: str, request: Request) -> DeadlineExceeded:
+    message = f"the {which} deadline passed while the request was {request.state.value}"
+    return DeadlineExceeded(message, stage=request.state.value)

@@ -1,0 +1,26 @@
+"""Events of the scheduler, for those who copy, offer or pin the pages of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weft.engine.scheduler.state import Request
+
+OnPages = Callable[[Request, int, int], None]
+"""Takes a request, and the range [first, end) of its full pages."""
+OnRequest = Callable[[Request], None]
+
+
+@dataclass(slots=True)
+class SchedulerEvents:
+    """Callbacks by event, called on the engine's thread in the order in which they were added."""
+
+    computed: list[OnPages] = field(default_factory=list)
+    """Pages were computed here, or are cached here and lacking in the KV store."""
+    published: list[OnPages] = field(default_factory=list)
+    """Pages of a request entered the prefix cache, whoever computed them."""
+    matched: list[OnRequest] = field(default_factory=list)
+    """A request was admitted for the first time, with its prefix match."""
+    leaving: list[OnRequest] = field(default_factory=list)
+    """A request of a session ends without an error; it still has its pages."""

@@ -1,0 +1,55 @@
+"""Memory that copies to a device start from is not handed out while a copy reads it."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from weft.engine import device_copies
+from weft.engine.device_copies import PinnedBuffers
+
+
+class LateStream:
+    """Copies that a device makes in their order, at the latest when it is waited for."""
+
+    def __init__(self) -> None:
+        self.num_told = self.num_made = 0
+
+    def event(self) -> Any:
+        """An event as of CUDA."""
+        event = SimpleNamespace(upto=0)
+        event.record = lambda: setattr(event, "upto", self.num_told)
+        event.synchronize = lambda: setattr(self, "num_made", max(self.num_made, event.upto))
+        return event
+
+
+def test_no_buffer_is_handed_out_while_a_copy_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    stream = LateStream()
+    monkeypatch.setattr(device_copies.torch.cuda, "Event", stream.event)
+    empty = torch.empty
+    monkeypatch.setattr(
+        device_copies.torch, "empty", lambda size, dtype, pin_memory=False: empty(size, dtype=dtype)
+    )
+    buffers = PinnedBuffers(torch.device("cuda"))
+    copies: dict[int, int] = {}
+    kept = []
+    num_behind = 0
+    for _ in range(3_000):
+        size = rng.choice((10, 100, 1 << 17))
+        buffer = buffers.take(size)
+        assert buffer.numel() >= size
+        kept.append(buffer)  # Its address names it.
+        assert copies.get(buffer.data_ptr(), -1) < stream.num_made, "a copy still reads it"
+        copies[buffer.data_ptr()] = stream.num_told
+        stream.num_told += 1
+        buffers.sent()
+        num_behind = max(num_behind, stream.num_told - stream.num_made)
+        if rng.random() < 0.05:
+            stream.num_made = rng.randint(stream.num_made, stream.num_told)
+    assert num_behind >= 8, "of two steps none waits for another"
