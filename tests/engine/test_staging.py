@@ -179,9 +179,9 @@ def test_prompts_that_come_together_are_filled_one_after_the_other(
     pair = start(staging_bytes=17 * page_bytes, prefill_chunk_tokens=2 * PAGE)
     requests = [pair.submit(new_prompt(8)) for _ in range(6)]
     pair.finish(*requests)
-    fills = [pair.answers[request].finished[0].timeline.fills for request in requests]
-    assert [len(leases) for leases in fills] == [1] * len(requests)
-    ends = [leases[0].end_s for leases in fills]
+    timelines = [pair.answers[request].finished[0].timeline for request in requests]
+    assert [len(timeline.fills) for timeline in timelines] == [1] * len(requests)
+    ends = [timeline.submitted_at + timeline.fills[0].end_s for timeline in timelines]
     assert ends == sorted(ends)
     pair.settle()
 
