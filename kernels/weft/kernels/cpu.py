@@ -211,6 +211,7 @@ class NativeCpu:
         "draft_chain_width",
         "draft_entries",
         "draft_entries_width",
+        "has_amx",
         "layer_scratch_width",
         "linear",
         "max_dim",
@@ -266,6 +267,8 @@ class NativeCpu:
         self.draft_chain = declare("weft_draft_chain", integer, *[pointer] * 3, long)
         self.native_bf16 = bool(declare("weft_native_bf16", integer)())
         """Whether bfloat16 products run in hardware (AVX512-BF16)."""
+        self.has_amx = bool(declare("weft_allow_amx", integer)())
+        """Whether bfloat16 products run on AMX."""
         self.max_dim = int(declare("weft_max_dim", integer)())
         """Largest head_dim of attention."""
         self.max_group = int(declare("weft_max_group", integer)())

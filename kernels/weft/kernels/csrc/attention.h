@@ -4,9 +4,9 @@
 #ifndef WEFT_ATTENTION_H
 #define WEFT_ATTENTION_H
 
+#include "amx.h"
 #include "attention_plan.h"
 #include "team.h"
-#include "tile.h"
 
 #define MAX_DIM 256
 #define DIM_PANELS (MAX_DIM / PANEL)
@@ -227,7 +227,8 @@ static void hide_others(const Task *t, int row, long begin, int visible, float *
 
 /* Adds a block of positions from `begin` on to the segment; asks for the block that comes next. */
 INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool, const Task *t,
-                         long begin, const Block *block, const Block *next, Scratch *scratch) {
+                         long begin, const Block *block, const Block *next, Scratch *scratch,
+                         Amx *amx) {
   const long words = words_of_dim(pool), row_bytes = 4 * words, width = padded_dim(pool);
   const int count = block->count;
   for (int first = 0; first < count; first += 16) {
@@ -245,12 +246,12 @@ INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool
   Prefetch ahead = {0};
   if (next->num_spans > 0)
     ahead = (Prefetch){next->spans[0], next->spans + 1, next->num_spans - 1};
-  for (int row = first_row; row < last_row; row += TILE_ROWS) {
-    int rows = at_most(last_row - row, TILE_ROWS);
+  for (int row = first_row; row < last_row; row += tile_rows(is_bf16)) {
+    int rows = at_most(last_row - row, tile_rows(is_bf16));
     const char *q = (const char *)scratch->q + row * row_bytes;
     for (int c = 0; c < count; c += PANEL)
-      tile_set(is_bf16, rows, words, 0, q, row_bytes, scratch->keys + c * words,
-               scratch->scores + row * KV_BLOCK + c, KV_BLOCK, &ahead);
+      tile_product(is_bf16, 0, rows, words, 0, q, row_bytes, scratch->keys + c * words,
+                   scratch->scores + row * KV_BLOCK + c, KV_BLOCK, &ahead, amx);
     for (int r = row; r < row + rows; r++) {
       int hidden = before_window(t, r, begin, count), visible = visible_to(t, r, begin, count);
       for (int i = 0; i < hidden; i++) scratch->scores[r * KV_BLOCK + i] = -INFINITY;
@@ -258,9 +259,9 @@ INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool
       weigh_row(is_bf16, scale, width, r, visible, count, scratch);
     }
     for (long d = 0; d < pool->dim; d += PANEL)
-      tile_add(is_bf16, rows, used_steps, weights + row * KV_BLOCK * weight_bytes,
-               KV_BLOCK * weight_bytes, scratch->values + d * steps,
-               scratch->sum + row * width + d, width, &ahead);
+      tile_product(is_bf16, 1, rows, used_steps, 0, weights + row * KV_BLOCK * weight_bytes,
+                   KV_BLOCK * weight_bytes, scratch->values + d * steps,
+                   scratch->sum + row * width + d, width, &ahead, amx);
   }
 }
 
@@ -332,7 +333,7 @@ static void store_job(const Attention *a, const Pool *pool, const Job *job, Scra
 }
 
 static void run_job(const Attention *a, const Pool *pool, const Job *job, const Job *next,
-                    Scratch *scratch) {
+                    Scratch *scratch, Amx *amx) {
   const Task *t = &job->task;
   const long width = padded_dim(pool);
   gather_q(a, pool, job, scratch);
@@ -354,9 +355,9 @@ static void run_job(const Attention *a, const Pool *pool, const Job *job, const 
       else
         ahead->num_spans = 0;
       if (pool->is_bf16)
-        attend_block(1, a, pool, t, begin, block, ahead, scratch);
+        attend_block(1, a, pool, t, begin, block, ahead, scratch, amx);
       else
-        attend_block(0, a, pool, t, begin, block, ahead, scratch);
+        attend_block(0, a, pool, t, begin, block, ahead, scratch, amx);
     }
     for (int row = 0; row < t->rows; row++) {
       float *total = scratch->total + row * width, *sum = scratch->sum + row * width;
@@ -396,6 +397,7 @@ static void merge_segments(const Attention *a, const Pool *pool, const Plan *pla
 static void attention_share(const Attention *a, const Pool *pool, Plan *plan, long layer,
                             Member *me) {
   Scratch scratch;
+  Amx amx = {0};
   long index = __atomic_fetch_add(&plan->next_task, 1, __ATOMIC_RELAXED);
   Job job;
   if (index < plan->tasks) job = find_job(a, pool, plan, layer, index);
@@ -403,10 +405,11 @@ static void attention_share(const Attention *a, const Pool *pool, Plan *plan, lo
     long next_index = __atomic_fetch_add(&plan->next_task, 1, __ATOMIC_RELAXED);
     Job next;
     if (next_index < plan->tasks) next = find_job(a, pool, plan, layer, next_index);
-    run_job(a, pool, &job, next_index < plan->tasks ? &next : NULL, &scratch);
+    run_job(a, pool, &job, next_index < plan->tasks ? &next : NULL, &scratch, &amx);
     index = next_index;
     job = next;
   }
+  release_amx(&amx);
   if (!plan->any_split) return;
   wait_for_all(me);
   for (long i = me->thread; i < a->requests * pool->kv_heads; i += me->threads)

@@ -25,6 +25,12 @@ int weft_native_bf16(void) {
 #endif
 }
 
+/* To be called once, before the others: 1 where bfloat16 products run on AMX from then on. */
+int weft_allow_amx(void) {
+  allow_amx();
+  return amx_is_allowed;
+}
+
 int weft_max_dim(void) { return MAX_DIM; }
 int weft_max_group(void) { return MAX_ROWS; }
 

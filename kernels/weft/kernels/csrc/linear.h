@@ -2,6 +2,7 @@
 #ifndef WEFT_LINEAR_H
 #define WEFT_LINEAR_H
 
+#include "amx.h"
 #include "lora.h"
 #include "team.h"
 #include "tile.h"
@@ -113,12 +114,25 @@ static void finish_tile(const Weight *w, const Target *to, const float *tile, lo
   }
 }
 
+#define MOST_TILE_ROWS (AMX_ROWS > TILE_ROWS ? AMX_ROWS : TILE_ROWS)
+
 /* Rows are cut into blocks of a tile, and these into groups: a unit of work is a group of rows
  * times a panel. A thread's units follow one another panel by panel, so that a panel is read from
  * memory once. */
-static long blocks_of(long rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
-static long groups_of(long rows) { return (blocks_of(rows) + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
-static long linear_units(const Weight *w, long rows) { return panels_of(w) * groups_of(rows); }
+static long blocks_of(const Weight *w, long rows) {
+  return (rows + tile_rows(w->is_bf16) - 1) / tile_rows(w->is_bf16);
+}
+static long groups_of(const Weight *w, long rows) {
+  return (blocks_of(w, rows) + GROUP_BLOCKS - 1) / GROUP_BLOCKS;
+}
+static long linear_units(const Weight *w, long rows) { return panels_of(w) * groups_of(w, rows); }
+
+/* First row of a block. Blocks are of the same size, but where each one costs as much as a full
+ * one. */
+static long block_begin(const Weight *w, long rows, long block) {
+  if (!uses_amx(w->is_bf16)) return rows * block / blocks_of(w, rows);
+  return block * AMX_ROWS < rows ? block * AMX_ROWS : rows;
+}
 
 static void prefetch_additions(const Weight *w, const Addition *add, long p) {
   const long width = w->gated ? GATE : PANEL;
@@ -135,27 +149,38 @@ static void add_to_tiles(const Weight *w, const Addition *add, float *tiles, lon
   if (w->gated) expand_tiles(add, w->is_bf16, columns + begin, n, first_row, rows, tiles + GATE);
 }
 
+/* tile [rows][32] = rows of x times a panel. */
+static void product(int is_bf16, int rows, long steps, int odd, const char *x, long stride,
+                    const uint32_t *panel, float *tile, Prefetch *ahead, Amx *amx) {
+  if (is_bf16)
+    tile_product(1, 0, rows, steps, odd, x, stride, panel, tile, PANEL, ahead, amx);
+  else
+    tile_product(0, 0, rows, steps, 0, x, stride, panel, tile, PANEL, ahead, amx);
+}
+
+/* `amx`: of this thread, to be released when it has done its share. */
 static void linear_unit(const Weight *w, const char *x, long m, const Target *to,
-                        const Addition *add, long unit) {
-  long words = words_of(w), stride = w->in_features * (w->is_bf16 ? 2 : 4);
-  int odd = w->is_bf16 && (w->in_features & 1), is_adding = adds(add);
-  long blocks = blocks_of(m), groups = groups_of(m), p = unit / groups, group = unit % groups;
-  const uint32_t *panel = w->panels + p * words * PANEL;
+                        const Addition *add, long unit, Amx *amx) {
+  const long stride = w->in_features * (w->is_bf16 ? 2 : 4), size = words_of(w) * PANEL;
+  const int is_adding = adds(add), odd = w->is_bf16 && (w->in_features & 1);
+  const long blocks = blocks_of(w, m), groups = groups_of(w, m);
+  const long p = unit % panels_of(w), group = unit / panels_of(w);
+  const uint32_t *panel = w->panels + p * size;
   /* Each block of rows asks for a part of the next panel. */
-  int prefetch = group == 0 && m >= prefetch_from() && p + 1 < panels_of(w);
-  const char *next = (const char *)(panel + words * PANEL);
+  const int prefetch = m >= prefetch_from() && p + 1 < panels_of(w);
+  const char *next = (const char *)(panel + size);
   const long first_block = blocks * group / groups, last_block = blocks * (group + 1) / groups;
-  const long part = prefetch ? words * PANEL * 4 / (last_block - first_block) : 0;
-  const long first_row = m * first_block / blocks, end_row = m * last_block / blocks;
-  ALIGNED float tiles[GROUP_BLOCKS * TILE_ROWS * PANEL];
+  const long part = prefetch ? size * 4 / (last_block - first_block) : 0;
+  const long first_row = block_begin(w, m, first_block), end_row = block_begin(w, m, last_block);
+  ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
   if (is_adding && group == 0) prefetch_additions(w, add, p);
   for (long block = first_block; block < last_block; block++, next += part) {
-    long first = m * block / blocks;
-    Prefetch ahead = {.now = {next, next + part}};
-    int rows = (int)(m * (block + 1) / blocks - first);
+    const long first = block_begin(w, m, block);
+    const int rows = (int)(block_begin(w, m, block + 1) - first);
     float *tile = tiles + (is_adding ? (first - first_row) * PANEL : 0);
-    tile_set(w->is_bf16, rows, words - odd, odd, x + first * stride, stride, panel, tile, PANEL,
-             &ahead);
+    Prefetch ahead = {.now = {next, next + part}};
+    product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
+            &ahead, amx);
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
   if (is_adding) {
@@ -169,8 +194,10 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
 static void linear_share(const Weight *w, const void *x, long m, Target to, Addition add,
                          Range *ranges, int threads, int thread) {
   int at = 0;
+  Amx amx = {0};
   for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;)
-    linear_unit(w, x, m, &to, &add, unit);
+    linear_unit(w, x, m, &to, &add, unit, &amx);
+  release_amx(&amx);
 }
 
 #endif

@@ -119,6 +119,7 @@ static void experts_share(const Experts *m, Group group, const void *x, void *ou
   const Weight *const *weights = group == TO_W13 ? m->w13 : m->w2;
   const int64_t *units = group == TO_W13 ? m->units : m->units + m->experts + 1;
   Placed placed;
+  Amx amx = {0};
   int at = 0;
   long e = 0;
   for (int64_t unit; (unit = next_unit(ranges, me->threads, me->thread, &at)) >= 0;) {
@@ -130,8 +131,10 @@ static void experts_share(const Experts *m, Group group, const void *x, void *ou
     const size_t to = (size_t)(first * columns_of(w)) * (out_bf16 ? 2 : 4);
     Target target = {(char *)out + to, NULL, out_bf16};
     place_addition(m, group, first, &placed);
-    linear_unit(w, (const char *)x + in, rows, &target, &placed.add, unit - units[e]);
+    linear_unit(w, (const char *)x + in, rows, &target, &placed.add, unit - units[e],
+                &amx);
   }
+  release_amx(&amx);
 }
 
 /* out = residual + the weighted sum over each row's experts, in the order of its pairs. */

@@ -151,22 +151,4 @@ INLINE void tile_of(const int is_bf16, const int accumulate, int rows, long step
 }
 #undef TILE_CASE
 
-/* c = a * panel, for the linear layers. */
-static void tile_set(int is_bf16, int rows, long steps, int odd, const char *a, long a_stride,
-                     const uint32_t *panel, float *c, long c_stride, Prefetch *ahead) {
-  if (is_bf16)
-    tile_of(1, 0, rows, steps, odd, a, a_stride, panel, c, c_stride, ahead);
-  else
-    tile_of(0, 0, rows, steps, 0, a, a_stride, panel, c, c_stride, ahead);
-}
-
-/* c += a * panel, for attention. */
-static void tile_add(int is_bf16, int rows, long steps, const char *a, long a_stride,
-                     const uint32_t *panel, float *c, long c_stride, Prefetch *ahead) {
-  if (is_bf16)
-    tile_of(1, 1, rows, steps, 0, a, a_stride, panel, c, c_stride, ahead);
-  else
-    tile_of(0, 1, rows, steps, 0, a, a_stride, panel, c, c_stride, ahead);
-}
-
 #endif

@@ -1,0 +1,173 @@
+/* The matrix kernel of tile.h on the tile registers of Intel's AMX: up to 32 rows of bfloat16 times
+ * a panel (Intel, Architecture Instruction Set Extensions, chapter 3).
+ *
+ * One instruction multiplies 16 rows by 16 columns over 16 words of K, as long for one row as for
+ * 16. A panel is laid out as it wants its second operand. Each result is summed in the same order
+ * whatever the number of rows, though not in the order of tile.h: a product is always computed by
+ * the same of the two.
+ */
+#ifndef WEFT_AMX_H
+#define WEFT_AMX_H
+
+#include "tile.h"
+
+#define AMX_ROWS 32 /* of a block: two tiles of rows times two of columns */
+#define AMX_DEPTH 16 /* words of K, and rows or columns, of one tile */
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int amx_is_allowed;
+
+/* Asks the system for the tile registers, for all threads of this process. */
+static void allow_amx(void) {
+  const long request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XTILEDATA */
+  amx_is_allowed = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+
+/* Compilers do not know that tiles are loaded from memory: all that was written is there now. */
+INLINE void complete_writes(void) { __asm__ volatile("" ::: "memory"); }
+
+/* What a thread's tile registers are set up for; they are nobody's between two operations. */
+typedef struct {
+  int rows; /* of a block; 0: not set up */
+} Amx;
+
+/* Tiles 0 to 3 are results (two of columns for each 16 rows), 4 and 5 rows, 6 and 7 columns. */
+static void set_up_amx(Amx *amx, int rows) {
+  if (amx->rows == rows) return;
+  struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } ALIGNED config = {.palette = 1};
+  const int upper = rows < AMX_DEPTH ? rows : AMX_DEPTH;
+  const int rows_of[8] = {upper, upper, rows - upper, rows - upper, upper, rows - upper,
+                          AMX_DEPTH, AMX_DEPTH};
+  for (int i = 0; i < 8; i++) {
+    config.rows[i] = (uint8_t)rows_of[i];
+    config.row_bytes[i] = rows_of[i] > 0 ? 64 : 0;
+  }
+  complete_writes();
+  _tile_loadconfig(&config);
+  amx->rows = rows;
+}
+
+static void release_amx(Amx *amx) {
+  if (amx->rows > 0) _tile_release();
+  amx->rows = 0;
+}
+
+/* One tile's depth of K. */
+INLINE void amx_step(const int is_tall, const char *a, long a_stride, const uint32_t *b) {
+  _tile_loadd(6, b, PANEL * 4);
+  _tile_loadd(4, a, a_stride);
+  _tile_loadd(7, b + AMX_DEPTH, PANEL * 4);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (!is_tall) return;
+  _tile_loadd(5, a + AMX_DEPTH * a_stride, a_stride);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
+/* The last words of K, fewer than a tile's depth: filled up with zeros. */
+static void amx_rest(int rows, long bytes, const char *a, long a_stride, const uint32_t *b) {
+  ALIGNED char rows_end[AMX_ROWS * 64] = {0};
+  ALIGNED uint32_t columns_end[AMX_DEPTH * PANEL] = {0};
+  for (int r = 0; r < rows; r++) memcpy(rows_end + r * 64, a + r * a_stride, (size_t)bytes);
+  memcpy(columns_end, b, (size_t)((bytes + 3) / 4 * PANEL * 4));
+  complete_writes();
+  amx_step(rows > AMX_DEPTH, rows_end, 64, columns_end);
+}
+
+/* Asks for so many cache lines of what will be read soon. */
+INLINE void ask_ahead(Prefetch *ahead, int lines) {
+  while (ahead->now.begin < ahead->now.end) {
+    for (; lines > 0 && ahead->now.begin < ahead->now.end; lines--, ahead->now.begin += 64)
+      __builtin_prefetch(ahead->now.begin, 0, 2);
+    if (lines == 0 || ahead->num_later == 0) return;
+    ahead->now = *ahead->later++;
+    ahead->num_later--;
+  }
+}
+
+INLINE void amx_steps(const int is_tall, long steps, const char *a, long a_stride,
+                      const uint32_t *b, Prefetch *ahead) {
+  for (long s = 0; s < steps; s += AMX_DEPTH, a += 64, b += AMX_DEPTH * PANEL) {
+    ask_ahead(ahead, 2 * AMX_DEPTH);
+    amx_step(is_tall, a, a_stride, b);
+  }
+}
+
+/* c[rows <= AMX_ROWS][32] (+)= a[rows] * panel, over `bytes` of each row of a. */
+INLINE void amx_tile(const int accumulate, int rows, long bytes, const char *a, long a_stride,
+                     const uint32_t *panel, float *c, long c_stride, Prefetch *ahead, Amx *amx) {
+  const long steps = bytes / 64 * AMX_DEPTH, stride = c_stride * 4;
+  const int is_tall = rows > AMX_DEPTH;
+  float *lower = c + AMX_DEPTH * c_stride;
+  set_up_amx(amx, rows);
+  complete_writes();
+  if (accumulate) {
+    _tile_loadd(0, c, stride);
+    _tile_loadd(1, c + AMX_DEPTH, stride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+  if (is_tall && accumulate) {
+    _tile_loadd(2, lower, stride);
+    _tile_loadd(3, lower + AMX_DEPTH, stride);
+  } else if (is_tall) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  if (is_tall)
+    amx_steps(1, steps, a, a_stride, panel, ahead);
+  else
+    amx_steps(0, steps, a, a_stride, panel, ahead);
+  if (bytes % 64 > 0) amx_rest(rows, bytes % 64, a + steps * 4, a_stride, panel + steps * PANEL);
+  _tile_stored(0, c, stride);
+  _tile_stored(1, c + AMX_DEPTH, stride);
+  if (!is_tall) return;
+  _tile_stored(2, lower, stride);
+  _tile_stored(3, lower + AMX_DEPTH, stride);
+}
+
+#else
+
+static const int amx_is_allowed = 0;
+static void allow_amx(void) {}
+typedef struct {
+  int rows;
+} Amx;
+static void release_amx(Amx *amx) { (void)amx; }
+INLINE void amx_tile(const int accumulate, int rows, long bytes, const char *a, long a_stride,
+                     const uint32_t *panel, float *c, long c_stride, Prefetch *ahead, Amx *amx) {
+  (void)accumulate, (void)rows, (void)bytes, (void)a, (void)a_stride;
+  (void)panel, (void)c, (void)c_stride, (void)ahead, (void)amx;
+}
+
+#endif
+
+INLINE int uses_amx(const int is_bf16) { return is_bf16 && amx_is_allowed; }
+
+/* Rows of the largest tile. */
+INLINE int tile_rows(const int is_bf16) { return uses_amx(is_bf16) ? AMX_ROWS : TILE_ROWS; }
+
+/* c[rows <= tile_rows][32] (+)= a[rows] * panel. `odd`: one more step made of a single bfloat16;
+ * `amx`: of this thread, to be released at the end of its work. */
+INLINE void tile_product(const int is_bf16, const int accumulate, int rows, long steps, int odd,
+                         const char *a, long a_stride, const uint32_t *panel, float *c,
+                         long c_stride, Prefetch *ahead, Amx *amx) {
+  if (uses_amx(is_bf16))
+    amx_tile(accumulate, rows, 4 * steps + 2 * odd, a, a_stride, panel, c, c_stride, ahead, amx);
+  else if (is_bf16)
+    tile_of(1, accumulate, rows, steps, odd, a, a_stride, panel, c, c_stride, ahead);
+  else
+    tile_of(0, accumulate, rows, steps, 0, a, a_stride, panel, c, c_stride, ahead);
+}
+
+#endif
