@@ -258,7 +258,7 @@ def test_a_strided_page_table_is_read_by_its_rows() -> None:
             "t->first_position + row / t->group + 1 - begin",
             "t->first_position + row / t->group - begin",
         ),
-        ("scratch->sum_weight[row] *= shrink;", ""),
+        ("scratch->sum_weight[row] * shrink +", "scratch->sum_weight[row] +"),
         ("if (weight == 0) weight = 1;", ""),
     ],
 )

@@ -133,7 +133,7 @@ def test_an_empty_window_is_refused(window: int) -> None:
     [
         ("attention.h", "+ 1 - t->window - begin", "+ 2 - t->window - begin"),
         ("attention_plan.h", "job.task.first_read = first_read;", ""),
-        ("attention.h", "scratch->scores[r * KV_BLOCK + i] = -INFINITY", "(void)i"),
+        ("attention.h", "i < hidden; i++) scores[i] = -INFINITY", "i < hidden; i++) (void)i"),
     ],
 )
 def test_the_check_sees_a_mutation(

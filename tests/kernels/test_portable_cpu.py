@@ -1,4 +1,4 @@
-"""The native operations as built for CPUs without AVX512 and without AVX, against torch."""
+"""The native operations as built for CPUs without AMX, AVX512 and AVX, against torch."""
 
 from __future__ import annotations
 
@@ -28,20 +28,25 @@ if cpu.native_cpu() is None:
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(params=["x86-64-v3", "x86-64", "no-openmp"], scope="module")
+@pytest.fixture(params=["no-amx", "x86-64-v3", "x86-64", "no-openmp"], scope="module")
 def older(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> cpu.NativeCpu:
     openmp = None if request.param == "no-openmp" else loaded_openmp_library()
-    march = "native" if request.param == "no-openmp" else request.param
+    march = {"no-amx": "native", "no-openmp": "native"}.get(request.param, request.param)
+    native = cpu.native_cpu()
+    assert native is not None
+    without = ["-mno-amx-tile"] if request.param == "no-amx" and native.has_amx else []
     built = load_native(
         cpu.SOURCE,
         openmp_library=openmp,
-        flags=("-ffp-contract=fast", "-O1", f"-march={march}"),
+        flags=("-ffp-contract=fast", "-O1", f"-march={march}", *without),
         folder=tmp_path_factory.mktemp("built"),
     )
     assert built.library is not None, built.reason
-    return cpu.NativeCpu(built.library)
+    native = cpu.NativeCpu(built.library)
+    assert not (native.has_amx and request.param == "no-amx")
+    return native
 
 
 @pytest.fixture(autouse=True)

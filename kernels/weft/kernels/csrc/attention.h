@@ -28,6 +28,7 @@ typedef struct {
   ALIGNED float sum[MAX_ROWS * MAX_DIM]; /* accumulators of the current segment */
   ALIGNED float total[MAX_ROWS * MAX_DIM]; /* and of those before it */
   float sum_max[MAX_ROWS], sum_weight[MAX_ROWS];
+  float highest[MAX_ROWS], shrink[MAX_ROWS]; /* of the current block; see raise_maxima */
   float total_max[MAX_ROWS], total_weight[MAX_ROWS];
 } Scratch;
 
@@ -163,47 +164,6 @@ INLINE void pack_values(const int is_bf16, const Pool *pool, const Block *block,
   }
 }
 
-/* Turns scores of one row into weights; updates its maximum, sum and accumulator. Maxima and
- * weights are powers of two: `scale` has the factor log2(e) in it. */
-INLINE void weigh_row(const int is_bf16, float scale, long width, int row, int visible, int count,
-                      Scratch *scratch) {
-  float *scores = scratch->scores + row * KV_BLOCK;
-  vf score[KV_BLOCK / VL] = {{0}};
-  vf highest = vf_splat(LOWEST);
-#pragma GCC unroll 4
-  for (int i = 0; i < KV_BLOCK / VL; i++) {
-    if (i * VL >= visible) break;
-    score[i] = *(vf *)(scores + i * VL);
-    if (i * VL + VL > visible) {
-      vf seen = score[i];
-      for (int lane = visible - i * VL; lane < VL; lane++) seen[lane] = -INFINITY;
-      score[i] = seen;
-    }
-    highest = vf_max(score[i], highest);
-  }
-  float before = scratch->sum_max[row], now = vf_highest(highest) * scale;
-  if (now < before) now = before;
-  vf total = {0};
-#pragma GCC unroll 4
-  for (int i = 0; i < KV_BLOCK / VL; i++) {
-    if (i * VL >= count) break;
-    vf weight = {0};
-    if (i * VL < visible) weight = vf_exp2_nonpositive(is_bf16, score[i] * scale - now);
-    total += weight;
-    if (is_bf16)
-      vf_store_bf16(scratch->weights + row * KV_BLOCK + i * VL, weight);
-    else
-      *(vf *)(scores + i * VL) = weight;
-  }
-  scratch->sum_max[row] = now;
-  if (now != before) {
-    float shrink = vf_exp2_nonpositive(0, vf_splat(before - now))[0];
-    scratch->sum_weight[row] *= shrink;
-    for (long d = 0; d < width; d += VL) *(vf *)(scratch->sum + row * width + d) *= shrink;
-  }
-  scratch->sum_weight[row] += vf_sum(total);
-}
-
 /* Positions of a block that a row may see. */
 INLINE int visible_to(const Task *t, int row, long begin, int count) {
   long last = t->first_position + row / t->group + 1 - begin;
@@ -225,12 +185,58 @@ static void hide_others(const Task *t, int row, long begin, int visible, float *
     if (!sees_row(word, begin + i - t->root)) scores[i] = -INFINITY;
 }
 
+/* The highest of a row's scores; what it does not see of them becomes -inf. */
+INLINE float highest_score(const Task *t, int row, long begin, int count, float *scores) {
+  const int hidden = before_window(t, row, begin, count), visible = visible_to(t, row, begin, count);
+  for (int i = 0; i < hidden; i++) scores[i] = -INFINITY;
+  for (int i = visible; i % VL != 0; i++) scores[i] = -INFINITY;
+  if (t->ancestors != NULL) hide_others(t, row, begin, visible, scores);
+  vf highest = vf_splat(LOWEST);
+  for (int i = 0; i < visible; i += VL) highest = vf_max(*(vf *)(scores + i), highest);
+  return vf_highest(highest);
+}
+
+/* Raises the maxima of rows first_row .. last_row - 1 to those of their scores, which are powers of
+ * two in units of `scale`; `shrink`: what becomes of sums so far. Many rows at once, for each one
+ * alone would wait for its own results. */
+INLINE void raise_maxima(float scale, int first_row, int last_row, Scratch *scratch) {
+  for (int row = first_row - first_row % VL; row < last_row; row += VL) {
+    vf before = *(vf *)(scratch->sum_max + row);
+    vf now = vf_max(*(vf *)(scratch->highest + row) * scale, before);
+    *(vf *)(scratch->shrink + row) = vf_exp2_nonpositive(0, before - now);
+    *(vf *)(scratch->sum_max + row) = now;
+  }
+}
+
+/* Turns the scores of one row into weights; updates its sum and accumulator. */
+INLINE void weigh_row(const int is_bf16, float scale, long width, int row, int visible, int count,
+                      Scratch *scratch) {
+  float *scores = scratch->scores + row * KV_BLOCK;
+  const float highest = scratch->sum_max[row], shrink = scratch->shrink[row];
+  vf total = {0};
+#pragma GCC unroll 4
+  for (int i = 0; i < KV_BLOCK / VL; i++) {
+    if (i * VL >= count) break;
+    vf weight = {0};
+    if (i * VL < visible)
+      weight = vf_exp2_nonpositive(is_bf16, *(vf *)(scores + i * VL) * scale - highest);
+    total += weight;
+    if (is_bf16)
+      vf_store_bf16(scratch->weights + row * KV_BLOCK + i * VL, weight);
+    else
+      *(vf *)(scores + i * VL) = weight;
+  }
+  if (shrink != 1)
+    for (long d = 0; d < width; d += VL) *(vf *)(scratch->sum + row * width + d) *= shrink;
+  scratch->sum_weight[row] = scratch->sum_weight[row] * shrink + vf_sum(total);
+}
+
 /* Adds a block of positions from `begin` on to the segment; asks for the block that comes next. */
 INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool, const Task *t,
                          long begin, const Block *block, const Block *next, Scratch *scratch,
                          Amx *amx) {
   const long words = words_of_dim(pool), row_bytes = 4 * words, width = padded_dim(pool);
-  const int count = block->count;
+  const int count = block->count, most = tile_rows(is_bf16);
   for (int first = 0; first < count; first += 16) {
     pack_keys(pool, block, first, scratch->keys);
     pack_values(is_bf16, pool, block, first, scratch->values);
@@ -240,29 +246,29 @@ INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool
   while (last_row > first_row && before_window(t, last_row - 1, begin, count) == count) last_row--;
   const long steps = is_bf16 ? KV_BLOCK / 2 : KV_BLOCK;
   const long used_steps = is_bf16 ? (count + 1) / 2 : count;
-  const long weight_bytes = is_bf16 ? 2 : 4;
+  const long weight_bytes = KV_BLOCK * (is_bf16 ? 2 : 4);
   const float scale = a->scale * 1.44269504088896341f; /* log2(e) */
   const char *weights = is_bf16 ? (const char *)scratch->weights : (const char *)scratch->scores;
   Prefetch ahead = {0};
   if (next->num_spans > 0)
     ahead = (Prefetch){next->spans[0], next->spans + 1, next->num_spans - 1};
-  for (int row = first_row; row < last_row; row += tile_rows(is_bf16)) {
-    int rows = at_most(last_row - row, tile_rows(is_bf16));
-    const char *q = (const char *)scratch->q + row * row_bytes;
+  for (int row = first_row; row < last_row; row += most)
     for (int c = 0; c < count; c += PANEL)
-      tile_product(is_bf16, 0, rows, words, 0, q, row_bytes, scratch->keys + c * words,
+      tile_product(is_bf16, 0, at_most(last_row - row, most), words, 0,
+                   (const char *)scratch->q + row * row_bytes, row_bytes, scratch->keys + c * words,
                    scratch->scores + row * KV_BLOCK + c, KV_BLOCK, &ahead, amx);
-    for (int r = row; r < row + rows; r++) {
-      int hidden = before_window(t, r, begin, count), visible = visible_to(t, r, begin, count);
-      for (int i = 0; i < hidden; i++) scratch->scores[r * KV_BLOCK + i] = -INFINITY;
-      if (t->ancestors != NULL) hide_others(t, r, begin, visible, scratch->scores + r * KV_BLOCK);
-      weigh_row(is_bf16, scale, width, r, visible, count, scratch);
-    }
+  for (int row = 0; row < (t->rows + VL - 1) / VL * VL; row++)
+    scratch->highest[row] = row >= first_row && row < last_row
+                                ? highest_score(t, row, begin, count, scratch->scores + row * KV_BLOCK)
+                                : -INFINITY;
+  raise_maxima(scale, first_row, last_row, scratch);
+  for (int row = first_row; row < last_row; row++)
+    weigh_row(is_bf16, scale, width, row, visible_to(t, row, begin, count), count, scratch);
+  for (int row = first_row; row < last_row; row += most)
     for (long d = 0; d < pool->dim; d += PANEL)
-      tile_product(is_bf16, 1, rows, used_steps, 0, weights + row * KV_BLOCK * weight_bytes,
-                   KV_BLOCK * weight_bytes, scratch->values + d * steps,
+      tile_product(is_bf16, 1, at_most(last_row - row, most), used_steps, 0,
+                   weights + row * weight_bytes, weight_bytes, scratch->values + d * steps,
                    scratch->sum + row * width + d, width, &ahead, amx);
-  }
 }
 
 static void start_segment(const Pool *pool, const Task *t, Scratch *scratch) {
