@@ -15,6 +15,7 @@
 #define AMX_DEPTH 16 /* words of K, and rows or columns, of one tile */
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_AMX 1
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -137,6 +138,7 @@ INLINE void amx_tile(const int accumulate, int rows, long bytes, const char *a, 
 }
 
 #else
+#define HAS_AMX 0
 
 static const int amx_is_allowed = 0;
 static void allow_amx(void) {}

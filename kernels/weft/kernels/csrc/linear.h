@@ -3,7 +3,7 @@
 #define WEFT_LINEAR_H
 
 #include "amx.h"
-#include "lora.h"
+#include "lora_amx.h"
 #include "team.h"
 #include "tile.h"
 
@@ -142,11 +142,11 @@ static void prefetch_additions(const Weight *w, const Addition *add, long p) {
 
 /* What adapters add to columns of panel p. */
 static void add_to_tiles(const Weight *w, const Addition *add, float *tiles, long p, long first_row,
-                         long rows) {
+                         long rows, Amx *amx) {
   const long columns = columns_of(w), width = w->gated ? GATE : PANEL, begin = p * width;
   const long n = begin + width < columns ? width : columns - begin;
-  expand_tiles(add, w->is_bf16, begin, n, first_row, rows, tiles);
-  if (w->gated) expand_tiles(add, w->is_bf16, columns + begin, n, first_row, rows, tiles + GATE);
+  expand_tiles(add, w->is_bf16, begin, n, first_row, rows, tiles, amx);
+  if (w->gated) expand_tiles(add, w->is_bf16, columns + begin, n, first_row, rows, tiles + GATE, amx);
 }
 
 /* tile [rows][32] = rows of x times a panel. */
@@ -184,7 +184,7 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
   if (is_adding) {
-    add_to_tiles(w, add, tiles, p, first_row, end_row - first_row);
+    add_to_tiles(w, add, tiles, p, first_row, end_row - first_row, amx);
     finish_tile(w, to, tiles, p, first_row, (int)(end_row - first_row));
   }
 }

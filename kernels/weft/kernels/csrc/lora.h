@@ -6,13 +6,12 @@
 #ifndef WEFT_LORA_H
 #define WEFT_LORA_H
 
+#include "amx.h"
 #include "rows.h"
 #include "team.h"
-#include "tile.h"
 
 #define ROW_RANK 8
 #define MAX_PARTS 3
-#define BLOCK_TOKENS 8 /* of a segment in one unit of work */
 #define SHRINK_RANKS 4
 #define EXPAND_ROWS 8
 #if VL == 16
@@ -20,6 +19,9 @@
 #else
 #define SHRINK_TOKENS 2
 #endif
+
+/* Tokens of a segment in one unit of work. */
+static int block_tokens(void) { return amx_is_allowed ? 16 : 8; }
 
 typedef enum { TO_QKV, TO_O, TO_GATE_UP, TO_DOWN, GROUPS, TO_W13 = 0, TO_W2 = 1 } Group;
 
@@ -48,7 +50,7 @@ typedef struct {
   const int32_t *starts;      /* [segments + 1] */
   const int32_t *slots;       /* [segments] */
   int64_t *blocks;            /* [segments + 1]: blocks of tokens before each; set here */
-  float *shrunk;              /* [tokens, width] */
+  float *shrunk;              /* [tokens, width]; on AMX as lora_amx.h has them */
   int64_t tokens, segments, width;
 } Lora;
 
@@ -103,7 +105,7 @@ static Status prepare_lora(const Lora *lora, long first, long count) {
       for (long p = 0; p < lora->groups[g].count; p++)
         if (!part_fits(&lora->groups[g].parts[p], slot, first, count)) return BAD_LORA;
     lora->blocks[s + 1] =
-        lora->blocks[s] + (is_used ? (end - begin + BLOCK_TOKENS - 1) / BLOCK_TOKENS : 0);
+        lora->blocks[s] + (is_used ? (end - begin + block_tokens() - 1) / block_tokens() : 0);
   }
   return lora->starts[lora->segments] == lora->tokens ? FINE : BAD_LORA;
 }
@@ -170,7 +172,7 @@ static void prefetch_bytes(const char *begin, long bytes) {
   for (long at = 0; at < bytes; at += 64) __builtin_prefetch(begin + at, 0, 2);
 }
 
-/* The ranks of up to BLOCK_TOKENS tokens of one adapter in one part. */
+/* The ranks of some tokens of one adapter in one part. */
 static void shrink_block(const Lora *lora, const LoraPart *part, int is_bf16, const int32_t *rows,
                          long count, const char *x, const int32_t *tokens, int num_tokens) {
   const long bytes = part->in_features * (is_bf16 ? 2 : 4);
@@ -198,25 +200,6 @@ static void shrink_block(const Lora *lora, const LoraPart *part, int is_bf16, co
           shrink_tokens(0, some, from, row + rank * bytes, bytes, to);
       }
     }
-  }
-}
-
-/* This thread's share of shrinking x [tokens, in_features]; `ranges` divide `shrink_units`. */
-static void shrink_share(const Addition *add, int is_bf16, const void *x, Range *ranges,
-                         int threads, int thread) {
-  const Lora *lora = add->lora;
-  int at = 0;
-  long s = 0;
-  for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;) {
-    const long block = unit / add->group->count;
-    const LoraPart *part = &add->group->parts[unit % add->group->count];
-    if (block < lora->blocks[s]) s = 0; /* taken from another thread */
-    while (block >= lora->blocks[s + 1]) s++;
-    const long first = lora->starts[s] + (block - lora->blocks[s]) * BLOCK_TOKENS;
-    const int tokens = at_most(lora->starts[s + 1] - first, BLOCK_TOKENS);
-    const long slot = lora->slots[s];
-    shrink_block(lora, part, is_bf16, lora_rows(part, part->table, add->layer, slot),
-                 lora_count(part, add->layer, slot), x, lora->order + first, tokens);
   }
 }
 
@@ -358,23 +341,6 @@ static void prefetch_expand(const Addition *add, int is_bf16, long column, long 
             __builtin_prefetch(at, 0, 2);
         }
     }
-  }
-}
-
-/* Adds to tiles of `rows` rows: their n columns from c on are those from `column` of the product. */
-static void expand_tiles(const Addition *add, int is_bf16, long column, long n, long first_row,
-                         long rows, float *c) {
-  for (long p = 0; p < add->group->count; p++) {
-    const LoraPart *part = &add->group->parts[p];
-    const long end = part->column + part->out_features;
-    const long from = column > part->column ? column : part->column;
-    const long to = column + n < end ? column + n : end;
-    if (from >= to) continue;
-    const Piece piece = {part, from - part->column, (int)(to - from), first_row, c + from - column};
-    if (is_bf16)
-      expand_piece(1, add, &piece, rows);
-    else
-      expand_piece(0, add, &piece, rows);
   }
 }
 

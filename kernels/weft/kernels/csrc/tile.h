@@ -151,4 +151,42 @@ INLINE void tile_of(const int is_bf16, const int accumulate, int rows, long step
 }
 #undef TILE_CASE
 
+#if VL == 16
+/* out[w * stride + 0..15] = word w of 16 rows, for `words` <= 16 words. */
+INLINE void transpose_words(const char *const *rows, long words, uint32_t *out, long stride) {
+  __m512i x[16], y[16];
+  __mmask16 mask = (__mmask16)((1u << words) - 1);
+  for (int i = 0; i < 16; i++) x[i] = _mm512_maskz_loadu_epi32(mask, rows[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+      x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+    }
+  /* x[4 i + j]: words j, j + 4, j + 8, j + 12 of rows 4 i .. 4 i + 3, one a 128-bit lane */
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88);
+    __m512i low2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
+    __m512i high = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
+    __m512i high2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+    y[j] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    y[j + 8] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+    y[j + 4] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    y[j + 12] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+  }
+  for (long w = 0; w < words; w++) _mm512_store_si512(out + w * stride, y[w]);
+}
+#else
+INLINE void transpose_words(const char *const *rows, long words, uint32_t *out, long stride) {
+  for (long w = 0; w < words; w++)
+    for (int i = 0; i < 16; i++) out[w * stride + i] = load_word(rows[i] + 4 * w);
+}
+#endif
+
 #endif
