@@ -14,7 +14,7 @@
 #define AMX_ROWS 32 /* of a block: two tiles of rows times two of columns */
 #define AMX_DEPTH 16 /* words of K, and rows or columns, of one tile */
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_AMX 1
 
 #include <sys/syscall.h>
@@ -36,9 +36,10 @@ typedef struct {
   int rows; /* of a block; 0: not set up */
 } Amx;
 
-/* Tiles 0 to 3 are results (two of columns for each 16 rows), 4 and 5 rows, 6 and 7 columns. */
+/* Tiles 0 to 3 are results (two of columns for each 16 rows), 4 and 5 rows, 6 and 7 columns. The
+ * first 16 rows are set up the same for all that are higher. */
 static void set_up_amx(Amx *amx, int rows) {
-  if (amx->rows == rows) return;
+  if (amx->rows == rows || (rows == AMX_DEPTH && amx->rows > rows)) return;
   struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];

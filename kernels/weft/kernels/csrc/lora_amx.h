@@ -12,27 +12,30 @@
 
 #define TOKEN_WORDS 1024 /* of K, of 16 tokens, that lie packed at a time */
 
-/* As a pair: what is nearest to x, and what is nearest to the rest. */
-INLINE vu split_ranks(vf x) {
-  ALIGNED bf16 nearest[VL], rest[VL];
-  vf_store_bf16(nearest, x);
-  const vf rounded = load_some(nearest, 1, 0, VL);
-  vf_store_bf16(rest, x - rounded);
-  vu pairs;
-  for (int i = 0; i < VL; i++) pairs[i] = nearest[i] | (uint32_t)rest[i] << 16;
-  return pairs;
+/* As pairs: what is nearest to x, and what is nearest to the rest. */
+INLINE __m512i split_ranks(__m512 x) {
+  const __m512i nearest = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
+  const __m512 rest = x - (__m512)_mm512_slli_epi32(nearest, 16);
+  const __m512i upper = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(rest));
+  return _mm512_or_si512(nearest, _mm512_slli_epi32(upper, 16));
+}
+
+/* The end of `rows` rows of K, fewer bytes than a tile is deep, with zeros behind it. */
+static void copy_end(char (*end)[64], const char *const *rows, int count, long bytes) {
+  memset(end, 0, (size_t)count * 64);
+  for (int r = 0; r < count; r++) memcpy(end[r], rows[r], (size_t)bytes);
 }
 
 /* Words first .. first + words - 1 of 16 tokens' rows side by side; zeros up to a tile's depth. */
 static void pack_tokens(const char *const *rows, long bytes, long first, long words,
                         uint32_t *packed) {
+  ALIGNED char end[16][64];
   for (long w = first; w < first + words; w += AMX_DEPTH, packed += AMX_DEPTH * 16) {
-    const long left = bytes - 4 * w;
-    ALIGNED char last[16][64] = {{0}};
     const char *from[16];
-    for (int t = 0; t < 16; t++) {
-      from[t] = rows[t] + 4 * w;
-      if (left < 64) from[t] = memcpy(last[t], from[t], (size_t)left);
+    for (int t = 0; t < 16; t++) from[t] = rows[t] + 4 * w;
+    if (bytes - 4 * w < 64) {
+      copy_end(end, from, 16, bytes - 4 * w);
+      for (int t = 0; t < 16; t++) from[t] = end[t];
     }
     transpose_words(from, AMX_DEPTH, packed, 16);
   }
@@ -41,19 +44,35 @@ static void pack_tokens(const char *const *rows, long bytes, long first, long wo
 /* Eight ranks of 16 tokens: adds words first .. first + words - 1 of K to tile 0. */
 static void shrink_words(const char *a, long bytes, long first, long words,
                          const uint32_t *packed) {
-  for (long w = first; w < first + words; w += AMX_DEPTH, packed += AMX_DEPTH * 16) {
-    const long left = bytes - 4 * w;
-    ALIGNED char last[ROW_RANK][64] = {{0}};
-    if (left < 64)
-      for (int r = 0; r < ROW_RANK; r++) memcpy(last[r], a + r * bytes + 4 * w, (size_t)left);
-    complete_writes();
+  const long deep = bytes / 64 * AMX_DEPTH, whole = deep < first + words ? deep : first + words;
+  complete_writes();
+  for (long w = first; w < whole; w += AMX_DEPTH, packed += AMX_DEPTH * 16) {
     _tile_loadd(6, packed, 64);
-    if (left < 64)
-      _tile_loadd(4, last, 64);
-    else
-      _tile_loadd(4, a + 4 * w, bytes);
+    _tile_loadd(4, a + 4 * w, bytes);
     _tile_dpbf16ps(0, 4, 6);
   }
+  if (whole == first + words) return;
+  ALIGNED char end[ROW_RANK][64];
+  const char *from[ROW_RANK];
+  for (int r = 0; r < ROW_RANK; r++) from[r] = a + r * bytes + 4 * whole;
+  copy_end(end, from, ROW_RANK, bytes - 4 * whole);
+  complete_writes();
+  _tile_loadd(6, packed, 64);
+  _tile_loadd(4, end, 64);
+  _tile_dpbf16ps(0, 4, 6);
+}
+
+/* Eight ranks of some tokens, from tile 0 to where the ranks of token 0 begin. */
+static void store_ranks(uint32_t *shrunk, long width, const int32_t *tokens, int num_tokens) {
+  ALIGNED float ranks[16][16];
+  ALIGNED uint32_t pairs[16][16];
+  const char *rows[16];
+  _tile_stored(0, ranks, 64);
+  for (int r = 0; r < 16; r++) rows[r] = (const char *)ranks[r % ROW_RANK];
+  for (int r = 0; r < ROW_RANK; r++)
+    _mm512_store_si512(ranks[r], split_ranks(_mm512_load_ps(ranks[r])));
+  transpose_words(rows, 16, pairs[0], 16);
+  for (int t = 0; t < num_tokens; t++) memcpy(shrunk + tokens[t] * width, pairs[t], ROW_RANK * 4);
 }
 
 /* The ranks, as pairs, of up to 16 tokens of one adapter in one part. */
@@ -74,64 +93,122 @@ static void shrink_block_amx(const Lora *lora, const LoraPart *part, const int32
       if (i == 0 || words > TOKEN_WORDS) pack_tokens(from, bytes, first, some, packed);
       shrink_words(a, bytes, first, some, packed);
     }
-    ALIGNED float ranks[ROW_RANK][16];
-    _tile_stored(0, ranks, 64);
-    for (int t = 0; t < num_tokens; t++) {
-      uint32_t *to = (uint32_t *)lora->shrunk + tokens[t] * lora->width + part->offset;
-      ALIGNED float of_token[16] = {0};
-      ALIGNED uint32_t pairs[16];
-      for (int r = 0; r < ROW_RANK; r++) of_token[r] = ranks[r][t];
-      for (int r = 0; r < ROW_RANK; r += VL) *(vu *)(pairs + r) = split_ranks(*(vf *)(of_token + r));
-      memcpy(to + i * ROW_RANK, pairs, ROW_RANK * 4);
-    }
+    store_ranks((uint32_t *)lora->shrunk + part->offset + i * ROW_RANK, lora->width, tokens,
+                num_tokens);
   }
 }
 
-/* b[r][0 .. n - 1] = pairs of a weight and itself, of rank r; zeros elsewhere. */
-static void pack_ranks(const LoraPart *part, const int32_t *rows, int num_rows, long column, int n,
-                       uint32_t *b) {
-  const long out = part->out_features;
-  const bf16 *weights = (const bf16 *)part->b;
+/* Up to 16 ranks of a part and an adapter, and where they are added. */
+typedef struct {
+  const Piece *piece;
+  const uint32_t *shrunk; /* of token 0 */
+  long width; /* of a token's */
+  const int32_t *rows; /* of b */
+  int num_ranks;
+} Expansion;
+
+static float *sums_of(const Piece *piece, long token) {
+  return piece->c + (token - piece->first_row) * PANEL;
+}
+
+/* b[rank][column] = the pair of a weight and itself; zeros elsewhere. */
+static void pack_ranks(const Expansion *e, uint32_t *b) {
+  const LoraPart *part = e->piece->part;
+  const bf16 *weights = (const bf16 *)part->b + e->piece->column;
+  const __mmask32 wanted = (__mmask32)(((uint64_t)1 << e->piece->n) - 1);
   for (int r = 0; r < AMX_DEPTH; r++, b += PANEL) {
-    if (r >= num_rows * ROW_RANK) {
-      memset(b, 0, PANEL * 4);
-      continue;
+    __m512i row = _mm512_setzero_si512();
+    if (r < e->num_ranks) {
+      const long rank = (long)e->rows[r / ROW_RANK] * ROW_RANK + r % ROW_RANK;
+      row = _mm512_maskz_loadu_epi16(wanted, weights + rank * part->out_features);
     }
-    const bf16 *row = weights + ((long)rows[r / ROW_RANK] * ROW_RANK + r % ROW_RANK) * out + column;
-    ALIGNED bf16 last[PANEL] = {0};
-    if (n < PANEL) row = memcpy(last, row, (size_t)n * 2);
-    for (int c = 0; c < PANEL; c++) b[c] = row[c] * 0x10001u;
+    const __m512i lower = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(row));
+    const __m512i upper = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(row, 1));
+    _mm512_store_si512(b, _mm512_or_si512(lower, _mm512_slli_epi32(lower, 16)));
+    _mm512_store_si512(b + 16, _mm512_or_si512(upper, _mm512_slli_epi32(upper, 16)));
   }
 }
 
-/* c[rows][32] += ranks [rows][16] * b. */
-static void expand_tile(int rows, const uint32_t *ranks, long stride, const uint32_t *b, float *c,
+/* Adds to the rows `tokens`, at most AMX_ROWS; b as of pack_ranks. */
+static void expand_many(const Expansion *e, const int32_t *tokens, int rows, const uint32_t *b,
                         Amx *amx) {
+  const Piece *piece = e->piece;
+  const uint32_t *first = e->shrunk + tokens[0] * e->width;
   Prefetch none = {0};
-  amx_tile(1, rows, 64, (const char *)ranks, stride * 4, b, c, PANEL, &none, amx);
-}
-
-/* Adds to the rows `tokens`, at most AMX_ROWS, 16 ranks or fewer that begin at `rank`. */
-static void expand_some(const Addition *add, const Piece *piece, const int32_t *tokens, int rows,
-                        long rank, int num_ranks, const uint32_t *b, Amx *amx) {
-  const Lora *lora = add->lora;
-  const uint32_t *shrunk = (const uint32_t *)lora->shrunk + piece->part->offset + rank;
-  float *c = piece->c;
-  const long first = tokens[0], at = (first - piece->first_row) * PANEL;
-  const int is_run = tokens[rows - 1] - first == rows - 1;
-  ALIGNED uint32_t ranks[AMX_ROWS * AMX_DEPTH] = {0};
-  ALIGNED float sums[AMX_ROWS * PANEL] = {0};
-  if (is_run && num_ranks == AMX_DEPTH && piece->n == PANEL) {
-    expand_tile(rows, shrunk + first * lora->width, lora->width, b, c + at, amx);
+  if (tokens[rows - 1] - tokens[0] == rows - 1 && e->num_ranks == AMX_DEPTH && piece->n == PANEL) {
+    amx_tile(1, rows, 64, (const char *)first, e->width * 4, b, sums_of(piece, tokens[0]), PANEL,
+             &none, amx);
     return;
   }
+  ALIGNED uint32_t ranks[AMX_ROWS * AMX_DEPTH]; /* what lies behind the last row is not used */
+  ALIGNED float sums[AMX_ROWS * PANEL];
+  const __mmask16 wanted = (__mmask16)((1u << e->num_ranks) - 1);
   for (int r = 0; r < rows; r++)
-    memcpy(ranks + r * AMX_DEPTH, shrunk + tokens[r] * lora->width, (size_t)num_ranks * 4);
-  expand_tile(rows, ranks, AMX_DEPTH, b, sums, amx);
+    _mm512_store_si512(ranks + r * AMX_DEPTH,
+                       _mm512_maskz_loadu_epi32(wanted, e->shrunk + tokens[r] * e->width));
+  amx_tile(0, rows > AMX_DEPTH ? AMX_ROWS : AMX_DEPTH, 64, (const char *)ranks, 64, b, sums, PANEL,
+           &none, amx);
+  for (int r = 0; r < rows; r++)
+    for (int i = 0; i < piece->n; i += VL) {
+      float *to = sums_of(piece, tokens[r]) + i;
+      const int n = at_most(piece->n - i, VL);
+      store_some(to, 0, 0, n, load_some(to, 0, 0, n) + *(vf *)(sums + r * PANEL + i));
+    }
+}
+
+#define FEW_ROWS 4
+
+/* The same for up to FEW_ROWS rows and 16 columns, to the bit, as the instruction is specified: the
+ * first and the second of all pairs are summed apart, then added to each other and to the rest. */
+INLINE void expand_few(const Expansion *e, const int32_t *tokens, const int rows, int column) {
+  const LoraPart *part = e->piece->part;
+  const int n = at_most(e->piece->n - column, 16);
+  const __mmask16 wanted = (__mmask16)((1u << n) - 1);
+  const bf16 *weights = (const bf16 *)part->b + e->piece->column + column;
+  const uint32_t *pairs[FEW_ROWS];
+  __m512 first[FEW_ROWS], second[FEW_ROWS];
+#pragma GCC unroll 4
   for (int r = 0; r < rows; r++) {
-    float *to = c + (tokens[r] - piece->first_row) * PANEL;
-    for (int i = 0; i < piece->n; i++) to[i] += sums[r * PANEL + i];
+    pairs[r] = e->shrunk + tokens[r] * e->width;
+    first[r] = second[r] = _mm512_setzero_ps();
   }
+  for (int rank = 0; rank < e->num_ranks; rank++) {
+    const long row = (long)e->rows[rank / ROW_RANK] * ROW_RANK + rank % ROW_RANK;
+    const __m256i words = _mm256_maskz_loadu_epi16(wanted, weights + row * part->out_features);
+    const __m512 b = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+      const __m512i pair = _mm512_set1_epi32((int)pairs[r][rank]);
+      first[r] = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(pair, 16), b, first[r]);
+      const __m512i upper = _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000u));
+      second[r] = _mm512_fmadd_ps((__m512)upper, b, second[r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++) {
+    float *to = sums_of(e->piece, tokens[r]) + column;
+    const __m512 sum = _mm512_add_ps(first[r], second[r]);
+    _mm512_mask_storeu_ps(to, wanted, _mm512_add_ps(_mm512_maskz_loadu_ps(wanted, to), sum));
+  }
+}
+
+/* Adds to a segment's rows `tokens` of a unit of work. */
+static void expand_segment(const Expansion *e, const int32_t *tokens, long count, Amx *amx) {
+  if (count >= 2 * FEW_ROWS) {
+    ALIGNED uint32_t b[AMX_DEPTH * PANEL];
+    pack_ranks(e, b);
+    for (long at = 0; at < count; at += AMX_ROWS)
+      expand_many(e, tokens + at, at_most(count - at, AMX_ROWS), b, amx);
+    return;
+  }
+  for (long at = 0; at < count; at += FEW_ROWS)
+    for (int column = 0; column < e->piece->n; column += 16)
+      switch (at_most(count - at, FEW_ROWS)) {
+        case 1: expand_few(e, tokens + at, 1, column); break;
+        case 2: expand_few(e, tokens + at, 2, column); break;
+        case 3: expand_few(e, tokens + at, 3, column); break;
+        default: expand_few(e, tokens + at, 4, column);
+      }
 }
 
 /* Adds to `rows` rows. */
@@ -139,7 +216,8 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
   const Lora *lora = add->lora;
   const LoraPart *part = piece->part;
   const long first = piece->first_row, last = first + rows;
-  ALIGNED uint32_t b[AMX_DEPTH * PANEL];
+  const unsigned int modes = _mm_getcsr();
+  _mm_setcsr(modes | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); /* as on AMX */
   for (long s = 0; s < lora->segments; s++) {
     if (lora->blocks[s + 1] == lora->blocks[s]) continue;
     const long begin = first_place(lora->order, lora->starts[s], lora->starts[s + 1], first);
@@ -147,13 +225,13 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
     const int32_t *table = lora_rows(part, part->b_table, add->layer, lora->slots[s]);
     const long count = lora_count(part, add->layer, lora->slots[s]);
     for (long i = 0; begin < end && i < count; i += AMX_DEPTH / ROW_RANK) {
-      const int some = at_most(count - i, AMX_DEPTH / ROW_RANK);
-      pack_ranks(part, table + i, some, piece->column, piece->n, b);
-      for (long at = begin; at < end; at += AMX_ROWS)
-        expand_some(add, piece, lora->order + at, at_most(end - at, AMX_ROWS), i * ROW_RANK,
-                    some * ROW_RANK, b, amx);
+      const Expansion some = {.piece = piece, .width = lora->width, .rows = table + i,
+                              .shrunk = (const uint32_t *)lora->shrunk + part->offset + i * ROW_RANK,
+                              .num_ranks = at_most(count - i, AMX_DEPTH / ROW_RANK) * ROW_RANK};
+      expand_segment(&some, lora->order + begin, end - begin, amx);
     }
   }
+  _mm_setcsr(modes);
 }
 
 #else
