@@ -1,8 +1,13 @@
+#define _GNU_SOURCE
 /* What the CPU can do at most: reading memory, and multiply-adds that touch registers only. */
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 /* Reads every cache line of data; returns something that depends on it. */
@@ -69,4 +74,42 @@ float roofline_bfloat16(int64_t steps, float x) {
   (void)steps, (void)x;
 #endif
   return result;
+}
+
+/* Multiply-adds of AMX a step and thread: 4 tiles of 16 * 16 * 32; -1 where it is not to be had. */
+float roofline_amx(int64_t steps, float x) {
+#if defined(__AMX_BF16__) && defined(__linux__)
+  const long request_permission = 0x1023, tile_data = 18;
+  if (syscall(SYS_arch_prctl, request_permission, tile_data) != 0) return -1;
+  struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } __attribute__((aligned(64))) config = {.palette = 1};
+  for (int i = 0; i < 8; i++) config.rows[i] = 16, config.row_bytes[i] = 64;
+#pragma omp parallel
+  {
+    __asm__ volatile("" ::: "memory");
+    _tile_loadconfig(&config);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+    for (int64_t s = 0; s < steps; s++) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_release();
+  }
+  return x;
+#else
+  (void)steps, (void)x;
+  return -1;
+#endif
 }

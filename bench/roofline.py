@@ -25,14 +25,16 @@ class Roofline:
         if built.library is None:
             raise SystemExit(f"no roofline: {built.reason}")
         self._library = built.library
-        wide = dtype == torch.bfloat16 and cpu_has_bfloat16()
-        self._multiply = built.library["roofline_bfloat16" if wide else "roofline_float32"]
+        lanes = built.library["roofline_lanes"]() * built.library["roofline_chains"]()
+        name, self._per_step = "roofline_float32", 2 * lanes
+        native = cpu.native_cpu()
+        if dtype == torch.bfloat16 and native is not None:
+            if native.has_amx:
+                name, self._per_step = "roofline_amx", 2 * 4 * 16 * 16 * 32
+            elif native.native_bf16:
+                name, self._per_step = "roofline_bfloat16", 4 * lanes
+        self._multiply = built.library[name]
         self._multiply.argtypes = (ctypes.c_int64, ctypes.c_float)
-        self._per_step = (
-            built.library["roofline_lanes"]()
-            * built.library["roofline_chains"]()
-            * (4 if wide else 2)
-        )
         self._read = built.library["roofline_read"]
         self._read.argtypes, self._read.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
         self._data = huge_zeros((24 << 20,), torch.int64).fill_(1)
@@ -47,12 +49,6 @@ class Roofline:
         steps = 400_000
         seconds = timed(lambda: self._multiply(steps, 0.5))
         return steps * self._per_step * torch.get_num_threads() / seconds
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether the native operations use bfloat16 products of the CPU."""
-    native = cpu.native_cpu()
-    return native is not None and native.native_bf16
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -169,10 +169,11 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     if cpu.native_cpu() is None:
         pytest.skip(f"cc: {cpu.native_cpu_missing()}")
     packed, case = pack_linear(draw(100, 136, dtype=dtype)), make_lora(136, 100, RANKS, dtype)
-    slots = draw_slots(40, len(RANKS))
-    x = torch.randn(40, 136).to(dtype)
+    # On AMX eight tokens of an adapter, and more, are added to in another way than fewer.
+    slots = draw_slots(120, len(RANKS))
+    x = torch.randn(120, 136).to(dtype)
     whole = linear(x, packed, lora=addition([case], slots))
-    for begin, end in ((0, 1), (39, 40), (3, 20), (11, 38)):
+    for begin, end in ((0, 1), (119, 120), (3, 20), (11, 38), (40, 100)):
         part = linear(x[begin:end], packed, lora=addition([case], slots[begin:end]))
         assert torch.equal(part, whole[begin:end])
 
@@ -201,6 +202,38 @@ def test_a_mutated_operation_is_noticed(
     exact = case.add(x.double() @ weight.double().T, x.double(), slots, 0)
     with pytest.raises(AssertionError):
         assert_as_exact(out, case.add(F.linear(x, weight), x, slots, 0), exact)
+
+
+@pytest.mark.parametrize(
+    ("original", "replacement"),
+    [
+        ("if (r < e->num_ranks) {", "if (r + 1 < e->num_ranks) {"),
+        ("rank < e->num_ranks; rank++", "rank + 1 < e->num_ranks; rank++"),
+        ("copy_end(end, from, ROW_RANK, bytes - 4 * whole);", "memset(end, 0, sizeof end);"),
+        ("copy_end(end, from, 16, bytes - 4 * w);", "memset(end, 0, sizeof end);"),
+        ("i < count; i += AMX_DEPTH / ROW_RANK", "i < count - 1; i += AMX_DEPTH / ROW_RANK"),
+    ],
+)
+def test_a_mutated_operation_on_amx_is_noticed(
+    original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = cpu.native_cpu()
+    if native is None or not native.has_amx:
+        pytest.skip("needs a CPU with AMX")
+    case = make_lora(73, 37, [0, 40, 8], torch.bfloat16)
+    slots = [1] * 9 + [2, 0, 2]
+    x, weight = torch.randn(12, 73).bfloat16(), draw(37, 73, dtype=torch.bfloat16)
+
+    def check() -> None:
+        out = linear(x, pack_linear(weight), lora=addition([case], slots))
+        exact = case.add(x.double() @ weight.double().T, x.double(), slots, 0)
+        assert_as_exact(out, case.add(F.linear(x, weight), x, slots, 0), exact)
+
+    check()
+    mutated = mutated_native_cpu(tmp_path, "lora_amx.h", original, replacement)
+    monkeypatch.setattr(cpu, "native_cpu", lambda: mutated)
+    with pytest.raises(AssertionError):
+        check()
 
 
 @pytest.mark.usefixtures("path")
