@@ -204,6 +204,46 @@ def test_a_mutated_operation_is_noticed(
         assert_as_exact(out, case.add(F.linear(x, weight), x, slots, 0), exact)
 
 
+@pytest.mark.parametrize("in_features", [64, 2101])
+@pytest.mark.parametrize("columns", [32, 50])
+def test_many_tokens_of_an_adapter_and_few(in_features: int, columns: int) -> None:
+    """Additions far below what the product is rounded to, and some that are nearly zero."""
+    if cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    check_many_and_few(in_features, columns)
+
+
+def test_ranks_rounded_once_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = cpu.native_cpu()
+    if native is None or not native.has_amx:
+        pytest.skip("needs a CPU with AMX")
+    pair = "_mm512_or_si512(nearest, _mm512_slli_epi32(upper, 16))"
+    mutated = mutated_native_cpu(tmp_path, "lora_amx.h", pair, "nearest")
+    monkeypatch.setattr(cpu, "native_cpu", lambda: mutated)
+    with pytest.raises(AssertionError):
+        check_many_and_few(64, 50)
+
+
+def check_many_and_few(in_features: int, columns: int) -> None:
+    """Compares with float64, and parts of a batch with the whole."""
+    case = make_lora(in_features, columns, [0, 40, 24, 16, 8], torch.bfloat16)
+    packed = pack_linear(torch.zeros(columns, in_features, dtype=torch.bfloat16))
+    slots = [1] * 40 + [2, 0] * 20 + [3] * 9 + [4, 3, 4]
+    x = torch.randn(len(slots), in_features).bfloat16()
+    x[::7] *= 1e-37
+    whole = linear(x, packed, out_dtype=torch.float32, lora=addition([case], slots))
+    exact = case.add(torch.zeros(len(slots), columns).double(), x.double(), slots, 0)
+    scale = exact[1:7].abs().mean().item()
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-4, atol=1e-4 * scale)
+    for size in (1, 7, 30):
+        for begin in range(0, len(slots), size):
+            some = slots[begin : begin + size]
+            part = linear(
+                x[begin : begin + size], packed, out_dtype=torch.float32, lora=addition([case], some)
+            )
+            assert torch.equal(part, whole[begin : begin + size])
+
+
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [

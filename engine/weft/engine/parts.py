@@ -548,10 +548,13 @@ def _sampling_device(
 
 
 def _missing_native(device: torch.device) -> list[str]:
-    """Describes what is slower here for lack of a C compiler."""
-    reason = native_cpu_missing()
-    if device.type != "cpu" or reason is None:
+    """Describes what is slower here for lack of a C compiler, or of a permission."""
+    native = native_cpu()
+    if device.type != "cpu" or (native is not None and not native.is_amx_refused):
         return []
+    if native is not None:
+        return ["the system refuses AMX: prompts and batches in bfloat16 take several times longer"]
+    reason = native_cpu_missing()
     return [f"no native CPU operations ({reason}): oneDNN and PyTorch serve, several times slower"]
 
 

@@ -212,6 +212,7 @@ class NativeCpu:
         "draft_entries",
         "draft_entries_width",
         "has_amx",
+        "is_amx_refused",
         "layer_scratch_width",
         "linear",
         "max_dim",
@@ -267,8 +268,11 @@ class NativeCpu:
         self.draft_chain = declare("weft_draft_chain", integer, *[pointer] * 3, long)
         self.native_bf16 = bool(declare("weft_native_bf16", integer)())
         """Whether bfloat16 products run in hardware (AVX512-BF16)."""
-        self.has_amx = bool(declare("weft_allow_amx", integer)())
+        amx = declare("weft_ask_for_amx", integer)()
+        self.has_amx = amx == 1
         """Whether bfloat16 products run on AMX."""
+        self.is_amx_refused = amx == -1
+        """Whether they would, if the system let this process."""
         self.max_dim = int(declare("weft_max_dim", integer)())
         """Largest head_dim of attention."""
         self.max_group = int(declare("weft_max_group", integer)())

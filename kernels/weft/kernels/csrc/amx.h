@@ -14,7 +14,8 @@
 #define AMX_ROWS 32 /* of a block: two tiles of rows times two of columns */
 #define AMX_DEPTH 16 /* words of K, and rows or columns, of one tile */
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && \
+    defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
 #define HAS_AMX 1
 
 #include <sys/syscall.h>
@@ -22,10 +23,11 @@
 
 static int amx_is_allowed;
 
-/* Asks the system for the tile registers, for all threads of this process. */
-static void allow_amx(void) {
+/* Asks the system for the tile registers, for all threads of this process; whether it refuses. */
+static int ask_for_amx(void) {
   const long request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XTILEDATA */
   amx_is_allowed = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  return !amx_is_allowed;
 }
 
 /* Compilers do not know that tiles are loaded from memory: all that was written is there now. */
@@ -87,12 +89,13 @@ static void amx_rest(int rows, long bytes, const char *a, long a_stride, const u
 
 /* Asks for so many cache lines of what will be read soon. */
 INLINE void ask_ahead(Prefetch *ahead, int lines) {
-  while (ahead->now.begin < ahead->now.end) {
-    for (; lines > 0 && ahead->now.begin < ahead->now.end; lines--, ahead->now.begin += 64)
-      __builtin_prefetch(ahead->now.begin, 0, 2);
-    if (lines == 0 || ahead->num_later == 0) return;
-    ahead->now = *ahead->later++;
-    ahead->num_later--;
+  for (; lines > 0; lines--, ahead->now.begin += 64) {
+    while (ahead->now.begin >= ahead->now.end) {
+      if (ahead->num_later == 0) return;
+      ahead->now = *ahead->later++;
+      ahead->num_later--;
+    }
+    __builtin_prefetch(ahead->now.begin, 0, 2);
   }
 }
 
@@ -142,7 +145,7 @@ INLINE void amx_tile(const int accumulate, int rows, long bytes, const char *a, 
 #define HAS_AMX 0
 
 static const int amx_is_allowed = 0;
-static void allow_amx(void) {}
+static int ask_for_amx(void) { return 0; }
 typedef struct {
   int rows;
 } Amx;

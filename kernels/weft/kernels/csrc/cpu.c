@@ -25,11 +25,9 @@ int weft_native_bf16(void) {
 #endif
 }
 
-/* To be called once, before the others: 1 where bfloat16 products run on AMX from then on. */
-int weft_allow_amx(void) {
-  allow_amx();
-  return amx_is_allowed;
-}
+/* To be called once, before the others. 1: bfloat16 products run on AMX from then on; -1: they
+ * would, but the system refuses it. */
+int weft_ask_for_amx(void) { return ask_for_amx() ? -1 : amx_is_allowed; }
 
 int weft_max_dim(void) { return MAX_DIM; }
 int weft_max_group(void) { return MAX_ROWS; }

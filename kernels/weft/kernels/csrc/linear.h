@@ -117,8 +117,8 @@ static void finish_tile(const Weight *w, const Target *to, const float *tile, lo
 #define MOST_TILE_ROWS (AMX_ROWS > TILE_ROWS ? AMX_ROWS : TILE_ROWS)
 
 /* Rows are cut into blocks of a tile, and these into groups: a unit of work is a group of rows
- * times a panel. A thread's units follow one another panel by panel, so that a panel is read from
- * memory once. */
+ * times a panel. A thread's units go through the panels with one group, whose rows stay in its
+ * cache, then with the next. */
 static long blocks_of(const Weight *w, long rows) {
   return (rows + tile_rows(w->is_bf16) - 1) / tile_rows(w->is_bf16);
 }
@@ -127,8 +127,8 @@ static long groups_of(const Weight *w, long rows) {
 }
 static long linear_units(const Weight *w, long rows) { return panels_of(w) * groups_of(w, rows); }
 
-/* First row of a block. Blocks are of the same size, but where each one costs as much as a full
- * one. */
+/* First row of a block. On AMX all but the last are full, as one takes the same time for few rows
+ * and for many; elsewhere they are as equal as they can be. */
 static long block_begin(const Weight *w, long rows, long block) {
   if (!uses_amx(w->is_bf16)) return rows * block / blocks_of(w, rows);
   return block * AMX_ROWS < rows ? block * AMX_ROWS : rows;
@@ -173,7 +173,7 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
   const long part = prefetch ? size * 4 / (last_block - first_block) : 0;
   const long first_row = block_begin(w, m, first_block), end_row = block_begin(w, m, last_block);
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
-  if (is_adding && group == 0) prefetch_additions(w, add, p);
+  if (is_adding) prefetch_additions(w, add, p);
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
     const int rows = (int)(block_begin(w, m, block + 1) - first);

@@ -20,7 +20,7 @@
 #define SHRINK_TOKENS 2
 #endif
 
-/* Tokens of a segment in one unit of work. */
+/* Tokens of a segment in one unit of work; as many as AMX multiplies at a time. */
 static int block_tokens(void) { return amx_is_allowed ? 16 : 8; }
 
 typedef enum { TO_QKV, TO_O, TO_GATE_UP, TO_DOWN, GROUPS, TO_W13 = 0, TO_W2 = 1 } Group;
@@ -50,7 +50,7 @@ typedef struct {
   const int32_t *starts;      /* [segments + 1] */
   const int32_t *slots;       /* [segments] */
   int64_t *blocks;            /* [segments + 1]: blocks of tokens before each; set here */
-  float *shrunk;              /* [tokens, width]; on AMX as lora_amx.h has them */
+  float *shrunk;              /* [tokens, width]; in bfloat16 on AMX, where there is an `order`, pairs: see lora_amx.h */
   int64_t tokens, segments, width;
 } Lora;
 
@@ -98,6 +98,7 @@ static Status prepare_lora(const Lora *lora, long first, long count) {
       const long token = lora->order[i];
       if ((uint64_t)token >= (uint64_t)lora->tokens || lora->token_slots[token] != slot)
         return BAD_LORA;
+      if (i > begin && token <= lora->order[i - 1]) return BAD_LORA;
     }
     const int is_used = end > begin && slot != 0;
     if (is_used && slot < 0) return BAD_LORA;

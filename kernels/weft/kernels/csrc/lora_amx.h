@@ -1,4 +1,5 @@
-/* The additions of lora.h on AMX, for bfloat16 and tokens that are sorted by adapter.
+/* The additions of lora.h on AMX, for bfloat16 and tokens that are sorted by adapter (those of
+ * experts are not).
  *
  * A rank is kept as the sum of two bfloat16, some 16 bits of it: as a pair along K it is multiplied
  * by the pair of a weight and the same weight. */
@@ -15,12 +16,14 @@
 /* As pairs: what is nearest to x, and what is nearest to the rest. */
 INLINE __m512i split_ranks(__m512 x) {
   const __m512i nearest = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
-  const __m512 rest = x - (__m512)_mm512_slli_epi32(nearest, 16);
+  const __m512 rounded = (__m512)_mm512_slli_epi32(nearest, 16);
+  const __mmask16 is_finite = _mm512_cmp_ps_mask(rounded - rounded, rounded - rounded, _CMP_ORD_Q);
+  const __m512 rest = _mm512_maskz_sub_ps(is_finite, x, rounded);
   const __m512i upper = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(rest));
   return _mm512_or_si512(nearest, _mm512_slli_epi32(upper, 16));
 }
 
-/* The end of `rows` rows of K, fewer bytes than a tile is deep, with zeros behind it. */
+/* The ends of `count` rows of K, fewer bytes than a tile is deep, with zeros behind them. */
 static void copy_end(char (*end)[64], const char *const *rows, int count, long bytes) {
   memset(end, 0, (size_t)count * 64);
   for (int r = 0; r < count; r++) memcpy(end[r], rows[r], (size_t)bytes);
@@ -28,7 +31,7 @@ static void copy_end(char (*end)[64], const char *const *rows, int count, long b
 
 /* Words first .. first + words - 1 of 16 tokens' rows side by side; zeros up to a tile's depth. */
 static void pack_tokens(const char *const *rows, long bytes, long first, long words,
-                        uint32_t *packed) {
+                        uint32_t *packed, Prefetch *ahead) {
   ALIGNED char end[16][64];
   for (long w = first; w < first + words; w += AMX_DEPTH, packed += AMX_DEPTH * 16) {
     const char *from[16];
@@ -37,18 +40,20 @@ static void pack_tokens(const char *const *rows, long bytes, long first, long wo
       copy_end(end, from, 16, bytes - 4 * w);
       for (int t = 0; t < 16; t++) from[t] = end[t];
     }
+    ask_ahead(ahead, ROW_RANK);
     transpose_words(from, AMX_DEPTH, packed, 16);
   }
 }
 
 /* Eight ranks of 16 tokens: adds words first .. first + words - 1 of K to tile 0. */
 static void shrink_words(const char *a, long bytes, long first, long words,
-                         const uint32_t *packed) {
+                         const uint32_t *packed, Prefetch *ahead) {
   const long deep = bytes / 64 * AMX_DEPTH, whole = deep < first + words ? deep : first + words;
   complete_writes();
   for (long w = first; w < whole; w += AMX_DEPTH, packed += AMX_DEPTH * 16) {
     _tile_loadd(6, packed, 64);
     _tile_loadd(4, a + 4 * w, bytes);
+    ask_ahead(ahead, ROW_RANK);
     _tile_dpbf16ps(0, 4, 6);
   }
   if (whole == first + words) return;
@@ -86,12 +91,17 @@ static void shrink_block_amx(const Lora *lora, const LoraPart *part, const int32
   set_up_amx(amx, ROW_RANK);
   for (long i = 0; i < count; i++) {
     const char *a = part->a + rows[i] * ROW_RANK * bytes;
-    if (i + 1 < count) prefetch_bytes(part->a + rows[i + 1] * ROW_RANK * bytes, ROW_RANK * bytes);
+    Prefetch this = {.now = {a, a + ROW_RANK * bytes}}, next = {0};
+    if (i + 1 < count) {
+      next.now.begin = part->a + rows[i + 1] * ROW_RANK * bytes;
+      next.now.end = next.now.begin + ROW_RANK * bytes;
+    }
     _tile_zero(0);
     for (long first = 0; first < words; first += TOKEN_WORDS) {
       const long some = at_most(words - first, TOKEN_WORDS);
-      if (i == 0 || words > TOKEN_WORDS) pack_tokens(from, bytes, first, some, packed);
-      shrink_words(a, bytes, first, some, packed);
+      if (i == 0 || words > TOKEN_WORDS)
+        pack_tokens(from, bytes, first, some, packed, &this);
+      shrink_words(a, bytes, first, some, packed, &next);
     }
     store_ranks((uint32_t *)lora->shrunk + part->offset + i * ROW_RANK, lora->width, tokens,
                 num_tokens);

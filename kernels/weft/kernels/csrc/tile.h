@@ -1,4 +1,4 @@
-/* The one matrix kernel: a few rows times a panel of 32 columns.
+/* The matrix kernel: a few rows times a panel of 32 columns. (amx.h has the other one.)
  *
  * Everything is counted in 32-bit words: a float, or two bfloat16 neighbours along K. A row of A
  * is `steps` words; a panel of B is [steps][32 columns] words, so one step of one column is one
