@@ -237,11 +237,10 @@ def check_many_and_few(in_features: int, columns: int) -> None:
     torch.testing.assert_close(whole.double(), exact, rtol=1e-4, atol=1e-4 * scale)
     for size in (1, 7, 30):
         for begin in range(0, len(slots), size):
-            some = slots[begin : begin + size]
-            part = linear(
-                x[begin : begin + size], packed, out_dtype=torch.float32, lora=addition([case], some)
-            )
-            assert torch.equal(part, whole[begin : begin + size])
+            rows = slice(begin, begin + size)
+            added = addition([case], slots[rows])
+            part = linear(x[rows], packed, out_dtype=torch.float32, lora=added)
+            assert torch.equal(part, whole[rows])
 
 
 @pytest.mark.parametrize(
