@@ -36,12 +36,23 @@ INLINE void complete_writes(void) { __asm__ volatile("" ::: "memory"); }
 /* What a thread's tile registers are set up for; they are nobody's between two operations. */
 typedef struct {
   int rows; /* of a block; 0: not set up */
+  int is_flushing;
+  unsigned int modes; /* of vectors, before that */
 } Amx;
+
+/* Subnormal numbers are zero to AMX, so they are to the vectors of the same operation. */
+static void flush_subnormals(Amx *amx) {
+  if (amx->is_flushing) return;
+  amx->is_flushing = 1;
+  amx->modes = _mm_getcsr();
+  _mm_setcsr(amx->modes | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+}
 
 /* Tiles 0 to 3 are results (two of columns for each 16 rows), 4 and 5 rows, 6 and 7 columns. The
  * first 16 rows are set up the same for all that are higher. */
 static void set_up_amx(Amx *amx, int rows) {
   if (amx->rows == rows || (rows == AMX_DEPTH && amx->rows > rows)) return;
+  flush_subnormals(amx);
   struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -61,7 +72,8 @@ static void set_up_amx(Amx *amx, int rows) {
 
 static void release_amx(Amx *amx) {
   if (amx->rows > 0) _tile_release();
-  amx->rows = 0;
+  if (amx->is_flushing) _mm_setcsr(amx->modes);
+  *amx = (Amx){0};
 }
 
 /* One tile's depth of K. */
@@ -107,12 +119,48 @@ INLINE void amx_steps(const int is_tall, long steps, const char *a, long a_strid
   }
 }
 
+/* c[32] = a * panel by vectors, equal to the bit, as the instruction is specified: over 16 words the
+ * first and the second of all pairs are summed apart, then added to each other and to the rest. A
+ * single row waits for memory, and tiles that are mostly empty keep it waiting longer. */
+static void amx_row(long bytes, const char *a, const uint32_t *b, float *c, Prefetch *ahead,
+                    Amx *amx) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  flush_subnormals(amx);
+  for (; bytes > 0; bytes -= 64, a += 64) {
+    ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
+    const __mmask32 given = bytes < 64 ? ((uint32_t)1 << bytes / 2) - 1 : 0xffffffffu;
+    const __m512i pairs = _mm512_maskz_loadu_epi16(given, a);
+    _mm512_store_si512(even, _mm512_slli_epi32(pairs, 16));
+    _mm512_store_si512(odd, _mm512_and_si512(pairs, upper));
+    const int words = at_most((bytes + 3) / 4, AMX_DEPTH);
+    __m512 first[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, second[2] = {first[0], first[0]};
+    for (int i = 0; i < words; i++, b += PANEL) {
+      if (i % 4 == 0) ask_ahead(ahead, 8);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const __m512i column = _mm512_loadu_si512(b + v * 16);
+        const __m512 lower = (__m512)_mm512_slli_epi32(column, 16);
+        first[v] = _mm512_fmadd_ps(lower, _mm512_set1_ps(even[i]), first[v]);
+        const __m512 higher = (__m512)_mm512_and_si512(column, upper);
+        second[v] = _mm512_fmadd_ps(higher, _mm512_set1_ps(odd[i]), second[v]);
+      }
+    }
+    for (int v = 0; v < 2; v++) sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(first[v], second[v]));
+  }
+  for (int v = 0; v < 2; v++) _mm512_storeu_ps(c + v * 16, sum[v]);
+}
+
 /* c[rows <= AMX_ROWS][32] (+)= a[rows] * panel, over `bytes` of each row of a. */
 INLINE void amx_tile(const int accumulate, int rows, long bytes, const char *a, long a_stride,
                      const uint32_t *panel, float *c, long c_stride, Prefetch *ahead, Amx *amx) {
   const long steps = bytes / 64 * AMX_DEPTH, stride = c_stride * 4;
   const int is_tall = rows > AMX_DEPTH;
   float *lower = c + AMX_DEPTH * c_stride;
+  if (rows == 1 && !accumulate) {
+    amx_row(bytes, a, panel, c, ahead, amx);
+    return;
+  }
   set_up_amx(amx, rows);
   complete_writes();
   if (accumulate) {

@@ -168,8 +168,7 @@ static void expand_many(const Expansion *e, const int32_t *tokens, int rows, con
 
 #define FEW_ROWS 4
 
-/* The same for up to FEW_ROWS rows and 16 columns, to the bit, as the instruction is specified: the
- * first and the second of all pairs are summed apart, then added to each other and to the rest. */
+/* The same for up to FEW_ROWS rows and 16 columns, by vectors, as amx_row does. */
 INLINE void expand_few(const Expansion *e, const int32_t *tokens, const int rows, int column) {
   const LoraPart *part = e->piece->part;
   const int n = at_most(e->piece->n - column, 16);
@@ -226,8 +225,7 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
   const Lora *lora = add->lora;
   const LoraPart *part = piece->part;
   const long first = piece->first_row, last = first + rows;
-  const unsigned int modes = _mm_getcsr();
-  _mm_setcsr(modes | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); /* as on AMX */
+  flush_subnormals(amx);
   for (long s = 0; s < lora->segments; s++) {
     if (lora->blocks[s + 1] == lora->blocks[s]) continue;
     const long begin = first_place(lora->order, lora->starts[s], lora->starts[s + 1], first);
@@ -241,7 +239,6 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
       expand_segment(&some, lora->order + begin, end - begin, amx);
     }
   }
-  _mm_setcsr(modes);
 }
 
 #else
