@@ -197,6 +197,34 @@ def linear_row(model: Model, rows: int, with_head: bool) -> Row:
     )
 
 
+def amx_row(model: Model, rows: int, without: cpu.NativeCpu) -> Row:
+    """Times the linear layers of a step on AMX, beside the same code built without it."""
+    native = cpu.native_cpu()
+    assert native is not None
+    dtype = model.plain_head.dtype
+    products = []
+    for layer in model.layers:
+        assert isinstance(layer.mlp, GatedMlpWeight)
+        products += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
+    inputs = {k: torch.randn(rows, k).to(dtype) for k in (HIDDEN, INNER)}
+    out = torch.empty(rows * max(w.out_features for w in products), dtype=dtype)
+    size = sum(w.out_features * w.in_features for w in products)
+
+    def run(operations: cpu.NativeCpu) -> None:
+        for w in products:
+            x = inputs[w.in_features]
+            operations.linear(w.address, x.data_ptr(), rows, None, out.data_ptr(), True, None, 0)
+
+    return Row(
+        f"linear layers on AMX, {rows} rows",
+        lambda: run(native),
+        lambda: run(without),
+        "without AMX",
+        flops=2.0 * rows * size,
+        bytes=float(size * dtype.itemsize),
+    )
+
+
 def attention_row(model: Model, name: str, requests: Sequence[tuple[int, int]]) -> Row:
     """Times the attention of all layers."""
     step = make_step(requests, len(model.pool))
@@ -388,6 +416,11 @@ def make_rows(model: Model) -> list[Row]:
     """Measures the whole table."""
     rows = [linear_row(model, n, True) for n in (1, 4, 8, 16, 32)]
     rows += [linear_row(model, n, False) for n in (256, 512)]
+    native = cpu.native_cpu()
+    if native is not None and native.has_amx and model.pool.dtype == torch.bfloat16:
+        without = cpu.load_without_amx()
+        assert without is not None
+        rows += [amx_row(model, n, without) for n in (1, 4, 8, 16, 64, 256, 512)]
     decode = [
         ("1 x 200", 1, 200),
         ("16 x 200", 16, 200),

@@ -1,5 +1,5 @@
-#define _GNU_SOURCE
 /* What the CPU can do at most: reading memory, and multiply-adds that touch registers only. */
+#define _GNU_SOURCE
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)

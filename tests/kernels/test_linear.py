@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,6 +167,38 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     for residual in (torch.randn(2, 7), torch.randn(8, 2).T, torch.randn(2, 8).bfloat16()):
         with pytest.raises(ValueError, match="residual"):
             linear(torch.randn(2, 16), packed, residual)
+
+
+REFUSED = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)
+small = Stack(ctypes.addressof(memory), 0, 8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
+import torch
+from weft.engine.parts import _missing_native
+from weft.kernels import cpu
+from weft.kernels.linear import linear, pack_linear
+native = cpu.native_cpu()
+assert native.is_amx_refused and not native.has_amx
+(notice,) = _missing_native(torch.device("cpu"))
+assert "refuses AMX" in notice, notice
+x, weight = torch.randn(40, 96).bfloat16(), torch.randn(64, 96).bfloat16()
+exact = x.double() @ weight.double().T
+assert (linear(x, pack_linear(weight)) - exact).abs().max() < 0.01 * exact.abs().max()
+"""
+"""A thread whose stack for signals is too small for AMX's state: the system refuses it then."""
+
+
+def test_a_refusal_of_amx_is_told_and_served_without() -> None:
+    native = cpu.native_cpu()
+    if native is None or not native.has_amx:
+        pytest.skip("needs a CPU with AMX")
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

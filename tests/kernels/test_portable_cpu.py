@@ -36,7 +36,7 @@ def older(
     march = {"no-amx": "native", "no-openmp": "native"}.get(request.param, request.param)
     native = cpu.native_cpu()
     assert native is not None
-    without = ["-mno-amx-tile"] if request.param == "no-amx" and native.has_amx else []
+    without = [cpu.NO_AMX] if request.param == "no-amx" and native.has_amx else []
     built = load_native(
         cpu.SOURCE,
         openmp_library=openmp,

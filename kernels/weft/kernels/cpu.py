@@ -8,12 +8,16 @@ import hashlib
 from pathlib import Path
 
 import torch
-from weft.kernels.build import load_native, loaded_openmp_library
+from weft.kernels.build import NativeLibrary, load_native, loaded_openmp_library
 
 SOURCE = Path(__file__).parent / "csrc" / "cpu.c"
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of the native operations."""
+
+
+NO_AMX = "-mno-amx-tile"
+"""Compiler flag for operations that leave AMX out."""
 
 
 class WeightStruct(ctypes.Structure):
@@ -287,19 +291,29 @@ def _declare(
     return function
 
 
+def load_without_amx() -> NativeCpu | None:
+    """The native operations as on a CPU without AMX, to compare with; None if it cannot be built.
+
+    Weights are packed in the same way.
+    """
+    built = _build(NO_AMX).library
+    return None if built is None else NativeCpu(built)
+
+
 @functools.cache
 def _load() -> tuple[NativeCpu | None, str | None]:
-    headers = sorted(SOURCE.parent.glob("*.h"))
-    content = hashlib.blake2b(b"\0".join(h.read_bytes() for h in headers), digest_size=8)
-    built = load_native(
-        SOURCE,
-        openmp_library=loaded_openmp_library(),
-        # The definition makes the cached build depend on the headers too.
-        flags=("-ffp-contract=fast", f"-DWEFT_HEADERS=0x{content.hexdigest()}"),
-    )
+    built = _build()
     if built.library is None:
         return None, built.reason
     return NativeCpu(built.library), None
+
+
+def _build(*flags: str) -> NativeLibrary:
+    headers = sorted(SOURCE.parent.glob("*.h"))
+    content = hashlib.blake2b(b"\0".join(h.read_bytes() for h in headers), digest_size=8)
+    # The definition makes the cached build depend on the headers too.
+    own = ("-ffp-contract=fast", f"-DWEFT_HEADERS=0x{content.hexdigest()}")
+    return load_native(SOURCE, openmp_library=loaded_openmp_library(), flags=(*own, *flags))
 
 
 def native_cpu() -> NativeCpu | None:

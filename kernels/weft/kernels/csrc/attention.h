@@ -219,10 +219,11 @@ INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool
       tile_product(is_bf16, 0, at_most(last_row - row, most), words, 0,
                    (const char *)scratch->q + row * row_bytes, row_bytes, scratch->keys + c * words,
                    scratch->scores + row * KV_BLOCK + c, KV_BLOCK, &ahead, amx);
-  for (int row = 0; row < (t->rows + VL - 1) / VL * VL; row++)
-    scratch->highest[row] = row >= first_row && row < last_row
-                                ? highest_score(t, row, begin, count, scratch->scores + row * KV_BLOCK)
-                                : -INFINITY;
+  for (int row = 0; row < (t->rows + VL - 1) / VL * VL; row++) {
+    float *scores = scratch->scores + row * KV_BLOCK;
+    const int sees = row >= first_row && row < last_row;
+    scratch->highest[row] = sees ? highest_score(t, row, begin, count, scores) : -INFINITY;
+  }
   raise_maxima(scale, first_row, last_row, scratch);
   for (int row = first_row; row < last_row; row++)
     weigh_row(is_bf16, scale, width, row, visible_to(t, row, begin, count), count, scratch);

@@ -146,7 +146,8 @@ static void add_to_tiles(const Weight *w, const Addition *add, float *tiles, lon
   const long columns = columns_of(w), width = w->gated ? GATE : PANEL, begin = p * width;
   const long n = begin + width < columns ? width : columns - begin;
   expand_tiles(add, w->is_bf16, begin, n, first_row, rows, tiles, amx);
-  if (w->gated) expand_tiles(add, w->is_bf16, columns + begin, n, first_row, rows, tiles + GATE, amx);
+  if (w->gated)
+    expand_tiles(add, w->is_bf16, columns + begin, n, first_row, rows, tiles + GATE, amx);
 }
 
 /* tile [rows][32] = rows of x times a panel. */

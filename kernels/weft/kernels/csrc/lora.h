@@ -20,7 +20,7 @@
 #define SHRINK_TOKENS 2
 #endif
 
-/* Tokens of a segment in one unit of work; as many as AMX multiplies at a time. */
+/* Tokens of a segment in one unit of work: on AMX as many as are multiplied at a time. */
 static int block_tokens(void) { return amx_is_allowed ? 16 : 8; }
 
 typedef enum { TO_QKV, TO_O, TO_GATE_UP, TO_DOWN, GROUPS, TO_W13 = 0, TO_W2 = 1 } Group;
@@ -50,7 +50,7 @@ typedef struct {
   const int32_t *starts;      /* [segments + 1] */
   const int32_t *slots;       /* [segments] */
   int64_t *blocks;            /* [segments + 1]: blocks of tokens before each; set here */
-  float *shrunk;              /* [tokens, width]; in bfloat16 on AMX, where there is an `order`, pairs: see lora_amx.h */
+  float *shrunk;              /* [tokens, width]; pairs where lora_amx.h adds: see there */
   int64_t tokens, segments, width;
 } Lora;
 
