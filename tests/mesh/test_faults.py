@@ -93,7 +93,7 @@ async def begin_fill(mesh: TinyMesh, caller: Caller) -> tuple[asyncio.Task[Answe
     watched = Watched(mesh)
     for name in PREFILL:
         mesh.arm(name, SLOW)
-    ask = Ask(LONG, NUM_TOKENS, new_salt())
+    ask = Ask(LONG, NUM_TOKENS, new_salt(), ignore_eos=True)
     task = asyncio.create_task(caller.grpc(ask))
     deadline = time.monotonic() + 60
     while (filler := await asyncio.to_thread(watched.filler)) is None:
@@ -242,7 +242,7 @@ async def test_a_killed_decode_worker_ends_its_streams_with_typed_errors(
                 await asyncio.sleep(0.01)
 
         # The others go on, and new requests are served meanwhile.
-        ask = Ask(SHORT, NUM_TOKENS, new_salt())
+        ask = Ask(SHORT, NUM_TOKENS, new_salt(), ignore_eos=True)
         answer = await caller.grpc(ask)
         assert answer.token_ids == greedy.ids(SHORT, NUM_TOKENS)
         assert answer.timeline.worker_id == other
