@@ -1,0 +1,192 @@
+"""Where the host's time of an engine's steps goes, part by part, with drafts and without.
+
+Each part is timed around its call, so the device's work is none of it unless the host waits for it
+(`wait`). `other` is what lies between the parts: taking the inbox, commits, events. With drafts the
+gate is fixed, so that all steps are alike.
+
+    python bench/host_parts.py --device cuda                        the demo model and its head
+    python bench/host_parts.py --device cuda --streams 8 --drafts 0,3,5 --temperature 0.8
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from draft_cost import Watch
+from rich.console import Console
+from rich.table import Table
+from serving.setup import describe_lines, describe_setup
+from speculation import DRAFT, PROMPTS, read_prompts
+from weft.engine.llm import LLM
+from weft.engine.models.demo import resolve_model
+from weft.engine.models.dtypes import resolve_dtype
+from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.scheduler.plan import DraftShape
+
+NUM_SKIPPED = 10
+"""First steps of a run, which are not timed."""
+
+
+class Parts:
+    """Wraps methods of an engine's objects, and sums up what each takes in a turn."""
+
+    def __init__(self) -> None:
+        self.turns: list[dict[str, float]] = []
+        self._now: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        """Counts the method's own time, without wrapped ones that it calls, as `name`."""
+        call: Callable[..., Any] = getattr(owner, method)
+
+        @functools.wraps(call)
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self._inner.append(0.0)
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                seconds = time.perf_counter() - began
+                self._now[name] += seconds - self._inner.pop()
+                self._inner[-1] += seconds
+
+        setattr(owner, method, timed)
+
+    def end_turn(self) -> None:
+        """Begins the next turn."""
+        self.turns.append(dict(self._now))
+        self._now.clear()
+
+
+def watch_engine(llm: LLM) -> Parts:
+    """Wraps the parts of a step."""
+    engine, parts = llm.engine, Parts()
+    pipeline, runner = engine.pipeline, engine._runner
+    parts.wrap(engine, "turn", "other")
+    parts.wrap(engine.scheduler, "plan", "plan")
+    parts.wrap(engine.scheduler, "commit", "commit")
+    parts.wrap(pipeline, "_start", "start")
+    parts.wrap(pipeline, "_draw", "draw: other")
+    parts.wrap(pipeline, "_end", "end")
+    parts.wrap(pipeline._owner, "step_done", "tokens")
+    parts.wrap(engine._drawing, "prepare", "draw: prepare")
+    parts.wrap(engine._drawing._sampler, "begin", "draw: sampler")
+    parts.wrap(runner, "forward", "forward: arrays")
+    parts.wrap(runner, "run", "forward: logits")
+    parts.wrap(runner, "keep", "keep")
+    if runner.graphs is not None:
+        parts.wrap(runner.graphs, "forward", "forward: graph")
+        assert runner.inputs is not None
+        parts.wrap(runner.inputs, "send_decode", "forward: send")
+        parts.wrap(runner.inputs, "send_ragged", "forward: send")
+    if engine.drafting.drafter is not None:
+        parts.wrap(engine.drafting.drafter, "draft", "drafts")
+    return parts
+
+
+def measure(
+    llm: LLM, parts: Parts, prompts: list[list[int]], drafts: int, sampling: SamplingParams
+) -> dict[str, float]:
+    """Median microseconds of each part in the turns in which all requests decode."""
+    drafter = llm.engine.drafting.drafter
+    if drafter is not None:
+        watch = Watch(drafter, DraftShape.chain(drafts), len(prompts))
+        llm.engine.drafting.gate = llm.engine.scheduler.running_plans.gate = watch
+    parts.turns.clear()
+    turn = llm.engine.turn
+
+    def counted(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        outbox = turn(*arguments)
+        seconds = time.perf_counter() - began
+        parts.end_turn()
+        parts.turns[-1]["turn"] = seconds
+        parts.turns[-1]["running"] = len(llm.engine.scheduler.running)
+        return outbox
+
+    llm.engine.turn = counted  # type: ignore[method-assign]
+    try:
+        stop = StopCriteria(max_tokens=160, ignore_eos=True)
+        llm.generate(prompts, sampling, stop)
+    finally:
+        llm.engine.turn = turn  # type: ignore[method-assign]
+    whole = [found for found in parts.turns if found.pop("running") == len(prompts)]
+    whole = whole[NUM_SKIPPED:-1]
+    names = {name for found in whole for name in found}
+    found = {n: 1e6 * statistics.median(turn.get(n, 0.0) for turn in whole) for n in names}
+    return found | {"turns": len(whole)}
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    arguments = parse()
+    model_dir, dtype = resolve_model("demo"), resolve_dtype("auto", arguments.device)
+    texts = [p for kind in read_prompts(PROMPTS, model_dir, 32).values() for p in kind]
+    settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}
+    settings |= {"kv_memory_bytes": 4 << 30, "prefix_cache": False}
+    settings |= {"max_running_requests": max(arguments.streams)}
+    if max(arguments.drafts):
+        settings |= {"draft_dir": DRAFT, "drafter": "eagle3"}
+        settings |= {"max_draft_tokens": max(arguments.drafts)}
+    console, sampling = Console(width=110), SamplingParams(temperature=arguments.temperature)
+    setup = describe_setup(dtype, torch.get_num_threads())
+    if arguments.device != "cpu":
+        setup["gpu"] = torch.cuda.get_device_name()
+    if arguments.commit:
+        setup["commit"] = arguments.commit
+    cases = [(streams, drafts) for streams in arguments.streams for drafts in arguments.drafts]
+    rows: dict[tuple[int, int], dict[str, float]] = {}
+    with LLM(model_dir, **settings) as llm:
+        gc.collect()
+        gc.freeze()
+        parts = watch_engine(llm)
+        for case in cases:
+            prompts = texts[: case[0]]
+            measure(llm, parts, prompts, case[1], sampling)
+            rows[case] = measure(llm, parts, prompts, case[1], sampling)
+    table = Table(title="Host time of a turn by part, microseconds (medians)")
+    table.add_column("part")
+    for streams, drafts in cases:
+        table.add_column(f"{streams} streams, {drafts} drafts", justify="right")
+    names = sorted({name for found in rows.values() for name in found} - {"turn", "turns"})
+    for name in [*names, "turn", "turns"]:
+        table.add_row(name, *(f"{rows[case].get(name, 0.0):.0f}" for case in cases))
+    console.print(table)
+    for line in describe_lines(setup):
+        console.print(line, soft_wrap=True, highlight=False)
+    if arguments.json:
+        found = [{"streams": s, "drafts": d, "us": rows[s, d]} for s, d in cases]
+        document = {"command": " ".join(sys.argv), "setup": setup, "rows": found}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers, by commas."""
+    return [int(number) for number in text.split(",")]
+
+
+def parse() -> argparse.Namespace:
+    """Parses the flags."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--streams", type=numbers, default=[1, 8, 64], help="requests, by commas")
+    parser.add_argument("--drafts", type=numbers, default=[0, 3, 5], help="a step, by commas")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    parser.add_argument("--json", type=Path, help="where to write")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
