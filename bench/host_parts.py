@@ -82,11 +82,14 @@ def watch_engine(llm: LLM) -> Parts:
     parts.wrap(pipeline._owner, "step_done", "tokens")
     parts.wrap(engine._drawing, "prepare", "draw: prepare")
     parts.wrap(engine._drawing._sampler, "begin", "draw: sampler")
+    parts.wrap(engine._drawing._sampler, "begin_captured", "draw: sampler")
     parts.wrap(runner, "forward", "forward: arrays")
-    parts.wrap(runner, "run", "forward: logits")
-    parts.wrap(runner, "keep", "keep")
+    parts.wrap(runner, "_hidden", "forward: graph")
+    parts.wrap(runner, "_logits", "draw: logits")
+    parts.wrap(runner, "keep", "draw: keep")
+    if runner._draws is not None:
+        parts.wrap(runner._draws, "begin", "draw: graph")
     if runner.graphs is not None:
-        parts.wrap(runner.graphs, "forward", "forward: graph")
         assert runner.inputs is not None
         parts.wrap(runner.inputs, "send_decode", "forward: send")
         parts.wrap(runner.inputs, "send_ragged", "forward: send")

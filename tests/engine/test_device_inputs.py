@@ -24,7 +24,7 @@ from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
 
 PAGE, MAX_PAGES, NUM_SLOTS, VOCAB = 4, 12, 6, 517
-COPIES = {"decode": 1, "eager": 1, "ragged": 2}
+COPIES = {"decode": 1, "eager": 1, "ragged": 1}
 """From the host for a step; adapters are one more."""
 
 
@@ -193,7 +193,8 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
     """Of requests with drafts on the device; beside them decodes, and prompts."""
     bench = Bench()
     most = NUM_SLOTS * MAX_PAGES * PAGE
-    bench.inputs.ragged_batch(RaggedColumns(most, NUM_SLOTS, most))
+    columns = RaggedColumns(most, NUM_SLOTS, most, 3)
+    bench.inputs.ragged_batch(columns)
     for _ in range(40):
         bench.known.tokens.random_(3, VOCAB)
         slots = random.sample(range(NUM_SLOTS), random.randint(1, NUM_SLOTS))
@@ -217,7 +218,6 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
         plan.verifies, plan.drafts = verifies, LaterDrafts(counts, lambda: [])
         arrays = StepArrays.of_plan(plan, bench.table, PAGE)
         if kind == "ragged":
-            columns = RaggedColumns(most, NUM_SLOTS, most)
             bench.inputs.send_ragged(arrays, columns)
             batch = bench.inputs.ragged_batch(columns)
         else:
@@ -256,7 +256,7 @@ def test_words_of_trees_come_with_the_step(kind: str) -> None:
         arrays.ancestors = words if has_trees else None
         copies_before = bench.num_copies
         if kind == "ragged":
-            columns = RaggedColumns(len(tokens) + 5, NUM_SLOTS, len(tokens), has_trees)
+            columns = RaggedColumns(len(tokens) + 5, NUM_SLOTS, len(tokens), 0, has_trees)
             bench.inputs.send_ragged(arrays, columns)
             batch = bench.inputs.ragged_batch(columns)
         else:

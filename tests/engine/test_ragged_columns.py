@@ -69,19 +69,19 @@ def batch_of(columns: RaggedColumns, arrays: StepArrays, table: np.ndarray) -> F
     host = np.random.randint(0, 255, columns.num_bytes).astype(np.uint8)
     columns.write(host, arrays, len(table) - 1, PAGE_SIZE)
     flat = torch.from_numpy(host)
-    token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(flat)
+    views = columns.views(flat)
     return ForwardBatch(
-        token_ids=token_ids,
-        positions=positions,
-        cu_q_lens=cu_q_lens,
-        kv_lens=kv_lens,
-        page_table=torch.from_numpy(table).index_select(0, rows),
-        slots=slots,
-        logits_rows=logits_rows,
+        token_ids=views.token_ids,
+        positions=views.positions,
+        cu_q_lens=views.cu_q_lens,
+        kv_lens=views.kv_lens,
+        page_table=torch.from_numpy(table).index_select(0, views.rows),
+        slots=views.slots,
+        logits_rows=views.logits_rows,
         max_q_len=columns.num_tokens,
         max_kv_len=PAGES_EACH * PAGE_SIZE,
-        request_slots=rows,
-        ancestors=columns.ancestors(flat),
+        request_slots=views.rows,
+        ancestors=views.ancestors,
     )
 
 
@@ -118,7 +118,7 @@ def test_padding_changes_nothing(
         if isinstance(model, DraftedModel):
             kept, model.kept = model.kept, kept
         more = [random.randint(0, 9), random.randint(1, 4), random.randint(0, 5)]
-        columns = RaggedColumns(tokens + more[0], count + more[1], count + more[2], has_trees)
+        columns = RaggedColumns(tokens + more[0], count + more[1], count + more[2], 0, has_trees)
         padded = model.forward(batch_of(columns, arrays, table), padded_pool)
         if isinstance(model, DraftedModel):
             torch.testing.assert_close(model.kept[:-1], kept[:-1])

@@ -31,6 +31,8 @@ class _Later:
 
 
 class _Samples:
+    are_kept = False
+
     def __init__(self, device: LateDevice, tokens: _Later, outputs: list[SampleOutput]) -> None:
         self._device, self.tokens, self._outputs = device, tokens, outputs
 
@@ -112,7 +114,7 @@ class LateDevice:
         if not len(arrays.logits_rows):
             return None
         later: Any = logits
-        return Drawable(later, arrays.drawing_slots, arrays.drawing_positions)
+        return Drawable(lambda: later, arrays.drawing_slots, arrays.drawing_positions)
 
     def begin(self, logits: _Later, slots: np.ndarray, positions: np.ndarray) -> _Samples:
         """See `Sampler.begin`."""

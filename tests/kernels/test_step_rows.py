@@ -73,7 +73,8 @@ def test_drafts_are_followed_as_far_as_they_are_right(module: ModuleType) -> Non
         bounds = [num_decodes]
         for count in counts:
             bounds.append(bounds[-1] + count)
-        rows = torch.full((len(counts), 1 + most), -1)
+        # The last ones are no requests.
+        rows = torch.full((len(counts) + 2, 1 + most), -1)
         for index, count in enumerate(counts):
             rows[index, :count] = torch.arange(bounds[index], bounds[index] + count)
         drawn = torch.randint(0, VOCAB, (bounds[-1],))
@@ -88,7 +89,8 @@ def test_drafts_are_followed_as_far_as_they_are_right(module: ModuleType) -> Non
         nothing = torch.zeros(0, dtype=torch.int32)
         step = StepRows(tokens, positions, positions, nothing, nothing)
         last_rows, own_slots = module.accept_drafts(drawn, step, Verified(rows, drawing), known)
-        assert own_slots.tolist() == slots
+        assert own_slots.tolist() == [*slots, SLOTS, SLOTS]
+        assert last_rows[-2:].tolist() == [0, 0]
         for index, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             last = bounds[index]
             while (
@@ -100,7 +102,7 @@ def test_drafts_are_followed_as_far_as_they_are_right(module: ModuleType) -> Non
             assert last_rows[index] == last
             assert known.tokens[0, slot] == max(0, int(drawn[last]))
             assert known.starts[slot] == positions[last] + 1
-        others = [slot for slot in range(SLOTS + 1) if slot not in slots]
+        others = [slot for slot in range(SLOTS) if slot not in slots]
         assert torch.equal(known.tokens[:, others], before.tokens[:, others])
         assert torch.equal(known.starts[others], before.starts[others])
         assert torch.equal(known.tokens[1:], before.tokens[1:])

@@ -85,15 +85,17 @@ def test_the_path_that_was_drawn_is_followed(module: ModuleType) -> None:
             [SLOTS] * num_decodes
             + [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
         )
+        # The last one is no request.
+        rows = torch.cat([rows, torch.full_like(rows[:1], -1)])
         last, own, paths = module.accept_trees(drawn, step, Verified(rows, by_row), known)
-        assert own.tolist() == slots
-        assert last.tolist() == [path[-1] for path in wanted]
+        assert own.tolist() == [*slots, SLOTS]
+        assert last.tolist() == [*(path[-1] for path in wanted), 0]
         found = [[row for row in path if row >= 0] for path in paths.tolist()]
-        assert found == wanted
+        assert found == [*wanted, []]
         for slot, path in zip(slots, wanted, strict=True):
             assert known.tokens[0, slot] == max(0, int(drawn[path[-1]]))
             assert known.starts[slot] == positions[path[-1]] + 1
-        others = [slot for slot in range(SLOTS + 1) if slot not in slots]
+        others = [slot for slot in range(SLOTS) if slot not in slots]
         assert torch.equal(known.tokens[:, others], before.tokens[:, others])
         assert torch.equal(known.tokens[1:], before.tokens[1:])
         assert torch.equal(known.starts[others], before.starts[others])

@@ -67,4 +67,4 @@ def test_the_largest_step_is_well_formed(tokens: int, context: int, max_logits: 
 
 
 def test_sampling_has_room_for_all_requests() -> None:
-    assert sampling_bytes(128_256, 256) >= 256 * 128_256 * (4 + 4)
+    assert sampling_bytes(128_256, 256, 0) >= 256 * 128_256 * (4 + 4)

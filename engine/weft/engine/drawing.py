@@ -50,6 +50,11 @@ class Draw(NamedTuple):
         """Token ids, `[len(requests)]`, on the device that drew them; negative for errors."""
         return self.samples.tokens
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether the device has kept the tokens for later steps (`ModelRunner.keep`)."""
+        return self.samples.are_kept
+
     def wait(self) -> Drawn:
         """Waits for the tokens and returns them."""
         output = self.samples.wait()
@@ -188,12 +193,17 @@ class Drawing:
         return self._draw_in_turn(plan, requests, by_row, drawable)
 
     def _begin(self, drawable: Drawable, slots: npt.NDArray[np.int64]) -> SamplesUnderWay:
-        if drawable.on_device is None:
-            return self._sampler.begin(drawable.logits, slots, drawable.positions)
         # Where somebody has ended since, a row draws from a slot of nobody.
         has_slots = np.array_equal(slots, drawable.slots)
+        if drawable.captured is not None and has_slots:
+            way = self._sampler.common_way(slots)
+            if way is not None:
+                positions = drawable.positions
+                return self._sampler.begin_captured(drawable.captured, way, slots, positions)
+        if drawable.on_device is None:
+            return self._sampler.begin(drawable.logits(), slots, drawable.positions)
         on_device = partial(drawable.on_device, has_slots=has_slots)
-        return self._sampler.begin(drawable.logits, slots, drawable.positions, on_device)
+        return self._sampler.begin(drawable.logits(), slots, drawable.positions, on_device)
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
         """Passes the computed masks to the sampler; returns errors by first row."""
@@ -217,8 +227,8 @@ class Drawing:
         rows = np.concatenate(
             [np.arange(begin), firsts[:-1], np.arange(int(firsts[-1]), len(by_row))]
         )
-        mask_errors = self._take_masks(requests)
-        self._draw_rows(requests, rows, drawable, output)
+        mask_errors, logits = self._take_masks(requests), drawable.logits()
+        self._draw_rows(requests, rows, logits, drawable.positions, output)
         paths = [[0] for _ in lengths]
         going_on = list(range(len(lengths)))
         while going_on := [
@@ -235,7 +245,8 @@ class Drawing:
                 left = [plan.verifies[index].request for index in going_on]
             if going_on:
                 reached = np.array([paths[index][-1] for index in going_on], np.int64)
-                self._draw_rows(left, firsts[going_on] + reached, drawable, output)
+                at = firsts[going_on] + reached
+                self._draw_rows(left, at, logits, drawable.positions, output)
         errors = {int(rows[index]): error for index, error in mask_errors.items()}
         samples = SamplesUnderWay(
             torch.from_numpy(output.token_ids), lambda: output, drawable.positions
@@ -246,12 +257,13 @@ class Drawing:
         self,
         requests: Sequence[Request],
         rows: npt.NDArray[np.int64],
-        drawable: Drawable,
+        logits: torch.Tensor,
+        positions: npt.NDArray[np.int64],
         output: SampleOutput,
     ) -> None:
         """Draws one token for each of some rows of the logits into `output`."""
-        logits = drawable.logits[torch.from_numpy(rows)]
-        drawn = self._sampler.sample(logits, self._slots(requests), drawable.positions[rows])
+        chosen, slots = logits[torch.from_numpy(rows)], self._slots(requests)
+        drawn = self._sampler.sample(chosen, slots, positions[rows])
         output.token_ids[rows] = drawn.token_ids
         for index, row in enumerate(rows.tolist()):
             output.logprobs[row] = drawn.logprobs[index]

@@ -145,11 +145,8 @@ class Engine:
         if config.enable_faults:
             self.audit = PageAudit(parts.runner.page_digests, parts.memory)
             self.fills.audit = self.audit
-        sampler = Sampler(
-            parts.info.vocab_size,
-            config.max_running_requests,
-            device=parts.sampling_device,
-        )
+        most = config.max_running_requests
+        sampler = parts.sampler or Sampler(parts.info.vocab_size, most)
         self._constraints = parts.constraints
         self._drawing = Drawing(sampler, parts.constraints)
         self.drafting = Drafting(config, parts.drafter, draws_on_device=sampler.is_on_device)

@@ -36,6 +36,7 @@ from weft.engine.runner.memory_plan import (
 )
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.sampling.device_check import device_sampler_fault
+from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.state import Request
 from weft.engine.speculative.adapted import AdaptedDrafter
 from weft.engine.speculative.chains import ChainGraphs, StaticChains, chain_shapes
@@ -94,8 +95,8 @@ class EngineParts:
     info: EngineInfo
     tiers: TierParts | None = None
     """Tiers below the pool; None: there are none."""
-    sampling_device: torch.device | None = None
-    """Device on which tokens are drawn; None: the host."""
+    sampler: Sampler | None = None
+    """The sampler; None: tokens are drawn on the host."""
     adapters: AdapterManager | None = None
     """The adapters; None: none are served."""
     drafter: Drafter | None = None
@@ -169,7 +170,10 @@ def load_parts(
         drafter = draft.drafter(num_draft_pages, max_tokens, device, progress)
     elif drafted is not None and config.drafter in HEAD_DRAFTERS:
         drafter = _head_drafter(config, drafted, runner, lora, wake)
-    sampling_device, faults = _sampling_device(loaded.config.vocab_size, device)
+    vocab_size = loaded.config.vocab_size
+    sampling_device, faults = _sampling_device(vocab_size, device)
+    sampler = Sampler(vocab_size, config.max_running_requests, device=sampling_device)
+    runner.capture_draws(sampler.plain_tables)
     window: PoolWindow = DirectWindow(runner.pool_bytes)
     if lanes is not None and staging is not None:
         window = _staged_window(config, runner.pool, staging, lanes)
@@ -187,7 +191,7 @@ def load_parts(
         epoch=secrets.randbits(64) | 1,
         model_digest=loaded.digest,
         dtype=loaded.dtype,
-        vocab_size=loaded.config.vocab_size,
+        vocab_size=vocab_size,
         max_context_tokens=max_tokens,
         num_pages=num_pages - 1,
         page_size=config.page_size,
@@ -225,7 +229,7 @@ def load_parts(
         plane=plane,
         info=info,
         tiers=tiers,
-        sampling_device=sampling_device,
+        sampler=sampler,
         adapters=adapters,
         drafter=drafter,
     )

@@ -169,7 +169,8 @@ class StepPipeline:
                     self._drawing.prepare(step.drawing)
                 step.draw = self._drawing.begin(step.plan, step.drawing, step.drawable)
                 step.drawable = None
-                self._runner.keep(step.draw.tokens)
+                if not step.draw.are_kept:
+                    self._runner.keep(step.draw.tokens)
                 if step.plan.has_trees:
                     # K and V of accepted drafts move behind the drawing.
                     step.mark = self._runner.mark()

@@ -39,10 +39,11 @@ class StepRows(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Requests whose drafts a step has verified."""
+    """Requests whose drafts a step has verified; some may have none."""
 
     rows: torch.Tensor
-    """[V, 1 + most drafts] int64: their rows of the step; -1 behind each one's last."""
+    """[V, 1 + most drafts] int64: their rows of the step; -1 behind each one's last. A request
+    without rows is none: the dummy slot stands for it."""
     slots: torch.Tensor
     """[L] int64: of the rows whose tokens were drawn. The rows before those of all drafts, and
     these, have all been drawn from: up to there L and T are the same."""
@@ -62,7 +63,8 @@ def resolve_rows(
         step: Changed: tokens of the first N rows, and where a request starts late also its
             positions, places and length. With `ancestors` also these, and the positions of trees,
             which before are those of chains.
-        sources: [N] int64: d * (slots + 1) + slot, where row is the d-th behind the last token.
+        sources: [N] int64: d * (slots + 1) + slot, where row is the d-th behind the last token; -1:
+            the row is complete.
         owners: [N] int64: the row's request, if that starts late: at `known.starts`; else -1.
         known: Device state of the slots.
         page_table: [slots + 1, max_pages] int32.
@@ -77,7 +79,8 @@ def resolve_rows(
         return
     count, width = sources.shape[0], known.tokens.shape[1]
     # Numpy: operations on so few numbers are calls only, and torch's take several times as long.
-    step.token_ids.numpy()[:count] = known.tokens.numpy().reshape(-1)[sources.numpy()]
+    drawn = known.tokens.numpy().reshape(-1)[sources.numpy()]
+    np.copyto(step.token_ids.numpy()[:count], drawn, where=sources.numpy() >= 0)
     if (owners.numpy() >= 0).any():
         late = (owners >= 0).nonzero()[:, 0]
         slots, behind, requests = sources[late] % width, sources[late] // width, owners[late]
@@ -88,9 +91,10 @@ def resolve_rows(
         lengths = (step.cu_q_lens[requests + 1] - step.cu_q_lens[requests]).long()
         step.kv_lens[requests] = (known.starts[slots] + lengths).int()
     if step.ancestors is not None and known.words is not None:
-        words, behind = known.words.view(-1)[sources], sources // width
-        step.ancestors[:count] = words
-        step.positions[:count] += depths_of(words, behind) - behind
+        rows = (sources >= 0).nonzero()[:, 0]
+        words, behind = known.words.view(-1)[sources[rows]], sources[rows] // width
+        step.ancestors[rows] = words
+        step.positions[rows] += depths_of(words, behind) - behind
 
 
 def keep_tokens(drawn: torch.Tensor, slots: torch.Tensor, known: SlotTokens) -> None:
@@ -132,8 +136,8 @@ def accept_drafts(
     found, drafts = tokens[np.maximum(rows, 0)], step.token_ids.numpy()[np.maximum(following, 0)]
     is_accepted = (found[:, :-1] == drafts) & (found[:, 1:] >= 0) & (following >= 0)
     num_accepted = np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1)
-    last_rows = rows[np.arange(len(rows)), num_accepted]
-    slots = verified.slots.numpy()[rows[:, 0]]
+    last_rows = np.maximum(rows[np.arange(len(rows)), num_accepted], 0)
+    slots = np.where(rows[:, 0] < 0, len(known.starts) - 1, verified.slots.numpy()[rows[:, 0]])
     # What follows a token that there is not is dropped, but it must be of the vocabulary.
     known.tokens.numpy()[0, slots] = np.maximum(tokens[last_rows], 0)
     known.starts.numpy()[slots] = step.positions.numpy()[last_rows] + 1

@@ -46,6 +46,8 @@ def accept_trees(
     tokens, drafts, words = drawn.tolist(), step.token_ids.tolist(), step.ancestors.tolist()
     paths = torch.full_like(verified.rows, -1)
     for request, rows in enumerate(verified.rows.tolist()):
+        if rows[0] < 0:
+            continue
         path = [0]
         for own, row in enumerate(rows):
             parent = parent_of(words[row], own)
@@ -54,8 +56,9 @@ def accept_trees(
                 path.append(own)
         paths[request, : len(path)] = torch.tensor([rows[own] for own in path])
     lengths = (paths >= 0).sum(dim=1, keepdim=True)
-    last_rows = paths.gather(1, lengths - 1)[:, 0]
-    slots = verified.slots[verified.rows[:, 0]]
+    last_rows = paths.gather(1, (lengths - 1).clamp(min=0))[:, 0].clamp(min=0)
+    firsts, dummy = verified.rows[:, 0], len(known.starts) - 1
+    slots = verified.slots[firsts].where(firsts >= 0, dummy)
     # What follows a token that there is not is dropped, but it must be of the vocabulary.
     known.tokens[0, slots] = drawn[last_rows].clamp(min=0)
     known.starts[slots] = step.positions[last_rows] + 1

@@ -1,9 +1,13 @@
-"""A step's inputs on a GPU: one copy from the host per step; the page table is kept there."""
+"""A step's inputs on a GPU: one copy from the host per step; the page table is kept there.
+
+What only the device knows of a step (tokens drawn by the one before, where a request begins whose
+drafts were verified) is entered there: as part of a captured step, else right behind the copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +17,16 @@ from weft.engine.lora.pool import LoraPool
 from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.lora_columns import LoraColumns
-from weft.engine.runner.ragged_columns import RaggedColumns
+from weft.engine.runner.ragged_columns import NOTHING, RaggedColumns, RaggedViews
 from weft.engine.runner.step import Int32Array, PageChanges, PageTable, StepArrays
 from weft.engine.sampling.device import RowsOnDevice
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
-from weft.kernels.step_rows import SlotTokens, StepRows, resolve_rows
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
 _ALIGNMENT_BYTES = 16
 _MAX_STATIC_CHANGES = 4096
-"""Most new pages in the static inputs of a decode step."""
+"""Most new pages that static inputs bring."""
+_CHANGES_BYTES = _MAX_STATIC_CHANGES * (8 + 4) + _ALIGNMENT_BYTES
 
 
 class DeviceInputs:
@@ -59,6 +64,7 @@ class DeviceInputs:
             self._lora_bytes = torch.zeros(columns.num_bytes, dtype=torch.uint8, device=device)
         self._one_row_each = torch.arange(max_decode_rows + 1, dtype=torch.int32, device=device)
         self._static_rows = torch.arange(max_decode_rows, device=device)
+        self._no_owners = torch.full_like(self._static_rows, -1)
         self.drawing_slots = self._static_rows[:0]
         """[L] int64: the slot of each row of the logits of the step sent last."""
         self.step: StepRows | None = None
@@ -66,7 +72,9 @@ class DeviceInputs:
         device work, such as the positions and ancestors of trees, are preserved.
         """
         self.verify_rows = self._static_rows[:0]
-        """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of that step, where it has any."""
+        """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of that step, where it has any; in
+        captured steps there may be columns of -1 behind.
+        """
 
     @property
     def pages(self) -> torch.Tensor:
@@ -83,7 +91,7 @@ class DeviceInputs:
 
     def batch(self, arrays: StepArrays) -> ForwardBatch:
         """Copies the input of a step to the device."""
-        changes = self._host_table.take_changes()
+        rows_of = arrays.verify_rows
         columns: tuple[npt.NDArray[np.generic], ...] = (
             arrays.token_ids,
             arrays.positions,
@@ -92,15 +100,22 @@ class DeviceInputs:
             arrays.rows,
             arrays.cu_q_lens,
             arrays.kv_lens,
-            *self._of_the_device(arrays, changes),
+            arrays.drawing_slots,
+            arrays.sources,
+            arrays.owners,
+            np.zeros((0, 1), np.int64) if rows_of is None else rows_of,
+            *self._host_table.take_changes(),
         )
         words = () if arrays.ancestors is None else (arrays.ancestors,)
         token_ids, positions, slots, logits_rows, rows, cu_q_lens, kv_lens, *rest = (
             self._copies.send((*columns, *words))
         )
         ancestors = rest.pop() if words else None
-        step = StepRows(token_ids, positions, slots, cu_q_lens, kv_lens, ancestors)
-        self._resolve(arrays, step, rest)
+        self.drawing_slots, sources, owners, verify_rows, *changes = rest
+        self._apply(*changes)
+        self.verify_rows = verify_rows if rows_of is None else verify_rows.view(rows_of.shape)
+        self.step = step = StepRows(token_ids, positions, slots, cu_q_lens, kv_lens, ancestors)
+        self._resolve(step, sources, owners)
         num_columns = -(-arrays.max_kv_len // self._page_size)
         return ForwardBatch(
             token_ids=token_ids,
@@ -155,14 +170,17 @@ class DeviceInputs:
     def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> ForwardBatch:
         """The inputs of a decode step of `num_rows` requests, as `send_decode` sent them last.
 
-        To be called while a graph is captured: only the copy of the page table's rows is made
-        anew when it is replayed.
+        To be called while a graph is captured: only what the device knows is entered, and the
+        page table's rows are copied, anew when it is replayed.
         """
-        token_ids, positions, slots, rows, kv_lens = self._static.views(num_rows)
+        token_ids, positions, slots, rows, sources, kv_lens = self._static.views(num_rows)
+        one_row_each = self._one_row_each[: num_rows + 1]
+        step = StepRows(token_ids, positions, slots, one_row_each, kv_lens)
+        self._resolve(step, sources, self._no_owners[:num_rows])
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
-            cu_q_lens=self._one_row_each[: num_rows + 1],
+            cu_q_lens=one_row_each,
             kv_lens=kv_lens,
             page_table=self._table.index_select(0, rows),
             slots=slots,
@@ -176,24 +194,16 @@ class DeviceInputs:
     def send_decode(self, arrays: StepArrays, num_rows: int) -> None:
         """Sends a decode step padded to `num_rows`; padding rows write to the null page."""
         self._send_lora(arrays, num_rows)
-        changes = self._host_table.take_changes()
-        if len(changes.indices) > _MAX_STATIC_CHANGES:
-            self._apply(*self._copies.send(changes))
-            changes = PageChanges(changes.indices[:0], changes.pages[:0])
+        changes = self._few_changes()
         buffer = self._copies.pinned.take(self._static.num_bytes)
         host = buffer.numpy()
         used = self._static.write(host, arrays, num_rows, self._host_table.null_row)
-        change_views, used = self._static.write_changes(host, changes, used)
-        self._static.device_bytes[:used].copy_(buffer[:used], non_blocking=True)
-        self._copies.pinned.sent()
-        self._apply(*change_views)
-        token_ids, positions, places, rows, kv_lens = self._static.views(len(arrays.rows))
+        self._send_static(self._static.device_bytes, buffer, used, changes)
+        token_ids, positions, places, rows, _, kv_lens = self._static.views(len(arrays.rows))
         self.drawing_slots = rows
         self.step = StepRows(
             token_ids, positions, places, self._one_row_each[: len(rows) + 1], kv_lens
         )
-        if count := arrays.num_decodes:
-            torch.index_select(self._known.tokens[0], 0, rows[:count], out=token_ids[:count])
         if arrays.verify_rows is not None:
             (sent,) = self._copies.send((arrays.verify_rows,))
             self.verify_rows = sent.view(arrays.verify_rows.shape)
@@ -202,55 +212,75 @@ class DeviceInputs:
         """The inputs of a step of that size, as `send_ragged` sent them last with the same
         `columns`; see `decode_batch`.
         """
-        flat = self._ragged_bytes(columns.num_bytes)
-        token_ids, positions, slots, rows, logits_rows, cu_q_lens, kv_lens = columns.views(flat)
+        views = self.ragged_views(columns)
+        self._resolve(_step_of(views), views.sources, views.owners)
         return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            cu_q_lens=cu_q_lens,
-            kv_lens=kv_lens,
-            page_table=self._table.index_select(0, rows),
-            slots=slots,
-            logits_rows=logits_rows,
+            token_ids=views.token_ids,
+            positions=views.positions,
+            cu_q_lens=views.cu_q_lens,
+            kv_lens=views.kv_lens,
+            page_table=self._table.index_select(0, views.rows),
+            slots=views.slots,
+            logits_rows=views.logits_rows,
             max_q_len=columns.num_tokens,
             max_kv_len=self._table.shape[1] * self._page_size,
             lora=self._static_lora(columns.num_tokens, has_lora=has_lora),
-            request_slots=rows,
-            ancestors=columns.ancestors(flat),
+            request_slots=views.rows,
+            ancestors=views.ancestors,
         )
+
+    def drawing_step(self, num_rows: int) -> tuple[StepRows, torch.Tensor]:
+        """The memory of a decode step of `num_rows`, and the slots that its rows draw for."""
+        token_ids, positions, places, rows, _, kv_lens = self._static.views(num_rows)
+        one_row_each = self._one_row_each[: num_rows + 1]
+        return StepRows(token_ids, positions, places, one_row_each, kv_lens), rows
+
+    def verifying_step(self, columns: RaggedColumns) -> tuple[StepRows, Verified]:
+        """The memory of a step of that size all of whose rows draw, and its requests."""
+        views = self.ragged_views(columns)
+        return _step_of(views), Verified(views.verify_rows, views.drawing_slots)
 
     def send_ragged(self, arrays: StepArrays, columns: RaggedColumns) -> None:
         """Sends a step padded to the size of `columns`: padding rows write to the null page, and
         padding requests have no rows.
         """
         self._send_lora(arrays, columns.num_tokens)
-        changes = self._host_table.take_changes()
-        rest = self._copies.send(self._of_the_device(arrays, changes))
-        buffer = self._copies.pinned.take(columns.num_bytes)
+        views, changes = self.ragged_views(columns), self._few_changes()
+        buffer = self._copies.pinned.take(columns.num_bytes + _CHANGES_BYTES)
         columns.write(buffer.numpy(), arrays, self._host_table.null_row, self._page_size)
-        sent = self._ragged_bytes(columns.num_bytes)
-        sent.copy_(buffer[: columns.num_bytes], non_blocking=True)
-        self._copies.pinned.sent()
-        token_ids, positions, places, _, _, cu_q_lens, kv_lens = columns.views(sent)
-        ancestors = columns.ancestors(sent)
-        step = StepRows(token_ids, positions, places, cu_q_lens, kv_lens, ancestors)
-        self._resolve(arrays, step, rest)
-
-    def _of_the_device(
-        self, arrays: StepArrays, changes: PageChanges
-    ) -> tuple[npt.NDArray[np.generic], ...]:
-        """Columns that `_resolve` needs for tokens and positions known only to the device."""
-        rows = arrays.verify_rows
-        verify_rows = np.zeros(0, np.int64) if rows is None else rows
-        return (arrays.drawing_slots, arrays.sources, arrays.owners, verify_rows, *changes)
-
-    def _resolve(self, arrays: StepArrays, step: StepRows, columns: Sequence[torch.Tensor]) -> None:
-        """Enters new pages, and the values of a step that only the device knows."""
-        self.drawing_slots, sources, owners, verify_rows, indices, pages = columns
-        self._apply(indices, pages)
+        assert self._ragged is not None
+        self._send_static(self._ragged, buffer, columns.num_bytes, changes)
+        self.drawing_slots = views.drawing_slots[: len(arrays.drawing_slots)]
         if arrays.verify_rows is not None:
-            self.verify_rows = verify_rows.view(arrays.verify_rows.shape)
-        self.step = step
+            self.verify_rows = views.verify_rows[: len(arrays.verify_rows)]
+        self.step = _step_of(views)
+
+    def _few_changes(self) -> PageChanges:
+        """New pages that fit into static inputs; more are sent by themselves."""
+        changes = self._host_table.take_changes()
+        if len(changes.indices) <= _MAX_STATIC_CHANGES:
+            return changes
+        self._apply(*self._copies.send(changes))
+        return PageChanges(changes.indices[:0], changes.pages[:0])
+
+    def _send_static(
+        self, device_bytes: torch.Tensor, buffer: torch.Tensor, used: int, changes: PageChanges
+    ) -> None:
+        """Copies the first `used` bytes of the pinned buffer taken last, and behind them new pages,
+        to fixed memory; enters the pages.
+        """
+        host, begin = buffer.numpy(), -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        middle = begin + changes.indices.nbytes
+        end = middle + changes.pages.nbytes
+        host[begin:middle] = changes.indices.view(np.uint8)
+        host[middle:end] = changes.pages.view(np.uint8)
+        device_bytes[:end].copy_(buffer[:end], non_blocking=True)
+        self._copies.pinned.sent()
+        indices = device_bytes[begin:middle].view(torch.int64)
+        self._apply(indices, device_bytes[middle:end].view(torch.int32))
+
+    def _resolve(self, step: StepRows, sources: torch.Tensor, owners: torch.Tensor) -> None:
+        """Enters the values of a step that only the device knows."""
         resolve_rows(step, sources, owners, self._known, self._table, self._page_size)
 
     def drawing_rows(self, arrays: StepArrays, *, has_slots: bool) -> RowsOnDevice:
@@ -273,18 +303,20 @@ class DeviceInputs:
         return torch.cat([self.step.positions[:count] + 1, others])
 
     def keep_ragged(self, num_bytes: int) -> None:
-        """Allocates a fixed buffer for ragged steps of this many bytes."""
-        self._ragged_bytes(num_bytes)
-
-    def _ragged_bytes(self, num_bytes: int) -> torch.Tensor:
-        """The buffer for ragged steps; the largest size must be requested first, since the buffer
-        stays.
+        """Allocates fixed memory for ragged steps of this many bytes, unless there is some; the
+        largest size must be requested first.
         """
+        num_bytes += _CHANGES_BYTES
         if self._ragged is None:
             self._ragged = torch.zeros(num_bytes, dtype=torch.uint8, device=self._table.device)
         if num_bytes > self._ragged.numel():
             raise ValueError(f"{num_bytes} bytes of a ragged step, {self._ragged.numel()} are kept")
-        return self._ragged[:num_bytes]
+
+    def ragged_views(self, columns: RaggedColumns) -> RaggedViews:
+        """The columns of a ragged step in fixed memory."""
+        self.keep_ragged(columns.num_bytes)
+        assert self._ragged is not None
+        return columns.views(self._ragged)
 
     def _apply(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
         if indices.shape[0]:
@@ -298,41 +330,47 @@ class _StaticColumns:
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._max_rows = -(-max_rows // 4) * 4
-        self._changes_at = self._max_rows * (4 * 8 + 4)
-        self.num_bytes = self._changes_at + _MAX_STATIC_CHANGES * (8 + 4) + _ALIGNMENT_BYTES
+        self._max_rows = max_rows
+        self._used = max_rows * (5 * 8 + 4)
+        self.num_bytes = self._used + _CHANGES_BYTES
         self.device_bytes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
-        at = 4 * 8 * self._max_rows
-        wide = self.device_bytes[:at].view(torch.int64).view(4, self._max_rows)
-        self._columns = (*wide, self.device_bytes[at : self._changes_at].view(torch.int32))
+        at = 5 * 8 * max_rows
+        wide = self.device_bytes[:at].view(torch.int64).view(5, max_rows)
+        self._columns = (*wide, self.device_bytes[at : self._used].view(torch.int32))
 
     def views(self, num_rows: int) -> list[torch.Tensor]:
-        """token_ids, positions, slots, rows (int64) and kv_lens (int32), each [num_rows]."""
+        """token_ids, positions, slots, rows, sources (int64) and kv_lens (int32), [num_rows] each;
+        sources are those of `StepArrays`, -1 where the host knows the token.
+        """
         return [column[:num_rows] for column in self._columns]
 
     def write(
         self, host: npt.NDArray[np.uint8], arrays: StepArrays, num_rows: int, null_row: int
     ) -> int:
         """Writes the columns of a decode step into `host`; returns the bytes used."""
-        at, count = 4 * 8 * self._max_rows, len(arrays.token_ids)
-        wide = host[:at].view(np.int64).reshape(4, self._max_rows)
-        narrow = host[at : self._changes_at].view(np.int32)
-        values = (arrays.token_ids, arrays.positions, arrays.slots, arrays.rows)
-        padding = (0, 0, NULL_PAGE, null_row)
-        for column, value, pad in zip(wide, values, padding, strict=True):
-            column[:count] = value
-            column[count:num_rows] = pad
-        narrow[:count] = arrays.kv_lens
-        narrow[count:num_rows] = 0
-        return self._changes_at
+        at = 5 * 8 * self._max_rows
+        wide = host[:at].view(np.int64).reshape(5, self._max_rows)
+        narrow = host[at : self._used].view(np.int32)
+        values: tuple[tuple[npt.NDArray[Any], npt.NDArray[Any], int], ...] = (
+            (wide[0], arrays.token_ids, 0),
+            (wide[1], arrays.positions, 0),
+            (wide[2], arrays.slots, NULL_PAGE),
+            (wide[3], arrays.rows, null_row),
+            (wide[4], arrays.sources, NOTHING),
+            (narrow, arrays.kv_lens, 0),
+        )
+        for column, value, padding in values:
+            column[: len(value)] = value
+            column[len(value) : num_rows] = padding
+        return self._used
 
-    def write_changes(
-        self, host: npt.NDArray[np.uint8], changes: PageChanges, begin: int
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-        """Appends the step's new pages; returns their location and the bytes used."""
-        middle = begin + changes.indices.nbytes
-        end = middle + changes.pages.nbytes
-        host[begin:middle] = changes.indices.view(np.uint8)
-        host[middle:end] = changes.pages.view(np.uint8)
-        indices = self.device_bytes[begin:middle].view(torch.int64)
-        return (indices, self.device_bytes[middle:end].view(torch.int32)), end
+
+def _step_of(views: RaggedViews) -> StepRows:
+    return StepRows(
+        views.token_ids,
+        views.positions,
+        views.slots,
+        views.cu_q_lens,
+        views.kv_lens,
+        views.ancestors,
+    )

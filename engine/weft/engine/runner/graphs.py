@@ -87,7 +87,8 @@ class GraphBucket(NamedTuple):
     def columns(self) -> RaggedColumns:
         """Layout of the arrays of such a step, unless it is a decode step."""
         num_logits = min(self.tokens, self.requests * (1 + self.drafts))
-        return RaggedColumns(self.tokens, self.requests, num_logits, self.kind == "tree")
+        is_tree = self.kind == "tree"
+        return RaggedColumns(self.tokens, self.requests, num_logits, self.drafts, is_tree)
 
 
 def step_buckets(
@@ -270,6 +271,10 @@ class StepGraphs:
     def bucket_of(self, arrays: StepArrays) -> GraphBucket | None:
         """The bucket that runs a step; None: it runs without a graph."""
         return self.buckets.of(arrays)
+
+    def results(self) -> Iterator[tuple[GraphBucket, torch.Tensor]]:
+        """Each bucket, and where its [L, hidden] is after a step."""
+        return ((bucket, hidden) for bucket, (_, hidden) in self._graphs.items())
 
     def forward(self, arrays: StepArrays, bucket: GraphBucket) -> torch.Tensor:
         """Runs a step with the graph of its bucket.

@@ -40,7 +40,7 @@ class MemoryNeeds:
     graphs: int
     """Memory of the captured graphs."""
     sampling: int
-    """Penalties, biases and masks if all requests use them."""
+    """Penalties, biases and masks if all requests use them, and logits of captured drawing."""
     drafts: int = 0
     """KV pool of a separate draft model."""
 
@@ -190,7 +190,7 @@ def measure_needs(
         weights=weights,
         step=step_bytes + table_bytes,
         graphs=graphs,
-        sampling=sampling_bytes(vocab_size, max_requests),
+        sampling=sampling_bytes(vocab_size, max_requests, max_logits if cuda_graphs else 0),
     )
 
 
@@ -237,11 +237,11 @@ def largest_step(
     )
 
 
-def sampling_bytes(vocab_size: int, max_requests: int) -> int:
+def sampling_bytes(vocab_size: int, max_requests: int, max_captured: int) -> int:
     """Upper bound of the device sampler's memory: for each token of each request a bias and a count
-    (half as much again while these tables grow), and a bit.
+    (half as much again while these tables grow), and a bit; of each row in a graph its logits.
     """
-    return max_requests * vocab_size * (3 * 4 + 1)
+    return vocab_size * (max_requests * (3 * 4 + 1) + max_captured * 4)
 
 
 def _gib(num_bytes: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,49 +11,73 @@ import torch
 from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.runner.step import ALL_BEFORE, StepArrays
 
+NOTHING = -1
+"""Padding of `sources`, `owners` and `verify_rows`."""
+
+
+class RaggedViews(NamedTuple):
+    """The columns of a step in device memory: int64, and at last two of int32."""
+
+    token_ids: torch.Tensor
+    """[num_tokens]."""
+    positions: torch.Tensor
+    """[num_tokens]."""
+    slots: torch.Tensor
+    """[num_tokens]: page * page_size + offset."""
+    rows: torch.Tensor
+    """[max_requests]."""
+    logits_rows: torch.Tensor
+    """[max_logits]."""
+    drawing_slots: torch.Tensor
+    """[max_logits]."""
+    sources: torch.Tensor
+    """[max_logits]."""
+    owners: torch.Tensor
+    """[max_logits]."""
+    verify_rows: torch.Tensor
+    """[max_requests, 1 + max_drafts]; [0, 1] without drafts."""
+    ancestors: torch.Tensor | None
+    """[num_tokens]; None without trees."""
+    cu_q_lens: torch.Tensor
+    """[max_requests + 1]."""
+    kv_lens: torch.Tensor
+    """[max_requests]."""
+
 
 @dataclass(frozen=True, slots=True)
 class RaggedColumns:
-    """The layout of steps padded to this many rows, requests and rows of logits: int64 columns,
-    then int32 ones.
-    """
+    """The layout of steps padded to this many rows, requests and rows of logits."""
 
     num_tokens: int
     max_requests: int
     max_logits: int
+    max_drafts: int = 0
+    """Most drafts of a request that the step verifies."""
     has_trees: bool = False
     """Whether rows may form trees, which adds a column for `ForwardBatch.ancestors`."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all columns."""
-        return 8 * self._num_wide + 4 * (2 * self.max_requests + 1)
+        return 8 * sum(self._wide) + 4 * (2 * self.max_requests + 1)
 
     @property
-    def _num_wide(self) -> int:
-        of_tokens = 4 if self.has_trees else 3
-        return of_tokens * self.num_tokens + self.max_requests + self.max_logits
+    def _wide(self) -> list[int]:
+        """Lengths of the int64 columns, in the order of `RaggedViews`."""
+        tokens, logits = self.num_tokens, self.max_logits
+        verified = self.max_requests * (1 + self.max_drafts) if self.max_drafts else 0
+        of_trees = tokens if self.has_trees else 0
+        return [*[tokens] * 3, self.max_requests, *[logits] * 4, verified, of_trees]
 
-    def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The columns as views of `flat`, [num_bytes] uint8, aligned to 8 bytes.
-
-        Returns:
-            token_ids, positions, slots [num_tokens], rows [max_requests], logits_rows [max_logits]
-            int64; cu_q_lens [max_requests + 1], kv_lens [max_requests] int32.
-        """
-        at = 8 * self._num_wide
-        tokens, requests = self.num_tokens, self.max_requests
-        sizes = [tokens, tokens, tokens, requests, self.max_logits]
-        wide = torch.split(flat[: 8 * sum(sizes)].view(torch.int64), sizes)
+    def views(self, flat: torch.Tensor) -> RaggedViews:
+        """The columns as views of `flat`, [num_bytes] uint8, aligned to 8 bytes."""
+        sizes, requests = self._wide, self.max_requests
+        at = 8 * sum(sizes)
+        *wide, verified, ancestors = torch.split(flat[:at].view(torch.int64), sizes)
         narrow = torch.split(flat[at : self.num_bytes].view(torch.int32), [requests + 1, requests])
-        return (*wide, *narrow)
-
-    def ancestors(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """The ancestors in `flat`, [num_tokens] int64; None without trees."""
-        if not self.has_trees:
-            return None
-        at = 8 * self._num_wide
-        return flat[at - 8 * self.num_tokens : at].view(torch.int64)
+        of_trees = ancestors if self.has_trees else None
+        verify_rows = verified.view(-1, 1 + self.max_drafts)
+        return RaggedViews._make((*wide, verify_rows, of_trees, *narrow))
 
     def write(
         self, host: npt.NDArray[np.uint8], arrays: StepArrays, null_row: int, page_size: int
@@ -61,34 +85,39 @@ class RaggedColumns:
         """Writes a step's arrays into the buffer.
 
         Rows of no request write to the null page at position 0; requests that do not exist bring
-        no row; logits that are not wanted are those of the first row.
+        no row; logits that are not wanted are those of the first row, drawn for the dummy slot.
 
         Args:
             host: At least [num_bytes].
             arrays: The step; no larger than the layout.
-            null_row: Row of the page table that names the null page only.
+            null_row: Row of the page table that names the null page only, and the dummy slot.
             page_size: Token positions a page.
         """
         assert self.has_trees or arrays.ancestors is None
-        tokens, requests = self.num_tokens, self.max_requests
-        at = 8 * self._num_wide
-        sizes = [tokens, tokens, tokens, requests, self.max_logits]
-        wide = np.split(host[:at].view(np.int64), np.cumsum(sizes))
-        columns: list[npt.NDArray[Any]] = wide[:-1]
-        columns += np.split(host[at : self.num_bytes].view(np.int32), [requests + 1])
-        values: tuple[tuple[npt.NDArray[Any], int], ...] = (
-            (arrays.token_ids, 0),
-            (arrays.positions, 0),
-            (arrays.slots, NULL_PAGE * page_size),
-            (arrays.rows, null_row),
-            (arrays.logits_rows, 0),
-            (arrays.cu_q_lens, int(arrays.cu_q_lens[-1])),
-            (arrays.kv_lens, 0),
+        sizes, requests = self._wide, self.max_requests
+        at = 8 * sum(sizes)
+        *columns, verified, ancestors = np.split(host[:at].view(np.int64), np.cumsum(sizes)[:-1])
+        narrow = host[at : self.num_bytes].view(np.int32)
+        values: tuple[tuple[npt.NDArray[Any], npt.NDArray[Any], int], ...] = (
+            *zip(
+                columns,
+                (arrays.token_ids, arrays.positions, arrays.slots, arrays.rows, arrays.logits_rows),
+                (0, 0, NULL_PAGE * page_size, null_row, 0),
+                strict=False,
+            ),
+            (columns[5], arrays.drawing_slots, null_row),
+            (columns[6], arrays.sources, NOTHING),
+            (columns[7], arrays.owners, NOTHING),
+            (narrow[: requests + 1], arrays.cu_q_lens, int(arrays.cu_q_lens[-1])),
+            (narrow[requests + 1 :], arrays.kv_lens, 0),
         )
-        for column, (value, padding) in zip(columns, values, strict=True):
+        for column, value, padding in values:
             column[: len(value)] = value
             column[len(value) :] = padding
-        if self.has_trees:
-            wide[-1][:] = ALL_BEFORE
-            if arrays.ancestors is not None:
-                wide[-1][: len(arrays.ancestors)] = arrays.ancestors
+        verified[:] = NOTHING
+        if arrays.verify_rows is not None:
+            count, width = arrays.verify_rows.shape
+            verified.reshape(-1, 1 + self.max_drafts)[:count, :width] = arrays.verify_rows
+        ancestors[:] = ALL_BEFORE
+        if arrays.ancestors is not None:
+            ancestors[: len(arrays.ancestors)] = arrays.ancestors

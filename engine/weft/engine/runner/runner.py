@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,33 +19,29 @@ from weft.engine.models.interface import CausalLM
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.device_pool import DevicePool, PinnedRows
+from weft.engine.runner.draw_graphs import DrawGraphs
 from weft.engine.runner.graphs import GraphBucket, Progress, StepGraphs, step_buckets
+from weft.engine.runner.keeping import KeptStates, TokenKeeper
 from weft.engine.runner.step import Int32Array, Int64Array, PageTable, StepArrays
-from weft.engine.sampling.device import RowsOnDevice
+from weft.engine.sampling.device import CapturedDraws, RowsOnDevice, Way
 from weft.engine.scheduler.pages import PageCopy
 from weft.engine.scheduler.plan import Plan
 from weft.engine.tiers.pool import HostPool, PagePool
 from weft.engine.transfer.digest import digest_pages
+from weft.kernels.device_sampling import SlotTables
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, page_index
-from weft.kernels.step_rows import (
-    SlotTokens,
-    StepRows,
-    Verified,
-    accept_drafts,
-    keep_tokens,
-    resolve_rows,
-)
-from weft.kernels.tree_rows import accept_trees, move_paths
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
 
 class Drawable(NamedTuple):
-    """Logits, and the requests and positions that they belong to."""
+    """What tokens are drawn from, and the requests and positions that it belongs to."""
 
-    logits: torch.Tensor
-    """[L, vocab] float32 on the model's device."""
+    logits: Callable[[], torch.Tensor]
+    """Computes [L, vocab] float32 on the model's device; called once, and not where `captured` is.
+    """
     slots: Int64Array
     """The slot of each row that draws, [L]."""
     positions: Int64Array
@@ -54,24 +50,18 @@ class Drawable(NamedTuple):
     """
     on_device: Callable[..., RowsOnDevice] | None = None
     """`DeviceInputs.drawing_rows` of the step; None: they are not on the device."""
+    captured: Callable[[Way], CapturedDraws] | None = None
+    """Draws by a graph, and keeps the tokens; None: there is none for this step."""
 
 
 class Verifying(NamedTuple):
-    """The part of a step that verifies drafts."""
+    """The part of a step that verifies drafts: its first rows."""
 
     step: StepRows
     rows: torch.Tensor
     """See `StepArrays.verify_rows`."""
-    num_decodes: int
     num_rows: int
-    """Rows of the requests with drafts, which follow the decodes."""
-
-
-class KeptStates(Protocol):
-    """Hidden states of the target by slot, from which drafts continue."""
-
-    def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keeps the states of `rows` [V] int64 of the last forward pass for `slots` [V] int64."""
+    """Number of rows."""
 
 
 class ModelRunner:
@@ -111,7 +101,6 @@ class ModelRunner:
         tree_rows: Sequence[int] = (),
         on_capture: Progress = lambda done, total, what: None,
     ) -> None:
-        self._states = states
         self._verifying: Verifying | None = None
         """The verification of the last step, if it has drafts."""
         self._model = model
@@ -131,6 +120,8 @@ class ModelRunner:
         words = torch.full_like(nothing[:-1], -1) if tree_rows else None
         self.known = SlotTokens(nothing[:-1], nothing[-1], words)
         """Lengths and last tokens of the slots on the device, ahead of the host."""
+        self._keeper = TokenKeeper(self.known, self.pool, states)
+        self._draws: DrawGraphs | None = None
         self._drawing_slots = self.known.starts[:0]
         self._step: StepRows | None = None
         self._page_table = PageTable(max_requests, max_pages, keeps_changes=is_cuda)
@@ -213,7 +204,7 @@ class ModelRunner:
             with drafts, then one for each chunk that samples; None if there is none.
         """
         arrays = StepArrays.of_plan(plan, self._page_table, self._page_size)
-        logits = self.run(arrays)
+        hidden, bucket = self._hidden(arrays)
         self._verifying = None
         if arrays.verify_rows is not None:
             step, rows = self._step, torch.from_numpy(arrays.verify_rows)
@@ -221,8 +212,8 @@ class ModelRunner:
                 step, rows = self._inputs.step, self._inputs.verify_rows
             assert step is not None
             num_rows = int((arrays.verify_rows >= 0).sum())
-            self._verifying = Verifying(step, rows, arrays.num_decodes, num_rows)
-        if logits is None:
+            self._verifying = Verifying(step, rows, num_rows)
+        if not hidden.shape[0]:
             return None
         on_device = None
         has_trees = arrays.ancestors is not None and len(arrays.sources) > arrays.num_decodes
@@ -230,7 +221,38 @@ class ModelRunner:
             is_late = has_trees or arrays.owners.max(initial=-1) >= 0
             if is_late or arrays.is_decode:
                 on_device = partial(self._inputs.drawing_rows, arrays)
-        return Drawable(logits, arrays.drawing_slots, arrays.drawing_positions, on_device)
+        captured = None
+        if self._draws is not None and bucket is not None and self._has_draws(arrays, bucket):
+            captured = partial(self._draws.begin, bucket, len(arrays.drawing_slots))
+        logits = partial(self._logits, hidden, arrays)
+        slots, positions = arrays.drawing_slots, arrays.drawing_positions
+        return Drawable(logits, slots, positions, on_device, captured)
+
+    def _has_draws(self, arrays: StepArrays, bucket: GraphBucket) -> bool:
+        """Whether drawing from a step with that graph is captured: all of its rows draw, and no
+        adapter changes the LM head.
+        """
+        if bucket.has_lora and self._inputs is not None and self._inputs.changes_logits:
+            return False
+        if bucket.kind == "decode":
+            return arrays.verify_rows is None
+        if bucket.kind not in ("verify", "tree") or arrays.verify_rows is None:
+            return False
+        return len(arrays.verify_rows) == len(arrays.rows)
+
+    def capture_draws(self, tables: SlotTables | None) -> None:
+        """Captures the drawing from steps that have graphs.
+
+        Args:
+            tables: Of the sampler, for requests without penalties or biases; None: tokens that are
+                not greedy are drawn on the host.
+
+        Raises:
+            ConfigError: There is not enough memory for it.
+        """
+        if self.graphs is not None and self._inputs is not None:
+            parts = (self._model, self.graphs, self._inputs, self._keeper)
+            self._draws = DrawGraphs(*parts, tables)
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Keeps the drawn tokens on the device as input of later steps.
@@ -243,46 +265,31 @@ class ModelRunner:
         with torch.inference_mode():
             tokens = tokens.to(self.device, non_blocking=True)
             if self._verifying is not None:
-                tokens, slots = self._accept(tokens, slots, self._verifying)
+                step, rows, num_rows = self._verifying
+                self._keeper.accept(tokens, step, Verified(rows, slots))
+                tokens, slots = tokens[num_rows:], slots[num_rows:]
             if len(slots):
-                keep_tokens(tokens, slots, self.known)
-
-    def _accept(
-        self, tokens: torch.Tensor, slots: torch.Tensor, verifying: Verifying
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accepts drafts; returns tokens and slots of the requests without drafts."""
-        verified = Verified(verifying.rows, slots)
-        if verifying.step.ancestors is None:
-            last_rows, own_slots = accept_drafts(tokens, verifying.step, verified, self.known)
-        else:
-            found = accept_trees(tokens, verifying.step, verified, self.known)
-            last_rows, own_slots, paths = found
-            move_paths(self.pool, verifying.step.places, verifying.rows, paths)
-        if self._states is not None:
-            self._states.keep_accepted(last_rows, own_slots)
-        begin, end = verifying.num_decodes, verifying.num_decodes + verifying.num_rows
-        if begin == 0 or end == len(tokens):
-            rest = slice(end, None) if begin == 0 else slice(0, begin)
-            return tokens[rest], slots[rest]
-        return (
-            torch.cat([tokens[:begin], tokens[end:]]),
-            torch.cat([slots[:begin], slots[end:]]),
-        )
+                self._keeper.keep(tokens, slots)
 
     def mark(self) -> Mark:
         """A mark of the device's work so far."""
         return Mark(self.device)
 
     def run(self, arrays: StepArrays) -> torch.Tensor | None:
-        """Like `forward`, for a step given as arrays."""
+        """Runs a step given as arrays: [L, vocab] float32; None without rows to draw from."""
+        hidden, _ = self._hidden(arrays)
+        return self._logits(hidden, arrays) if hidden.shape[0] else None
+
+    def _hidden(self, arrays: StepArrays) -> tuple[torch.Tensor, GraphBucket | None]:
+        """[L, hidden], valid until the next step, and the bucket whose graph ran."""
         with torch.inference_mode():
             bucket = None if self.graphs is None else self.graphs.bucket_of(arrays)
             if self.graphs is not None and bucket is not None:
-                hidden = self.graphs.forward(arrays, bucket)
-            else:
-                hidden = self._model.forward(self._batch(arrays), self.pool)
-            if not hidden.shape[0]:
-                return None
+                return self.graphs.forward(arrays, bucket), bucket
+            return self._model.forward(self._batch(arrays), self.pool), None
+
+    def _logits(self, hidden: torch.Tensor, arrays: StepArrays) -> torch.Tensor:
+        with torch.inference_mode():
             return self._model.logits(hidden, self._logits_lora(arrays))
 
     def capture(self, buckets: Sequence[GraphBucket]) -> list[int]:

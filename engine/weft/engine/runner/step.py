@@ -103,8 +103,8 @@ class StepArrays:
     drawing_positions: Int64Array = field(default_factory=_nothing)
     """Positions of the tokens to be drawn, [L]."""
     verify_rows: Int64Array | None = None
-    """[V, 1 + longest drafts]: rows of T of each request with drafts, right behind the decodes; -1
-    behind its last row. None: no drafts.
+    """[V, 1 + longest drafts]: rows of T of each request that is no prompt, decodes first; -1
+    behind its last row. None: none has drafts.
     """
     sources: Int64Array = field(default_factory=_nothing)
     """[N]: location on the device of the token of each of the first rows: decodes, and drafts made
@@ -266,11 +266,11 @@ def _late_rows(plan: Plan, num_slots: int) -> tuple[Int64Array, Int64Array]:
 
 
 def _verify_rows(plan: Plan, cu_q_lens: Int32Array) -> Int64Array | None:
-    """[V, 1 + longest drafts]: rows of T of each request that is verified; -1 behind its last."""
+    """See `StepArrays.verify_rows`."""
     if not plan.verifies:
         return None
-    begin, end = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
-    firsts, ends = cu_q_lens[begin:end, None], cu_q_lens[begin + 1 : end + 1, None]
+    end = len(plan.decodes) + len(plan.verifies)
+    firsts, ends = cu_q_lens[:end, None], cu_q_lens[1 : end + 1, None]
     rows = firsts + np.arange(int((ends - firsts).max()))
     return np.where(rows < ends, rows, -1).astype(np.int64)
 

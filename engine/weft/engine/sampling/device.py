@@ -6,12 +6,12 @@ Tokens are drawn, and counted, in the order of the calls; nothing waits for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.device_copies import DeviceCopies, Fetched
+from weft.engine.device_copies import DeviceCopies, Fetched, Mark
 from weft.engine.request import TokenLogprob
 from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
@@ -27,6 +27,9 @@ from weft.kernels.device_sampling import (
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
+
+Way = Literal["greedy", "any"]
+"""How all tokens of a step are drawn: the most likely ones, or each by its slot's parameters."""
 
 
 class SlotParams(NamedTuple):
@@ -52,6 +55,22 @@ class RowsOnDevice(NamedTuple):
     """[L] int64, of the tokens to be drawn."""
 
 
+class CapturedDraws(NamedTuple):
+    """Tokens being drawn by a graph."""
+
+    tokens: torch.Tensor
+    """[L] int64 on the device, valid until the next draws; negative: errors."""
+    host: Int64Array
+    """[L], where they are copied to: valid from the mark until the next draws."""
+    mark: Mark
+    """Behind the copy."""
+
+    def wait(self) -> Int64Array:
+        """Waits for the tokens; must be called before the next draws begin."""
+        self.mark.wait()
+        return self.host.copy()
+
+
 class DeviceSampler:
     """A sampler on a device. Changes since the last step are sent in one copy.
 
@@ -68,6 +87,8 @@ class DeviceSampler:
         words = -(-vocab_size // 32)
         self._params = torch.zeros((max_slots, NUM_FIELDS), dtype=torch.int64, device=device)
         self._masks = torch.zeros((max_slots, words), dtype=torch.int32, device=device)
+        self._no_biases = torch.zeros((1, vocab_size), device=device)
+        self._no_counts = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)
         self._biases = _Rows(vocab_size, max_slots, torch.float32, device)
         self._counts = _Rows(vocab_size, max_slots, torch.int32, device)
         greedy = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, top_k=0, seed=0)
@@ -115,6 +136,16 @@ class DeviceSampler:
             self._new_masks[slot] = words.copy()
         else:
             self._new_masks.pop(slot, None)
+
+    @property
+    def plain_tables(self) -> SlotTables:
+        """Tables of slots without biases and counts, which stay where they are."""
+        return SlotTables(self._params, self._masks, self._no_biases, self._no_counts)
+
+    def send_changes(self) -> None:
+        """Applies all changes made so far, as `draw` does."""
+        nothing = np.zeros(0, np.int64)
+        self._send(nothing, nothing, nothing)
 
     def draw(
         self,

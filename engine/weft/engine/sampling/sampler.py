@@ -11,9 +11,16 @@ import torch
 from weft.engine.device_copies import Fetched
 from weft.engine.errors import Internal, InvalidRequest, WeftError
 from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
-from weft.engine.sampling.device import DeviceSampler, RowsOnDevice, SlotParams
+from weft.engine.sampling.device import (
+    CapturedDraws,
+    DeviceSampler,
+    RowsOnDevice,
+    SlotParams,
+    Way,
+)
 from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
+from weft.kernels.device_sampling import SlotTables
 from weft.kernels.greedy import greedy_rows
 from weft.kernels.sampling import (
     ERROR_NOT_FINITE,
@@ -73,12 +80,19 @@ class SamplesUnderWay:
         tokens: [L] int64 where they are drawn; negative where there is none.
         output: Waits for them; called once.
         positions: [L], of the tokens.
+        are_kept: The device has kept them for later steps.
     """
 
     def __init__(
-        self, tokens: torch.Tensor, output: Callable[[], SampleOutput], positions: Int64Array
+        self,
+        tokens: torch.Tensor,
+        output: Callable[[], SampleOutput],
+        positions: Int64Array,
+        *,
+        are_kept: bool = False,
     ) -> None:
         self.tokens = tokens
+        self.are_kept = are_kept
         self._output = output
         self._positions = positions
 
@@ -127,6 +141,13 @@ class Sampler:
         self._num_special = 0
         self._rows: dict[int, SampleRow] = {}
         self._edits: dict[int, LogitEdits] = {}
+
+    @property
+    def plain_tables(self) -> SlotTables | None:
+        """Parameters of slots without penalties or biases, where they stay on the device; None:
+        tokens are drawn on the host.
+        """
+        return None if self._device is None else self._device.plain_tables
 
     @property
     def is_on_device(self) -> bool:
@@ -245,6 +266,39 @@ class Sampler:
             tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
         self._num_generated[slots] += 1
         return SamplesUnderWay(tokens, output, positions)
+
+    def common_way(self, slots: Int64Array) -> Way | None:
+        """How rows of these slots can be drawn by a graph; None: not at all."""
+        if self._num_special and self._is_special[slots].any():
+            return None
+        if self._are_greedy(slots):
+            return "greedy"
+        return "any" if self._device is not None else None
+
+    def begin_captured(
+        self,
+        draw: Callable[[Way], CapturedDraws],
+        way: Way,
+        slots: Int64Array,
+        positions: Int64Array,
+    ) -> SamplesUnderWay:
+        """Like `begin`, by a graph.
+
+        Args:
+            draw: Launches it.
+            way: Result of `common_way` for these slots.
+            slots: See `begin`; the device has the same ones.
+            positions: See `begin`.
+        """
+        if self._device is not None and way != "greedy":
+            self._device.send_changes()
+        draws = draw(way)
+        self._num_generated[slots] += 1
+
+        def output() -> SampleOutput:
+            return SampleOutput(draws.wait(), [None] * len(slots))
+
+        return SamplesUnderWay(draws.tokens, output, positions, are_kept=True)
 
     def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampleOutput:
         if self._num_special and self._is_special[slots].any():

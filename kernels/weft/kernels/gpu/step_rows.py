@@ -59,6 +59,7 @@ def accept_drafts(
         known.tokens,
         known.starts,
         width,
+        known.starts.shape[0] - 1,
         BLOCK=max(2, triton.next_power_of_2(width)),
         num_warps=1,
     )
@@ -118,8 +119,8 @@ def _resolve_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_there = row < count
-    source = tl.load(sources + row, mask=is_there, other=0)
+    source = tl.load(sources + row, mask=row < count, other=-1)
+    is_there = source >= 0
     tl.store(token_ids + row, tl.load(known + source, mask=is_there, other=0), mask=is_there)
     request = tl.load(owners + row, mask=is_there, other=-1)
     is_late = request >= 0
@@ -146,7 +147,7 @@ def _resolve_kernel(
     tl.store(kv_lens + request, start.to(tl.int32) + length, mask=is_late)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "dummy"])
 def _accept_kernel(
     last_rows: tl.tensor,
     own_slots: tl.tensor,
@@ -158,6 +159,7 @@ def _accept_kernel(
     known: tl.tensor,
     starts: tl.tensor,
     width: int,
+    dummy: int,
     BLOCK: tl.constexpr,
 ) -> None:
     request = tl.program_id(0)
@@ -172,9 +174,11 @@ def _accept_kernel(
     # The first that is not accepted; the rows of a request follow one another.
     is_end = (found != draft) | (then < 0)
     num_accepted = tl.min(tl.where(is_end, step, BLOCK), axis=0)
-    last = first + num_accepted
+    is_request = first >= 0
+    last = tl.maximum(first + num_accepted, 0)
     token = tl.load(drawn + last)
-    slot = tl.load(slots + first)
+    slot = tl.load(slots + first, mask=is_request, other=0)
+    slot = tl.where(is_request, slot, dummy)
     tl.store(last_rows + request, last)
     tl.store(own_slots + request, slot)
     tl.store(known + slot, tl.maximum(token, 0))

@@ -34,6 +34,7 @@ def accept_trees(
         known.tokens,
         known.starts,
         width,
+        known.starts.shape[0] - 1,
         BLOCK=max(2, triton.next_power_of_2(width)),
         num_warps=1,
     )
@@ -64,7 +65,7 @@ def move_paths(
     )
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "dummy"])
 def _accept_kernel(
     last_rows: tl.tensor,
     own_slots: tl.tensor,
@@ -78,6 +79,7 @@ def _accept_kernel(
     known: tl.tensor,
     starts: tl.tensor,
     width: int,
+    dummy: int,
     BLOCK: tl.constexpr,
 ) -> None:
     request = tl.program_id(0)
@@ -95,7 +97,8 @@ def _accept_kernel(
     parent = tl.where(is_there & (then >= 0), parent, -1)
     reached = 0
     length = 0
-    goes_on = first >= 0
+    is_request = first >= 0
+    goes_on = is_request
     while goes_on:
         tl.store(paths + request.to(tl.int64) * width + length, first + reached)
         token = tl.load(drawn + first + reached)
@@ -103,8 +106,9 @@ def _accept_kernel(
         goes_on = child < BLOCK
         reached = tl.where(goes_on, child, reached)
         length += 1
-    last = first + reached
-    slot = tl.load(slots + first)
+    last = tl.maximum(first + reached, 0)
+    slot = tl.load(slots + first, mask=is_request, other=0)
+    slot = tl.where(is_request, slot, dummy)
     tl.store(last_rows + request, last)
     tl.store(own_slots + request, slot)
     # What follows a token that there is not is dropped, but it must be of the vocabulary.

@@ -1,0 +1,51 @@
+"""What a device keeps of the tokens drawn in a step, for the steps behind it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified, accept_drafts, keep_tokens
+from weft.kernels.tree_rows import accept_trees, move_paths
+
+
+class KeptStates(Protocol):
+    """Hidden states of the target by slot, from which drafts continue."""
+
+    def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keeps the states of `rows` [V] int64 of the last forward pass for `slots` [V] int64."""
+
+
+class TokenKeeper:
+    """Makes drawn tokens the last ones of their slots, and follows accepted drafts.
+
+    Args:
+        known: Tokens by slot; changed.
+        pool: KV pool, in which accepted paths of trees move.
+        states: Of the slots; None: nobody needs them.
+    """
+
+    def __init__(self, known: SlotTokens, pool: torch.Tensor, states: KeptStates | None) -> None:
+        self._known = known
+        self._pool = pool
+        self._states = states
+
+    def keep(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keeps tokens ([L] int64, negative where there is none) of slots ([L] int64)."""
+        keep_tokens(tokens, slots, self._known)
+
+    def accept(self, tokens: torch.Tensor, step: StepRows, verified: Verified) -> None:
+        """Accepts the drafts of a step as far as they equal the tokens drawn.
+
+        Args:
+            tokens: [L] int64, by row of the logits; negative where there is none.
+            step: That drew.
+            verified: Its requests.
+        """
+        if step.ancestors is None:
+            last_rows, slots = accept_drafts(tokens, step, verified, self._known)
+        else:
+            last_rows, slots, paths = accept_trees(tokens, step, verified, self._known)
+            move_paths(self._pool, step.places, verified.rows, paths)
+        if self._states is not None:
+            self._states.keep_accepted(last_rows, slots)
