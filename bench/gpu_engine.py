@@ -357,7 +357,7 @@ def first_logits(llm: LLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list
     def noted(plan: Any) -> Any:
         drawable = forward(plan)
         if drawable is not None:
-            seen.append(drawable.logits.float().clone())
+            seen.append(drawable.logits().float().clone())
         return drawable
 
     runner.forward = noted  # type: ignore[method-assign]

@@ -85,7 +85,8 @@ def watch_engine(llm: LLM) -> Parts:
     parts.wrap(engine._drawing._sampler, "begin_captured", "draw: sampler")
     parts.wrap(runner, "forward", "forward: arrays")
     parts.wrap(runner, "_hidden", "forward: graph")
-    parts.wrap(runner, "_logits", "draw: logits")
+    parts.wrap(runner, "_forward_requests", "forward: graph")
+    parts.wrap(runner, "_logits_of", "draw: logits")
     parts.wrap(runner, "keep", "draw: keep")
     if runner._draws is not None:
         parts.wrap(runner._draws, "begin", "draw: graph")
@@ -93,6 +94,7 @@ def watch_engine(llm: LLM) -> Parts:
         assert runner.inputs is not None
         parts.wrap(runner.inputs, "send_decode", "forward: send")
         parts.wrap(runner.inputs, "send_ragged", "forward: send")
+        parts.wrap(runner.inputs, "send_requests", "forward: send")
     if engine.drafting.drafter is not None:
         parts.wrap(engine.drafting.drafter, "draft", "drafts")
     return parts

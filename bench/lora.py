@@ -45,6 +45,7 @@ from weft.engine.llm import LLM
 from weft.engine.messages import Inbox, Submit
 from weft.engine.models.demo import resolve_model
 from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.scheduler.plan import Plan
 
 GREEDY = SamplingParams(temperature=0.0)
 FIRST_TOKEN_PROMPT = 16
@@ -201,6 +202,8 @@ def first_tokens(
 
 def wait_for(llm: LLM, adapter: bytes) -> None:
     """Waits, without running steps, until an adapter is on the device."""
+    # Rows are reused once the step under way, which may name them, has ended.
+    llm.engine.pipeline.turn(Plan())
     deadline = time.perf_counter() + MAX_WAITED_S
     while places(llm)[adapter] != "device":
         assert time.perf_counter() < deadline, "an adapter did not come"

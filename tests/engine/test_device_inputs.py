@@ -215,7 +215,7 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
                 (int(bench.known.tokens[row, slot]), start + row, request, start + count + 1)
                 for row in range(1 + count)
             ]
-        plan.verifies, plan.drafts = verifies, LaterDrafts(counts, lambda: [])
+        plan.verifies, plan.drafts = verifies, LaterDrafts(counts, lambda: lambda: [])
         arrays = StepArrays.of_plan(plan, bench.table, PAGE)
         if kind == "ragged":
             bench.inputs.send_ragged(arrays, columns)

@@ -21,7 +21,7 @@ from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.draw_graphs import DrawGraphs
 from weft.engine.runner.graphs import GraphBucket
 from weft.engine.runner.keeping import TokenKeeper
-from weft.engine.runner.step import PageTable, StepArrays
+from weft.engine.runner.step import PageTable, StepArrays, StepRequests
 from weft.engine.sampling.sampler import Sampler, SampleRow
 from weft.engine.scheduler.plan import LaterDrafts, Plan, VerifyItem
 from weft.engine.scheduler.state import Request
@@ -61,7 +61,9 @@ class Desk:
         self.hidden = {b: torch.randn(b.tokens, HIDDEN) for b in (DECODE, VERIFY, TREE)}
         self.sampler = Sampler(VOCAB, SLOTS, device=torch.device("cpu"))
         self.host = Sampler(VOCAB, SLOTS)
-        graphs: Any = SimpleNamespace(results=self._results, capture=capture)
+        graphs: Any = SimpleNamespace(
+            results=self._results, capture=capture, send_nothing=self._send_nothing
+        )
         self.keeper = TokenKeeper(self.known, self.pool, self.states)
         model: Any = SimpleNamespace(logits=lambda hidden, lora=None: hidden @ self.weight.T)
         tables = self.sampler.plain_tables
@@ -69,6 +71,13 @@ class Desk:
 
     def _results(self) -> Iterator[tuple[GraphBucket, torch.Tensor]]:
         yield from self.hidden.items()
+
+    def _send_nothing(self, bucket: GraphBucket) -> None:
+        arrays = StepArrays.of_plan(self.plan(1, 0), self.table, PAGE)
+        if bucket.kind == "decode":
+            self.inputs.send_decode(arrays, bucket.tokens)
+        else:
+            self.inputs.send_ragged(arrays, bucket.columns)
 
     def request(self, slot: int) -> Request:
         """A request whose tokens are random, in a slot whose sampler row is set."""
@@ -97,7 +106,7 @@ class Desk:
         counts = [random.randint(0, DRAFTS) for _ in range(num_verified)]
         verified = zip(requests[num_decodes:], starts[num_decodes:], counts, strict=True)
         plan.verifies = [VerifyItem(*item) for item in verified]
-        plan.drafts = LaterDrafts(counts, lambda: [])
+        plan.drafts = LaterDrafts(counts, lambda: lambda: [])
         return plan
 
     def state(self) -> list[torch.Tensor]:
@@ -143,8 +152,17 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             else:
                 if kind == "tree":
                     arrays.ancestors = np.full(len(arrays.token_ids), -1)
-                desk.inputs.send_ragged(arrays, bucket.columns)
+                requests = StepRequests.of_plan(plan, desk.table, PAGE)
+                assert requests is not None
+                if random.random() < 0.5:
+                    desk.inputs.send_ragged(arrays, bucket.columns)
+                else:
+                    desk.inputs.send_requests(requests, bucket.columns)
                 desk.inputs.ragged_batch(bucket.columns)
+                assert [column.tolist() for column in requests.rows()] == [
+                    arrays.drawing_slots.tolist(),
+                    (arrays.drawing_positions - 1).tolist(),
+                ]
             step, rows = desk.inputs.step, len(arrays.logits_rows)
             assert step is not None
             hidden = desk.hidden[bucket].normal_()
@@ -168,6 +186,11 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             )
             assert begun.are_kept
             assert begun.wait().token_ids.tolist() == expected.tolist()
+            if kind != "decode":
+                assert begun.rows is not None
+                rows_of, words = begun.rows()
+                assert rows_of.tolist() == step.token_ids[:rows].tolist()
+                assert step.ancestors is None or words.tolist() == step.ancestors[:rows].tolist()
             found = [tensor.clone() for tensor in desk.state()]
             for tensor, value in zip(desk.state(), before, strict=True):
                 tensor.copy_(value)

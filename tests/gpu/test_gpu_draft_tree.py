@@ -10,6 +10,7 @@ import pytest
 import torch
 from drafters import KnownGraphs, RandomGate, texts_of
 from kernel_checks import fresh_seed
+from later_drafts import fetched
 from tiny_adapters import make_adapter
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny, tiny_config
@@ -265,7 +266,7 @@ class BothWays:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
-        trees = list(self._drafter.draft(items))
+        trees = list(fetched(self._drafter.draft(items)))
         others = self._drafter._trees.draft(items)
         for item, tree, other in zip(items, trees, others, strict=True):
             if isinstance(tree, DraftTree) and isinstance(other, DraftTree) and item.tree:

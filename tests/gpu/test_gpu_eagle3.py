@@ -10,6 +10,7 @@ import pytest
 import torch
 from drafters import KnownDrafter, KnownGraphs, RandomGate, texts_of
 from eagle3_cases import WatchedHead, check_chains
+from later_drafts import fetched
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from weft.engine.drawing import Drawn
@@ -170,7 +171,7 @@ class BothWays:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
-        chains = list(self._drafter.draft(items))
+        chains = list(fetched(self._drafter.draft(items)))
         others = self._eager.draft(items)
         self.sizes.add(len(items))
         self.num_chains += len(chains)

@@ -119,7 +119,7 @@ def note_logits(llm: LLM) -> list[torch.Tensor]:
     def noted(plan: Any) -> Any:
         drawable = forward(plan)
         if drawable is not None:
-            seen.append(drawable.logits.float().clone())
+            seen.append(drawable.logits().float().clone())
         return drawable
 
     llm.engine._runner.forward = noted  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from drafters import KnownDrafter, RandomGate
+from later_drafts import fetched
 from tiny_drafts import NaiveEagle, NaiveHead
 from weft.engine.engine import Engine
 from weft.engine.memory.keys import PageKeys
@@ -42,7 +43,7 @@ class WatchedHead:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
-        chains = self._drafter.draft(items)
+        chains = fetched(self._drafter.draft(items))
         for item, chain in zip(items, chains, strict=True):
             assert len(chain) == item.max_drafts
             self.chains.append((item.request.tokens[: item.start + 1], list(chain)))

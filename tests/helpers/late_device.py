@@ -31,7 +31,7 @@ class _Later:
 
 
 class _Samples:
-    are_kept = False
+    are_kept, rows = False, None
 
     def __init__(self, device: LateDevice, tokens: _Later, outputs: list[SampleOutput]) -> None:
         self._device, self.tokens, self._outputs = device, tokens, outputs

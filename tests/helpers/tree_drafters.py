@@ -9,6 +9,7 @@ import pytest
 import torch
 from drafters import KnownDrafter, RandomGate, speculate
 from eagle3_cases import HeadReference
+from later_drafts import fetched
 from weft.engine.engine import Engine
 from weft.engine.memory.keys import PageKeys
 from weft.engine.scheduler.plan import DraftShape, DraftTree, VerifyItem
@@ -122,7 +123,7 @@ class WatchedTrees:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
-        for item, tree in zip(items, self._drafter.draft(items), strict=True):
+        for item, tree in zip(items, fetched(self._drafter.draft(items)), strict=True):
             if item.tree is None:
                 continue
             assert len(tree) <= item.max_drafts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
 from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
-from weft.engine.scheduler.plan import DraftTree, Plan, Run, parents_of
+from weft.engine.scheduler.plan import DraftTree, LaterDrafts, Plan, Run, parents_of
 from weft.engine.scheduler.state import Request
+from weft.engine.speculative.trees import tree_of
 
 
 class Drawn(NamedTuple):
@@ -138,6 +139,18 @@ def _is_end(request: Request, token: int, num_drawn: int) -> bool:
     return end_of(request, token, request.num_generated + num_drawn) is not None
 
 
+def _drafts_of(plan: Plan, wait_for_rows: Callable[[], npt.NDArray[np.int64]]) -> list[list[int]]:
+    """The drafts of each request, from the tokens and words of a step's rows."""
+    tokens, words = wait_for_rows()
+    found, row = [], len(plan.decodes)
+    for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
+        own = slice(row + 1, row + 1 + count)
+        drafts = tokens[own].tolist()
+        found.append(drafts if item.tree is None else tree_of(drafts, words[own].tolist()))
+        row += 1 + count
+    return found
+
+
 class Drawing:
     """Draws the tokens of a step; keeps a sampler row for each slot.
 
@@ -189,7 +202,12 @@ class Drawing:
         if not any(item.request.draws_in_turn for item in plan.verifies):
             errors = self._take_masks(by_row)
             samples = self._begin(drawable, self._slots(by_row))
+            if isinstance(plan.drafts, LaterDrafts):
+                rows = samples.rows
+                plan.drafts.begin_fetch(None if rows is None else partial(_drafts_of, plan, rows))
             return Draw(plan, by_row, samples, drawable.positions, errors)
+        if isinstance(plan.drafts, LaterDrafts):
+            plan.drafts.begin_fetch()
         return self._draw_in_turn(plan, requests, by_row, drawable)
 
     def _begin(self, drawable: Drawable, slots: npt.NDArray[np.int64]) -> SamplesUnderWay:

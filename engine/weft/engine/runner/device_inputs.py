@@ -17,10 +17,17 @@ from weft.engine.lora.pool import LoraPool
 from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.lora_columns import LoraColumns
-from weft.engine.runner.ragged_columns import NOTHING, RaggedColumns, RaggedViews
-from weft.engine.runner.step import Int32Array, PageChanges, PageTable, StepArrays
+from weft.engine.runner.ragged_columns import NOTHING, RaggedColumns
+from weft.engine.runner.step import (
+    Int32Array,
+    PageChanges,
+    PageTable,
+    StepArrays,
+    StepRequests,
+)
 from weft.engine.sampling.device import RowsOnDevice
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
+from weft.kernels.step_requests import StepColumns, expand_requests
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
 _ALIGNMENT_BYTES = 16
@@ -146,14 +153,14 @@ class DeviceInputs:
         """Whether adapters may change the LM head."""
         return self._lora is not None and self._lora.changes_logits
 
-    def _send_lora(self, arrays: StepArrays, num_tokens: int) -> None:
-        """Sends the adapters, if any, of a step padded to `num_tokens`."""
-        if arrays.adapter_slots is None:
+    def _send_lora(self, token_slots: Int32Array | None, num_tokens: int) -> None:
+        """Sends the adapters, if any, of a step's tokens ([T]), padded to `num_tokens`."""
+        if token_slots is None:
             return
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
         columns = LoraColumns.of(num_tokens, self._lora.max_slots)
         buffer = self._copies.pinned.take(columns.num_bytes)
-        columns.write(buffer.numpy(), arrays.adapter_slots)
+        columns.write(buffer.numpy(), token_slots)
         size = columns.num_bytes
         self._lora_bytes[:size].copy_(buffer[:size], non_blocking=True)
         self._copies.pinned.sent()
@@ -193,7 +200,7 @@ class DeviceInputs:
 
     def send_decode(self, arrays: StepArrays, num_rows: int) -> None:
         """Sends a decode step padded to `num_rows`; padding rows write to the null page."""
-        self._send_lora(arrays, num_rows)
+        self._send_lora(arrays.adapter_slots, num_rows)
         changes = self._few_changes()
         buffer = self._copies.pinned.take(self._static.num_bytes)
         host = buffer.numpy()
@@ -213,6 +220,8 @@ class DeviceInputs:
         `columns`; see `decode_batch`.
         """
         views = self.ragged_views(columns)
+        if views.requests is not None:
+            expand_requests(views, self._table, self._page_size, len(self._table))
         self._resolve(_step_of(views), views.sources, views.owners)
         return ForwardBatch(
             token_ids=views.token_ids,
@@ -244,7 +253,7 @@ class DeviceInputs:
         """Sends a step padded to the size of `columns`: padding rows write to the null page, and
         padding requests have no rows.
         """
-        self._send_lora(arrays, columns.num_tokens)
+        self._send_lora(arrays.adapter_slots, columns.num_tokens)
         views, changes = self.ragged_views(columns), self._few_changes()
         buffer = self._copies.pinned.take(columns.num_bytes + _CHANGES_BYTES)
         columns.write(buffer.numpy(), arrays, self._host_table.null_row, self._page_size)
@@ -253,6 +262,19 @@ class DeviceInputs:
         self.drawing_slots = views.drawing_slots[: len(arrays.drawing_slots)]
         if arrays.verify_rows is not None:
             self.verify_rows = views.verify_rows[: len(arrays.verify_rows)]
+        self.step = _step_of(views)
+
+    def send_requests(self, requests: StepRequests, columns: RaggedColumns) -> None:
+        """Sends a step given by its requests, as `send_ragged` does."""
+        self._send_lora(requests.adapter_slots, columns.num_tokens)
+        views, changes = self.ragged_views(columns), self._few_changes()
+        buffer = self._copies.pinned.take(columns.num_bytes + _CHANGES_BYTES)
+        used = columns.write_requests(buffer.numpy(), requests, self._host_table.null_row)
+        assert self._ragged is not None
+        # New pages lie where the graph writes other columns, once they are entered.
+        self._send_static(self._ragged, buffer, used, changes)
+        self.drawing_slots = views.drawing_slots[: requests.num_rows]
+        self.verify_rows = views.verify_rows[: len(requests.slots)]
         self.step = _step_of(views)
 
     def _few_changes(self) -> PageChanges:
@@ -292,6 +314,12 @@ class DeviceInputs:
         positions = self.step.positions[: len(arrays.positions)] + 1
         return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
 
+    def drawing_rows_of(self, requests: StepRequests, *, has_slots: bool) -> RowsOnDevice:
+        """`drawing_rows` of a step given by its requests."""
+        assert self.step is not None
+        positions = self.step.positions[: requests.num_rows] + 1
+        return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
+
     def drawing_positions(self, arrays: StepArrays) -> torch.Tensor:
         """[L] int64: positions of the tokens drawn in the step sent last.
 
@@ -312,7 +340,7 @@ class DeviceInputs:
         if num_bytes > self._ragged.numel():
             raise ValueError(f"{num_bytes} bytes of a ragged step, {self._ragged.numel()} are kept")
 
-    def ragged_views(self, columns: RaggedColumns) -> RaggedViews:
+    def ragged_views(self, columns: RaggedColumns) -> StepColumns:
         """The columns of a ragged step in fixed memory."""
         self.keep_ragged(columns.num_bytes)
         assert self._ragged is not None
@@ -365,7 +393,7 @@ class _StaticColumns:
         return self._used
 
 
-def _step_of(views: RaggedViews) -> StepRows:
+def _step_of(views: StepColumns) -> StepRows:
     return StepRows(
         views.token_ids,
         views.positions,

@@ -59,12 +59,13 @@ class DrawGraphs:
         }
         most = max((len(hidden) for hidden in steps.values()), default=0)
         is_pinned = self._device.type == "cuda"
-        self._host = torch.zeros(most, dtype=torch.int64, pin_memory=is_pinned)
+        self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=is_pinned)
         ways: tuple[Way, ...] = ("greedy",) if tables is None else ("greedy", "any")
         self._graphs: dict[tuple[GraphBucket, Way], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         began = time.perf_counter()
         with says_what_lacks_memory("drawing"):
             for bucket in sorted(steps, reverse=True):
+                graphs.send_nothing(bucket)
                 for way in ways:
                     self._graphs[bucket, way] = graphs.capture(
                         lambda bucket=bucket, way=way: self._draw(bucket, steps[bucket], way)  # type: ignore[misc]
@@ -82,7 +83,7 @@ class DrawGraphs:
         """
         graph, tokens = self._graphs[bucket, way]
         graph.replay()
-        return CapturedDraws(tokens[:count], self._host[:count].numpy(), Mark(self._device))
+        return CapturedDraws(tokens[:count], self._host[:, :count].numpy(), Mark(self._device))
 
     def _draw(self, bucket: GraphBucket, hidden: torch.Tensor, way: Way) -> torch.Tensor:
         """The captured work: [rows of the bucket] int64."""
@@ -97,9 +98,12 @@ class DrawGraphs:
         else:
             assert self._tables is not None
             tokens = draw_rows(logits, slots, step.positions[: len(slots)] + 1, self._tables)
+        given = [tokens]
         if bucket.kind == "decode":
             self._keeper.keep(tokens, slots)
         else:
             self._keeper.accept(tokens, step, verified)
-        self._host[: len(tokens)].copy_(tokens, non_blocking=True)
+            given += [step.token_ids] if step.ancestors is None else [*step[:1], step.ancestors]
+        for host, column in zip(self._host, given, strict=False):
+            host[: len(tokens)].copy_(column, non_blocking=True)
         return tokens

@@ -24,7 +24,7 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.ragged_columns import RaggedColumns
-from weft.engine.runner.step import StepArrays
+from weft.engine.runner.step import StepArrays, StepRequests
 from weft.kernels.attention import MAX_TREE_ROWS, gains_by_exact_lengths
 from weft.kernels.side_stream import rehearsal
 
@@ -87,8 +87,15 @@ class GraphBucket(NamedTuple):
     def columns(self) -> RaggedColumns:
         """Layout of the arrays of such a step, unless it is a decode step."""
         num_logits = min(self.tokens, self.requests * (1 + self.drafts))
-        is_tree = self.kind == "tree"
-        return RaggedColumns(self.tokens, self.requests, num_logits, self.drafts, is_tree)
+        is_tree, is_verify = self.kind == "tree", self.kind == "verify"
+        return RaggedColumns(
+            self.tokens,
+            self.requests,
+            num_logits,
+            self.drafts,
+            has_trees=is_tree,
+            has_requests=is_tree or is_verify,
+        )
 
 
 def step_buckets(
@@ -193,6 +200,14 @@ class GraphBuckets:
             return bucket
         return bucket._replace(has_lora=True)
 
+    def of_requests(self, requests: StepRequests) -> GraphBucket | None:
+        """The bucket that runs a step given by its requests; None: it must be given by rows."""
+        sizes = self._tree if requests.has_trees else self._verify
+        lengths = (int(requests.counts.sum()), len(requests.counts), int(requests.counts.max()))
+        bucket = _with_room(sizes, *lengths)
+        has_lora = requests.adapter_slots is not None
+        return None if bucket is None else bucket._replace(has_lora=has_lora)
+
     def _size_of(self, arrays: StepArrays) -> GraphBucket | None:
         num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
         if arrays.is_decode:
@@ -286,9 +301,17 @@ class StepGraphs:
             self._inputs.send_decode(arrays, bucket.tokens)
         else:
             self._inputs.send_ragged(arrays, bucket.columns)
+        return self._replay(bucket)[: len(arrays.logits_rows)]
+
+    def forward_requests(self, requests: StepRequests, bucket: GraphBucket) -> torch.Tensor:
+        """`forward` of a step given by its requests."""
+        self._inputs.send_requests(requests, bucket.columns)
+        return self._replay(bucket)[: requests.num_rows]
+
+    def _replay(self, bucket: GraphBucket) -> torch.Tensor:
         graph, hidden = self._graphs[bucket]
         graph.replay()
-        return hidden[: len(arrays.logits_rows)]
+        return hidden
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Captures device work in the memory that all graphs share: only one runs at a time.
@@ -309,12 +332,18 @@ class StepGraphs:
                 result = run()
         return graph, result
 
-    def _capture(self, bucket: GraphBucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def send_nothing(self, bucket: GraphBucket) -> None:
+        """Sends the smallest step in the layout of a bucket, to capture with: the memory of inputs
+        holds what another one left there.
+        """
         step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
-        if bucket.kind != "decode":
-            self._inputs.send_ragged(step, bucket.columns)
-        elif bucket.has_lora:
+        if bucket.kind == "decode":
             self._inputs.send_decode(step, bucket.tokens)
+        else:
+            self._inputs.send_ragged(step, bucket.columns)
+
+    def _capture(self, bucket: GraphBucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        self.send_nothing(bucket)
         graph, hidden = self.capture(lambda: self._forward(bucket))
         with torch.inference_mode():
             # Not captured, for its results are large; compiled here all the same.

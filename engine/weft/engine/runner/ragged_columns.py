@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from weft.engine.memory.kv_memory import NULL_PAGE
-from weft.engine.runner.step import ALL_BEFORE, StepArrays
+from weft.engine.runner.step import ALL_BEFORE, StepArrays, StepRequests
+from weft.kernels.step_requests import StepColumns
 
 NOTHING = -1
 """Padding of `sources`, `owners` and `verify_rows`."""
-
-
-class RaggedViews(NamedTuple):
-    """The columns of a step in device memory: int64, and at last two of int32."""
-
-    token_ids: torch.Tensor
-    """[num_tokens]."""
-    positions: torch.Tensor
-    """[num_tokens]."""
-    slots: torch.Tensor
-    """[num_tokens]: page * page_size + offset."""
-    rows: torch.Tensor
-    """[max_requests]."""
-    logits_rows: torch.Tensor
-    """[max_logits]."""
-    drawing_slots: torch.Tensor
-    """[max_logits]."""
-    sources: torch.Tensor
-    """[max_logits]."""
-    owners: torch.Tensor
-    """[max_logits]."""
-    verify_rows: torch.Tensor
-    """[max_requests, 1 + max_drafts]; [0, 1] without drafts."""
-    ancestors: torch.Tensor | None
-    """[num_tokens]; None without trees."""
-    cu_q_lens: torch.Tensor
-    """[max_requests + 1]."""
-    kv_lens: torch.Tensor
-    """[max_requests]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +27,8 @@ class RaggedColumns:
     """Most drafts of a request that the step verifies."""
     has_trees: bool = False
     """Whether rows may form trees, which adds a column for `ForwardBatch.ancestors`."""
+    has_requests: bool = False
+    """Whether a step may also be given by its requests alone, in a column before all others."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,21 +37,28 @@ class RaggedColumns:
 
     @property
     def _wide(self) -> list[int]:
-        """Lengths of the int64 columns, in the order of `RaggedViews`."""
+        """Lengths of the int64 columns, in the order of `StepColumns`."""
         tokens, logits = self.num_tokens, self.max_logits
         verified = self.max_requests * (1 + self.max_drafts) if self.max_drafts else 0
         of_trees = tokens if self.has_trees else 0
-        return [*[tokens] * 3, self.max_requests, *[logits] * 4, verified, of_trees]
+        columns = [*[tokens] * 3, self.max_requests, *[logits] * 4, verified, of_trees]
+        return [self.requests_size, *columns]
 
-    def views(self, flat: torch.Tensor) -> RaggedViews:
+    @property
+    def requests_size(self) -> int:
+        """Length of the column that gives a step by its requests; 0 if there is none."""
+        return 1 + 3 * self.max_requests if self.has_requests else 0
+
+    def views(self, flat: torch.Tensor) -> StepColumns:
         """The columns as views of `flat`, [num_bytes] uint8, aligned to 8 bytes."""
         sizes, requests = self._wide, self.max_requests
         at = 8 * sum(sizes)
-        *wide, verified, ancestors = torch.split(flat[:at].view(torch.int64), sizes)
+        given, *wide, verified, ancestors = torch.split(flat[:at].view(torch.int64), sizes)
         narrow = torch.split(flat[at : self.num_bytes].view(torch.int32), [requests + 1, requests])
         of_trees = ancestors if self.has_trees else None
         verify_rows = verified.view(-1, 1 + self.max_drafts)
-        return RaggedViews._make((*wide, verify_rows, of_trees, *narrow))
+        requests_of = given if self.has_requests else None
+        return StepColumns._make((requests_of, *wide, verify_rows, of_trees, *narrow))
 
     def write(
         self, host: npt.NDArray[np.uint8], arrays: StepArrays, null_row: int, page_size: int
@@ -96,7 +77,9 @@ class RaggedColumns:
         assert self.has_trees or arrays.ancestors is None
         sizes, requests = self._wide, self.max_requests
         at = 8 * sum(sizes)
-        *columns, verified, ancestors = np.split(host[:at].view(np.int64), np.cumsum(sizes)[:-1])
+        wide = np.split(host[:at].view(np.int64), np.cumsum(sizes)[:-1])
+        given, *columns, verified, ancestors = wide
+        given[:1] = 0
         narrow = host[at : self.num_bytes].view(np.int32)
         values: tuple[tuple[npt.NDArray[Any], npt.NDArray[Any], int], ...] = (
             *zip(
@@ -121,3 +104,23 @@ class RaggedColumns:
         ancestors[:] = ALL_BEFORE
         if arrays.ancestors is not None:
             ancestors[: len(arrays.ancestors)] = arrays.ancestors
+
+    def write_requests(
+        self, host: npt.NDArray[np.uint8], requests: StepRequests, null_row: int
+    ) -> int:
+        """Writes a step given by its requests; returns the bytes used.
+
+        Args:
+            host: At least [num_bytes].
+            requests: No more than the layout has room for.
+            null_row: See `write`.
+        """
+        assert self.has_requests
+        used = 8 * self.requests_size
+        given, count = host[:used].view(np.int64), len(requests.slots)
+        given[0] = 1
+        columns = given[1:].reshape(3, self.max_requests)
+        for column, values in zip(columns, requests[:3], strict=True):
+            column[:count] = values
+        columns[:, count:] = ((null_row,), (0,), (0,))
+        return used

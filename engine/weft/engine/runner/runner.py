@@ -22,7 +22,13 @@ from weft.engine.runner.device_pool import DevicePool, PinnedRows
 from weft.engine.runner.draw_graphs import DrawGraphs
 from weft.engine.runner.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.runner.keeping import KeptStates, TokenKeeper
-from weft.engine.runner.step import Int32Array, Int64Array, PageTable, StepArrays
+from weft.engine.runner.step import (
+    Int32Array,
+    Int64Array,
+    PageTable,
+    StepArrays,
+    StepRequests,
+)
 from weft.engine.sampling.device import CapturedDraws, RowsOnDevice, Way
 from weft.engine.scheduler.pages import PageCopy
 from weft.engine.scheduler.plan import Plan
@@ -203,6 +209,11 @@ class ModelRunner:
             What tokens are drawn from: a row for each decode, then one for each token of requests
             with drafts, then one for each chunk that samples; None if there is none.
         """
+        if self.graphs is not None:
+            requests = StepRequests.of_plan(plan, self._page_table, self._page_size)
+            bucket = None if requests is None else self.graphs.buckets.of_requests(requests)
+            if requests is not None and bucket is not None:
+                return self._forward_requests(requests, bucket)
         arrays = StepArrays.of_plan(plan, self._page_table, self._page_size)
         hidden, bucket = self._hidden(arrays)
         self._verifying = None
@@ -227,6 +238,24 @@ class ModelRunner:
         logits = partial(self._logits, hidden, arrays)
         slots, positions = arrays.drawing_slots, arrays.drawing_positions
         return Drawable(logits, slots, positions, on_device, captured)
+
+    def _forward_requests(self, requests: StepRequests, bucket: GraphBucket) -> Drawable:
+        """`forward` of a step given by its requests."""
+        assert self.graphs is not None
+        assert self._inputs is not None
+        with torch.inference_mode():
+            hidden = self.graphs.forward_requests(requests, bucket)
+        step, count = self._inputs.step, requests.num_rows
+        assert step is not None
+        self._verifying = Verifying(step, self._inputs.verify_rows, count)
+        captured = None
+        changes_logits = bucket.has_lora and self._inputs.changes_logits
+        if self._draws is not None and not changes_logits:
+            captured = partial(self._draws.begin, bucket, count)
+        slots, positions = requests.rows()
+        logits = partial(self._logits_of, hidden, requests.adapter_slots)
+        on_device = partial(self._inputs.drawing_rows_of, requests)
+        return Drawable(logits, slots, positions + 1, on_device, captured)
 
     def _has_draws(self, arrays: StepArrays, bucket: GraphBucket) -> bool:
         """Whether drawing from a step with that graph is captured: all of its rows draw, and no
@@ -289,8 +318,15 @@ class ModelRunner:
             return self._model.forward(self._batch(arrays), self.pool), None
 
     def _logits(self, hidden: torch.Tensor, arrays: StepArrays) -> torch.Tensor:
+        token_slots = arrays.adapter_slots
+        if token_slots is not None:
+            token_slots = token_slots[arrays.logits_rows]
+        return self._logits_of(hidden, token_slots)
+
+    def _logits_of(self, hidden: torch.Tensor, token_slots: Int32Array | None) -> torch.Tensor:
+        """[L, hidden], [L] or None -> [L, vocab] float32."""
         with torch.inference_mode():
-            return self._model.logits(hidden, self._logits_lora(arrays))
+            return self._model.logits(hidden, self._logits_lora(token_slots))
 
     def capture(self, buckets: Sequence[GraphBucket]) -> list[int]:
         """Captures steps on a CUDA device and discards them.
@@ -362,11 +398,10 @@ class ModelRunner:
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
         return None if arrays.adapter_slots is None else self._lora_of(arrays.adapter_slots)
 
-    def _logits_lora(self, arrays: StepArrays) -> LoraStep | None:
+    def _logits_lora(self, slots: Int32Array | None) -> LoraStep | None:
         """The adapters of the rows whose logits are wanted, if any of them changes logits."""
-        if arrays.adapter_slots is None or self._lora is None or not self._lora.changes_logits:
+        if slots is None or self._lora is None or not self._lora.changes_logits:
             return None
-        slots = arrays.adapter_slots[arrays.logits_rows]
         if not slots.any():
             return None
         return self._lora_of(slots) if self._inputs is None else self._inputs.lora_of(slots)

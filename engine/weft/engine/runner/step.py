@@ -209,6 +209,57 @@ class StepArrays:
         )
 
 
+class StepRequests(NamedTuple):
+    """A step of requests that bring their last tokens, and drafts that are on the device."""
+
+    slots: Int64Array
+    """[R]: those without drafts first."""
+    starts: Int64Array
+    """[R]: positions of the last tokens; -1: only the device knows."""
+    counts: Int64Array
+    """[R]: rows of each."""
+    bounds: Int64Array
+    """[R]: the largest that `starts` can be."""
+    num_rows: int
+    """T."""
+    adapter_slots: Int32Array | None
+    """[T]: `StepArrays.adapter_slots`."""
+    has_trees: bool
+
+    @classmethod
+    def of_plan(cls, plan: Plan, table: PageTable, page_size: int) -> StepRequests | None:
+        """The requests of a started plan, whose new pages are entered into the table; None if it
+        brings more.
+        """
+        if plan.chunks or not plan.verifies or not isinstance(plan.drafts, LaterDrafts):
+            return None
+        for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
+            table.extend(int(plan.slots[index]), plan.decodes[index].pages)
+        found = []
+        for (request, bound, *_), count in zip(plan.verifies, plan.draft_counts, strict=True):
+            table.extend(request.slot, request.pages)
+            start = -1 if request.starts_late else bound
+            found.append((request.slot, start, 1 + count, bound))
+        columns = np.array(found, np.int64).T
+        if num_decodes := len(plan.decodes):
+            ones = np.ones(num_decodes, np.int64)
+            decodes = np.stack([plan.slots, plan.starts, ones, plan.starts])
+            columns = np.concatenate([decodes, columns], axis=1)
+        adapter_slots = _adapter_slots(plan)
+        if adapter_slots is not None:
+            adapter_slots = np.repeat(adapter_slots, columns[2])
+        slots, starts, counts, bounds = columns
+        num_rows = int(counts.sum())
+        return cls(slots, starts, counts, bounds, num_rows, adapter_slots, plan.has_trees)
+
+    def rows(self) -> tuple[Int64Array, Int64Array]:
+        """[T]: slots, and the largest positions that there may be, of chains."""
+        behind = np.arange(self.num_rows)
+        firsts = np.cumsum(self.counts) - self.counts
+        positions = behind + np.repeat(self.bounds - firsts, self.counts)
+        return np.repeat(self.slots, self.counts), positions
+
+
 def _places(
     table: PageTable, rows: Int64Array, positions: Int64Array, page_size: int
 ) -> Int64Array:

@@ -61,14 +61,23 @@ class CapturedDraws(NamedTuple):
     tokens: torch.Tensor
     """[L] int64 on the device, valid until the next draws; negative: errors."""
     host: Int64Array
-    """[L], where they are copied to: valid from the mark until the next draws."""
+    """[3, L], valid from the mark until the next draws: the tokens drawn; of steps with drafts also
+    those of the rows, and with trees the rows' words (`StepRows.ancestors`).
+    """
     mark: Mark
     """Behind the copy."""
 
     def wait(self) -> Int64Array:
         """Waits for the tokens; must be called before the next draws begin."""
         self.mark.wait()
-        return self.host.copy()
+        tokens: Int64Array = self.host[0].copy()
+        return tokens
+
+    def wait_for_rows(self) -> Int64Array:
+        """[2, L]: waits for the tokens and the words of the rows, as `wait` does."""
+        self.mark.wait()
+        rows: Int64Array = self.host[1:]
+        return rows
 
 
 class DeviceSampler:

@@ -81,6 +81,8 @@ class SamplesUnderWay:
         output: Waits for them; called once.
         positions: [L], of the tokens.
         are_kept: The device has kept them for later steps.
+        rows: Waits for the tokens and words of the rows drawn from ([2, L]), of which there were
+            drafts on the device; None: they are not fetched.
     """
 
     def __init__(
@@ -90,9 +92,11 @@ class SamplesUnderWay:
         positions: Int64Array,
         *,
         are_kept: bool = False,
+        rows: Callable[[], Int64Array] | None = None,
     ) -> None:
         self.tokens = tokens
         self.are_kept = are_kept
+        self.rows = rows
         self._output = output
         self._positions = positions
 
@@ -298,7 +302,8 @@ class Sampler:
         def output() -> SampleOutput:
             return SampleOutput(draws.wait(), [None] * len(slots))
 
-        return SamplesUnderWay(draws.tokens, output, positions, are_kept=True)
+        rows = draws.wait_for_rows
+        return SamplesUnderWay(draws.tokens, output, positions, are_kept=True, rows=rows)
 
     def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampleOutput:
         if self._num_special and self._is_special[slots].any():

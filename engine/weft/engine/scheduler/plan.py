@@ -101,18 +101,31 @@ def parents_of(drafts: Sequence[int]) -> Sequence[int]:
     return drafts.parents if isinstance(drafts, DraftTree) else range(len(drafts))
 
 
+Fetch = Callable[[], list[list[int]]]
+"""Waits for the drafts of each request."""
+
+
 class LaterDrafts(Sequence[list[int]]):
     """Drafts of requests that lie on the device, where they may still be computed.
 
     Args:
         counts: Number of drafts of each request.
-        fetch: Waits for them.
+        copy: Begins to copy them to the host; returns what waits for them.
     """
 
-    def __init__(self, counts: Sequence[int], fetch: Callable[[], list[list[int]]]) -> None:
+    def __init__(self, counts: Sequence[int], copy: Callable[[], Fetch]) -> None:
         self.counts = counts
-        self._fetch = fetch
+        self._copy = copy
+        self._fetch: Fetch | None = None
         self._fetched: list[list[int]] | None = None
+
+    def begin_fetch(self, fetch: Fetch | None = None) -> None:
+        """Begins to bring them to the host, before others are drafted in their place.
+
+        Args:
+            fetch: Waits for them; None: they are copied by themselves.
+        """
+        self._fetch = fetch or self._copy()
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -127,6 +140,7 @@ class LaterDrafts(Sequence[list[int]]):
     def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
         """The drafts of a request; waits for all of them."""
         if self._fetched is None:
+            assert self._fetch is not None, "nobody has begun to fetch the drafts"
             self._fetched = self._fetch()
         return self._fetched[index]
 

@@ -1,0 +1,116 @@
+"""`weft.kernels.step_requests` on a GPU: one launch, a program a request and some for padding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from weft.kernels.step_requests import StepColumns
+
+_BLOCK = 128
+
+
+def expand_requests(
+    step: StepColumns, page_table: torch.Tensor, page_size: int, num_slots: int
+) -> None:
+    """`weft.kernels.step_requests.expand_requests` for CUDA tensors."""
+    assert step.requests is not None
+    rows, (requests, width) = step.token_ids.shape[0], step.verify_rows.shape
+    _expand_kernel[(requests + triton.cdiv(rows, _BLOCK),)](
+        *step,
+        page_table,
+        page_table.stride(0),
+        rows,
+        requests,
+        num_slots,
+        WIDTH=width,
+        PAGE_SIZE=page_size,
+        REQUESTS=triton.next_power_of_2(requests),
+        ROWS=triton.next_power_of_2(width),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "num_slots"])
+def _expand_kernel(
+    given: tl.tensor,
+    token_ids: tl.tensor,
+    positions: tl.tensor,
+    places: tl.tensor,
+    table_rows: tl.tensor,
+    logits_rows: tl.tensor,
+    drawing_slots: tl.tensor,
+    sources: tl.tensor,
+    owners: tl.tensor,
+    verify_rows: tl.tensor,
+    ancestors: tl.tensor,
+    cu_q_lens: tl.tensor,
+    kv_lens: tl.tensor,
+    page_table: tl.tensor,
+    table_stride: int,
+    num_rows: int,
+    num_requests: int,
+    num_slots: int,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    request = tl.program_id(0)
+    if tl.load(given) != 0:
+        slots, starts = given + 1, given + 1 + num_requests
+        counts = starts + num_requests
+        other = tl.arange(0, REQUESTS)
+        all_counts = tl.load(counts + other, mask=other < num_requests, other=0)
+        total = tl.sum(all_counts, axis=0)
+        dummy = num_slots - 1
+        if request < num_requests:
+            begin = tl.sum(tl.where(other < request, all_counts, 0), axis=0)
+            count = tl.load(counts + request)
+            start = tl.load(starts + request)
+            slot = tl.where(count > 0, tl.load(slots + request), dummy)
+            behind = tl.arange(0, ROWS)
+            is_row = behind < count
+            row = begin + behind
+            first = start + behind * 0
+            is_late = first < 0
+            position = tl.where(is_late, 0, first) + behind
+            page = tl.load(
+                page_table + slot * table_stride + position // PAGE_SIZE,
+                mask=is_row & (first >= 0),
+                other=0,
+            ).to(tl.int64)
+            place = tl.where(is_late, 0, page * PAGE_SIZE + position % PAGE_SIZE)
+            tl.store(positions + row, position, mask=is_row)
+            tl.store(places + row, place, mask=is_row)
+            tl.store(logits_rows + row, row, mask=is_row)
+            tl.store(drawing_slots + row, behind * 0 + slot, mask=is_row)
+            tl.store(sources + row, behind * num_slots + slot, mask=is_row)
+            tl.store(owners + row, tl.where(is_late, request, -1).to(tl.int64), mask=is_row)
+            to = verify_rows + request * WIDTH + behind
+            tl.store(to, tl.where(is_row, row, -1), mask=behind < WIDTH)
+            tl.store(table_rows + request, slot)
+            length = tl.where((start < 0) | (count == 0), 0, start + count)
+            tl.store(kv_lens + request, length.to(tl.int32))
+            tl.store(cu_q_lens + request + 1, (begin + count).to(tl.int32))
+            if request == 0:
+                tl.store(cu_q_lens, 0)
+        else:
+            row = (request - num_requests) * BLOCK + tl.arange(0, BLOCK)
+            is_padding = (row >= total) & (row < num_rows)
+            nothing = tl.zeros([BLOCK], tl.int64)
+            tl.store(token_ids + row, nothing, mask=is_padding)
+            tl.store(positions + row, nothing, mask=is_padding)
+            tl.store(places + row, nothing, mask=is_padding)
+            tl.store(logits_rows + row, nothing, mask=is_padding)
+            tl.store(drawing_slots + row, nothing + dummy, mask=is_padding)
+            tl.store(sources + row, nothing - 1, mask=is_padding)
+            tl.store(owners + row, nothing - 1, mask=is_padding)
+            if ancestors is not None:
+                tl.store(ancestors + row, nothing - 1, mask=is_padding)

@@ -1,0 +1,94 @@
+"""Rows of a step in which each request brings its last token and drafts behind it, from a few
+numbers a request: what the host would have to lay out and send otherwise."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class StepColumns(NamedTuple):
+    """The columns of a step of T rows and R requests in device memory: int64, and at last two of
+    int32. L rows are drawn from."""
+
+    requests: torch.Tensor | None
+    """[1 + 3 * R]: see `expand_requests`; None: the other columns are given."""
+    token_ids: torch.Tensor
+    """[T]."""
+    positions: torch.Tensor
+    """[T]."""
+    slots: torch.Tensor
+    """[T]: page * page_size + offset."""
+    rows: torch.Tensor
+    """[R]: rows of the page table."""
+    logits_rows: torch.Tensor
+    """[L]."""
+    drawing_slots: torch.Tensor
+    """[L]: the slot that each row is drawn for."""
+    sources: torch.Tensor
+    """[L]: see `weft.kernels.step_rows.resolve_rows`."""
+    owners: torch.Tensor
+    """[L]: as well."""
+    verify_rows: torch.Tensor
+    """[R, 1 + most drafts]: rows of each request, -1 behind its last; [0, 1] without drafts."""
+    ancestors: torch.Tensor | None
+    """[T]: which rows of its request each one sees; None: all before it."""
+    cu_q_lens: torch.Tensor
+    """[R + 1]."""
+    kv_lens: torch.Tensor
+    """[R]."""
+
+
+def expand_requests(
+    step: StepColumns, page_table: torch.Tensor, page_size: int, num_slots: int
+) -> None:
+    """Writes the columns of a step from `step.requests`, all but what `resolve_rows` enters.
+
+    The first number says whether to: 0 leaves the columns as they are. Behind it come a slot, the
+    position of the last token (-1: only the device knows it) and the number of rows of each
+    request; those behind the last request have no rows. All rows are drawn from.
+
+    Args:
+        step: Changed. T = L; rows that no request brings, and requests without rows, are those of
+            the dummy slot, in the null page.
+        page_table: [num_slots, max_pages] int32; the null page is page 0.
+        page_size: Token positions a page.
+        num_slots: The last one is the dummy.
+    """
+    assert step.requests is not None, "the step is given by its columns"
+    if step.requests.is_cuda:
+        from weft.kernels.gpu import step_requests as gpu
+
+        gpu.expand_requests(step, page_table, page_size, num_slots)
+        return
+    if int(step.requests[0]) == 0:
+        return
+    slots, starts, counts = step.requests[1:].view(3, -1).tolist()
+    null = num_slots - 1
+    for column, padding in (
+        *((step.token_ids, 0), (step.positions, 0), (step.slots, 0), (step.rows, null)),
+        *((step.logits_rows, 0), (step.drawing_slots, null), (step.sources, -1)),
+        *((step.owners, -1), (step.verify_rows, -1), (step.kv_lens, 0)),
+    ):
+        column.fill_(padding)
+    if step.ancestors is not None:
+        step.ancestors.fill_(-1)
+    step.cu_q_lens[0] = 0
+    row = 0
+    for request, (slot, start, count) in enumerate(zip(slots, starts, counts, strict=True)):
+        is_late = start < 0
+        for behind in range(count):
+            position = behind if is_late else start + behind
+            step.positions[row] = position
+            page = int(page_table[slot, position // page_size])
+            step.slots[row] = 0 if is_late else page * page_size + position % page_size
+            step.logits_rows[row], step.drawing_slots[row] = row, slot
+            step.sources[row] = behind * num_slots + slot
+            step.owners[row] = request if is_late else -1
+            step.verify_rows[request, behind] = row
+            row += 1
+        if count:
+            step.rows[request] = slot
+            step.kv_lens[request] = 0 if is_late else start + count
+        step.cu_q_lens[request + 1] = row

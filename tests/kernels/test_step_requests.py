@@ -1,0 +1,92 @@
+"""Steps laid out from a few numbers a request: by plain loops, and by the GPU's kernel, which
+Triton's interpreter runs, against what the host would have sent."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from kernel_checks import fresh_seed
+from weft.engine.runner.ragged_columns import RaggedColumns
+from weft.engine.runner.step import StepArrays, StepRequests
+from weft.kernels import step_requests
+from weft.kernels.gpu import step_requests as gpu_step_requests
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+SLOTS, PAGES_EACH = 20, 8
+
+
+def laid_out(requests: StepRequests, table: np.ndarray, page_size: int) -> StepArrays:
+    """The rows of these requests; what only the device knows is zero."""
+    columns: list[list[int]] = [[] for _ in range(5)]
+    verify_rows = np.full((len(requests.slots), int(requests.counts.max())), -1)
+    for index, (slot, start, count) in enumerate(zip(*requests[:3], strict=True)):
+        for behind in range(count):
+            position = behind + max(0, int(start))
+            page = int(table[slot, position // page_size])
+            place = 0 if start < 0 else page * page_size + position % page_size
+            owner = index if start < 0 else -1
+            verify_rows[index, behind] = len(columns[0])
+            row = (position, place, int(slot), behind * (SLOTS + 1) + int(slot), owner)
+            for column, value in zip(columns, row, strict=True):
+                column.append(value)
+    positions, places, slots, sources, owners = (np.array(column) for column in columns)
+    lengths = np.where(requests.starts < 0, 0, requests.starts + requests.counts)
+    return StepArrays(
+        token_ids=np.zeros_like(positions),
+        positions=positions,
+        slots=places,
+        rows=requests.slots,
+        cu_q_lens=np.concatenate([[0], np.cumsum(requests.counts)]).astype(np.int32),
+        kv_lens=lengths.astype(np.int32),
+        logits_rows=np.arange(len(positions)),
+        max_q_len=int(requests.counts.max()),
+        max_kv_len=1,
+        drawing_slots=slots,
+        verify_rows=verify_rows,
+        sources=sources,
+        owners=owners,
+    )
+
+
+@pytest.mark.parametrize("module", [step_requests, gpu_step_requests], ids=["reference", "gpu"])
+def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
+    fresh_seed()
+    for _ in range(6):
+        page_size, drafts = random.choice([(4, 5), (16, 7), (4, 31)])
+        count = random.randint(1, SLOTS)
+        slots = np.array(random.sample(range(SLOTS), count))
+        room = page_size * PAGES_EACH - drafts
+        counts = np.array([random.randint(1, 1 + drafts) for _ in slots])
+        bounds = np.array([random.randrange(max(1, room)) for _ in slots])
+        counts = np.minimum(counts, page_size * PAGES_EACH - bounds)
+        starts = np.where(np.random.rand(count) < 0.5, -1, bounds)
+        num_rows, has_trees = int(counts.sum()), drafts == 31
+        requests = StepRequests(slots, starts, counts, bounds, num_rows, None, has_trees)
+        table = np.random.permutation(np.arange(1, 1 + SLOTS * PAGES_EACH)).astype(np.int32)
+        table = np.concatenate([table.reshape(SLOTS, -1), np.zeros((1, PAGES_EACH), np.int32)])
+        rows, most = num_rows + random.randint(0, 150), count + random.randint(0, 5)
+        columns = RaggedColumns(rows, most, rows, drafts, has_trees, has_requests=True)
+        arrays = laid_out(requests, table, page_size)
+        if has_trees:
+            arrays.ancestors = np.full(num_rows, -1)
+        wanted, found = (torch.randint(0, 255, (columns.num_bytes,)).byte() for _ in range(2))
+        columns.write(wanted.numpy(), arrays, SLOTS, page_size)
+        columns.write_requests(found.numpy(), requests, SLOTS)
+        views = columns.views(found)
+        views.token_ids[:num_rows] = 0
+        if has_trees:
+            assert views.ancestors is not None
+            views.ancestors[:num_rows] = -1
+        module.expand_requests(views, torch.from_numpy(table), page_size, SLOTS + 1)
+        names = views._fields[1:]
+        for name, ours, theirs in zip(names, views[1:], columns.views(wanted)[1:], strict=True):
+            assert ours is theirs is None or torch.equal(ours, theirs), name
+        # Given by its rows, it stays as it is.
+        before = wanted.clone()
+        module.expand_requests(columns.views(wanted), torch.from_numpy(table), page_size, SLOTS + 1)
+        assert torch.equal(wanted, before)
