@@ -20,7 +20,7 @@ from tiny_mesh import VOCAB, Greedy, TinyMesh
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 pytestmark = pytest.mark.needs("nixl", "go")
-KVSTORE = common_pb2.FILL_SOURCE_KVSTORE
+KVSTORE, PREFILL = common_pb2.FILL_SOURCE_KVSTORE, common_pb2.FILL_SOURCE_PREFILL
 NUM_NEW, NUM_LONG = 12, 60
 
 
@@ -67,9 +67,9 @@ def flush(mesh: TinyMesh) -> None:
         mesh.flush(name)
 
 
-def stored(mesh: TinyMesh) -> int:
-    """Pages that all workers together have put."""
-    workers = [*mesh.names("prefill"), *mesh.names("decode")]
+def stored(mesh: TinyMesh, *names: str) -> int:
+    """Pages that some workers together have put; without names, all of them."""
+    workers = names or (*mesh.names("prefill"), *mesh.names("decode"))
     return sum(mesh.counters(name)["store_stored_pages"] for name in workers)
 
 
@@ -134,6 +134,20 @@ def test_store_hits_are_store_hits(mesh: TinyMesh, greedy: Greedy) -> None:
     assert again.computed_by_others == 0
 
 
+def test_a_store_that_is_late_for_a_prompt_gets_its_pages(mesh: TinyMesh, greedy: Greedy) -> None:
+    """It answers no lookup in time, as on a machine that is busy for a moment."""
+    prompt = new_prompt(300)
+    mesh.wait_empty()
+    before = stored(mesh)
+    pid = mesh.service("kvstore-0")["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        ask(mesh, greedy, prompt)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: stored(mesh) - before >= num_fillable(len(prompt)) // 16, 20)
+
+
 def test_the_second_turn_of_a_chat_is_found_elsewhere(mesh: TinyMesh, greedy: Greedy) -> None:
     """The answer of one decode worker is part of the prompt at the other one."""
     prompt = new_prompt(200)
@@ -142,12 +156,12 @@ def test_the_second_turn_of_a_chat_is_found_elsewhere(mesh: TinyMesh, greedy: Gr
     # The last generated token has no KV yet.
     num_pages = (len(prompt) + NUM_LONG - 1) // 16
     wait_until(lambda: stored(mesh) - before >= num_pages, 20)
-    second_prompt = [*prompt, *first.ids, *new_prompt(20)]
     tokens: list[int] = []
 
     def is_found_elsewhere() -> bool:
         flush(mesh)
-        second = ask(mesh, greedy, second_prompt)
+        # Another end each time: of what was not found, all is put.
+        second = ask(mesh, greedy, [*prompt, *first.ids, *new_prompt(20)])
         fills = [fill for fill in second.timeline.fills if fill.source == KVSTORE]
         tokens.append(sum(fill.accepted_tokens for fill in fills))
         # What the store has is of the worker that generated it: nobody puts a page twice.
@@ -178,9 +192,26 @@ def test_without_its_store_the_mesh_goes_on(mesh: TinyMesh, greedy: Greedy) -> N
     flush(mesh)
     again = ask(mesh, greedy, prompt)
     assert KVSTORE not in [fill.source for fill in again.timeline.fills]
+    missed: list[int] = []
+    before = stored(mesh, "prefill-0")
+
+    def is_missed() -> bool:
+        missed[:] = new_prompt(200)
+        return PREFILL in [fill.source for fill in ask(mesh, greedy, missed).timeline.fills]
+
+    wait_until(is_missed, 60)
     wait_until(
         lambda: (mesh.ready_file("kvstore-0") or {}).get("pid", pid) != pid, 60
     )  # restarted by the supervisor
+
+    # The prefill worker has the pages that it could not put, and is asked for them again.
+    def is_stored() -> bool:
+        for name in mesh.names("decode"):
+            mesh.flush(name)
+        ask(mesh, greedy, missed)
+        return stored(mesh, "prefill-0") - before >= num_fillable(len(missed)) // 16
+
+    wait_until(is_stored, 20)
     # Workers find the new store when they next ask it, and put what it lacks of prompts from then.
     prompt = new_prompt(200)
     ask(mesh, greedy, prompt)

@@ -12,7 +12,7 @@ from weft.engine.memory.radix_cache import RadixCache
 from weft.engine.messages import StoreAnswer, StoreLookup, StorePut, StorePutResult, StoreSegment
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
-from weft.engine.store import MAX_OPEN_PUTS, StoreLink
+from weft.engine.store import MAX_OPEN_PUTS, RETRY_S, StoreLink
 from weft.engine.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES
 from weft.engine.transfer.handle import NixlTargetInfo
 
@@ -104,6 +104,16 @@ class Bench:
             self.link.on_digested(tag, [page * 7 for page in pages], exposed)
         sent, self.sent[:] = list(self.sent), []
         return [message for message in sent if isinstance(message, StorePut)]
+
+    def put_all(self) -> list[bytes]:
+        """Puts all that is queued; the keys."""
+        keys: list[bytes] = []
+        while puts := self.puts():
+            for put in puts:
+                keys += put.keys
+                result = StorePutResult(put=put.put, is_answered=True, stored_pages=len(put.keys))
+                self.link.on_result(result)
+        return keys
 
 
 def answer_of(lookup: StoreLookup, *num_pages: int) -> StoreAnswer:
@@ -197,6 +207,68 @@ def test_what_was_not_answered_or_went_with_the_store_is_put_again(bench: Bench)
     bench.link.on_answer(StoreAnswer(lookup=0, epochs={"a": 99}))  # the store was restarted
     bench.link.offer(request, 0, 1)
     assert len(bench.puts()) == 1
+
+
+def test_what_was_dropped_is_put_when_it_is_found_again(bench: Bench) -> None:
+    """The store is up two seconds after the worker, and nobody computes the prompt again."""
+    request, other = bench.request(3), bench.request(1)
+    bench.link.offer(request, 0, 3)
+    (put,) = bench.puts()
+    bench.link.on_result(StorePutResult(put=put.put, is_answered=False))
+    assert bench.link.num_open_pages == 0, "they hold nothing while the store is away"
+    bench.now = RETRY_S / 2
+    bench.link.offer_again(request, 3)
+    assert bench.puts() == [], "an outage costs little"
+    bench.now = RETRY_S
+    bench.link.offer_again(other, 1)
+    assert bench.puts() == [], "what came from others was not dropped here"
+    bench.link.offer_again(request, 2)
+    (put,) = bench.puts()
+    assert put.keys == request.keys.upto(request.tokens, 2)
+    assert put.parents == [b"", put.keys[0]]
+    bench.link.offer_again(request, 3)
+    (rest,) = bench.puts()
+    assert rest.keys == request.keys.upto(request.tokens, 3)[2:]
+    for done in (put, rest):
+        bench.link.on_result(StorePutResult(put=done.put, is_answered=True, stored_pages=1))
+    bench.link.offer_again(request, 3)
+    assert bench.puts() == []
+
+
+def test_what_the_queue_had_no_room_for_is_put_when_it_is_found_again(bench: Bench) -> None:
+    request = bench.request(MAX_QUEUED_PAGES + 40)
+    bench.link.offer(request, 0, MAX_QUEUED_PAGES + 40)
+    bench.link.offer_again(request, MAX_QUEUED_PAGES + 40)
+    assert bench.link.num_open_pages == MAX_QUEUED_PAGES, "there is no more room yet"
+    keys = bench.put_all()
+    bench.link.offer_again(request, MAX_QUEUED_PAGES + 40)
+    keys += bench.put_all()
+    assert keys == request.keys.upto(request.tokens, MAX_QUEUED_PAGES + 40)
+
+
+def test_what_went_with_the_store_is_put_when_it_is_found_again(bench: Bench) -> None:
+    request = bench.request(2)
+    bench.link.on_answer(StoreAnswer(lookup=0, epochs={"a": 98}))
+    bench.link.offer(request, 0, 2)
+    (put,) = bench.puts()
+    bench.link.on_result(StorePutResult(put=put.put, is_answered=True, stored_pages=2))
+    bench.link.offer_again(request, 2)
+    assert bench.puts() == []
+    bench.link.on_answer(StoreAnswer(lookup=0, epochs={"a": 99}))
+    bench.link.offer_again(request, 2)
+    assert [len(put.pages) for put in bench.puts()] == [2]
+
+
+def test_few_keys_of_dropped_pages_are_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.engine.store.MAX_REMEMBERED_KEYS", 2)
+    request = bench.request(3)
+    bench.link.offer(request, 0, 3)
+    (put,) = bench.puts()
+    bench.link.on_result(StorePutResult(put=put.put, is_answered=False))
+    bench.now = RETRY_S
+    bench.link.offer_again(request, 3)
+    (put,) = bench.puts()
+    assert put.keys == request.keys.upto(request.tokens, 3)[1:]
 
 
 def test_an_answer_makes_the_store_the_first_candidate(bench: Bench) -> None:

@@ -54,6 +54,10 @@ class FakeReplica:
         self.is_lost = False
         self.num_calls = 0
 
+    @property
+    def is_away(self) -> bool:
+        return self.is_resting
+
     async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
         self.num_calls += 1
         if self.is_lost:

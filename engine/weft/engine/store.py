@@ -2,14 +2,15 @@
 
 A put is a courtesy: it may be dropped (the queue is bounded, the store may be away), it is never
 waited for. Its pages keep a reference until the store has answered, so that they do not change
-while the store reads them.
+while the store reads them. Of pages that were dropped only the keys are kept: they are offered
+again when a request finds them here.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from weft.engine.clock import Clock
@@ -23,6 +24,8 @@ LOOKUP_TIMEOUT_S = 0.1
 """Seconds after which a request is admitted without the store's answer."""
 MAX_OPEN_PUTS = 2
 MAX_REMEMBERED_KEYS = 1 << 16
+RETRY_S = 2.0
+"""Seconds after an unanswered put for which pages that were dropped are not offered again."""
 
 
 @dataclass(slots=True)
@@ -95,6 +98,10 @@ class StoreLink:
         self._epochs: dict[str, int] = {}
         self._sends_data = False
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        """Keys of pages that were offered."""
+        self._due: OrderedDict[bytes, None] = OrderedDict()
+        """Keys of pages that were offered, and that the store does not have."""
+        self._retry_at = 0.0
         self.counters = StoreCounters()
 
     # -- lookups ---------------------------------------------------------------------------------
@@ -124,6 +131,7 @@ class StoreLink:
             if self._epochs.setdefault(address, epoch) != epoch:
                 # Another incarnation: it has nothing of what was put before.
                 self._epochs[address] = epoch
+                self._make_due(self._known)
                 self._known.clear()
                 self._sends_data = False
         request = self._asked.pop(answer.lookup, None)
@@ -163,13 +171,21 @@ class StoreLink:
     def offer(self, request: Request, first_page: int, end_page: int) -> None:
         """Queues pages that the store may lack, each key once."""
         keys = request.keys.upto(request.tokens, end_page)
-        for index in range(first_page, end_page):
+        self._offer(request, keys, range(first_page, end_page))
+
+    def offer_again(self, request: Request, end_page: int) -> None:
+        """Queues those of a request's first pages, which it found here, that were dropped."""
+        if not self._due or self._clock() < self._retry_at:
+            return
+        keys = request.keys.upto(request.tokens, end_page)
+        self._offer(request, keys, [i for i, key in enumerate(keys) if key in self._due])
+
+    def _offer(self, request: Request, keys: Sequence[bytes], indices: Sequence[int]) -> None:
+        new = [index for index in indices if keys[index] not in self._known]
+        room = max(0, self._plane.port.max_queued_pages - len(self._queue))
+        for index in new[:room]:
             key = keys[index]
-            if key in self._known:
-                continue
-            if len(self._queue) >= self._plane.port.max_queued_pages:
-                self.counters.store_dropped_pages += end_page - index
-                return
+            self._due.pop(key, None)
             self._known[key] = None
             if len(self._known) > MAX_REMEMBERED_KEYS:
                 self._known.popitem(last=False)
@@ -177,6 +193,14 @@ class StoreLink:
             parent = keys[index - 1] if index else b""
             shard = keys[shard_start(index)]
             self._queue.append(_Offer(request.namespace, key, parent, shard, request.pages[index]))
+        self.counters.store_dropped_pages += len(new[room:])
+        self._make_due(keys[index] for index in new[room:])
+
+    def _make_due(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._due[key] = None
+            if len(self._due) > MAX_REMEMBERED_KEYS:
+                self._due.popitem(last=False)
 
     def tick(self) -> None:
         """Starts puts while few are open."""
@@ -214,9 +238,10 @@ class StoreLink:
         self._memory.release(put.pages)
         self.counters.store_stored_pages += result.stored_pages
         if not result.is_answered:
-            # Offered again when they are computed again.
             for offer in put.offers:
                 self._known.pop(offer.key, None)
+            self._make_due(offer.key for offer in put.offers)
+            self._retry_at = self._clock() + RETRY_S
             self.counters.store_dropped_pages += len(put.offers)
 
     def _send_put(self, number: int, put: _Put) -> None:

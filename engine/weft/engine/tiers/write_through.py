@@ -10,10 +10,18 @@ from weft.engine.tiers.policy import TierPolicy
 
 
 class PageSink(Protocol):
-    """A receiver of pages: own tiers, or the KV store."""
+    """A receiver of pages, as own tiers are."""
 
     def offer(self, request: Request, first: int, end: int) -> None:
         """Offers a request's full pages [first, end), which the receiver may ignore."""
+        ...
+
+
+class StoreSink(PageSink, Protocol):
+    """The KV store, on whose way pages may be dropped."""
+
+    def offer_again(self, request: Request, end: int) -> None:
+        """Offers those of a request's full pages [0, end) that were offered and dropped."""
         ...
 
 
@@ -29,7 +37,7 @@ class WriteThrough:
         store: None: there is none.
     """
 
-    def __init__(self, policy: TierPolicy, tiers: PageSink | None, store: PageSink | None) -> None:
+    def __init__(self, policy: TierPolicy, tiers: PageSink | None, store: StoreSink | None) -> None:
         self._policy = policy
         self._tiers = tiers
         self._store = store
@@ -48,9 +56,12 @@ class WriteThrough:
 
     def on_matched(self, request: Request) -> None:
         """Called when a request found pages here; those found often enough are offered."""
-        if self._policy.is_written_through(0):
-            return  # They were, when they came.
         end, node = request.num_published_pages, request.cache_leaf
+        if self._policy.is_written_through(0):
+            # They were, when they came.
+            if self._store is not None:
+                self._store.offer_again(request, end)
+            return
         # A page is found at least as often as those that follow it.
         while node is not None and end and not self._policy.is_written_through(node.num_hits):
             end, node = end - 1, node.parent
@@ -60,7 +71,7 @@ class WriteThrough:
 
 
 def write_through(
-    events: SchedulerEvents, policy: TierPolicy, tiers: PageSink | None, store: PageSink | None
+    events: SchedulerEvents, policy: TierPolicy, tiers: PageSink | None, store: StoreSink | None
 ) -> None:
     """Connects tiers and KV store, where present, to a scheduler's events."""
     through = WriteThrough(policy, tiers, store)

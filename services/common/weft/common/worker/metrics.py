@@ -36,7 +36,7 @@ COUNTERS = {
     "store_hit_pages": "Pages that the KV store said it holds",
     "store_put_pages": "Pages offered to the KV store",
     "store_stored_pages": "Pages that the KV store took",
-    "store_dropped_pages": "Pages not offered for want of room in the queue",
+    "store_dropped_pages": "Pages not put: no room in the queue, or no answer from the KV store",
     "steps": "Engine steps",
     "prompt_tokens": "Prompt tokens computed here",
     "generated_tokens": "Tokens generated here",

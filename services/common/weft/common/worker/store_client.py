@@ -33,6 +33,11 @@ class Replica(Protocol):
         """See `StoreReplica.is_resting`."""
         ...
 
+    @property
+    def is_away(self) -> bool:
+        """See `StoreReplica.is_away`."""
+        ...
+
     async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
         """See `StoreReplica.look_up`."""
         ...
@@ -85,11 +90,11 @@ class StoreClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _replica_of(self, shard: bytes) -> Replica | None:
+    def _replica_of(self, shard: bytes, *, is_put: bool) -> Replica | None:
         """Replica that has the pages of a shard now; None: none is reachable."""
         for name in ranked(self._names, shard):
             replica = self._replicas[name]
-            if not replica.is_resting:
+            if not (replica.is_away if is_put else replica.is_resting):
                 return replica
         return None
 
@@ -105,7 +110,7 @@ class StoreClient:
         """Asks each replica for its stretches, all at once, and joins the answers."""
         parts: list[_Stretch] = []
         for first, end in stretches(len(lookup.keys)):
-            replica = self._replica_of(lookup.keys[first])
+            replica = self._replica_of(lookup.keys[first], is_put=False)
             if replica is None:
                 break
             parts.append(_Stretch(replica, first, end))
@@ -133,7 +138,7 @@ class StoreClient:
         indices: dict[str, list[int]] = {}
         is_complete = True
         for index, shard in enumerate(put.shards):
-            replica = self._replica_of(shard)
+            replica = self._replica_of(shard, is_put=True)
             if replica is None:
                 is_complete = False
             else:

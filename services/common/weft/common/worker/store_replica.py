@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import grpc
 from weft.common.spans import REQUEST_ID_KEY, Span, Tracer
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.fills import target_to_proto
-from weft.engine.clock import monotonic
+from weft.engine.clock import Clock, monotonic
 from weft.engine.messages import StoreLookup, StorePut
 from weft.engine.transfer.handle import DATA_CHUNK_BYTES
 from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
@@ -23,6 +22,10 @@ PUT_TIMEOUT_S = 10.0
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 REST_S = 1.0
 """Seconds for which a replica that did not answer is not asked."""
+MAX_LATE_RESTS = 3
+"""Rests in a row, each for a late answer to a lookup, with the last of which it counts as away: a
+lookup has little time, and a store or worker that is busy for a moment takes pages nevertheless.
+"""
 
 
 class Held(NamedTuple):
@@ -51,6 +54,7 @@ class StoreReplica:
         epoch: See `worker_id`.
         page_bytes: Bytes of its pool.
         tracer: Keeps spans of lookups.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class StoreReplica:
         epoch: int,
         page_bytes: int,
         tracer: Tracer,
+        clock: Clock = monotonic,
     ) -> None:
         self.address = address
         self._worker_id = worker_id
@@ -71,12 +76,18 @@ class StoreReplica:
         self._store_id = ""
         self._store_epoch = 0
         self._rests_until = 0.0
-        self._loop = asyncio.get_running_loop()
+        self._num_late_rests = 0
+        self._clock = clock
 
     @property
     def is_resting(self) -> bool:
-        """Whether it failed to answer a moment ago and is not to be asked."""
-        return self._loop.time() < self._rests_until
+        """Whether it failed to answer a moment ago and is not to be asked for prompts."""
+        return self._clock() < self._rests_until
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is not to be offered pages either: it rests, and not for one late lookup."""
+        return self.is_resting and self._num_late_rests >= MAX_LATE_RESTS
 
     async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
         """Number of leading keys that it holds; None: it does not answer."""
@@ -90,8 +101,9 @@ class StoreReplica:
             if response.num_pages:
                 await self._identify(response.epoch)
             held = Held(min(response.num_pages, len(keys)), self._store_id, response.epoch)
+            self._num_late_rests = 0
         except grpc.aio.AioRpcError as error:
-            self._failed("look up a prompt", error)
+            self._failed("look up a prompt", error, may_be_busy=True)
             trace.error = error.code().name
         trace.end(held.num_pages if held else 0)
         return held
@@ -106,20 +118,25 @@ class StoreReplica:
                 parts = _parts(header, [put.data[index] for index in indices])
                 answer = await self._stub.PutData(parts, timeout=PUT_TIMEOUT_S)
                 response = answer.result
+            self._num_late_rests = 0
             return Stored(response.stored_pages, response.send_data)
         except grpc.aio.AioRpcError as error:
             self._failed("take pages", error)
             return None
 
-    def _failed(self, what: str, error: grpc.aio.AioRpcError) -> None:
+    def _failed(self, what: str, error: grpc.aio.AioRpcError, *, may_be_busy: bool = False) -> None:
         if error.code() not in AWAY:
             logger.info("the KV store at %s would not %s: %s", self.address, what, error.details())
             return
         if not self.is_resting:
+            # Lookups that were late together count once.
+            self._num_late_rests += 1
             logger.warning(
                 "the KV store at %s did not %s: %s", self.address, what, error.code().name
             )
-        self._rests_until = self._loop.time() + REST_S
+        if not may_be_busy or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._num_late_rests = MAX_LATE_RESTS
+        self._rests_until = self._clock() + REST_S
 
     async def _identify(self, epoch: int) -> None:
         """Learns the stable id of the incarnation that answered."""
