@@ -211,17 +211,19 @@ class Drawing:
         return self._draw_in_turn(plan, requests, by_row, drawable)
 
     def _begin(self, drawable: Drawable, slots: npt.NDArray[np.int64]) -> SamplesUnderWay:
+        positions = drawable.positions
+        if drawable.captured is None and drawable.on_device is None:
+            return self._sampler.begin(drawable.logits(), slots, positions)
         # Where somebody has ended since, a row draws from a slot of nobody.
         has_slots = np.array_equal(slots, drawable.slots)
         if drawable.captured is not None and has_slots:
             way = self._sampler.common_way(slots)
             if way is not None:
-                positions = drawable.positions
                 return self._sampler.begin_captured(drawable.captured, way, slots, positions)
-        if drawable.on_device is None:
-            return self._sampler.begin(drawable.logits(), slots, drawable.positions)
-        on_device = partial(drawable.on_device, has_slots=has_slots)
-        return self._sampler.begin(drawable.logits(), slots, drawable.positions, on_device)
+        on_device = drawable.on_device
+        if on_device is not None:
+            on_device = partial(on_device, has_slots=has_slots)
+        return self._sampler.begin(drawable.logits(), slots, positions, on_device)
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
         """Passes the computed masks to the sampler; returns errors by first row."""
