@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from gpu_setup import describe_gpu
@@ -44,9 +45,22 @@ KINDS = ("shared-experts", "experts")
 PROMPT = 512
 SHAPES = tuple(PairShape(*shape) for shape in ((256, 1), (128, 1), (256, 2), (128, 2), (256, 4)))
 """Launch shapes that are compared."""
-WAYS: dict[str, PairShape | None] = {
-    "in tiles": None,
-    **{f"{shape.columns} columns, {shape.warps} warps": shape for shape in SHAPES},
+
+
+class Way(NamedTuple):
+    """How additions are computed."""
+
+    shape: PairShape | None
+    """Between the products, in this launch shape; None: in tiles."""
+    is_begun: bool = True
+    """Ranks that experts share are begun before the router; else each pair's are computed beside
+    the first product, and the activation is what does not begin early."""
+
+
+WAYS = {
+    "in tiles": Way(None),
+    **{f"{shape.columns} columns, {shape.warps} warps": Way(shape) for shape in SHAPES},
+    "the first, ranks of pairs": Way(SHAPES[0], is_begun=False),
 }
 """Ways of adding, by name."""
 Stack = list[tuple[torch.Tensor, ...]]
@@ -98,11 +112,13 @@ class Graph:
         rows: int,
         stack: Stack,
         lora: Callable[[int], ExpertAddition] | None,
+        *,
+        is_begun: bool = True,
     ) -> None:
         self._x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
         self._stream = torch.zeros_like(self._x)
         self._gain = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
-        self._stack, self._lora = stack, lora
+        self._stack, self._lora, self._is_begun = stack, lora, is_begun
         with torch.inference_mode():
             with rehearsal():
                 self._run()
@@ -115,19 +131,21 @@ class Graph:
         x, after = self._x, NormAfter(self._stream, self._gain, 1e-6)
         for layer, (router, w13, w2) in enumerate(self._stack):
             added = None if self._lora is None else self._lora(layer)
-            ranks = moe.begin_ranks(x, added, EXPERTS, INNER, is_fixed=False)
-            logits = (x @ router.T).float()
-            given = (x, logits, TOP_K, w13, w2, after, added, ranks)
+            ranks = None
+            if self._is_begun:
+                ranks = moe.begin_ranks(x, added, EXPERTS, INNER, is_fixed=False)
+            self._logits = (x @ router.T).float()
+            given = (x, self._logits, TOP_K, w13, w2, after, added, ranks)
             x = moe.routed_moe(*given, renormalise=True)
         return x
 
-    def first(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input of the first layer, and what one layer adds to the stream of a replay."""
+    def of_one_layer(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input of a stack of one layer, its logits, and what a replay adds to the stream."""
         assert len(self._stack) == 1
         self._stream.zero_()
         self._graph.replay()
         torch.cuda.synchronize()
-        return self._x, self._stream
+        return self._x, self._logits, self._stream
 
     def timeline(self) -> Iterator[tuple[str, float, float]]:
         """Each kernel of the last layer of a replay: name, begin and end in microseconds."""
@@ -155,7 +173,7 @@ class Graph:
 def way_of(name: str) -> Iterator[None]:
     """Context in which additions are computed in one of the `WAYS`."""
     before = moe.MAX_PAIRED_ROWS, moe_lora_pairs.SHAPE
-    shape = WAYS[name]
+    shape = WAYS[name].shape
     if shape is None:
         moe.MAX_PAIRED_ROWS = 0
     else:
@@ -180,11 +198,14 @@ def medians_of(graphs: list[Graph], turns: int) -> tuple[list[float], list[list[
 
 
 def in_float32(
-    x: torch.Tensor, stack: Stack, lora: Callable[[int], ExpertAddition] | None
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    stack: Stack,
+    lora: Callable[[int], ExpertAddition] | None,
 ) -> torch.Tensor:
-    """What one layer's experts are, expert by expert and adapter by adapter."""
-    router, w13, w2 = stack[0]
-    ids, shares = route((x @ router.T).float(), TOP_K, True)
+    """What the first layer's experts are, expert by expert and adapter by adapter."""
+    _, w13, w2 = stack[0]
+    ids, shares = route(logits, TOP_K, True)
     out = torch.zeros(x.shape, device="cuda")
     added = None if lora is None else lora(0)
 
@@ -222,19 +243,20 @@ def compare_ways(stack: Stack, kind: str, rows: int, turns: int) -> Table:
         table.add_column(name, justify="right")
     mixes = [adapters_of(rows, count, rank, kind) for count, rank in MIXES]
     errors = {}
-    for name in WAYS:
+    for name, way in WAYS.items():
         with way_of(name):
-            x, out = Graph(rows, stack[:1], mixes[0]).first()
-        exact = in_float32(x, stack, mixes[0])
+            graph = Graph(rows, stack[:1], mixes[0], is_begun=way.is_begun)
+        x, logits, out = graph.of_one_layer()
+        exact = in_float32(x, logits, stack, mixes[0])
         size = float(exact.abs().max())
-        changed = float((exact - in_float32(x, stack, None)).abs().max()) / size
+        changed = float((exact - in_float32(x, logits, stack, None)).abs().max()) / size
         errors[name] = float((out - exact).abs().max()) / size
         if not errors[name] < min(0.02, changed / 4):
             raise SystemExit(f"{kind}, {rows} rows, {name}: off by {errors[name]:.2%} of {size}")
     graphs = [Graph(rows, stack, None)]
-    for name in WAYS:
+    for name, way in WAYS.items():
         with way_of(name):
-            graphs += [Graph(rows, stack, lora) for lora in mixes]
+            graphs += [Graph(rows, stack, lora, is_begun=way.is_begun) for lora in mixes]
     (base, *medians), _ = medians_of(graphs, turns)
     table.add_row("none", "", f"{base:.0f}")
     for number, name in enumerate(WAYS):
