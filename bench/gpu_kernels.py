@@ -24,7 +24,8 @@ from weft.kernels.activation import silu_and_mul
 from weft.kernels.attention import paged_attention
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.moe import NormAfter, routed_moe
+from weft.kernels.gpu.moe import routed_moe
+from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.linear import linear, pack_linear
 from weft.kernels.lora import LoraAddition, LoraSegments, LoraWeights, add_lora, sort_tokens
 from weft.kernels.norm import add_rms_norm, rms_norm

@@ -2,10 +2,15 @@
 
     python bench/gpu_lora_experts.py
     python bench/gpu_lora_experts.py --rows 64 8192 --kinds experts
+    python bench/gpu_lora_experts.py --rows 64 256 --tune
 
-Routing and experts of some layers with their own weights, one after the other; no attention. Up to
-256 rows take adapters in turns, as requests that decode; more are prompts of 512 tokens. Times of
-all mixes are taken in alternation; a row shows medians and their ratio to no adapters.
+Routing and experts of some layers with their own weights, one after the other, each with the norm
+behind it; no attention. Up to 256 rows take adapters in turns, as requests that decode; more are
+prompts of 512 tokens. Times of all mixes are taken in alternation; a row shows medians and their
+ratio to no adapters.
+
+`--tune` compares ways of adding: in tiles, and between the products in several launch shapes. Each
+is first compared with float32. Then it shows when the kernels of one layer run.
 """
 
 from __future__ import annotations
@@ -14,14 +19,20 @@ import argparse
 import json
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from gpu_setup import describe_gpu
 from rich.console import Console
 from rich.table import Table
-from weft.kernels.gpu import moe
+from torch.profiler import ProfilerActivity, profile
+from weft.kernels.gpu import moe, moe_lora_pairs
+from weft.kernels.gpu.moe_combine import NormAfter
+from weft.kernels.gpu.moe_lora_pairs import PairShape
+from weft.kernels.gpu.moe_route import route
 from weft.kernels.lora import ExpertAddition, LoraWeights
 from weft.kernels.side_stream import rehearsal
 
@@ -32,6 +43,28 @@ MIXES = ((8, 16), (1, 16), (8, 64))
 """Numbers of adapters, and their rank."""
 KINDS = ("shared-experts", "experts")
 PROMPT = 512
+SHAPES = tuple(PairShape(*shape) for shape in ((256, 1), (128, 1), (256, 2), (128, 2), (256, 4)))
+"""Launch shapes that are compared."""
+
+
+class Way(NamedTuple):
+    """How additions are computed."""
+
+    shape: PairShape | None
+    """Between the products, in this launch shape; None: in tiles."""
+    is_begun: bool = True
+    """Ranks that experts share are begun before the router; else each pair's are computed beside
+    the first product, and the activation is what does not begin early."""
+
+
+WAYS = {
+    "in tiles": Way(None),
+    **{f"{shape.columns} columns, {shape.warps} warps": Way(shape) for shape in SHAPES},
+    "the first, ranks of pairs": Way(SHAPES[0], is_begun=False),
+}
+"""Ways of adding, by name."""
+Stack = list[tuple[torch.Tensor, ...]]
+"""Router, gate and up, down of each layer."""
 
 
 def numbers(*size: int) -> torch.Tensor:
@@ -77,11 +110,15 @@ class Graph:
     def __init__(
         self,
         rows: int,
-        stack: list[tuple[torch.Tensor, ...]],
+        stack: Stack,
         lora: Callable[[int], ExpertAddition] | None,
+        *,
+        is_begun: bool = True,
     ) -> None:
-        self._x = numbers(rows, HIDDEN)
-        self._stack, self._lora = stack, lora
+        self._x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self._stream = torch.zeros_like(self._x)
+        self._gain = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self._stack, self._lora, self._is_begun = stack, lora, is_begun
         with torch.inference_mode():
             with rehearsal():
                 self._run()
@@ -91,12 +128,36 @@ class Graph:
                 self._out = self._run()
 
     def _run(self) -> torch.Tensor:
-        x = self._x
+        x, after = self._x, NormAfter(self._stream, self._gain, 1e-6)
         for layer, (router, w13, w2) in enumerate(self._stack):
             added = None if self._lora is None else self._lora(layer)
-            logits = (x @ router.T).float()
-            x = moe.routed_moe(x, logits, TOP_K, w13, w2, None, added, renormalise=True)
+            ranks = None
+            if self._is_begun:
+                ranks = moe.begin_ranks(x, added, EXPERTS, INNER, is_fixed=False)
+            self._logits = (x @ router.T).float()
+            given = (x, self._logits, TOP_K, w13, w2, after, added, ranks)
+            x = moe.routed_moe(*given, renormalise=True)
         return x
+
+    def of_one_layer(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input of a stack of one layer, its logits, and what a replay adds to the stream."""
+        assert len(self._stack) == 1
+        self._stream.zero_()
+        self._graph.replay()
+        torch.cuda.synchronize()
+        return self._x, self._logits, self._stream
+
+    def timeline(self) -> Iterator[tuple[str, float, float]]:
+        """Each kernel of the last layer of a replay: name, begin and end in microseconds."""
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            self._graph.replay()
+            torch.cuda.synchronize()
+        events, cuda = profiled.events() or [], torch.autograd.DeviceType.CUDA
+        events = [event for event in events if event.device_type == cuda]
+        ranges = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+        last = ranges[-(len(ranges) // LAYERS) :]
+        for begin, end, name in last:
+            yield name, begin - last[0][0], end - last[0][0]
 
     def us(self) -> float:
         """Microseconds a layer of one replay."""
@@ -108,6 +169,111 @@ class Graph:
         return float(begin.elapsed_time(end)) * 1e3 / LAYERS
 
 
+@contextmanager
+def way_of(name: str) -> Iterator[None]:
+    """Context in which additions are computed in one of the `WAYS`."""
+    before = moe.MAX_PAIRED_ROWS, moe_lora_pairs.SHAPE
+    shape = WAYS[name].shape
+    if shape is None:
+        moe.MAX_PAIRED_ROWS = 0
+    else:
+        moe.MAX_PAIRED_ROWS, moe_lora_pairs.SHAPE = 1 << 20, shape
+    try:
+        yield
+    finally:
+        moe.MAX_PAIRED_ROWS, moe_lora_pairs.SHAPE = before
+
+
+def medians_of(graphs: list[Graph], turns: int) -> tuple[list[float], list[list[float]]]:
+    """Medians and all times, in microseconds, taken in alternation."""
+    times: list[list[float]] = [[] for _ in graphs]
+    order = list(range(len(graphs)))
+    for turn in range(turns + 3):
+        random.shuffle(order)
+        for index in order:
+            us = graphs[index].us()
+            if turn >= 3:
+                times[index].append(us)
+    return [statistics.median(some) for some in times], times
+
+
+def in_float32(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    stack: Stack,
+    lora: Callable[[int], ExpertAddition] | None,
+) -> torch.Tensor:
+    """What the first layer's experts are, expert by expert and adapter by adapter."""
+    _, w13, w2 = stack[0]
+    ids, shares = route(logits, TOP_K, True)
+    out = torch.zeros(x.shape, device="cuda")
+    added = None if lora is None else lora(0)
+
+    def plus(product: torch.Tensor, given: torch.Tensor, rows: torch.Tensor, expert: int) -> None:
+        assert added is not None
+        parts = added.w13 if product.shape[1] == 2 * INNER else added.w2
+        slots = added.token_slots[rows]
+        for slot, part in ((s, p) for s in slots.unique().tolist() for p in parts):
+            its, at = slots == slot, slot * EXPERTS + expert
+            count = int(part.counts[0, at])
+            a = part.a[part.table[0, at, :count].long()].flatten(0, 1).float()
+            b = part.b[part.rows_of_b[0, at, :count].long()].flatten(0, 1).float()
+            columns = slice(part.column, part.column + part.out_features)
+            product[its, columns] += given[its] @ a.T @ b
+
+    for expert in range(EXPERTS):
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        given = x[rows].float()
+        both = given @ w13[expert].float().T
+        if added is not None:
+            plus(both, given, rows, expert)
+        gate, up = both.chunk(2, dim=-1)
+        inner = torch.nn.functional.silu(gate) * up
+        product = inner @ w2[expert].float().T
+        if added is not None:
+            plus(product, inner, rows, expert)
+        out.index_add_(0, rows, product * shares[rows, places, None])
+    return out
+
+
+def compare_ways(stack: Stack, kind: str, rows: int, turns: int) -> Table:
+    """Errors and times of all ways; raises SystemExit where one is wrong."""
+    table = Table(title=f"us a layer's experts: {rows} rows, adapters of {kind}")
+    for name in ("way", "error", *(f"{count} of rank {rank}" for count, rank in MIXES)):
+        table.add_column(name, justify="right")
+    mixes = [adapters_of(rows, count, rank, kind) for count, rank in MIXES]
+    errors = {}
+    for name, way in WAYS.items():
+        with way_of(name):
+            graph = Graph(rows, stack[:1], mixes[0], is_begun=way.is_begun)
+        x, logits, out = graph.of_one_layer()
+        exact = in_float32(x, logits, stack, mixes[0])
+        size = float(exact.abs().max())
+        changed = float((exact - in_float32(x, logits, stack, None)).abs().max()) / size
+        errors[name] = float((out - exact).abs().max()) / size
+        if not errors[name] < min(0.02, changed / 4):
+            raise SystemExit(f"{kind}, {rows} rows, {name}: off by {errors[name]:.2%} of {size}")
+    graphs = [Graph(rows, stack, None)]
+    for name, way in WAYS.items():
+        with way_of(name):
+            graphs += [Graph(rows, stack, lora, is_begun=way.is_begun) for lora in mixes]
+    (base, *medians), _ = medians_of(graphs, turns)
+    table.add_row("none", "", f"{base:.0f}")
+    for number, name in enumerate(WAYS):
+        some = medians[number * len(MIXES) :][: len(MIXES)]
+        cells = [f"{us:.0f} ({us / base - 1:+.1%})" for us in some]
+        table.add_row(name, f"{errors[name]:.2%}", *cells)
+    return table
+
+
+def show_timeline(console: Console, stack: Stack, kind: str, rows: int) -> None:
+    """When the kernels of a layer run, without adapters and with the first mix."""
+    for name, lora in (("no adapters", None), (kind, adapters_of(rows, *MIXES[0], kind))):
+        console.print(f"{rows} rows, {name}: begin, end in us")
+        for kernel, begin, end in Graph(rows, stack, lora).timeline():
+            console.print(f"  {begin:7.1f} {end:7.1f}  {kernel[:70]}")
+
+
 def main() -> None:
     """Measures each mix beside none."""
     parser = argparse.ArgumentParser(
@@ -115,6 +281,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256, 1024, 8192])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--tune", action="store_true", help="compares ways of adding")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--json", type=Path)
@@ -127,6 +294,14 @@ def main() -> None:
         )
         for _ in range(LAYERS)
     ]
+    if arguments.tune:
+        console = Console(width=120)
+        for kind in arguments.kinds:
+            for rows in arguments.rows:
+                console.print(compare_ways(stack, kind, rows, arguments.turns))
+                torch.cuda.empty_cache()
+            show_timeline(console, stack, kind, arguments.rows[0])
+        return
     table = Table(title="us a layer's experts")
     names = ["none", *(f"{count} of rank {rank}" for count, rank in MIXES)]
     for name in ("adapters of", "rows", *names):
@@ -136,15 +311,7 @@ def main() -> None:
         for rows in arguments.rows:
             mixes = [adapters_of(rows, count, rank, kind) for count, rank in MIXES]
             graphs = [Graph(rows, stack, lora) for lora in (None, *mixes)]
-            times: list[list[float]] = [[] for _ in graphs]
-            order = list(range(len(graphs)))
-            for turn in range(arguments.turns + 3):
-                random.shuffle(order)
-                for index in order:
-                    us = graphs[index].us()
-                    if turn >= 3:
-                        times[index].append(us)
-            medians = [statistics.median(some) for some in times]
+            medians, times = medians_of(graphs, arguments.turns)
             base = medians[0]
             cells = [f"{us:.0f} ({us / base - 1:+.0%})" for us in medians[1:]]
             table.add_row(kind, str(rows), f"{base:.0f}", *cells)

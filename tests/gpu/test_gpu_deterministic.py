@@ -24,6 +24,7 @@ from weft.kernels.attention import paged_attention
 from weft.kernels.gpu import fixed_linear as fixed
 from weft.kernels.gpu import moe as gpu_moe
 from weft.kernels.gpu.linear import linear
+from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.gpu.norm import add_rms_norm, rms_norm
 from weft.kernels.lora import (
     ExpertAddition,
@@ -251,7 +252,7 @@ def test_rows_of_experts_are_the_same_bits(
         logits = fixed.fixed_linear(part, router, None, None, torch.float32)
         routed = route(logits, top_k, renormalise=True)
         out = gpu_moe.moe(part, *routed, w13, w2, stream, is_fixed=True)
-        after = gpu_moe.NormAfter(stream, gain.bfloat16(), 1e-6)
+        after = NormAfter(stream, gain.bfloat16(), 1e-6)
         normed = gpu_moe.routed_moe(
             part, logits, top_k, w13, w2, after, renormalise=True, is_fixed=True
         )

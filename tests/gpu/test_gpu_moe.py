@@ -15,9 +15,11 @@ from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
 from moe_cases import Adapters, MoECase, make_adapters, moe_case
 from weft.kernels.gpu import moe as gpu_moe
+from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.moe_sort import sort_pairs
 from weft.kernels.moe import Routing, moe, pack_experts
+from weft.kernels.side_stream import rehearsal
 
 pytestmark = pytest.mark.needs("cuda")
 
@@ -130,6 +132,42 @@ def test_additions_to_experts(rows: int, is_shared: bool, dtype: torch.dtype) ->
     out = gpu_moe.moe(case.x, *routing, case.w13, case.w2, case.residual, adapters.addition(CUDA))
     peer, exact = (compute_adapted(case, adapters, kind) for kind in (dtype, torch.float64))
     assert_as_exact(out, peer, exact)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("rows", [16, 64, 200])
+def test_additions_to_layers_in_a_graph(rows: int, is_shared: bool) -> None:
+    """Launches that begin early, and beside others, are the same bits as one after the other."""
+    fresh_seed()
+    hidden, inner, experts, top_k = 1024, 768, 32, 4
+    case = moe_case(rows, hidden, inner, experts, top_k, torch.bfloat16)
+    adapters = make_adapters(case, is_shared, (0, 8, 16, 40)).addition(CUDA)
+    x, w13, w2 = case.x.to(CUDA), case.w13.to(CUDA), case.w2.to(CUDA)
+    router, gain = torch.randn(hidden, experts).bfloat16().to(CUDA), torch.ones(hidden).bfloat16()
+    stream = torch.empty_like(x)
+    after = NormAfter(stream, gain.to(CUDA), 1e-6)
+
+    def run() -> torch.Tensor:
+        stream.zero_()
+        out = x
+        for _ in range(4):
+            ranks = gpu_moe.begin_ranks(out, adapters, experts, inner, is_fixed=False)
+            logits = (out @ router).float()
+            given = (out, logits, top_k, w13, w2, after, adapters, ranks)
+            out = gpu_moe.routed_moe(*given, renormalise=True)
+        return out
+
+    with rehearsal():
+        expected = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert torch.equal(run(), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 100, 513, 3000, 9000])

@@ -17,9 +17,18 @@ POISON_ROW = np.iinfo(np.int32).min // 2
 def poison_new_memory(patch: pytest.MonkeyPatch) -> None:
     """Makes scratch memory of adapter kernels on a GPU contain NaN, or an invalid number."""
     # Here: the modules need Triton.
-    from weft.kernels.gpu import lora_parts, lora_rows, lora_shrink, lora_tiles
+    from weft.kernels.gpu import (
+        lora_parts,
+        lora_rows,
+        lora_shrink,
+        lora_tiles,
+        moe_combine,
+        moe_lora,
+        moe_lora_pairs,
+    )
 
-    for module in (lora_parts, lora_rows, lora_shrink, lora_tiles):
+    experts = (moe_combine, moe_lora, moe_lora_pairs)
+    for module in (lora_parts, lora_rows, lora_shrink, lora_tiles, *experts):
         patch.setattr(module, "torch", _PoisonedTorch())
 
 

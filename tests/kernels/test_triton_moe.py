@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
+from lora_cases import poison_new_memory
 from moe_cases import MoECase, make_adapters, moe_case
 from weft.kernels.gpu import moe_lora
 from weft.kernels.moe import route_reference
@@ -86,24 +87,119 @@ def test_without_a_residual_and_in_half_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize("shape", [(2, 33, 17, 4, 2), (9, 24, 9, 3, 2), (40, 33, 9, 3, 2)])
+@pytest.mark.parametrize(
+    ("shape", "is_paired"),
+    [
+        ((2, 33, 17, 4, 2), False),
+        ((9, 24, 9, 3, 2), True),
+        ((9, 24, 9, 3, 2), False),
+        ((12, 40, 300, 4, 1), True),
+        ((40, 33, 9, 3, 2), True),
+        ((40, 33, 9, 3, 2), False),
+    ],
+)
 def test_additions_to_experts(
     shape: tuple[int, int, int, int, int],
+    is_paired: bool,
     is_shared: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Between the products and in tiles; by several programs a pair."""
     fresh_seed()
     case = moe_case(*shape)
     adapters = make_adapters(case, is_shared)
+    poison_new_memory(monkeypatch)
     with kernel_module("moe", tmp_path) as module, monkeypatch.context() as patch:
-        poison(patch, module)
+        patch.setattr(module, "MAX_PAIRED_ROWS", 256 if is_paired else 0)
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
         out, plain = module.moe(*routed, adapters.addition()), module.moe(*routed)
     exact, eager = case.compute(torch.float64, adapters), case.compute(torch.float32, adapters)
     assert_as_exact(out, eager, exact)
     rows = [row for row, slot in enumerate(adapters.slots) if slot in (0, 3)]
     assert torch.equal(out[rows], plain[rows])
+
+
+@pytest.mark.parametrize("left_out", ["gate", "up", "down", "all but down"])
+def test_additions_to_some_of_the_projections(
+    left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    case = moe_case(12, 24, 9, 3, 2)
+    adapters = make_adapters(case, True)
+    parts = {"gate": adapters.w13[1:], "up": adapters.w13[:1], "all but down": ()}
+    adapters = replace(
+        adapters,
+        w13=parts.get(left_out, adapters.w13),
+        w2=() if left_out == "down" else adapters.w2,
+    )
+    poison_new_memory(monkeypatch)
+    with kernel_module("moe", tmp_path) as module:
+        routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
+        out = module.moe(*routed, adapters.addition())
+    exact, eager = case.compute(torch.float64, adapters), case.compute(torch.float32, adapters)
+    assert_as_exact(out, eager, exact)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("rows", [12, 70])
+def test_additions_to_a_layer_with_the_norm_behind_it(
+    rows: int, is_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ranks that are begun before the router, where there are some."""
+    fresh_seed()
+    case = moe_case(rows, 40, 24, 120, 3)
+    logits = torch.randn(rows, 120)
+    case = replace(case, routing=route_reference(logits, 3, renormalise=True))
+    adapters = make_adapters(case, is_shared, (0, 8, 24))
+    gain, stream = torch.randn(40), case.residual.clone()
+    poison_new_memory(monkeypatch)
+    with kernel_module("moe", tmp_path) as module:
+        after, lora = module.NormAfter(stream, gain, 1e-5), adapters.addition()
+        ranks = module.begin_ranks(case.x, lora, 120, 24, is_fixed=False)
+        assert (ranks is not None) == is_shared
+        given = (case.x, logits, 3, case.w13, case.w2, after, lora, ranks)
+        normed = module.routed_moe(*given, renormalise=True)
+    exact, eager = case.compute(torch.float64, adapters), case.compute(torch.float32, adapters)
+    # Shares are rounded otherwise here than there.
+    slack = 1e-5
+    assert_as_exact(stream, eager, exact, slack=slack)
+    exact_norm = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
+    assert_as_exact(normed, F.rms_norm(eager, (40,), gain, 1e-5), exact_norm, slack=slack)
+
+
+@pytest.mark.parametrize(
+    ("name", "original", "replacement"),
+    [
+        ("moe_lora_pairs", "range(UNIT, 8 * tl.maximum", "range(UNIT, tl.maximum"),
+        ("moe_lora_pairs", "range(UNIT, 8 * count2", "range(UNIT, count2"),
+        ("moe_lora_pairs", "(pair // RANKS_TOP_K)", "((pair + 1) // RANKS_TOP_K)"),
+        ("moe_lora_pairs", "to(tl.float32) * share", "to(tl.float32)"),
+        ("moe_lora_pairs", "tl.where(rank < 8, low, high)", "tl.where(rank < 9, low, high)"),
+        ("moe_combine", "range(UNIT, 8 * count", "range(UNIT, count"),
+        ("moe_combine", "row * SUMS * rank_width", "row * rank_width"),
+    ],
+)
+def test_a_mutated_addition_between_products_is_noticed(
+    name: str, original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    case = moe_case(12, 24, 9, 3, 2)
+    adapters = make_adapters(case, True, (0, 20))
+    adapters = replace(adapters, slots=[1] * len(case.x))
+    with (
+        kernel_module(name, tmp_path, (original, replacement)) as changed,
+        kernel_module("moe", tmp_path) as module,
+        monkeypatch.context() as patch,
+    ):
+        operation = "combine" if name == "moe_combine" else "activate_pairs"
+        patch.setattr(module, operation, getattr(changed, operation))
+        routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
+        out = module.moe(*routed, adapters.addition())
+    with pytest.raises(AssertionError):
+        assert_as_exact(
+            out, case.compute(torch.float32, adapters), case.compute(torch.float64, adapters)
+        )
 
 
 def test_additions_of_large_ranks_are_computed_pair_by_pair(
@@ -175,6 +271,7 @@ def test_a_mutated_tile_of_additions_is_noticed(
     ):
         patch.setattr(moe_lora, "shrink_items", tiles.shrink_items)
         patch.setattr(moe_lora, "expand_items", tiles.expand_items)
+        patch.setattr(module, "MAX_PAIRED_ROWS", 0)
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
         out = module.moe(*routed, adapters.addition())
     with pytest.raises(AssertionError):
@@ -189,15 +286,16 @@ WALK = "for start in range(0, K, TILE):\n        at = (start"
 
 
 @pytest.mark.parametrize(
-    ("shape", "original", "replacement"),
+    ("shape", "name", "original", "replacement"),
     [
-        ((2, 40, 24, 6, 3), f"{LOOP}pair", f"{SHORT}pair"),
-        ((12, 40, 24, 6, 3), f"{LOOP}at", f"{SHORT}at"),
-        ((40, 40, 300, 3, 2), WALK, WALK.replace("0, K,", "0, K - TILE,")),
+        ((2, 40, 24, 6, 3), "moe", f"{LOOP}pair", f"{SHORT}pair"),
+        ((12, 40, 24, 6, 3), "moe_combine", f"{LOOP}at", f"{SHORT}at"),
+        ((40, 40, 300, 3, 2), "moe", WALK, WALK.replace("0, K,", "0, K - TILE,")),
     ],
 )
 def test_a_mutated_kernel_is_noticed(
     shape: tuple[int, int, int, int, int],
+    name: str,
     original: str,
     replacement: str,
     tmp_path: Path,
@@ -205,11 +303,14 @@ def test_a_mutated_kernel_is_noticed(
 ) -> None:
     case = moe_case(*shape, is_crowded=True)
     exact, eager = case.compute(torch.float64), case.compute(torch.float32)
+    change = (original, replacement)
     with (
-        kernel_module("moe", tmp_path, (original, replacement)) as module,
+        kernel_module("moe_combine", tmp_path, change if name == "moe_combine" else None) as sums,
+        kernel_module("moe", tmp_path, change if name == "moe" else None) as module,
         monkeypatch.context() as patch,
     ):
         poison(patch, module)
+        patch.setattr(module, "combine", sums.combine)
         out = run(module, case, case.residual)
     with pytest.raises(AssertionError):
         assert_as_exact(out, eager, exact)

@@ -13,7 +13,8 @@ from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS
 from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.gpu.linear import gate_up_silu_to_fold, linear_to_fold
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
-from weft.kernels.gpu.moe import NormAfter, routed_moe
+from weft.kernels.gpu.moe import begin_ranks, routed_moe
+from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.gpu.norm import add_rms_norm, rms_norm
 from weft.kernels.gpu.rope import rope_and_cache
 from weft.kernels.linear import gate_up_silu, linear
@@ -144,16 +145,20 @@ def _mlp(
             return linear(inner, w.down, lora=addition_to(lora, "down", layer))
         out, added = _gated_mlp(x, w, lora, layer)
         return add_rms_norm(out, *after, added)[0]
-    assert w.experts.stacked is not None
+    experts, to_experts = w.experts, experts_addition(lora, layer)
+    assert experts.stacked is not None
+    sizes, is_fixed = (experts.num_experts, experts.inner_size), experts.is_fixed
+    ranks = begin_ranks(x, to_experts, *sizes, is_fixed=is_fixed)
     return routed_moe(
         x,
         linear(x, w.router, out_dtype=torch.float32),
         w.top_k,
-        *w.experts.stacked,
+        *experts.stacked,
         after,
-        experts_addition(lora, layer),
+        to_experts,
+        ranks,
         renormalise=w.renormalise,
-        is_fixed=w.experts.is_fixed,
+        is_fixed=is_fixed,
     )
 
 

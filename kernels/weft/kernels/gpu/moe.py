@@ -20,8 +20,20 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
+from weft.kernels.gpu.moe_combine import NormAfter, combine
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
-from weft.kernels.gpu.moe_lora_tiles import can_tile, pairs_of
+from weft.kernels.gpu.moe_lora_pairs import (
+    Folded,
+    activate_pairs,
+    can_pair,
+)
+from weft.kernels.gpu.moe_lora_tiles import (
+    can_tile,
+    expand_items,
+    pairs_of,
+    shrink_items,
+    tokens_of,
+)
 from weft.kernels.gpu.moe_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
 from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
@@ -37,16 +49,52 @@ nothing.
 """
 MAX_FORKED_ROWS = 256
 """Most rows whose low-rank additions are computed beside the products, which leave the GPU room."""
+MAX_PAIRED_ROWS = 256
+"""Most rows whose low-rank additions are computed pair by pair between the products."""
+
+TokenRanks = SideStreamWork[torch.Tensor]
+"""Each token's ranks for gate and up, which all experts share, computed beside the router."""
 
 
-class NormAfter(NamedTuple):
-    """The norm that follows an addition to the stream."""
+class _Sorted(NamedTuple):
+    """The products of sorted pairs, each times its share, and what is to be added to them."""
 
-    stream: torch.Tensor
-    """[T, H], contiguous, which is added to, and becomes the sum."""
-    weight: torch.Tensor
-    """Weight of the norm, [H]."""
-    eps: float
+    products: torch.Tensor
+    """[T * k, H]."""
+    added: torch.Tensor | None
+    """[T, H] or [T * k, H]."""
+    folded: Folded | None
+    options: LaunchOptions
+    """Of the launch that sums them."""
+
+
+def begin_ranks(
+    x: torch.Tensor, lora: ExpertAddition | None, experts: int, inner: int, *, is_fixed: bool
+) -> TokenRanks | None:
+    """Ranks that need nothing of the router: begun before it, they are complete when it is.
+
+    Args:
+        x: [T, H], contiguous, the experts' input.
+        lora: The tokens' adapters, or None.
+        experts: E.
+        inner: I.
+        is_fixed: As in `moe`.
+
+    Returns:
+        Work for `routed_moe`; None where there is none.
+    """
+    if lora is None or not _is_paired(lora, x.shape[0], inner, is_fixed=is_fixed):
+        return None
+    if not all(part.is_a_shared for part in lora.w13):
+        return None
+    parts, layer, tokens = lora.w13, lora.layer, tokens_of(lora.token_slots, experts)
+    options = launch_options(x.device, is_alone=is_forking(x.device))
+    return SideStreamWork(x.device, lambda: shrink_items(x, parts, layer, tokens, options))
+
+
+def _is_paired(lora: ExpertAddition, rows: int, inner: int, *, is_fixed: bool) -> bool:
+    is_few = MAX_DIRECT_ROWS < rows <= MAX_PAIRED_ROWS
+    return is_few and not is_fixed and can_pair(lora, inner)
 
 
 def routed_moe(
@@ -57,6 +105,7 @@ def routed_moe(
     w2: torch.Tensor,
     after: NormAfter | None,
     lora: ExpertAddition | None = None,
+    ranks: TokenRanks | None = None,
     *,
     renormalise: bool,
     is_fixed: bool = False,
@@ -71,6 +120,7 @@ def routed_moe(
         w2: [E, H, I].
         after: What follows, or None.
         lora: The tokens' adapters, or None.
+        ranks: From `begin_ranks` of the same arguments.
         renormalise: The shares of a row's experts add up to 1.
         is_fixed: As in `moe`.
 
@@ -88,7 +138,7 @@ def routed_moe(
         ids, shares, blocks = route_and_sort(logits, top_k, tiles.rows, renormalise=renormalise)
     else:
         ids, shares = route(logits, top_k, renormalise)
-    return sorted_moe(x, ids, shares, w13, w2, None, tiles, lora, blocks=blocks, after=after)
+    return sorted_moe(x, ids, shares, w13, w2, None, tiles, lora, ranks, blocks=blocks, after=after)
 
 
 def moe(
@@ -118,8 +168,10 @@ def moe(
     """
     if x.shape[0] <= MAX_DIRECT_ROWS and not is_fixed:
         return _direct(x, ids, shares, w13, w2, residual, lora)
+    experts, _, inner = w2.shape
+    ranks = begin_ranks(x, lora, experts, inner, is_fixed=is_fixed)
     tiles = tiles_for(*ids.shape, *w2.shape)
-    return sorted_moe(x, ids, shares, w13, w2, residual, tiles, lora, is_fixed=is_fixed)
+    return sorted_moe(x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed)
 
 
 def _direct(
@@ -160,6 +212,7 @@ def sorted_moe(
     residual: torch.Tensor | None,
     tiles: Tiles,
     lora: ExpertAddition | None = None,
+    ranks: TokenRanks | None = None,
     *,
     blocks: Blocks | None = None,
     after: NormAfter | None = None,
@@ -176,15 +229,38 @@ def sorted_moe(
         residual: [T, H] or None.
         tiles: How pairs and columns are cut.
         lora: The tokens' adapters, or None.
+        ranks: As in `routed_moe`.
         blocks: The pairs in blocks of `tiles.rows`, if they are sorted already.
         after: What follows, whose result this is then, or None; not with `residual`.
         is_fixed: As in `moe`.
     """
+    rows, (experts, _, inner) = x.shape[0], w2.shape
+    blocks = blocks or sort_pairs(ids, experts, tiles.rows)
+    given = (x, ids, shares, w13, w2, tiles, blocks)
+    if lora is not None and _is_paired(lora, rows, inner, is_fixed=is_fixed):
+        found = _paired(*given, lora, ranks)
+    else:
+        found = _in_turn(*given, lora, is_fixed=is_fixed)
+    return combine(*found, ids.shape[1], residual, after, is_fixed=is_fixed)
+
+
+def _in_turn(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    tiles: Tiles,
+    blocks: Blocks,
+    lora: ExpertAddition | None,
+    *,
+    is_fixed: bool,
+) -> _Sorted:
+    """Both products; what is added to the first one is computed before it."""
     (rows, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     pairs = ids.numel()
     options, device = launch_options(x.device), x.device
     forked = launch_options(device, is_alone=is_forking(device))
-    blocks = blocks or sort_pairs(ids, experts, tiles.rows)
     to_gate_up = to_down = added = added_down = None
     if lora is not None:
         more, is_few = (experts, lora, forked), rows <= MAX_FORKED_ROWS
@@ -198,7 +274,6 @@ def sorted_moe(
         )
     inner = torch.empty((pairs, width), dtype=x.dtype, device=device)
     products = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
-    out = torch.empty_like(x)
     shared = (shares, *blocks)
     joined = options if lora is None else forked
     if to_gate_up is not None:
@@ -215,15 +290,58 @@ def sorted_moe(
     _multiply(products, inner, w2, shared, None, tiles, 1, options, is_gated=False)
     if to_down is not None:
         added_down = to_down.join()
-    whole = triton.next_power_of_2(hidden)
-    block = whole if after is not None else min(1024, whole)
-    stream, gain, eps = after or (None, None, 0.0)
-    _combine_kernel[(rows, triton.cdiv(hidden, block))](
-        out, products, residual, added_down, stream, gain, hidden, eps, TOP_K=top_k, BLOCK=block,
-        IS_ADDED_BY_PAIR=added_down is not None and added_down.shape[0] == pairs,
-        IS_FIXED=is_fixed, num_warps=max(1, min(16, block // 256)), **joined,
-    )  # fmt: skip
-    return out
+    return _Sorted(products, added_down, None, joined)
+
+
+def _paired(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    tiles: Tiles,
+    blocks: Blocks,
+    lora: ExpertAddition,
+    ranks: TokenRanks | None,
+) -> _Sorted:
+    """Both products, and additions pair by pair between them.
+
+    `ranks`: what experts share; otherwise each pair's are computed beside the first product.
+    """
+    hidden, (experts, _, width), top_k = x.shape[1], w2.shape, ids.shape[1]
+    pairs, device = ids.numel(), x.device
+    options, alone = launch_options(device), launch_options(device, is_alone=True)
+    forked = launch_options(device, is_alone=is_forking(device))
+    items = pairs_of(lora.token_slots, ids, experts, blocks, tiles.rows)
+    both = torch.empty((pairs, 2 * width), dtype=torch.float32, device=device)
+    products = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
+    shared = (shares, *blocks)
+    # The activation reads slots, experts and ranks before it waits: all of them are complete before
+    # the first of these launches that is alone begins.
+    if ranks is not None:
+        given, activation = ranks.join(), options
+        _multiply(both, x, w13, shared, None, tiles, top_k, alone, is_gated=True, is_raw=True)
+    else:
+        parts, layer = lora.w13, lora.layer
+        work = SideStreamWork(device, lambda: shrink_items(x, parts, layer, items, forked, top_k))
+        _multiply(both, x, w13, shared, None, tiles, top_k, options, is_gated=True, is_raw=True)
+        activation, given = alone, work.join()
+    inner, to_down = activate_pairs(both, given, ids, shares, lora, experts, activation)
+    if to_down is None or lora.w2[0].is_b_shared:
+        _multiply(products, inner, w2, shared, None, tiles, 1, options, is_gated=False)
+        folded = None
+        if to_down is not None:
+            folded = Folded(to_down, lora.w2[0], lora.token_slots, experts, lora.layer)
+        return _Sorted(products, None, folded, options)
+
+    def expand() -> torch.Tensor:
+        added, (found, sums) = torch.empty_like(products), to_down
+        expand_items(added, found, lora.w2, lora.layer, items, forked, summed=sums)
+        return added
+
+    expanded = SideStreamWork(device, expand)
+    _multiply(products, inner, w2, shared, None, tiles, 1, options, is_gated=False)
+    return _Sorted(products, expanded.join(), None, forked)
 
 
 def _multiply(
@@ -237,9 +355,14 @@ def _multiply(
     options: LaunchOptions,
     *,
     is_gated: bool,
+    is_raw: bool = False,
 ) -> None:
-    """Sorted pairs times their experts' weights; `pairs`: shares, then `Blocks`."""
-    (experts, _, depth), columns = weight.shape, out.shape[1]
+    """Sorted pairs times their experts' weights; `pairs`: shares, then `Blocks`.
+
+    `is_raw`: gate and up as they are, [pairs, 2 * I].
+    """
+    experts, columns, depth = weight.shape
+    columns = columns // 2 if is_gated else columns
     tile = tiles.up if is_gated else tiles.down
     # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
     inner = min(tile.depth * 2 // x.dtype.itemsize, triton.next_power_of_2(depth))
@@ -250,7 +373,7 @@ def _multiply(
     # Programs that run together share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(triton.cdiv(columns, tile.columns), pairs[2].shape[0])](
         out, x, weight, weight_tiles, *pairs, added, columns, experts, K=depth, TOP_K=top_k,
-        IS_GATED=is_gated, ROWS=tiles.rows, COLUMNS=tile.columns, TILE=inner,
+        IS_GATED=is_gated, IS_RAW=is_raw, ROWS=tiles.rows, COLUMNS=tile.columns, TILE=inner,
         IS_EXACT=x.dtype == torch.float32,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
@@ -356,6 +479,7 @@ def _sorted_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_RAW: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
@@ -363,7 +487,7 @@ def _sorted_kernel(
 ) -> None:
     """Multiplies one block of pairs by one tile of columns; pair p reads row p // TOP_K of x.
 
-    Gated: silu(gate) * up; else the product times the pair's share.
+    Raw: gate and up, side by side; gated: silu(gate) * up; else the product times the pair's share.
     """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -399,17 +523,22 @@ def _sorted_kernel(
             else:
                 tile = tl.load(up_at + at, mask=at < K, other=0.0)
             up = _dot(values, tile, up, IS_EXACT)
-    if IS_GATED:
+    mask = is_pair[:, None] & in_out[None, :]
+    out_width = columns
+    if IS_RAW:
+        out_width = 2 * columns
+        at = pair[:, None] * out_width + column[None, :] + columns
+        tl.store(out + at, up.to(out.dtype.element_ty), mask=mask)
+    elif IS_GATED:
         if added is not None:
             added_at = added + (pair * 2 * columns)[:, None] + column[None, :]
-            mask = is_pair[:, None] & in_out[None, :]
             product += tl.load(added_at, mask=mask, other=0.0).to(tl.float32)
             up += tl.load(added_at + columns, mask=mask, other=0.0).to(tl.float32)
         product = product / (1.0 + tl.exp(-product)) * up
     else:
         product *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]
-    at = pair[:, None] * columns + column[None, :]
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=is_pair[:, None] & in_out[None, :])
+    at = pair[:, None] * out_width + column[None, :]
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -419,51 +548,3 @@ def _dot(values: tl.tensor, tile: tl.tensor, total: tl.tensor, IS_EXACT: tl.cons
     else:
         total = tl.dot(values, tl.trans(tile), total)
     return total
-
-
-@triton.jit
-def _combine_kernel(
-    out: tl.tensor,
-    products: tl.tensor,
-    residual: tl.tensor,
-    added: tl.tensor,
-    stream: tl.tensor,
-    gain: tl.tensor,
-    hidden: int,
-    eps: float,
-    IS_DEPENDENT: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_ADDED_BY_PAIR: tl.constexpr,
-    IS_FIXED: tl.constexpr,
-) -> None:
-    """out[row] = the products of its pairs, in their order, + added[row] + residual[row].
-
-    With a stream that is added to it, as the norms' kernel does it, and out is the norm of that.
-    """
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < hidden
-    total = tl.zeros([BLOCK], tl.float32)
-    for number in range(TOP_K):
-        at = (row * TOP_K + number) * hidden + column
-        total += tl.load(products + at, mask=mask, other=0.0).to(tl.float32)
-        if IS_ADDED_BY_PAIR:
-            total += tl.load(added + at, mask=mask, other=0.0).to(tl.float32)
-    if added is not None and not IS_ADDED_BY_PAIR:
-        total += tl.load(added + row * hidden + column, mask=mask, other=0.0)
-    if residual is not None:
-        if IS_FIXED:
-            total = total.to(out.dtype.element_ty).to(tl.float32)
-        total += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
-    if stream is not None:
-        total = total.to(out.dtype.element_ty).to(tl.float32)
-        total += tl.load(stream + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
-        rounded = total.to(stream.dtype.element_ty)
-        tl.store(stream + row * hidden + column, rounded, mask=mask)
-        total = rounded.to(tl.float32)
-        total *= tl.rsqrt(tl.sum(total * total, axis=0) / hidden + eps)
-        total *= tl.load(gain + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=mask)

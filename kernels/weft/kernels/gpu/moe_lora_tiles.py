@@ -140,13 +140,14 @@ def expand_items(
     *,
     ranks_top_k: int = 1,
     shares: torch.Tensor | None = None,
+    summed: int = 1,
 ) -> None:
     """Writes each item's ranks times its adapter's B, 0 where an item has none.
 
     Args:
         out: [items, N]: the parts' columns are written, whatever was there.
         ranks: [1, R, ranks of all parts], of `shrink_items`, R = items / ranks_top_k; with `shares`
-            R = items * n.
+            or `summed` R = items * n.
         parts: Parts of the product.
         layer: Layer of the adapters.
         items: The tiles.
@@ -154,6 +155,7 @@ def expand_items(
         ranks_top_k: Items that have the same ranks.
         shares: [items, n] float32: an item's ranks are the sum of n neighbours', each times its
             share.
+        summed: The same without shares: n.
     """
     span = _span(items.num_tiles * triton.cdiv(sum(p.out_features for p in parts), _COLUMNS))
     spans = sum(triton.cdiv(part.out_features, _COLUMNS * span) for part in parts)
@@ -162,7 +164,7 @@ def expand_items(
         *three([p.b for p in parts]), *tables(parts, [p.rows_of_b for p in parts]),
         layer, parts[0].table.shape[1], *columns(parts), items.num_items, ranks.shape[2],
         out.shape[1], EXPERTS=items.experts, TOP_K=items.top_k, RANKS_TOP_K=ranks_top_k,
-        SUMMED=1 if shares is None else shares.shape[1], ROWS=items.rows,
+        SUMMED=summed if shares is None else shares.shape[1], ROWS=items.rows,
         TILES_EACH=items.tiles_each, SHARERS=items.sharers, RANKS=_most_ranks(parts),
         COLUMNS=_COLUMNS, SPAN=span, ALIGNMENT=column_alignment(parts, out.shape[1]),
         IS_EXACT=parts[0].b.dtype == torch.float32, num_warps=4, num_stages=3, **options,
