@@ -41,7 +41,8 @@ class Recorded:
         """See `Graph.replay`."""
         Recorded.num_replays += 1
         self.num_own += 1
-        self.result.copy_(self._run())
+        with torch.inference_mode():
+            self.result.copy_(self._run())
 
 
 def capture(run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:

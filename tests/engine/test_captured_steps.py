@@ -1,0 +1,60 @@
+"""A whole engine whose steps, drafts and drawing run as a GPU's graphs do, padded and in fixed
+memory: its text is that of one without any."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from captured_drafts import capture_chains
+from captured_steps import RecordedSteps
+from drafters import KnownGraphs, texts_of
+from tiny_drafts import make_tiny_draft
+from tiny_models import make_tiny
+from weft.engine.llm import LLM
+from weft.engine.request import SamplingParams, StopCriteria
+from weft.kernels import cpu
+
+pytestmark = [
+    pytest.mark.usefixtures("single_thread"),
+    pytest.mark.needs("triton-interpreter"),
+]
+
+PAGE, VOCAB, MAX_REQUESTS, DRAFTS = 4, 517, 5, 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["none", "known", "head"])
+def test_graphs_change_no_token(
+    drafter: str, temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))] for _ in range(9)]
+    params = SamplingParams(temperature=temperature, seed=5)
+    stop = StopCriteria(max_tokens=24, stop_token_ids=tuple(random.sample(range(3, VOCAB), 3)))
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    if drafter != "none":
+        settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
+        engine = captured.engine
+        steps = RecordedSteps(engine, DRAFTS if drafter != "none" else 0)
+        if drafter == "known":
+            KnownGraphs(engine, texts_of(prompts, expected, 5), VOCAB, 0.7)
+        elif drafter == "head":
+            capture_chains(engine, DRAFTS)
+            engine.scheduler.running_plans.drafts_on_device = True
+        for _ in range(2):
+            groups = captured.generate_all(prompts, params, stop)
+            for group, wanted in zip(groups, expected, strict=True):
+                assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+        assert steps.num_replays["ragged"] > 3
+        assert steps.num_replays["decode" if drafter == "none" else "verify"] > 5
+        if drafter != "none":
+            assert engine.counters()["accepted_tokens"] > (drafter == "known")
