@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.needs("triton-interpreter"),
 ]
 
-PAGE, VOCAB, MAX_REQUESTS, DRAFTS = 4, 517, 5, 5
+PAGE, VOCAB, MAX_REQUESTS, DRAFTS = 4, 517, 4, 5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -33,9 +33,9 @@ def test_graphs_change_no_token(
     monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
     target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
     draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
-    prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))] for _ in range(9)]
+    prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))] for _ in range(6)]
     params = SamplingParams(temperature=temperature, seed=5)
-    stop = StopCriteria(max_tokens=24, stop_token_ids=tuple(random.sample(range(3, VOCAB), 3)))
+    stop = StopCriteria(max_tokens=18, stop_token_ids=tuple(random.sample(range(3, VOCAB), 3)))
     settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
     settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
     with LLM(target_dir, **settings) as plain:
@@ -50,11 +50,11 @@ def test_graphs_change_no_token(
         elif drafter == "head":
             capture_chains(engine, DRAFTS)
             engine.scheduler.running_plans.drafts_on_device = True
-        for _ in range(2):
-            groups = captured.generate_all(prompts, params, stop)
-            for group, wanted in zip(groups, expected, strict=True):
-                assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
-        assert steps.num_replays["ragged"] > 3
-        assert steps.num_replays["decode" if drafter == "none" else "verify"] > 5
-        if drafter != "none":
-            assert engine.counters()["accepted_tokens"] > (drafter == "known")
+        groups = captured.generate_all(prompts, params, stop)
+        for group, wanted in zip(groups, expected, strict=True):
+            assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+        assert steps.num_replays["ragged"] > 1
+        assert steps.num_replays["decode" if drafter == "none" else "verify"] > 1
+        counters = engine.counters()
+        assert bool(counters["verified_runs"]) == (drafter != "none")
+        assert bool(counters["accepted_tokens"]) or drafter != "known"

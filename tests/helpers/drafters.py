@@ -131,6 +131,8 @@ class KnownGraphs:
         self._known = engine.pipeline._runner.known
         self.num_late = 0
         """Chains whose begin the host did not know."""
+        self.last = torch.zeros(0, dtype=torch.int64)
+        """The drafts made last, whose memory the next step may use."""
         drafter = engine.drafting.drafter
         assert isinstance(drafter, EagleDrafter)
         drafter._graphs = self  # type: ignore[assignment]
@@ -156,6 +158,7 @@ class KnownGraphs:
         drafts = drafts.to(self._known.tokens.device)
         slots = torch.from_numpy(arrays.slots.copy()).to(drafts.device)
         self._known.tokens[1 : 1 + depth].index_copy_(1, slots, drafts)
+        self.last = drafts
         return drafts
 
 

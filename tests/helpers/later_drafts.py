@@ -8,7 +8,7 @@ from weft.engine.scheduler.plan import LaterDrafts
 
 
 def fetched(drafts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """The same drafts, on their way to the host if they are on a device."""
+    """The same drafts, fetched before the step that verifies them."""
     if isinstance(drafts, LaterDrafts):
-        drafts.begin_fetch()
+        drafts.fetch_first()
     return drafts

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.engine.constraints.constraints import Constraints
+from weft.engine.device_copies import Fetched
 from weft.engine.errors import WeftError
 from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
@@ -139,6 +140,13 @@ def _is_end(request: Request, token: int, num_drawn: int) -> bool:
     return end_of(request, token, request.num_generated + num_drawn) is not None
 
 
+def _fetch_rows(drawable: Drawable) -> Callable[[], npt.NDArray[np.int64]]:
+    """Begins to copy the tokens and words of a step's rows to the host; returns what waits."""
+    assert drawable.rows is not None, "the step verifies no drafts"
+    fetched = Fetched(drawable.rows())
+    return lambda: fetched.wait().numpy()
+
+
 def _drafts_of(plan: Plan, wait_for_rows: Callable[[], npt.NDArray[np.int64]]) -> list[list[int]]:
     """The drafts of each request, from the tokens and words of a step's rows."""
     tokens, words = wait_for_rows()
@@ -203,11 +211,11 @@ class Drawing:
             errors = self._take_masks(by_row)
             samples = self._begin(drawable, self._slots(by_row))
             if isinstance(plan.drafts, LaterDrafts):
-                rows = samples.rows
-                plan.drafts.begin_fetch(None if rows is None else partial(_drafts_of, plan, rows))
+                rows = samples.rows or _fetch_rows(drawable)
+                plan.drafts.come_with(partial(_drafts_of, plan, rows))
             return Draw(plan, by_row, samples, drawable.positions, errors)
         if isinstance(plan.drafts, LaterDrafts):
-            plan.drafts.begin_fetch()
+            plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
         return self._draw_in_turn(plan, requests, by_row, drawable)
 
     def _begin(self, drawable: Drawable, slots: npt.NDArray[np.int64]) -> SamplesUnderWay:

@@ -58,6 +58,10 @@ class Drawable(NamedTuple):
     """`DeviceInputs.drawing_rows` of the step; None: they are not on the device."""
     captured: Callable[[Way], CapturedDraws] | None = None
     """Draws by a graph, and keeps the tokens; None: there is none for this step."""
+    rows: Callable[[], torch.Tensor] | None = None
+    """Gives [2, T] int64 on the device: tokens of the rows, and their words where they form trees;
+    None: the step verifies no drafts.
+    """
 
 
 class Verifying(NamedTuple):
@@ -237,7 +241,8 @@ class ModelRunner:
             captured = partial(self._draws.begin, bucket, len(arrays.drawing_slots))
         logits = partial(self._logits, hidden, arrays)
         slots, positions = arrays.drawing_slots, arrays.drawing_positions
-        return Drawable(logits, slots, positions, on_device, captured)
+        tokens = None if self._verifying is None else partial(_rows_of, self._verifying)
+        return Drawable(logits, slots, positions, on_device, captured, tokens)
 
     def _forward_requests(self, requests: StepRequests, bucket: GraphBucket) -> Drawable:
         """`forward` of a step given by its requests."""
@@ -255,7 +260,8 @@ class ModelRunner:
         slots, positions = requests.rows()
         logits = partial(self._logits_of, hidden, requests.adapter_slots)
         on_device = partial(self._inputs.drawing_rows_of, requests)
-        return Drawable(logits, slots, positions + 1, on_device, captured)
+        rows = partial(_rows_of, self._verifying)
+        return Drawable(logits, slots, positions + 1, on_device, captured, rows)
 
     def _has_draws(self, arrays: StepArrays, bucket: GraphBucket) -> bool:
         """Whether drawing from a step with that graph is captured: all of its rows draw, and no
@@ -409,6 +415,13 @@ class ModelRunner:
     def _lora_of(self, token_slots: Int32Array) -> LoraStep:
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
         return self._lora.step(LoraSegments.of(sort_tokens(token_slots)))
+
+
+def _rows_of(verifying: Verifying) -> torch.Tensor:
+    """See `Drawable.rows`."""
+    step, count = verifying.step, verifying.num_rows
+    words = step.token_ids if step.ancestors is None else step.ancestors
+    return torch.stack([step.token_ids[:count], words[:count]])
 
 
 def _new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

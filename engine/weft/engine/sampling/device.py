@@ -59,7 +59,7 @@ class CapturedDraws(NamedTuple):
     """Tokens being drawn by a graph."""
 
     tokens: torch.Tensor
-    """[L] int64 on the device, valid until the next draws; negative: errors."""
+    """[L] int64 on the device, valid until the next step; negative: errors."""
     host: Int64Array
     """[3, L], valid from the mark until the next draws: the tokens drawn; of steps with drafts also
     those of the rows, and with trees the rows' words (`StepRows.ancestors`).

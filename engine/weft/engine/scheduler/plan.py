@@ -110,7 +110,8 @@ class LaterDrafts(Sequence[list[int]]):
 
     Args:
         counts: Number of drafts of each request.
-        copy: Begins to copy them to the host; returns what waits for them.
+        copy: Begins to copy them to the host, before the step that verifies them begins, which may
+            run in their memory; returns what waits for them.
     """
 
     def __init__(self, counts: Sequence[int], copy: Callable[[], Fetch]) -> None:
@@ -119,13 +120,13 @@ class LaterDrafts(Sequence[list[int]]):
         self._fetch: Fetch | None = None
         self._fetched: list[list[int]] | None = None
 
-    def begin_fetch(self, fetch: Fetch | None = None) -> None:
-        """Begins to bring them to the host, before others are drafted in their place.
+    def fetch_first(self) -> None:
+        """Brings them to the host although the step that verifies them has not begun."""
+        self._fetch = self._copy()
 
-        Args:
-            fetch: Waits for them; None: they are copied by themselves.
-        """
-        self._fetch = fetch or self._copy()
+    def come_with(self, fetch: Fetch) -> None:
+        """Notes that they come to the host with that step's tokens; `fetch` waits for them."""
+        self._fetch = fetch
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -140,7 +141,7 @@ class LaterDrafts(Sequence[list[int]]):
     def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
         """The drafts of a request; waits for all of them."""
         if self._fetched is None:
-            assert self._fetch is not None, "nobody has begun to fetch the drafts"
+            assert self._fetch is not None, "the drafts are not on their way to the host"
             self._fetched = self._fetch()
         return self._fetched[index]
 
