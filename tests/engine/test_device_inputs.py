@@ -168,7 +168,7 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
             batch = bench.inputs.decode_batch(rows, has_lora=has_lora)
         elif kind == "ragged":
             rows, requests = random.randint(last[-1], most), random.randint(count, NUM_SLOTS)
-            columns = RaggedColumns(rows, requests, random.randint(len(wanted), NUM_SLOTS))
+            columns = RaggedColumns(rows, requests, random.randint(len(wanted), min(rows, 6)))
             bench.inputs.send_ragged(arrays, columns)
             batch = bench.inputs.ragged_batch(columns, has_lora=has_lora)
         else:
