@@ -1,11 +1,13 @@
 """Where the host's time of an engine's steps goes, part by part, with drafts and without.
 
 Each part is timed around its call, so the device's work is none of it unless the host waits for it
-(`wait`). `other` is what lies between the parts: taking the inbox, commits, events. With drafts the
-gate is fixed, so that all steps are alike.
+(`end`). `other` is what lies between the parts: taking the inbox, commits, events. With drafts the
+gate is fixed, so that all steps are alike. With several requests of a stream, one behind another,
+turns whose step brings prompts are told apart from those whose step brings none.
 
     python bench/host_parts.py --device cuda                        the demo model and its head
     python bench/host_parts.py --device cuda --streams 8 --drafts 0,3,5 --temperature 0.8
+    python bench/host_parts.py --device cuda --streams 64 --rounds 4 --tokens 96
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import cycle, islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from draft_cost import Watch
@@ -38,11 +41,22 @@ NUM_SKIPPED = 10
 """First steps of a run, which are not timed."""
 
 
+class Case(NamedTuple):
+    """What steps are made of."""
+
+    streams: int
+    """Requests at once."""
+    drafts: int
+    """Drafts of each in a step."""
+
+
 class Parts:
     """Wraps methods of an engine's objects, and sums up what each takes in a turn."""
 
     def __init__(self) -> None:
         self.turns: list[dict[str, float]] = []
+        self.has_prompts = False
+        """Whether the step planned last brings prompts."""
         self._now: dict[str, float] = defaultdict(float)
         self._inner = [0.0]
 
@@ -73,6 +87,14 @@ def watch_engine(llm: LLM) -> Parts:
     """Wraps the parts of a step."""
     engine, parts = llm.engine, Parts()
     pipeline, runner = engine.pipeline, engine._runner
+    plan_step = engine.scheduler.plan
+
+    def plan(*arguments: Any) -> Any:
+        found = plan_step(*arguments)
+        parts.has_prompts = bool(found.chunks)
+        return found
+
+    engine.scheduler.plan = plan  # type: ignore[method-assign]
     parts.wrap(engine, "turn", "other")
     parts.wrap(engine.scheduler, "plan", "plan")
     parts.wrap(engine.scheduler, "commit", "commit")
@@ -101,12 +123,14 @@ def watch_engine(llm: LLM) -> Parts:
 
 
 def measure(
-    llm: LLM, parts: Parts, prompts: list[list[int]], drafts: int, sampling: SamplingParams
-) -> dict[str, float]:
-    """Median microseconds of each part in the turns in which all requests decode."""
+    llm: LLM, parts: Parts, prompts: list[list[int]], case: Case, arguments: argparse.Namespace
+) -> dict[bool, dict[str, float]]:
+    """Median microseconds of each part in the turns in which all streams have a request that runs:
+    by whether the turn's step brings prompts.
+    """
     drafter = llm.engine.drafting.drafter
     if drafter is not None:
-        watch = Watch(drafter, DraftShape.chain(drafts), len(prompts))
+        watch = Watch(drafter, DraftShape.chain(case.drafts), case.streams)
         llm.engine.drafting.gate = llm.engine.scheduler.running_plans.gate = watch
     parts.turns.clear()
     turn = llm.engine.turn
@@ -117,20 +141,30 @@ def measure(
         seconds = time.perf_counter() - began
         parts.end_turn()
         parts.turns[-1]["turn"] = seconds
-        parts.turns[-1]["running"] = len(llm.engine.scheduler.running)
+        parts.turns[-1]["beside"] = parts.has_prompts
+        parts.turns[-1]["missing"] = case.streams - len(llm.engine.scheduler.running)
         return outbox
 
     llm.engine.turn = counted  # type: ignore[method-assign]
     try:
-        stop = StopCriteria(max_tokens=160, ignore_eos=True)
-        llm.generate(prompts, sampling, stop)
+        stop = StopCriteria(max_tokens=arguments.tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=arguments.temperature)
+        count = case.streams * arguments.rounds
+        chosen = list(islice(cycle(prompts), count))
+        llm.generate(chosen, sampling, stop, max_at_once=case.streams)
     finally:
         llm.engine.turn = turn  # type: ignore[method-assign]
-    whole = [found for found in parts.turns if found.pop("running") == len(prompts)]
+    # Beside prompts, those that they belong to run in the next step only.
+    most_missing = case.streams // 4 if arguments.rounds > 1 else 0
+    whole = [found for found in parts.turns if found.pop("missing") <= most_missing]
     whole = whole[NUM_SKIPPED:-1]
-    names = {name for found in whole for name in found}
-    found = {n: 1e6 * statistics.median(turn.get(n, 0.0) for turn in whole) for n in names}
-    return found | {"turns": len(whole)}
+    by_kind: dict[bool, dict[str, float]] = {}
+    for beside in (False, True):
+        turns = [found for found in whole if found["beside"] == beside]
+        names = {name for found in turns for name in found} - {"beside"}
+        found = {n: 1e6 * statistics.median(turn.get(n, 0.0) for turn in turns) for n in names}
+        by_kind[beside] = found | {"turns": len(turns)}
+    return by_kind
 
 
 def main() -> None:
@@ -144,34 +178,36 @@ def main() -> None:
     if max(arguments.drafts):
         settings |= {"draft_dir": DRAFT, "drafter": "eagle3"}
         settings |= {"max_draft_tokens": max(arguments.drafts)}
-    console, sampling = Console(width=110), SamplingParams(temperature=arguments.temperature)
+    console = Console(width=160)
     setup = describe_setup(dtype, torch.get_num_threads())
     if arguments.device != "cpu":
         setup["gpu"] = torch.cuda.get_device_name()
     if arguments.commit:
         setup["commit"] = arguments.commit
-    cases = [(streams, drafts) for streams in arguments.streams for drafts in arguments.drafts]
-    rows: dict[tuple[int, int], dict[str, float]] = {}
+    cases = [Case(*case) for case in product(arguments.streams, arguments.drafts)]
+    rows: list[tuple[Case, bool, dict[str, float]]] = []
     with LLM(model_dir, **settings) as llm:
         gc.collect()
         gc.freeze()
         parts = watch_engine(llm)
         for case in cases:
-            prompts = texts[: case[0]]
-            measure(llm, parts, prompts, case[1], sampling)
-            rows[case] = measure(llm, parts, prompts, case[1], sampling)
+            measure(llm, parts, texts, case, arguments)
+            found = measure(llm, parts, texts, case, arguments)
+            rows += [(case, beside, turns) for beside, turns in found.items() if turns["turns"]]
     table = Table(title="Host time of a turn by part, microseconds (medians)")
     table.add_column("part")
-    for streams, drafts in cases:
-        table.add_column(f"{streams} streams, {drafts} drafts", justify="right")
-    names = sorted({name for found in rows.values() for name in found} - {"turn", "turns"})
+    for case, beside, _ in rows:
+        kind = ", beside prompts" if beside else ""
+        name = f"{case.streams} streams, {case.drafts} drafts{kind}"
+        table.add_column(name, justify="right")
+    names = sorted({name for _, _, found in rows for name in found} - {"turn", "turns"})
     for name in [*names, "turn", "turns"]:
-        table.add_row(name, *(f"{rows[case].get(name, 0.0):.0f}" for case in cases))
+        table.add_row(name, *(f"{found.get(name, 0.0):.0f}" for _, _, found in rows))
     console.print(table)
     for line in describe_lines(setup):
         console.print(line, soft_wrap=True, highlight=False)
     if arguments.json:
-        found = [{"streams": s, "drafts": d, "us": rows[s, d]} for s, d in cases]
+        found = [case._asdict() | {"beside_prompts": b, "us": us} for case, b, us in rows]
         document = {"command": " ".join(sys.argv), "setup": setup, "rows": found}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -186,6 +222,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--streams", type=numbers, default=[1, 8, 64], help="requests, by commas")
     parser.add_argument("--drafts", type=numbers, default=[0, 3, 5], help="a step, by commas")
+    parser.add_argument("--rounds", type=int, default=1, help="requests of each stream")
+    parser.add_argument("--tokens", type=int, default=160, help="of each request")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")

@@ -206,7 +206,7 @@ def wait_for(llm: LLM, adapter: bytes) -> None:
     llm.engine.pipeline.turn(Plan())
     deadline = time.perf_counter() + MAX_WAITED_S
     while places(llm)[adapter] != "device":
-        assert time.perf_counter() < deadline, "an adapter did not come"
+        assert time.perf_counter() < deadline, f"an adapter did not come: {places(llm)}"
         llm.engine.adapters.turn()
         time.sleep(WAITED_S)
 

@@ -206,7 +206,7 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
             request = bench.requests[slot]
             start = len(request.tokens) + random.randint(0, 2)
             is_late = random.random() < 0.6
-            request.num_verifying = 1 + is_late
+            request.num_verifying = (count > 0) + is_late
             bench.known.starts[slot] = start if is_late else -9
             # All that the host knows is a bound.
             bound = start + random.randint(0, 2) if is_late else start
@@ -215,7 +215,7 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
                 (int(bench.known.tokens[row, slot]), start + row, request, start + count + 1)
                 for row in range(1 + count)
             ]
-        plan.verifies, plan.drafts = verifies, LaterDrafts(counts, lambda: lambda: [])
+        plan.verifies, plan.drafts = verifies, LaterDrafts(counts)
         arrays = StepArrays.of_plan(plan, bench.table, PAGE)
         if kind == "ragged":
             bench.inputs.send_ragged(arrays, columns)

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from captured_drafts import Recorded, capture, capture_chains
-from drafters import KnownDrafter, KnownGraphs, texts_of
+from drafters import KnownDrafter, KnownGraphs, RandomGate, texts_of
 from eagle3_cases import WatchedHead, check_chains
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from weft.engine.llm import LLM
 from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.scheduler.plan import Plan
 from weft.engine.speculative.chains import ChainGraphs, ChainShape, StaticChains, chain_shapes
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -86,6 +87,36 @@ def test_steps_behind_steps_whose_outcome_the_host_does_not_know(
         while engine.pipeline.num_steps:  # The last step may be under way.
             engine.turn()
         assert engine.memory.counts().used == 0
+
+
+def test_nobody_sits_out_where_drafts_end(tmp_path: Path, seed: int) -> None:
+    """With a gate that wants drafts and none in turn, each step has all requests."""
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(5)] for _ in range(MAX_REQUESTS)]
+    greedy, stop = SamplingParams(temperature=0.0), StopCriteria(max_tokens=120, ignore_eos=True)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate_all(prompts, greedy, stop)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "overlap": "on"}
+    with LLM(target_dir, **settings) as drafting:
+        engine = drafting.engine
+        KnownGraphs(engine, texts_of(prompts, expected, 0), VOCAB, 0.7)
+        engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 0, 0, 3))
+        begun, launch = [], engine.scheduler.launch
+
+        def noted(plan: Plan) -> int:
+            left = [r.max_tokens - r.num_generated for r in engine.scheduler.running]
+            if len(left) == MAX_REQUESTS and min(left) > 15:
+                begun.append((len(plan), len(plan.verifies), plan.num_tokens))
+            return launch(plan)
+
+        engine.scheduler.launch = noted  # type: ignore[method-assign]
+        groups = drafting.generate_all(prompts, greedy, stop)
+        assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+    assert {count for count, *_ in begun[1:]} == {MAX_REQUESTS}
+    assert (MAX_REQUESTS, MAX_REQUESTS, MAX_REQUESTS) in begun, "a late step without drafts"
+    assert (MAX_REQUESTS, 0, MAX_REQUESTS) in begun
 
 
 @pytest.mark.parametrize("has_lora", [False, True])

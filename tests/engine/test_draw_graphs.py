@@ -106,7 +106,7 @@ class Desk:
         counts = [random.randint(0, DRAFTS) for _ in range(num_verified)]
         verified = zip(requests[num_decodes:], starts[num_decodes:], counts, strict=True)
         plan.verifies = [VerifyItem(*item) for item in verified]
-        plan.drafts = LaterDrafts(counts, lambda: lambda: [])
+        plan.drafts = LaterDrafts(counts)
         return plan
 
     def state(self) -> list[torch.Tensor]:

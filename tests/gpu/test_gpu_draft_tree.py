@@ -260,13 +260,13 @@ def test_pages_are_those_of_a_run_without_drafts(target_dir: Path, draft_dir: Pa
 class BothWays:
     """Grows trees by graphs, and looks what single operations grow for the same requests."""
 
-    def __init__(self, drafter: EagleDrafter) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: EagleDrafter, known: SlotTokens) -> None:
+        self._drafter, self._known = drafter, known
         self.num_trees = self.num_different = 0
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
-        trees = list(fetched(self._drafter.draft(items)))
+        trees = fetched(self._drafter, items, self._known)
         others = self._drafter._trees.draft(items)
         for item, tree, other in zip(items, trees, others, strict=True):
             if isinstance(tree, DraftTree) and isinstance(other, DraftTree) and item.tree:
@@ -293,7 +293,7 @@ def test_graphs_grow_what_single_operations_do(target_dir: Path, draft_dir: Path
         engine = drafting.engine
         drafter = engine.drafting.drafter
         assert isinstance(drafter, EagleDrafter)
-        both = engine.pipeline._drafter = BothWays(drafter)
+        both = engine.pipeline._drafter = BothWays(drafter, engine.pipeline._runner.known)
         engine.scheduler.running_plans.drafts_on_device = False
         choose(engine, SHAPES)
         stop = StopCriteria(max_tokens=60, ignore_eos=True)

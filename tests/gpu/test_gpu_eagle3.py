@@ -19,6 +19,7 @@ from weft.engine.llm import LLM
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.scheduler.plan import Plan, VerifyItem
 from weft.engine.speculative.eagle import EagleDrafter
+from weft.kernels.step_rows import SlotTokens
 
 pytestmark = pytest.mark.needs("cuda")
 
@@ -160,9 +161,9 @@ class NotedRuns:
 class BothWays:
     """Drafts by graphs, and looks what single operations draft for the same requests."""
 
-    def __init__(self, drafter: EagleDrafter) -> None:
+    def __init__(self, drafter: EagleDrafter, known: SlotTokens) -> None:
         assert drafter._graphs is not None
-        self._drafter = drafter
+        self._drafter, self._known = drafter, known
         self._eager = EagleDrafter(
             drafter._model, drafter._pool, drafter._table, drafter._page_size
         )
@@ -171,7 +172,7 @@ class BothWays:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
-        chains = list(fetched(self._drafter.draft(items)))
+        chains = fetched(self._drafter, items, self._known)
         others = self._eager.draft(items)
         self.sizes.add(len(items))
         self.num_chains += len(chains)
@@ -191,7 +192,9 @@ def test_graphs_draft_what_single_operations_do(tmp_path: Path) -> None:
     with LLM(target_dir, **settings) as drafting:
         drafter = drafting.engine.drafting.drafter
         assert isinstance(drafter, EagleDrafter)
-        both = drafting.engine.pipeline._drafter = BothWays(drafter)
+        both = drafting.engine.pipeline._drafter = BothWays(
+            drafter, drafting.engine.pipeline._runner.known
+        )
         drafting.engine.scheduler.running_plans.drafts_on_device = False
         gate = RandomGate((1, 2, 3, 4))
         drafting.engine.drafting.gate = drafting.engine.scheduler.running_plans.gate = gate

@@ -34,6 +34,7 @@ class WatchedHead:
         assert engine.drafting.drafter is not None
         self._drafter: Drafter = engine.drafting.drafter
         self._known = known
+        self._tokens = engine.pipeline._runner.known
         self.chains: list[tuple[list[int], list[int]]] = []
         """Tokens so far, and what was drafted behind them."""
         engine.pipeline._drafter = self
@@ -43,7 +44,7 @@ class WatchedHead:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
-        chains = fetched(self._drafter.draft(items))
+        chains = fetched(self._drafter, items, self._tokens)
         for item, chain in zip(items, chains, strict=True):
             assert len(chain) == item.max_drafts
             self.chains.append((item.request.tokens[: item.start + 1], list(chain)))

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.engine.scheduler.plan import LaterDrafts
+from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
+from weft.engine.speculative.drafter import Drafter
+from weft.engine.speculative.trees import tree_of
+from weft.kernels.step_rows import SlotTokens
 
 
-def fetched(drafts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """The same drafts, fetched before the step that verifies them."""
-    if isinstance(drafts, LaterDrafts):
-        drafts.fetch_first()
-    return drafts
+def fetched(
+    drafter: Drafter, items: Sequence[VerifyItem], known: SlotTokens
+) -> Sequence[Sequence[int]]:
+    """Drafts for the items, read from the device if they lie there.
+
+    Args:
+        drafter: Makes them.
+        items: To draft for.
+        known: What the device knows of the slots.
+    """
+    drafts = drafter.draft(items)
+    if not isinstance(drafts, LaterDrafts):
+        return drafts
+    found = []
+    for item, count in zip(items, drafts.counts, strict=True):
+        own = (slice(1, 1 + count), item.request.slot)
+        tokens = known.tokens[own].tolist()
+        if item.tree is not None:
+            assert known.words is not None
+            tokens = tree_of(tokens, known.words[own].tolist())
+        found.append(tokens)
+    return found

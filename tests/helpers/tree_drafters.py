@@ -113,6 +113,7 @@ class WatchedTrees:
     ) -> None:
         assert engine.drafting.drafter is not None
         self._drafter, self._known = engine.drafting.drafter, known
+        self._tokens = engine.pipeline._runner.known
         self.trees: list[tuple[list[int], VerifyItem, DraftTree]] = []
         """Tokens so far, what was asked for, and what came."""
         self._page_size = engine.config.page_size
@@ -123,7 +124,7 @@ class WatchedTrees:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
-        for item, tree in zip(items, fetched(self._drafter.draft(items)), strict=True):
+        for item, tree in zip(items, fetched(self._drafter, items, self._tokens), strict=True):
             if item.tree is None:
                 continue
             assert len(tree) <= item.max_drafts

@@ -73,6 +73,10 @@ class DrawGraphs:
         seconds = time.perf_counter() - began
         logger.info("captured %d CUDA graphs of drawing in %.1f s", len(self._graphs), seconds)
 
+    def has(self, bucket: GraphBucket) -> bool:
+        """Whether the drawing from these steps is captured."""
+        return (bucket, "greedy") in self._graphs
+
     def begin(self, bucket: GraphBucket, count: int, way: Way) -> CapturedDraws:
         """Draws from the step that ran last, and keeps the tokens.
 

@@ -46,8 +46,7 @@ class Drawable(NamedTuple):
     """What tokens are drawn from, and the requests and positions that it belongs to."""
 
     logits: Callable[[], torch.Tensor]
-    """Computes [L, vocab] float32 on the model's device; called once, and not where `captured` is.
-    """
+    """Computes [L, vocab] float32 on the model's device; not called where `captured` is."""
     slots: Int64Array
     """The slot of each row that draws, [L]."""
     positions: Int64Array
@@ -237,7 +236,7 @@ class ModelRunner:
             if is_late or arrays.is_decode:
                 on_device = partial(self._inputs.drawing_rows, arrays)
         captured = None
-        if self._draws is not None and bucket is not None and self._has_draws(arrays, bucket):
+        if bucket is not None and self._draws is not None and self._draws_all(arrays, bucket):
             captured = partial(self._draws.begin, bucket, len(arrays.drawing_slots))
         logits = partial(self._logits, hidden, arrays)
         slots, positions = arrays.drawing_slots, arrays.drawing_positions
@@ -254,8 +253,7 @@ class ModelRunner:
         assert step is not None
         self._verifying = Verifying(step, self._inputs.verify_rows, count)
         captured = None
-        changes_logits = bucket.has_lora and self._inputs.changes_logits
-        if self._draws is not None and not changes_logits:
+        if self._draws is not None and self._draws.has(bucket):
             captured = partial(self._draws.begin, bucket, count)
         slots, positions = requests.rows()
         logits = partial(self._logits_of, hidden, requests.adapter_slots)
@@ -263,17 +261,13 @@ class ModelRunner:
         rows = partial(_rows_of, self._verifying)
         return Drawable(logits, slots, positions + 1, on_device, captured, rows)
 
-    def _has_draws(self, arrays: StepArrays, bucket: GraphBucket) -> bool:
-        """Whether drawing from a step with that graph is captured: all of its rows draw, and no
-        adapter changes the LM head.
-        """
-        if bucket.has_lora and self._inputs is not None and self._inputs.changes_logits:
+    def _draws_all(self, arrays: StepArrays, bucket: GraphBucket) -> bool:
+        """Whether all rows of a step with that graph draw, and drawing from it is captured."""
+        if self._draws is None or not self._draws.has(bucket):
             return False
         if bucket.kind == "decode":
             return arrays.verify_rows is None
-        if bucket.kind not in ("verify", "tree") or arrays.verify_rows is None:
-            return False
-        return len(arrays.verify_rows) == len(arrays.rows)
+        return arrays.verify_rows is not None and len(arrays.verify_rows) == len(arrays.rows)
 
     def capture_draws(self, tables: SlotTables | None) -> None:
         """Captures the drawing from steps that have graphs.

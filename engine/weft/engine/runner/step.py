@@ -236,10 +236,10 @@ class StepRequests(NamedTuple):
         for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
             table.extend(int(plan.slots[index]), plan.decodes[index].pages)
         found = []
-        for (request, bound, *_), count in zip(plan.verifies, plan.draft_counts, strict=True):
-            table.extend(request.slot, request.pages)
-            start = -1 if request.starts_late else bound
-            found.append((request.slot, start, 1 + count, bound))
+        for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
+            slot, bound = item.request.slot, item.start
+            table.extend(slot, item.request.pages)
+            found.append((slot, -1 if item.starts_late else bound, 1 + count, bound))
         columns = np.array(found, np.int64).T
         if num_decodes := len(plan.decodes):
             ones = np.ones(num_decodes, np.int64)
@@ -309,7 +309,7 @@ def _late_rows(plan: Plan, num_slots: int) -> tuple[Int64Array, Int64Array]:
     """`StepArrays.sources` and `owners` of verified requests whose drafts are all on the device."""
     counts = 1 + np.array(plan.draft_counts, np.int64)
     slots = np.array([item.request.slot for item in plan.verifies], np.int64)
-    is_late = np.array([item.request.starts_late for item in plan.verifies])
+    is_late = np.array([item.starts_late for item in plan.verifies])
     requests = len(plan.decodes) + np.arange(len(counts))
     behind = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     owners = np.repeat(np.where(is_late, requests, -1), counts)

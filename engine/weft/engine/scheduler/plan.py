@@ -63,7 +63,10 @@ NO_DRAFTS = DraftShape.chain(0)
 
 
 class VerifyItem(NamedTuple):
-    """A RUNNING request that brings its last token and drafts behind it."""
+    """A RUNNING request that brings its last token and drafts behind it.
+
+    Without drafts it is one of which only the device knows how far it is.
+    """
 
     request: Request
     start: int
@@ -79,6 +82,11 @@ class VerifyItem(NamedTuple):
     def max_accepted(self) -> int:
         """Most drafts that can be accepted at once."""
         return self.max_drafts if self.tree is None else min(self.max_drafts, self.tree.depth)
+
+    @property
+    def starts_late(self) -> bool:
+        """Whether its start depends on a step still under way; asked once its own has begun."""
+        return self.request.num_verifying > (self.max_accepted > 0)
 
 
 class DraftTree(list[int]):
@@ -110,22 +118,17 @@ class LaterDrafts(Sequence[list[int]]):
 
     Args:
         counts: Number of drafts of each request.
-        copy: Begins to copy them to the host, before the step that verifies them begins, which may
-            run in their memory; returns what waits for them.
     """
 
-    def __init__(self, counts: Sequence[int], copy: Callable[[], Fetch]) -> None:
+    def __init__(self, counts: Sequence[int]) -> None:
         self.counts = counts
-        self._copy = copy
         self._fetch: Fetch | None = None
         self._fetched: list[list[int]] | None = None
 
-    def fetch_first(self) -> None:
-        """Brings them to the host although the step that verifies them has not begun."""
-        self._fetch = self._copy()
-
     def come_with(self, fetch: Fetch) -> None:
-        """Notes that they come to the host with that step's tokens; `fetch` waits for them."""
+        """Notes that they come to the host with the tokens of the step that verifies them; `fetch`
+        waits for them.
+        """
         self._fetch = fetch
 
     def __len__(self) -> int:

@@ -58,7 +58,11 @@ class RunningPlans:
         self._memory: KvMemory = pages.memory
         self._preempt = preempt
         self._columns: RunningColumns | None = None
-        """Columns of what runs; with drafts read anew for each plan; None: yet to be made."""
+        """Columns of what runs; None: yet to be made."""
+        self._num_plain = 0
+        """Plans begun since one with drafts. Behind that and the next one, how far requests are is
+        read anew.
+        """
         self._planned: tuple[RunningColumns, BoolArray] | None = None
         """Columns of the last plan until it is launched, and which requests bring a token each."""
         self.gate: DraftGate | None = None
@@ -96,7 +100,7 @@ class RunningPlans:
     def plan(self, running: Sequence[Request]) -> Plan:
         """A token of each request, or one with drafts; no chunks."""
         columns = self._columns
-        if columns is None or self.gate is not None:
+        if columns is None or (self.gate is not None and self._num_plain < 2):
             fixed = RequestColumns.of(running) if columns is None else columns.fixed
             columns = self._columns = RunningColumns.of(fixed, self._page_size)
         fixed, starts = columns.fixed, columns.starts
@@ -108,7 +112,7 @@ class RunningPlans:
             shape = self.gate.shape(requests)
             if shape.num_drafts > most:
                 shape = DraftShape.chain(max(0, min(shape.depth, self._max_chain, most)))
-            if not (self.drafts_on_device and shape.num_drafts > 0):
+            if not self.drafts_on_device:
                 chosen &= _can_go_on(requests, is_drafting=shape.num_drafts > 0)
         lacking = np.flatnonzero(chosen & (starts >= columns.limits)).tolist()
         for index in lacking:
@@ -120,9 +124,10 @@ class RunningPlans:
             # A later request's growth has pre-empted an earlier one.
             chosen &= np.array([r.state is State.RUNNING for r in requests])
         verifies: list[VerifyItem] = []
-        if shape.num_drafts > 0:
+        is_drafting = shape.num_drafts > 0
+        if is_drafting or (self.drafts_on_device and not self._num_plain):
             for index in np.flatnonzero(chosen).tolist():
-                if requests[index].speculates:
+                if requests[index].speculates and (is_drafting or requests[index].num_verifying):
                     chosen[index] = False
                     num_left = int(fixed.ends[index] - starts[index]) - 1
                     item = self._verify(requests[index], int(starts[index]), shape, num_left)
@@ -136,6 +141,7 @@ class RunningPlans:
 
     def launch(self, plan: Plan) -> None:
         """Notes that the step planned last begins."""
+        self._num_plain = 0 if plan.verifies else self._num_plain + 1
         for request in plan.decodes:
             request.num_launched += 1
         planned, self._planned = self._planned, None

@@ -272,7 +272,7 @@ class Scheduler:
             request.num_launched += 1 + item.max_accepted
             request.decodes_from += 1 + item.max_accepted
             request.timeline.num_steps += 1
-            request.num_verifying += 1
+            request.num_verifying += item.max_accepted > 0
         for request, start, num_tokens, samples, _ in plan.chunks:
             request.num_launched += num_tokens
             request.state_end = start + num_tokens
@@ -316,7 +316,7 @@ class Scheduler:
             request = item.request
             request.num_launched -= 1 + item.max_accepted
             request.decodes_from -= item.max_accepted
-            request.num_verifying -= 1
+            request.num_verifying -= item.max_accepted > 0
             if request.state is State.RUNNING:
                 # Of its last token for certain; what steps before brought is there.
                 request.num_computed = len(request.tokens)

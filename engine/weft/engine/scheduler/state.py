@@ -204,7 +204,8 @@ class Request:
     speculates: bool = False
     """Whether its tokens may be drafted."""
     num_verifying: int = 0
-    """Number of steps under way that verify drafts of it; only the device knows their outcome."""
+    """Number of steps under way that may accept drafts of it; only the device knows their outcome.
+    """
     acceptance: Acceptance | None = None
     """Acceptance statistics of the request's drafts."""
     is_draft_behind: bool = False
@@ -250,11 +251,6 @@ class Request:
         """
         params = self.params
         return params.has_penalties or params.constraint is not None or self.stop.min_tokens > 0
-
-    @property
-    def starts_late(self) -> bool:
-        """Whether the start of the newest step depends on a step still under way."""
-        return self.num_verifying > 1
 
     @property
     def num_tokens(self) -> int:

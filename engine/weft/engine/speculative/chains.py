@@ -43,11 +43,12 @@ class ChainArrays(NamedTuple):
     def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> ChainArrays:
         """Builds the arrays; enters the requests' pages into the table."""
         columns: list[tuple[int, int, int, int]] = []
-        for request, start, *_ in items:
+        for item in items:
+            request = item.request
             table.extend(request.slot, request.pages)
             last = request.num_prompt_tokens + request.max_tokens
             limit = min(len(request.pages) * page_size, last)
-            start = LATE if request.starts_late else start
+            start = LATE if item.starts_late else item.start
             columns.append((request.slot, start, limit, request.adapter_slot))
         return cls(*np.array(columns, np.int64).reshape(-1, 4).T)
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from weft.engine.device_copies import DeviceCopies, Fetched
+from weft.engine.device_copies import DeviceCopies
 from weft.engine.runner.step import PageTable
-from weft.engine.scheduler.plan import Fetch, LaterDrafts, VerifyItem
+from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
 from weft.engine.speculative.chains import ChainArrays, ChainGraphs
 from weft.engine.speculative.drafted import DraftedModel
 from weft.engine.speculative.tree_graphs import TreeArrays, TreeGraphs
@@ -80,45 +80,26 @@ class EagleDrafter:
 
     def _draft_on_device(self, graphs: ChainGraphs, items: Sequence[VerifyItem]) -> LaterDrafts:
         counts = [item.max_drafts for item in items]
-        if not any(counts):
-            return LaterDrafts(counts, lambda: lambda: [[] for _ in counts])
-        arrays = ChainArrays.of_items(items, self._table, self._page_size)
-        drafted = graphs.forward(arrays, max(counts))
-
-        def copy() -> Fetch:
-            fetched = Fetched(drafted)
-
-            def fetch() -> list[list[int]]:
-                chains: list[list[int]] = fetched.wait().t().tolist()
-                return [chains[index][:count] for index, count in enumerate(counts)]
-
-            return fetch
-
-        return LaterDrafts(counts, copy)
+        if any(counts):
+            graphs.forward(ChainArrays.of_items(items, self._table, self._page_size), max(counts))
+        return LaterDrafts(counts)
 
     def _grow_on_device(
         self, graphs: TreeGraphs, items: Sequence[VerifyItem]
     ) -> Sequence[list[int]]:
         counts = [item.max_drafts for item in items]
         if not any(counts):
-            return LaterDrafts(counts, lambda: lambda: [[] for _ in counts])
+            return LaterDrafts(counts)
         arrays = TreeArrays.of_items(items, self._table, self._page_size)
         shapes = [item.tree for item in items if item.tree is not None]
         grown = graphs.forward(arrays, max(shapes)._replace(num_drafts=max(counts)))
-
-        def copy() -> Fetch:
-            fetched = Fetched(grown)
-
-            def fetch() -> list[list[int]]:
-                tokens, words = fetched.wait().transpose(1, 2).tolist()
-                return [
-                    tree_of(tokens[index][:count], words[index][:count])
-                    for index, count in enumerate(counts)
-                ]
-
-            return fetch
-
-        return copy()() if self.waits_for_trees else LaterDrafts(counts, copy)
+        if not self.waits_for_trees:
+            return LaterDrafts(counts)
+        tokens, words = grown.cpu().transpose(1, 2).tolist()
+        return [
+            tree_of(tokens[index][:count], words[index][:count])
+            for index, count in enumerate(counts)
+        ]
 
     def _draft_and_wait(self, items: Sequence[VerifyItem]) -> list[list[int]]:
         # Those that get most first: the others leave the batch from its end.

@@ -188,6 +188,8 @@ class MeasuredGate:
         shapes = [item.tree or DraftShape.chain(item.max_drafts) for item in plan.verifies]
         num_drafts = sum(run.num_drafts for run in runs)
         shape = max(shapes, default=NO_DRAFTS)
+        if plan.verifies and not shape.num_drafts:
+            return  # The first step behind those with drafts.
         if shape.is_tree and shape not in self._gains:
             return  # Cut short by the end of its request, of which there are many kinds.
         step = StepTaken(num_requests, shape, num_drafts, duration_s, plan.drafting_s)

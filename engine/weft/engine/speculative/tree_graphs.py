@@ -45,7 +45,7 @@ class TreeArrays(NamedTuple):
         for item in items:
             request = item.request
             table.extend(request.slot, request.pages)
-            start = LATE if request.starts_late else item.start
+            start = LATE if item.starts_late else item.start
             limit = len(request.pages) * page_size
             columns.append((request.slot, start, limit, item.max_accepted, request.adapter_slot))
         return cls(*np.array(columns, np.int64).reshape(-1, 5).T)
