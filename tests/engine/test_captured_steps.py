@@ -58,7 +58,13 @@ def test_graphs_change_no_token(
         groups = captured.generate_all(prompts, params, stop)
         for group, wanted in zip(groups, expected, strict=True):
             assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
-        assert {"ragged", "decode" if drafter == "none" else "verify"} <= set(steps.num_replays)
+        kinds = {"ragged", "decode" if drafter == "none" else "verify"}
+        assert kinds <= set(steps.num_replays)
+        draws = engine._runner._draws
+        assert draws is not None
+        assert kinds <= {
+            key.bucket.kind for key, (graph, _) in draws._graphs.items() if graph.num_own
+        }
         counters = engine.counters()
         assert bool(counters["verified_runs"]) == (drafter != "none")
         assert bool(counters["accepted_tokens"]) or drafter != "known"

@@ -23,7 +23,7 @@ from weft.engine.runner.graphs import GraphBucket
 from weft.engine.runner.keeping import TokenKeeper
 from weft.engine.runner.step import PageTable, StepArrays, StepRequests
 from weft.engine.sampling.sampler import Sampler, SampleRow
-from weft.engine.scheduler.plan import LaterDrafts, Plan, VerifyItem
+from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
 
@@ -33,6 +33,8 @@ SLOTS, DRAFTS, PAGE, VOCAB, HIDDEN, LAYERS = 5, 3, 4, 130, 16, 2
 DECODE = GraphBucket(8, 8, "decode")
 VERIFY = GraphBucket(8 * (1 + DRAFTS), 8, "verify", drafts=DRAFTS)
 TREE = GraphBucket(4 * (1 + DRAFTS), 4, "tree", drafts=DRAFTS)
+RAGGED = GraphBucket(40, 8, "ragged", drafts=DRAFTS)
+BUCKETS = {bucket.kind: bucket for bucket in (DECODE, VERIFY, TREE, RAGGED)}
 
 
 class States:
@@ -57,8 +59,8 @@ class Desk:
         self.known = SlotTokens(tokens, torch.zeros_like(tokens[0]), torch.full_like(tokens, -1))
         self.states, self.pool = States(), torch.randn(SLOTS * 16 + 1, 1, LAYERS, 2, PAGE, 8)
         self.inputs = DeviceInputs(self.table, PAGE, 8, self.known)
-        self.inputs.keep_ragged(max(b.columns.num_bytes for b in (VERIFY, TREE)))
-        self.hidden = {b: torch.randn(b.tokens, HIDDEN) for b in (DECODE, VERIFY, TREE)}
+        self.inputs.keep_ragged(max(b.columns.num_bytes for b in (VERIFY, TREE, RAGGED)))
+        self.hidden = {b: torch.randn(b.tokens, HIDDEN) for b in BUCKETS.values()}
         self.sampler = Sampler(VOCAB, SLOTS, device=torch.device("cpu"))
         self.host = Sampler(VOCAB, SLOTS)
         graphs: Any = SimpleNamespace(
@@ -96,16 +98,20 @@ class Desk:
                 sampler.remove(slot)
             sampler.add(slot, row, (), ())
 
-    def plan(self, num_decodes: int, num_verified: int) -> Plan:
+    def plan(self, num_decodes: int, num_verified: int, num_prompts: int = 0) -> Plan:
         """That many requests, in random slots."""
-        slots = random.sample(range(SLOTS), num_decodes + num_verified)
+        slots = random.sample(range(SLOTS), num_decodes + num_verified + num_prompts)
         requests = [self.request(slot) for slot in slots]
         starts = [len(request.tokens) - 1 for request in requests]
         columns = (np.array(column[:num_decodes], np.int64) for column in (slots, starts))
         plan = Plan(requests[:num_decodes], *columns, [])
         counts = [random.randint(0, DRAFTS) for _ in range(num_verified)]
-        verified = zip(requests[num_decodes:], starts[num_decodes:], counts, strict=True)
+        verified = zip(requests[num_decodes:], starts[num_decodes:], counts, strict=False)
         plan.verifies = [VerifyItem(*item) for item in verified]
+        for request in requests[num_decodes + num_verified :]:
+            begin, samples = random.randrange(len(request.tokens)), random.random() < 0.7
+            count = min(6, len(request.tokens) - begin)
+            plan.chunks = [*plan.chunks, PlanItem(request, begin, count, samples)]
         plan.drafts = LaterDrafts(counts)
         return plan
 
@@ -127,17 +133,21 @@ def ways() -> Iterator[tuple[str, Callable[[], SamplingParams]]]:
     )
 
 
-@pytest.mark.parametrize("kind", ["decode", "verify", "tree"])
+@pytest.mark.parametrize("kind", BUCKETS)
 def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
     fresh_seed()
     desk = Desk()
-    bucket = {"decode": DECODE, "verify": VERIFY, "tree": TREE}[kind]
+    bucket = BUCKETS[kind]
     num_right = 0
     for way, params in ways():
         for _ in range(8):
             count = random.randint(1, 4)
             num_decodes = count if kind == "decode" else random.randint(0, count - 1)
-            plan = desk.plan(num_decodes, count - num_decodes)
+            num_verified = count - num_decodes
+            if kind == "ragged" and random.random() < 0.3:
+                num_verified = 0
+            num_prompts = SLOTS - count if kind == "ragged" else 0
+            plan = desk.plan(num_decodes, num_verified, num_prompts)
             for slot in range(SLOTS):
                 desk.add(slot, params())
             desk.known.tokens.random_(0, VOCAB)
@@ -153,21 +163,23 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
                 if kind == "tree":
                     arrays.ancestors = np.full(len(arrays.token_ids), -1)
                 requests = StepRequests.of_plan(plan, desk.table, PAGE)
-                assert requests is not None
-                if random.random() < 0.5:
+                assert (requests is not None) == (kind != "ragged")
+                if requests is None or random.random() < 0.5:
                     desk.inputs.send_ragged(arrays, bucket.columns)
                 else:
                     desk.inputs.send_requests(requests, bucket.columns)
                 desk.inputs.ragged_batch(bucket.columns)
-                assert [column.tolist() for column in requests.rows()] == [
+                assert requests is None or [column.tolist() for column in requests.rows()] == [
                     arrays.drawing_slots.tolist(),
                     (arrays.drawing_positions - 1).tolist(),
                 ]
             step, rows = desk.inputs.step, len(arrays.logits_rows)
             assert step is not None
+            if not rows:
+                continue
             hidden = desk.hidden[bucket].normal_()
             logits = hidden[:rows] @ desk.weight.T
-            positions = step.positions[:rows].numpy() + 1
+            positions = step.positions[arrays.logits_rows].numpy() + 1
             slots = arrays.drawing_slots
             expected = desk.host.sample(logits, slots, positions).token_ids
             # Some drafts are right: those of rows whose tokens are drawn before them.
@@ -186,20 +198,23 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             )
             assert begun.are_kept
             assert begun.wait().token_ids.tolist() == expected.tolist()
-            if kind != "decode":
+            verified = arrays.verify_rows
+            num_verifying = 0 if verified is None else int((verified >= 0).sum())
+            if num_verifying:
                 assert begun.rows is not None
-                rows_of, words = begun.rows()
-                assert rows_of.tolist() == step.token_ids[:rows].tolist()
-                assert step.ancestors is None or words.tolist() == step.ancestors[:rows].tolist()
+                rows_of, words = (column[:num_verifying] for column in begun.rows())
+                assert rows_of.tolist() == step.token_ids[:num_verifying].tolist()
+                if step.ancestors is not None:
+                    assert words.tolist() == step.ancestors[:num_verifying].tolist()
             found = [tensor.clone() for tensor in desk.state()]
             for tensor, value in zip(desk.state(), before, strict=True):
                 tensor.copy_(value)
             tokens = torch.from_numpy(expected)
-            if kind == "decode":
-                desk.keeper.keep(tokens, torch.from_numpy(slots))
-            else:
-                _, verified = desk.inputs.verifying_step(bucket.columns)
-                desk.keeper.accept(tokens, step, verified._replace(rows=verified.rows[:count]))
+            if verified is not None:
+                _, requests_of, _ = desk.inputs.ragged_step(bucket.columns)
+                whole = requests_of._replace(rows=requests_of.rows[: len(verified)])
+                desk.keeper.accept(tokens, step, whole)
+            desk.keeper.keep(tokens[num_verifying:], torch.from_numpy(slots[num_verifying:]))
             for one, other in zip(found, desk.state(), strict=True):
                 assert torch.equal(one, other)
     assert num_right or kind == "decode"

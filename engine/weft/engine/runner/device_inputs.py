@@ -244,10 +244,10 @@ class DeviceInputs:
         one_row_each = self._one_row_each[: num_rows + 1]
         return StepRows(token_ids, positions, places, one_row_each, kv_lens), rows
 
-    def verifying_step(self, columns: RaggedColumns) -> tuple[StepRows, Verified]:
-        """The memory of a step of that size all of whose rows draw, and its requests."""
+    def ragged_step(self, columns: RaggedColumns) -> tuple[StepRows, Verified, torch.Tensor]:
+        """The memory of a step of that size, its requests with drafts, and the rows that draw."""
         views = self.ragged_views(columns)
-        return _step_of(views), Verified(views.verify_rows, views.drawing_slots)
+        return _step_of(views), Verified(views.verify_rows, views.drawing_slots), views.logits_rows
 
     def send_ragged(self, arrays: StepArrays, columns: RaggedColumns) -> None:
         """Sends a step padded to the size of `columns`: padding rows write to the null page, and

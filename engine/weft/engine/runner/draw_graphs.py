@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import NamedTuple
 
 import torch
 from weft.engine.device_copies import Mark
@@ -22,8 +23,24 @@ from weft.kernels.greedy import greedy_rows
 logger = logging.getLogger(__name__)
 
 
+FREE_ROWS = 64
+"""Rows that an LM head takes in little more time than one: so many may be drawn for nobody."""
+MAX_PADDING = 1.5
+"""Most rows drawn, of more than those, as a multiple of a step's own."""
+
+
+class DrawKey(NamedTuple):
+    """What a graph draws from."""
+
+    bucket: GraphBucket
+    """Of the step."""
+    rows: int
+    """Number of its rows of logits."""
+    way: Way
+
+
 class DrawGraphs:
-    """The drawing from decode steps and from steps that verify drafts, captured for each bucket.
+    """The drawing from steps other than single long prompts, captured for each bucket.
 
     Rows beyond a step's own are drawn too, for the dummy slot.
 
@@ -54,28 +71,29 @@ class DrawGraphs:
         steps = {
             bucket: hidden
             for bucket, hidden in graphs.results()
-            if bucket.kind in ("decode", "verify", "tree")
-            and not (bucket.has_lora and inputs.changes_logits)
+            if bucket.kind != "cold" and not (bucket.has_lora and inputs.changes_logits)
         }
         most = max((len(hidden) for hidden in steps.values()), default=0)
         is_pinned = self._device.type == "cuda"
         self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=is_pinned)
         ways: tuple[Way, ...] = ("greedy",) if tables is None else ("greedy", "any")
-        self._graphs: dict[tuple[GraphBucket, Way], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         began = time.perf_counter()
         with says_what_lacks_memory("drawing"):
             for bucket in sorted(steps, reverse=True):
                 graphs.send_nothing(bucket)
-                for way in ways:
-                    self._graphs[bucket, way] = graphs.capture(
-                        lambda bucket=bucket, way=way: self._draw(bucket, steps[bucket], way)  # type: ignore[misc]
+                for key in [DrawKey(bucket, rows, way) for rows in _sizes(bucket) for way in ways]:
+                    self._graphs[key] = graphs.capture(
+                        lambda key=key, hidden=steps[bucket]: self._draw(key, hidden)  # type: ignore[misc]
                     )
         seconds = time.perf_counter() - began
         logger.info("captured %d CUDA graphs of drawing in %.1f s", len(self._graphs), seconds)
 
-    def has(self, bucket: GraphBucket) -> bool:
-        """Whether the drawing from these steps is captured."""
-        return (bucket, "greedy") in self._graphs
+    def has(self, bucket: GraphBucket, count: int) -> bool:
+        """Whether a graph draws from `count` rows of such a step, and not from many more."""
+        rows = next(size for size in _sizes(bucket) if size >= count)
+        is_near = rows <= max(FREE_ROWS, MAX_PADDING * count)
+        return is_near and DrawKey(bucket, rows, "greedy") in self._graphs
 
     def begin(self, bucket: GraphBucket, count: int, way: Way) -> CapturedDraws:
         """Draws from the step that ran last, and keeps the tokens.
@@ -85,29 +103,46 @@ class DrawGraphs:
             count: L, its rows of logits.
             way: How.
         """
-        graph, tokens = self._graphs[bucket, way]
+        rows = next(size for size in _sizes(bucket) if size >= count)
+        graph, tokens = self._graphs[DrawKey(bucket, rows, way)]
         graph.replay()
         return CapturedDraws(tokens[:count], self._host[:, :count].numpy(), Mark(self._device))
 
-    def _draw(self, bucket: GraphBucket, hidden: torch.Tensor, way: Way) -> torch.Tensor:
-        """The captured work: [rows of the bucket] int64."""
-        logits = self._model.logits(hidden)
+    def _draw(self, key: DrawKey, hidden: torch.Tensor) -> torch.Tensor:
+        """The captured work: [rows] int64."""
+        (bucket, rows, way), verified = key, None
+        logits = self._model.logits(hidden[:rows])
         if bucket.kind == "decode":
-            step, slots = self._inputs.drawing_step(bucket.tokens)
+            step, slots = self._inputs.drawing_step(rows)
+            positions = step.positions
+        elif bucket.kind == "ragged":
+            step, verified, drawn_from = self._inputs.ragged_step(bucket.columns)
+            slots, positions = verified.slots[:rows], step.positions[drawn_from[:rows]]
         else:
-            step, verified = self._inputs.verifying_step(bucket.columns)
-            slots = verified.slots
+            step, verified, _ = self._inputs.ragged_step(bucket.columns)
+            slots, positions = verified.slots, step.positions
         if way == "greedy":
             tokens = greedy_rows(logits)
         else:
             assert self._tables is not None
-            tokens = draw_rows(logits, slots, step.positions[: len(slots)] + 1, self._tables)
+            tokens = draw_rows(logits, slots, positions + 1, self._tables)
         given = [tokens]
-        if bucket.kind == "decode":
+        if bucket.kind in ("decode", "ragged"):
+            # Rows that are verified keep some token or other here, and theirs behind.
             self._keeper.keep(tokens, slots)
-        else:
+        if verified is not None and bucket.drafts:
             self._keeper.accept(tokens, step, verified)
             given += [step.token_ids] if step.ancestors is None else [*step[:1], step.ancestors]
         for host, column in zip(self._host, given, strict=False):
-            host[: len(tokens)].copy_(column, non_blocking=True)
+            host[:rows].copy_(column[:rows], non_blocking=True)
         return tokens
+
+
+def _sizes(bucket: GraphBucket) -> list[int]:
+    """Numbers of rows that drawing from such steps is captured for, ascending: beside prompts all
+    requests may have drafts, or none.
+    """
+    if bucket.kind != "ragged":
+        return [bucket.tokens]
+    most = bucket.columns.max_logits
+    return sorted({min(bucket.requests, most), most})

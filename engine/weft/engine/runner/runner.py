@@ -235,13 +235,14 @@ class ModelRunner:
             is_late = has_trees or arrays.owners.max(initial=-1) >= 0
             if is_late or arrays.is_decode:
                 on_device = partial(self._inputs.drawing_rows, arrays)
-        captured = None
-        if bucket is not None and self._draws is not None and self._draws_all(arrays, bucket):
-            captured = partial(self._draws.begin, bucket, len(arrays.drawing_slots))
-        logits = partial(self._logits, hidden, arrays)
-        slots, positions = arrays.drawing_slots, arrays.drawing_positions
-        tokens = None if self._verifying is None else partial(_rows_of, self._verifying)
-        return Drawable(logits, slots, positions, on_device, captured, tokens)
+        return Drawable(
+            partial(self._logits, hidden, arrays),
+            arrays.drawing_slots,
+            arrays.drawing_positions,
+            on_device,
+            captured=self._captured(arrays, bucket),
+            rows=None if self._verifying is None else partial(_rows_of, self._verifying),
+        )
 
     def _forward_requests(self, requests: StepRequests, bucket: GraphBucket) -> Drawable:
         """`forward` of a step given by its requests."""
@@ -253,7 +254,7 @@ class ModelRunner:
         assert step is not None
         self._verifying = Verifying(step, self._inputs.verify_rows, count)
         captured = None
-        if self._draws is not None and self._draws.has(bucket):
+        if self._draws is not None and self._draws.has(bucket, count):
             captured = partial(self._draws.begin, bucket, count)
         slots, positions = requests.rows()
         logits = partial(self._logits_of, hidden, requests.adapter_slots)
@@ -261,13 +262,21 @@ class ModelRunner:
         rows = partial(_rows_of, self._verifying)
         return Drawable(logits, slots, positions + 1, on_device, captured, rows)
 
-    def _draws_all(self, arrays: StepArrays, bucket: GraphBucket) -> bool:
-        """Whether all rows of a step with that graph draw, and drawing from it is captured."""
-        if self._draws is None or not self._draws.has(bucket):
-            return False
-        if bucket.kind == "decode":
-            return arrays.verify_rows is None
-        return arrays.verify_rows is not None and len(arrays.verify_rows) == len(arrays.rows)
+    def _captured(
+        self, arrays: StepArrays, bucket: GraphBucket | None
+    ) -> Callable[[Way], CapturedDraws] | None:
+        """See `Drawable.captured`."""
+        count = len(arrays.drawing_slots)
+        if bucket is None or self._draws is None or not self._draws.has(bucket, count):
+            return None
+        verified = arrays.verify_rows
+        if bucket.kind == "decode" and verified is not None:
+            return None
+        if bucket.kind in ("verify", "tree") and (
+            verified is None or len(verified) < len(arrays.rows)
+        ):
+            return None  # There are prompts of few tokens.
+        return partial(self._draws.begin, bucket, count)
 
     def capture_draws(self, tables: SlotTables | None) -> None:
         """Captures the drawing from steps that have graphs.
