@@ -57,8 +57,6 @@ class DraftMachine:
     """Prompts in each step beside the requests."""
     sibling_chance: float = 0.0
     """Probability that a tree's less likely draft is right where the most likely one is not."""
-    is_late: bool = False
-    """The gate hears of a step when it has been asked about the next one."""
     random: random.Random = field(default_factory=random.Random)
     requests: list[Request] = field(default_factory=list)
     _num_born: int = 0
@@ -66,7 +64,6 @@ class DraftMachine:
     def run(self, gate: DraftGate, generations: int) -> Outcome:
         """Runs all requests from begin to end, this many times."""
         depths, num_tokens, seconds = [], 0, 0.0
-        news: list[tuple[Plan, list[Run], float]] = []
         while True:
             self.requests = [r for r in self.requests if r.num_computed < r.max_tokens]
             if not self.requests:
@@ -77,9 +74,7 @@ class DraftMachine:
             shape = gate.shape(self.requests)
             plan, runs = self._step(shape)
             duration_s = self.time_s(plan)
-            news.append((plan, runs, self._measured(duration_s)))
-            if len(news) > self.is_late:
-                gate.observe(*news.pop(0))
+            gate.observe(plan, runs, self._measured(duration_s))
             depths.append(shape.num_drafts)
             seconds += duration_s
             num_tokens += len(plan.decodes) + sum(len(run.tokens) for run in runs)

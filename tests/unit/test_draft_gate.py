@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from bare_request import bare_request
 from draft_machine import DraftMachine, FixedGate, Outcome
+from overlap_machine import OverlapMachine
 from weft.engine.config import MAX_TREE_REQUESTS
 from weft.engine.scheduler.acceptance import Acceptance
 from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, PlanItem, Run
@@ -97,7 +98,7 @@ def test_trees_are_run_where_they_pay(kind: str, sibling_chance: float) -> None:
     if best_tree > 1.1 * max(rates.values()):
         assert num_trees > 0.9 * num_steps
     elif best_tree < 0.9 * max(rates.values()):
-        assert num_trees < 0.05 * num_steps
+        assert num_trees < 0.12 * num_steps  # Of one request that is left small ones pay.
 
 
 def test_with_many_requests_there_are_no_trees() -> None:
@@ -161,10 +162,15 @@ def test_it_follows_what_changes() -> None:
 
 
 def test_one_request_whose_drafts_are_wrong_soon_has_none() -> None:
-    bench, gate = machine("cpu", 1, [0.9], num_tokens=(128, 128)), MeasuredGate(MAX_DRAFTS)
-    bench.run(gate, 10)
-    bench.chances = [0.0]
-    assert 0 in bench.run(gate, 1).depths[:16]
+    begins = []
+    for seed in range(7):
+        fields = {"num_tokens": (128, 128), "random": random.Random(seed)}
+        bench, gate = machine("cpu", 1, [0.9], **fields), MeasuredGate(MAX_DRAFTS)
+        bench.run(gate, 10)
+        bench.chances = [0.0]
+        begins.append(bench.run(gate, 1).depths.index(0))
+    assert sorted(begins)[3] <= 16
+    assert max(begins) <= 24
 
 
 def test_one_that_wants_no_drafts_does_not_keep_the_gate_from_learning() -> None:
@@ -183,16 +189,50 @@ def test_old_requests_that_want_no_drafts_do_not_hide_others() -> None:
     assert min(bench.run(gate, 1).depths[:10]) > 0
 
 
-def test_a_trial_is_one_step_where_steps_overlap() -> None:
-    """Its step is seen one turn later than where they do not."""
-    outcomes = {}
-    for is_late in (False, True):
-        bench, gate = machine("rows", 32, [0.0]), MeasuredGate(MAX_DRAFTS)
-        bench.run(gate, 4)
-        bench.is_late = is_late
-        depths = bench.run(gate, 24).depths
-        outcomes[is_late] = sum(depth > 0 for depth in depths)
-    assert outcomes[True] <= 1.3 * outcomes[False] + 2
+def check_overlapped(slowness: float, num_requests: int, chance: float) -> None:
+    """Against the best number of drafts, run all the time, and against none; from its second
+    hundreds of steps on, and against none from the first on."""
+
+    def run(gate: MeasuredGate | FixedGate) -> tuple[Outcome, Outcome]:
+        bench = OverlapMachine(
+            num_requests=num_requests,
+            chance=chance,
+            slowness=slowness,
+            random=random.Random(7),
+        )
+        number = max(12, 2 * num_requests)
+        return bench.run(gate, number), bench.run(gate, 3 * number)
+
+    rates = {depth: run(FixedGate(depth))[1].rate for depth in depths_up_to(MAX_DRAFTS)}
+    plain, _ = run(FixedGate(0))
+    first, later = run(MeasuredGate(MAX_DRAFTS, overlaps=True))
+    num_tried = sum(depth > 0 for depth in later.depths)
+    print(f"{first.rate}, {later.rate}; {num_tried} of {len(later.depths)}; {rates}")
+    assert first.rate > 0.95 * plain.rate
+    assert later.rate > 0.97 * rates[0]
+    assert later.rate > 0.8 * max(rates.values())
+    if chance < 0.1:
+        assert num_tried <= 8 + 0.02 * len(later.depths)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 1.6])
+@pytest.mark.parametrize(("num_requests", "chance"), [(1, 0.5), (8, 0.8), (64, 0.05), (64, 0.5)])
+def test_it_loses_little_where_steps_overlap(
+    slowness: float, num_requests: int, chance: float
+) -> None:
+    """There a step's time has the host's work for its neighbours in it. A gate that counts every
+    step stays with drafts that cost a quarter of the speed."""
+    check_overlapped(slowness, num_requests, chance)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("slowness", [0.7, 1.0, 1.3, 1.6])
+@pytest.mark.parametrize("num_requests", [1, 4, 8, 24, 64])
+@pytest.mark.parametrize("chance", [0.05, 0.5, 0.65, 0.8])
+def test_it_loses_little_anywhere_where_steps_overlap(
+    slowness: float, num_requests: int, chance: float
+) -> None:
+    check_overlapped(slowness, num_requests, chance)
 
 
 def test_beside_prompts_nothing_is_tried_that_was_not_measured() -> None:

@@ -37,8 +37,11 @@ class Drafting:
             self.drafter = draft_model
         self.gate: DraftGate | None = None
         if self.drafter is not None:
-            kind = MeasuredGate if config.draft_gate == "measured" else FixedGate
-            self.gate = kind(config.max_draft_tokens, config.draft_width)
+            most, width = config.max_draft_tokens, config.draft_width
+            if config.draft_gate == "measured":
+                self.gate = MeasuredGate(most, width, overlaps=config.is_overlapped)
+            else:
+                self.gate = FixedGate(most, width)
         self._max_chain = config.max_draft_tokens
         self._draws_on_device = draws_on_device
         is_head = isinstance(self.drafter, EagleDrafter) and self.drafter.is_on_device

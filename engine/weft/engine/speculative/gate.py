@@ -31,7 +31,8 @@ ALLOWANCE_SHARE = 0.01
 MIN_LOSS = 0.1
 """Least cost of a trial, as a share of a step's time."""
 PROBE_EVERY = 100
-"""Number of steps after which a neighbour of the best shape is tried, if the allowance covers it.
+"""Number of steps after which, for each step of it, a neighbour of the best shape is tried, if the
+allowance covers it.
 """
 LOOK_EVERY = 4
 """Steps between two evaluations, unless something is being tried or requests are new."""
@@ -39,6 +40,8 @@ SETTLED_AFTER = 8
 """Steps after which the context lengths of a step's requests count as settled."""
 FIRST_GAIN = 1.04
 """Factor by which drafting must be faster than not drafting to be started."""
+OVERLAPPED_GAIN = 1.08
+"""The same where steps overlap: each change costs, and less is known of what drafts cost."""
 HYSTERESIS = 1.02
 """Factor by which another number of drafts must be faster before it is chosen."""
 UNSURE = 0.08
@@ -49,6 +52,8 @@ OWN_DECAY = 0.95
 """Decay of one request's own statistics, which describe its kind of text."""
 OWN_WEIGHT = 6.0
 """Weight of the statistics of all requests when a new one begins."""
+OVERLAPPED_TRIAL = 4
+"""Steps of a trial where steps overlap: the inner two have neighbours like them."""
 MAX_ASKED = 16
 """Most requests whose acceptance is evaluated before a step; more would cost more than they tell.
 """
@@ -98,19 +103,17 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Trial:
-    """A step that is run to learn its time."""
+    """Steps that are run to learn their time."""
 
     shape: DraftShape
     expected_s: float
-    """Expected time of its tokens with the best shape."""
-    chosen_at: int
-    """Number of completed steps when it was chosen."""
-
-    def is_under_way(self, num_ended: int) -> bool:
-        """Whether its step may still be running, possibly behind another. A step may also be
-        cancelled, or have fewer drafts.
-        """
-        return num_ended <= self.chosen_at + 1
+    """Expected time of a step's tokens with the best shape."""
+    num_left: int
+    """Number of its steps that are still to be planned."""
+    ends_at: int
+    """Number of completed steps by which all of its own have ended; some may be cancelled, or have
+    fewer drafts.
+    """
 
 
 class MeasuredGate:
@@ -122,9 +125,16 @@ class MeasuredGate:
     Args:
         max_drafts: Most drafts of a chain.
         width: Width of trees; 1: there are none.
+        overlaps: A step is planned and begun before the one before it has ended. Then the time from
+            one end to the next has the host's work for the steps before and behind in it, and
+            counts only if these are of the same kind.
     """
 
-    def __init__(self, max_drafts: int, width: int = 1) -> None:
+    def __init__(self, max_drafts: int, width: int = 1, *, overlaps: bool = False) -> None:
+        self._overlaps = overlaps
+        self._trial_steps = OVERLAPPED_TRIAL if overlaps else 1
+        self._recent: tuple[StepTaken | None, StepTaken | None] = (None, None)
+        """The last two steps; None where its time tells nothing."""
         trees = tree_shapes(width)
         self._chains = [DraftShape.chain(depth) for depth in depths_up_to(max_drafts)]
         self._shapes = [*self._chains, *trees]
@@ -132,27 +142,26 @@ class MeasuredGate:
         self._gains = {shape: _Gain(gain * GAIN_WEIGHT) for shape, gain in gains}
         deepest = max(shape.depth for shape in self._shapes)
         self._acceptance = Acceptance(deepest, DECAY)
-        self._times = StepTimes()
+        self._times = StepTimes(overlaps=overlaps)
         self._choices: dict[int, _Choice] = {}
         self._allowance_s = 0.0
         """Seconds that may be spent on trials."""
-        self._trials: dict[DraftShape, _Trial] = {}
-        """Trials whose steps have not ended."""
+        self._trial: _Trial | None = None
+        """The trial whose steps have not all ended."""
         self._num_ended = 0
         """Number of steps that have ended."""
         self._num_settled = 0
         """Steps since many of the requests were new."""
         self._has_prompts = False
-        """Whether the last step brought prompts, and so the next probably will: such times tell
-        nothing.
-        """
+        """Whether the last step brought prompts, and so the next probably will."""
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
         """See `DraftGate.shape`."""
         num_requests = len(requests)
         choice = self._choice(num_requests)
-        if self._has_prompts:
-            return choice.best
+        if self._trial is not None and self._trial.num_left:
+            self._trial.num_left -= 1
+            return self._trial.shape
         speculating = [request for request in requests if request.speculates]
         asked = speculating[:MAX_ASKED]
         if not asked or not self._times.is_measured(num_requests, NO_DRAFTS):
@@ -165,7 +174,7 @@ class MeasuredGate:
             worth = _Worth(known, num_stood_for, self._gains)
             self._choose(choice, worth, num_requests)
             if trial := self._trial_of(choice, worth, num_requests):
-                self._trials[trial.shape] = trial
+                self._trial = trial
                 return trial.shape
             choice.look_at = choice.num_steps + LOOK_EVERY
         return choice.best
@@ -173,9 +182,19 @@ class MeasuredGate:
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`."""
         self._num_ended += 1
+        step = self._step_of(plan, runs, duration_s)
+        self._note_time(step)
+        if step is not None:
+            self._choice(step.num_requests).num_steps += 1
+            self._count_loss(step)
+        if self._trial is not None and self._num_ended >= self._trial.ends_at:
+            self._trial = None
+
+    def _step_of(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> StepTaken | None:
+        """Records what was accepted; returns the step, if its time tells something."""
         num_requests = len(plan.decodes) + len(plan.verifies)
         if not num_requests:
-            return
+            return None
         for index, (item, run) in enumerate(zip(plan.verifies, runs, strict=True)):
             if item.tree is not None:
                 self._observe_tree(item, run, plan.drafts[index])
@@ -184,18 +203,30 @@ class MeasuredGate:
                 self._note_chain(item.request, num_accepted, item.max_drafts, run.num_drafts)
         self._has_prompts = bool(plan.chunks)
         if self._has_prompts or duration_s <= 0:
-            return
+            return None
         shapes = [item.tree or DraftShape.chain(item.max_drafts) for item in plan.verifies]
         num_drafts = sum(run.num_drafts for run in runs)
         shape = max(shapes, default=NO_DRAFTS)
         if plan.verifies and not shape.num_drafts:
-            return  # The first step behind those with drafts.
+            return None  # The first step behind those with drafts.
         if shape.is_tree and shape not in self._gains:
-            return  # Cut short by the end of its request, of which there are many kinds.
-        step = StepTaken(num_requests, shape, num_drafts, duration_s, plan.drafting_s)
-        self._times.note(step, is_settled=self._num_settled >= SETTLED_AFTER)
-        self._choice(num_requests).num_steps += 1
-        self._count_loss(step)
+            return None  # Cut short by the end of its request, of which there are many kinds.
+        return StepTaken(num_requests, shape, num_drafts, duration_s, plan.drafting_s)
+
+    def _note_time(self, step: StepTaken | None) -> None:
+        """Records the time of a step; where steps overlap, that of the one before it, if both and
+        the one before these are alike.
+        """
+        timed = step
+        if self._overlaps:
+            before, timed = self._recent
+            self._recent = timed, step
+            if before is None or step is None or timed is None:
+                return
+            if not (timed.is_like(before) and timed.is_like(step)):
+                return
+        if timed is not None:
+            self._times.note(timed, is_settled=self._num_settled >= SETTLED_AFTER)
 
     def _note_chain(
         self, request: Request, num_accepted: int, max_drafts: int, num_drafts: int
@@ -222,17 +253,18 @@ class MeasuredGate:
         return self._shapes if num_requests <= MAX_TREE_REQUESTS else self._chains
 
     def _choose(self, choice: _Choice, worth: _Worth, num_requests: int) -> None:
-        """Chooses the best of the measured shapes."""
+        """Chooses the best of the shapes whose times are known."""
         times = self._times
         rates = {
             shape: worth.tokens(shape) / times.seconds(num_requests, shape, worth.share)
             for shape in self._options(num_requests)
-            if times.is_measured(num_requests, shape)
+            if times.is_known(num_requests, shape)
         }
         if choice.best not in rates:
             choice.best = NO_DRAFTS
         best = max(rates, key=rates.__getitem__)
-        gain = HYSTERESIS if choice.best.num_drafts else FIRST_GAIN
+        first = OVERLAPPED_GAIN if self._overlaps else FIRST_GAIN
+        gain = HYSTERESIS if choice.best.num_drafts else first
         if not best.num_drafts:
             gain = 1.0  # Drafts end as soon as they do not pay.
         if rates[best] > gain * rates[choice.best]:
@@ -240,31 +272,32 @@ class MeasuredGate:
 
     def _trial_of(self, choice: _Choice, worth: _Worth, num_requests: int) -> _Trial | None:
         """The shape to try in the next step, if there is one that the allowance covers."""
+        if self._trial is not None or self._has_prompts:
+            return None
         times = self._times
         best_s = times.seconds(num_requests, choice.best, worth.share) / worth.tokens(choice.best)
 
         def trial(shape: DraftShape) -> _Trial | None:
-            pending = self._trials.get(shape)
-            if pending is not None and pending.is_under_way(self._num_ended):
-                return None
             expected_s = best_s * worth.tokens(shape)
             seconds = times.seconds(num_requests, shape, worth.share)
-            loss_s = max(seconds - expected_s, MIN_LOSS * seconds)
+            loss_s = self._trial_steps * max(seconds - expected_s, MIN_LOSS * seconds)
             if loss_s > self._allowance_s:
                 return None
-            return _Trial(shape, expected_s, self._num_ended)
+            ends_at = self._num_ended + self._trial_steps + self._overlaps
+            return _Trial(shape, expected_s, self._trial_steps - 1, ends_at)
 
         if found := self._hope(choice, worth, num_requests):
             shape, rate = found
             if rate * best_s > 1 and (first := trial(shape)):
                 return first
-        is_due = choice.num_steps >= PROBE_EVERY * (choice.num_probes + 1)
+        is_due = choice.num_steps >= self._probe_every * (choice.num_probes + 1)
         if not is_due or self._num_settled < SETTLED_AFTER:
             return None
-        # The next ones only: far ones may take many times as long.
+        # The next ones only, and none: far ones may take many times as long.
         options = self._options(num_requests)
         near = options.index(choice.best)
         others = [*options[max(0, near - 1) : near], *options[near + 1 : near + 2]]
+        others += [NO_DRAFTS] * (near > 1)
         return trial(others[choice.num_probes % len(others)])
 
     def _hope(
@@ -293,14 +326,19 @@ class MeasuredGate:
             self._allowance_s = FIRST_ALLOWANCE * duration_s
         self._allowance_s += ALLOWANCE_SHARE * duration_s
         # Another step may have been under way when a trial was chosen.
-        trial = self._trials.pop(step.shape, None)
-        if trial is not None and trial.is_under_way(self._num_ended - 1):
+        trial = self._trial
+        if trial is not None and trial.shape == step.shape:
             loss_s = max(duration_s - trial.expected_s, MIN_LOSS * duration_s)
             self._allowance_s = max(self._allowance_s - loss_s, 1e-9)
             choice = self._choice(step.num_requests)
-            choice.num_probes = choice.num_steps // PROBE_EVERY
-        most_s = FIRST_ALLOWANCE * self._times.seconds(step.num_requests, NO_DRAFTS)
-        self._allowance_s = min(self._allowance_s, most_s)
+            choice.num_probes = choice.num_steps // self._probe_every
+        if self._times.is_measured(step.num_requests, NO_DRAFTS):
+            most_s = FIRST_ALLOWANCE * self._times.seconds(step.num_requests, NO_DRAFTS)
+            self._allowance_s = min(self._allowance_s, most_s)
+
+    @property
+    def _probe_every(self) -> int:
+        return PROBE_EVERY * self._trial_steps
 
     def _own(self, request: Request) -> Acceptance:
         if request.acceptance is None:

@@ -12,6 +12,9 @@ _Kind = tuple[int, DraftShape]
 """A kind of step: its size and the shape of its drafts."""
 MEASURED_WEIGHT = 1.5
 """Number of steps from which a duration counts as measured."""
+FIRM_WEIGHT = 5.0
+"""Number of steps from which a kind may tell the pace where steps overlap, whose times vary more.
+"""
 MAX_WEIGHT = 12.0
 """Most steps that a known time counts for relative to a new one."""
 FARTHEST = 1.5
@@ -24,6 +27,8 @@ MAX_CHANGE = 1.25
 """Largest change of the pace that one step may indicate."""
 GROWTH = 0.3
 """Exponent with which times are assumed to grow with the number of rows, without other data."""
+ALIKE = 1.15
+"""Most requests of a step relative to those of another one that is alike."""
 MIN_SHARE = 0.2
 """Least share of the requested drafts with which a step is evidence of the cost of drafts."""
 
@@ -34,6 +39,12 @@ def size_class(number: int) -> int:
         return number
     shift = number.bit_length() - 2
     return number >> shift << shift
+
+
+def _next_sizes(size: int) -> tuple[int, int]:
+    """The size classes next to one; of 1 it is one of them itself."""
+    is_power = size & (size - 1) == 0
+    return size_class(max(1, size - 1)), size + max(1, size // (2 if is_power else 3))
 
 
 @dataclass(slots=True)
@@ -120,6 +131,16 @@ class StepTaken:
     """Seconds of the step spent on drafting."""
 
     @property
+    def kind(self) -> tuple[int, DraftShape]:
+        """The kind of step: its size and the shape of its drafts."""
+        return size_class(self.num_requests), self.shape
+
+    def is_like(self, other: StepTaken) -> bool:
+        """Whether both have drafts of one shape, and about as many requests."""
+        few, many = sorted((self.num_requests, other.num_requests))
+        return self.shape == other.shape and many <= ALIKE * few
+
+    @property
     def share(self) -> float:
         """Share of the requested drafts that were made."""
         wanted = self.num_requests * self.shape.num_drafts
@@ -137,13 +158,21 @@ class StepTimes:
     Steps take longer as contexts grow, and as others use the machine. That is the pace: what is
     run all the time tells it, and what is run beside it is compared with that. The time of a kind
     of steps that was not measured is predicted, from steps with as many rows.
+
+    Args:
+        overlaps: Steps overlap. There to bring any drafts costs something by itself: once steps
+            with drafts are known, those without tell nothing of them. And few steps can be timed:
+            what drafts cost is taken from the size class beside, where it is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlaps: bool = False) -> None:
+        self._overlaps = overlaps
         self._times: dict[_Kind, _Average] = {}
         """Durations of steps that had all their drafts, at a pace of 1."""
         self._rows = _Curve()
         """Durations without drafting, by number of rows."""
+        self._drafted_rows = _Curve() if overlaps else self._rows
+        """Those of steps with drafts."""
         self._drafting = _Curve()
         """Duration of one turn of the drafter, by number of rows."""
         self._pace = 1.0
@@ -161,8 +190,10 @@ class StepTimes:
             step: What it was.
             is_settled: Contexts are about as long as in the steps before.
         """
-        kind = (size_class(step.num_requests), step.shape)
-        if not (is_settled and kind[0] == self._followed[0]) and self.is_measured(*kind):
+        kind = step.kind
+        least = FIRM_WEIGHT if self._overlaps else MEASURED_WEIGHT
+        is_firm = self.weight(*kind) >= least
+        if not (is_settled and kind[0] == self._followed[0]) and is_firm:
             # There is nothing to compare with: this is how fast steps are now.
             self._followed, self._num_alike = kind, 0
         if kind == self._followed:
@@ -172,7 +203,8 @@ class StepTimes:
         # Where there are none, for want of room or time, the draft only took in tokens.
         if drafting and step.num_drafts:
             self._drafting.note(step.rows_a_turn, drafting / step.shape.depth)
-        self._rows.note(step.num_requests + step.num_drafts, max(time - drafting, 0.1 * time))
+        rows = self._drafted_rows if step.num_drafts else self._rows
+        rows.note(step.num_requests + step.num_drafts, max(time - drafting, 0.1 * time))
         if kind != self._followed:
             self._note_time(kind, step.share, time / self._scale(step.num_requests, kind[0]))
         self._num_alike = self._num_alike + 1 if kind == self._newest else 1
@@ -204,9 +236,17 @@ class StepTimes:
         """Whether the time of these steps is measured rather than predicted."""
         return self.weight(num_requests, shape) >= MEASURED_WEIGHT
 
+    def is_known(self, num_requests: int, shape: DraftShape) -> bool:
+        """Whether the time of these steps is measured, here or beside the size class."""
+        size = size_class(num_requests)
+        is_plain_known = self.is_measured(num_requests, NO_DRAFTS)
+        return self.is_measured(num_requests, shape) or (
+            is_plain_known and self._of_next_size(size, shape) is not None
+        )
+
     def is_near(self, num_rows: int) -> bool:
         """Whether steps with at least half as many rows were measured."""
-        return num_rows <= 2 * self._rows.largest
+        return num_rows <= 2 * max(self._rows.largest, self._drafted_rows.largest)
 
     def seconds(self, num_requests: int, shape: DraftShape, share: float = 1.0) -> float:
         """Duration of a step in which this share of the drafts is made; at least one step must be
@@ -214,17 +254,31 @@ class StepTimes:
         """
         size = size_class(num_requests)
         plain, full = self._times.get((size, NO_DRAFTS)), self._times.get((size, shape))
-        if plain is None or full is None:
+        factor = self._of_next_size(size, shape) if full is None else None
+        if plain is None or (full is None and factor is None):
             return self._pace * self._predicted(num_requests, shape, share)
-        time = plain.value + share * (full.value - plain.value)
+        drafted_s = plain.value * factor if factor is not None else full.value
+        time = plain.value + share * (drafted_s - plain.value)
         return self._pace * time * self._scale(num_requests, size)
+
+    def _of_next_size(self, size: int, shape: DraftShape) -> float | None:
+        """Duration of such steps relative to plain ones, where it is measured for a size class next
+        to this one.
+        """
+        for other in _next_sizes(size) if self._overlaps else ():
+            if other != size and all(self.is_measured(other, one) for one in (NO_DRAFTS, shape)):
+                return self._times[other, shape].value / self._times[other, NO_DRAFTS].value
+        return None
 
     def _scale(self, num_requests: int, size: int) -> float:
         """Duration of steps of this many requests relative to steps of the size class."""
         return 1.0 if num_requests == size else self._rows.at(num_requests) / self._rows.at(size)
 
     def _predicted(self, num_requests: int, shape: DraftShape, share: float) -> float:
-        time = self._rows.at(max(1, round(num_requests * (1 + share * shape.num_drafts))))
+        rows = self._rows
+        if shape.num_drafts and self._drafted_rows.largest:
+            rows = self._drafted_rows
+        time = rows.at(max(1, round(num_requests * (1 + share * shape.num_drafts))))
         if shape.depth and self._drafting.largest:
             time += shape.depth * self._drafting.at(num_requests * shape.width)
         return time
