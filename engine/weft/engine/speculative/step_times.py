@@ -254,11 +254,12 @@ class StepTimes:
         """
         size = size_class(num_requests)
         plain, full = self._times.get((size, NO_DRAFTS)), self._times.get((size, shape))
-        factor = self._of_next_size(size, shape) if full is None else None
-        if plain is None or (full is None and factor is None):
+        factor = None
+        if plain is not None:
+            factor = full.value / plain.value if full else self._of_next_size(size, shape)
+        if plain is None or factor is None:
             return self._pace * self._predicted(num_requests, shape, share)
-        drafted_s = plain.value * factor if factor is not None else full.value
-        time = plain.value + share * (drafted_s - plain.value)
+        time = plain.value * (1 + share * (factor - 1))
         return self._pace * time * self._scale(num_requests, size)
 
     def _of_next_size(self, size: int, shape: DraftShape) -> float | None:
