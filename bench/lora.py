@@ -232,9 +232,12 @@ def gaps(
     running = prompts_of(draw, arguments.batch // 4, vocab_size)
     submits = [submit(f"running-{i}", p, arguments.gaps + 40) for i, p in enumerate(running)]
     inbox: Inbox | None = Inbox(submits=submits)
-    last = time.perf_counter()
-    while llm.engine.has_work or inbox is not None:
+    last, num_open = time.perf_counter(), len(submits)
+    # The last ones may wait for their adapters when nothing runs any more.
+    while num_open:
         outbox = llm.engine.turn(inbox)
+        assert not any(batch.failed for batch in outbox.sessions)
+        num_open -= sum(len(batch.finished) for batch in outbox.sessions)
         if blocks and inbox is not None and inbox.submits[0].adapter:
             wait_for(llm, inbox.submits[0].adapter)
         inbox = None
@@ -247,7 +250,7 @@ def gaps(
                 (prompt,) = prompts_of(draw, 1, vocab_size)
                 adapter = adapters[others % len(adapters)] if adapters else b""
                 inbox = Inbox(submits=[submit(f"other-{others}", prompt, 1, adapter)])
-                others += 1
+                others, num_open = others + 1, num_open + 1
     return values[20:]
 
 
