@@ -42,10 +42,10 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.models.demo import resolve_model
 from weft.engine.models.dtypes import resolve_dtype
 from weft.engine.request import StopCriteria
+from weft.engine.runner.step import StepRequests
 from weft.engine.scheduler.plan import DraftShape, Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.engine.speculative import gate
-from weft.engine.speculative.chains import ChainArrays
 from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.speculative.tree_graphs import TreeArrays
@@ -192,17 +192,22 @@ def measure(
 def drafting_s(drafter: EagleDrafter, batch: int, drafts: DraftShape) -> float:
     """Seconds of captured drafting behind prompts that have ended, whose pages are unused."""
     chains, trees = drafter._graphs, drafter._tree_graphs
-    slots = np.arange(batch)
+    slots, no_adapters = np.arange(batch), np.zeros(batch, np.int64)
     starts = np.full(batch, PROMPT_TOKENS)
     ends = starts + drafts.num_places + 1
+    depths, count = np.full(batch, drafts.depth), 1 + drafts.num_drafts
+    counts = np.full(batch, count)
+    requests = StepRequests(
+        slots, starts, counts, ends, starts, batch * count, count, None, has_trees=False
+    )
 
     def draft() -> None:
         if drafts.is_tree:
             assert trees is not None
-            trees.forward(TreeArrays(slots, starts, ends, np.full(batch, drafts.depth)), drafts)
+            trees.forward(TreeArrays(slots, starts, ends, depths, no_adapters), drafts)
         else:
             assert chains is not None
-            chains.forward(ChainArrays(slots, starts, ends), drafts.num_drafts)
+            chains.forward(requests, drafts.num_drafts)
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(NUM_CHAINS + NUM_SKIPPED):

@@ -36,6 +36,7 @@ from weft.engine.models.demo import resolve_model
 from weft.engine.models.dtypes import resolve_dtype
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.scheduler.plan import DraftShape
+from weft.engine.speculative.eagle import EagleDrafter
 
 NUM_SKIPPED = 10
 """First steps of a run, which are not timed."""
@@ -117,8 +118,13 @@ def watch_engine(llm: LLM) -> Parts:
         parts.wrap(runner.inputs, "send_decode", "forward: send")
         parts.wrap(runner.inputs, "send_ragged", "forward: send")
         parts.wrap(runner.inputs, "send_requests", "forward: send")
-    if engine.drafting.drafter is not None:
-        parts.wrap(engine.drafting.drafter, "draft", "drafts")
+        parts.wrap(runner.inputs, "send_drafting", "forward: send")
+    drafter = engine.drafting.drafter
+    if drafter is not None:
+        parts.wrap(drafter, "draft", "drafts")
+    if isinstance(drafter, EagleDrafter) and drafter._graphs is not None:
+        parts.wrap(drafter._graphs, "forward", "drafts")
+        parts.wrap(drafter._graphs, "forward_sent", "drafts")
     return parts
 
 

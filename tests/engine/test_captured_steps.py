@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from captured_drafts import capture_chains
 from captured_steps import RecordedSteps
-from drafters import KnownGraphs, texts_of
+from drafters import KnownGraphs, RandomGate, texts_of
+from eagle3_cases import NotedChains, check_chains
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from weft.engine.llm import LLM
@@ -68,3 +69,45 @@ def test_graphs_change_no_token(
         counters = engine.counters()
         assert bool(counters["verified_runs"]) == (drafter != "none")
         assert bool(counters["accepted_tokens"]) or drafter != "known"
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_chains_that_read_a_steps_requests_are_the_heads(
+    overlap: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of other lengths, and such without drafts, lie beside each other's numbers."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(5 * index + 1)] for index in range(9)]
+    params = [SamplingParams(temperature=0.0, speculates=index % 3 > 0) for index in range(9)]
+    stop = StopCriteria(max_tokens=18, ignore_eos=True)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, params, stop)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, poison_free_pages=True, overlap=overlap, **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, DRAFTS)
+        graphs = capture_chains(engine, DRAFTS)
+        engine.scheduler.running_plans.drafts_on_device = True
+        noted = NotedChains(engine, RandomGate((0, 1, 3, DRAFTS)))
+        num_begun = [0, 0]
+
+        def count(name: str, way: int) -> None:
+            begin = getattr(graphs, name)
+
+            def counted(*inputs: object) -> None:
+                num_begun[way] += 1
+                begin(*inputs)
+
+            monkeypatch.setattr(graphs, name, counted)
+
+        count("forward", 0)
+        count("forward_sent", 1)
+        found = captured.generate(prompts, params, stop)
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    assert 0 < num_begun[0] < num_begun[1], "few steps bring prompts"
+    check_chains(noted, target_dir, draft_dir)

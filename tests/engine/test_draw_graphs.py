@@ -133,6 +133,15 @@ def ways() -> Iterator[tuple[str, Callable[[], SamplingParams]]]:
     )
 
 
+def check_limits(requests: StepRequests, plan: Plan) -> None:
+    """Chains end where their requests do; those that nobody wants have no room at all."""
+    limits = requests.limits.tolist()
+    assert limits[: len(plan.decodes)] == [1] * len(plan.decodes)
+    for item, limit in zip(plan.verifies, limits[len(plan.decodes) :], strict=True):
+        last = item.request.num_prompt_tokens + item.request.max_tokens
+        assert limit == (min(len(item.request.pages) * PAGE, last) if item.max_drafts else 1)
+
+
 @pytest.mark.parametrize("kind", BUCKETS)
 def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
     fresh_seed()
@@ -164,6 +173,8 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
                     arrays.ancestors = np.full(len(arrays.token_ids), -1)
                 requests = StepRequests.of_plan(plan, desk.table, PAGE)
                 assert (requests is not None) == (kind != "ragged")
+                if requests is not None:
+                    check_limits(requests, plan)
                 if requests is None or random.random() < 0.5:
                     desk.inputs.send_ragged(arrays, bucket.columns)
                 else:

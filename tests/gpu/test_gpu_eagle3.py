@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from drafters import KnownDrafter, KnownGraphs, RandomGate, texts_of
-from eagle3_cases import WatchedHead, check_chains
+from eagle3_cases import NotedChains, WatchedHead, check_chains
 from later_drafts import fetched
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
-from weft.engine.drawing import Drawn
-from weft.engine.engine import Engine
 from weft.engine.llm import LLM
 from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.scheduler.plan import Plan, VerifyItem
+from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.speculative.eagle import EagleDrafter
 from weft.kernels.step_rows import SlotTokens
 
@@ -132,30 +130,9 @@ def test_a_heads_drafts_behind_steps_under_way_are_its_drafts(tmp_path: Path) ->
     settings |= {"prefill_chunk_tokens": 32, "drafter": "eagle3"}
     prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 90))] for _ in range(6)]
     with LLM(target_dir, **settings) as drafting:
-        noted = NotedRuns(drafting.engine)
+        noted = NotedChains(drafting.engine, RandomGate((1, 3, 5)))
         drafting.generate(prompts, SamplingParams(temperature=0.0), STOP)
     check_chains(noted, target_dir, draft_dir, allowed=1)
-
-
-class NotedRuns:
-    """Notes what was drafted behind which tokens, when a step has ended.
-
-    Args:
-        engine: Drafts on its device.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.chains: list[tuple[list[int], list[int]]] = []
-        gate = RandomGate((1, 3, 5))
-        engine.drafting.gate = engine.scheduler.running_plans.gate = gate
-        self._done, engine.pipeline._owner = engine.step_done, self
-        self.step_failed = engine.step_failed
-
-    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
-        """See `StepOwner.step_done`."""
-        for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
-            self.chains.append((list(item.request.tokens), list(drafts)))
-        self._done(plan, drawn, duration_s)
 
 
 class BothWays:

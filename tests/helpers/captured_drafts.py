@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from weft.engine.engine import Engine
+from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.runner.step import PageTable
 from weft.engine.scheduler.plan import DraftShape
@@ -52,14 +53,16 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
 
 
 def capture_chains(engine: Engine, max_drafts: int) -> ChainGraphs:
-    """Gives an engine's drafter what it has on a GPU."""
+    """Gives an engine's drafter what it has on a GPU; behind `RecordedSteps`, chains run with the
+    inputs of these.
+    """
     drafter, model, runner = _parts_of(engine)
     most = engine.config.max_running_requests
     lora = runner._lora
     adapters = None if lora is None else AdapterRows(lora, runner.device, most, [1])
     shapes = chain_shapes(max_drafts, most, has_lora=lora is not None)
-    pages, size = HostPages(runner.page_table), engine.config.page_size
-    static = StaticChains(model, runner.pool, runner.known, pages, size, max(shapes), adapters)
+    inputs, size = runner.inputs or _host_inputs(engine), engine.config.page_size
+    static = StaticChains(model, runner.pool, runner.known, inputs, size, max(shapes), adapters)
     with torch.inference_mode():
         graphs = drafter._graphs = ChainGraphs(static, shapes, capture)
     return graphs
@@ -87,6 +90,16 @@ def num_replays(graphs: ChainGraphs | TreeGraphs, *, has_lora: bool) -> int:
     """Number of replays of the graphs with or without draft adapters."""
     captured = graphs._graphs.items()
     return sum(graph.num_own for key, (graph, _) in captured if key.has_lora == has_lora)
+
+
+def _host_inputs(engine: Engine) -> DeviceInputs:
+    """Inputs of chains alone, of an engine whose steps run without any."""
+    _, _, runner = _parts_of(engine)
+    runner.page_table._changed = []
+    most, size = engine.config.max_running_requests, engine.config.page_size
+    inputs = DeviceInputs(runner.page_table, size, most, runner.known)
+    inputs.keep_ragged(0)
+    return inputs
 
 
 def _parts_of(engine: Engine) -> tuple[EagleDrafter, DraftedModel, ModelRunner]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from weft.engine.drawing import Drawn
 from weft.engine.engine import Engine
 from weft.engine.llm import GeneratedSample
+from weft.engine.runner.step import LATE, StepRequests
 from weft.engine.sampling.sampler import derive_seed
 from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request, State
-from weft.engine.speculative.captured import LATE
-from weft.engine.speculative.chains import ChainArrays
 from weft.engine.speculative.eagle import EagleDrafter
 
 
@@ -128,7 +129,8 @@ class KnownGraphs:
         self._vocab_size = vocab_size
         self._chance = chance
         self._running = engine.scheduler.running
-        self._known = engine.pipeline._runner.known
+        self._runner = engine.pipeline._runner
+        self._known = self._runner.known
         self.num_late = 0
         """Chains whose begin the host did not know."""
         self.last = torch.zeros(0, dtype=torch.int64)
@@ -140,14 +142,26 @@ class KnownGraphs:
         plans.drafts_on_device = True
         engine.drafting.gate = plans.gate = RandomGate((0, 1, 2, 3, 5))
 
-    def forward(self, arrays: ChainArrays, depth: int) -> torch.Tensor:
+    def forward(self, requests: StepRequests, depth: int) -> None:
         """See `ChainGraphs.forward`."""
+        self._draft(requests.slots.tolist(), requests.starts.tolist(), depth)
+
+    def forward_sent(
+        self, depth: int, num_requests: int, adapter_slots: npt.NDArray[np.int32] | None
+    ) -> None:
+        """See `ChainGraphs.forward_sent`."""
+        assert self._runner.inputs is not None
+        slots, starts, _, limits = self._runner.inputs.request_rows(num_requests)
+        are_drafted = limits > 1
+        self._draft(slots[are_drafted].tolist(), starts[are_drafted].tolist(), depth)
+
+    def _draft(self, chosen: list[int], starts: list[int], depth: int) -> None:
         owners = {request.slot: request for request in self._running}
-        drafts = torch.empty((depth, len(arrays.slots)), dtype=torch.int64)
-        for column, (slot, start, *_) in enumerate(zip(*arrays, strict=True)):
+        drafts = torch.empty((depth, len(chosen)), dtype=torch.int64)
+        for column, (slot, start) in enumerate(zip(chosen, starts, strict=True)):
             self.num_late += start == LATE
-            begin = int(self._known.starts[slot]) if start == LATE else int(start)
-            request = owners[int(slot)]
+            begin = int(self._known.starts[slot]) if start == LATE else start
+            request = owners[slot]
             text = self._texts[tuple(request.tokens[: request.num_prompt_tokens])]
             for behind in range(depth):
                 at = begin + 1 + behind
@@ -156,10 +170,9 @@ class KnownGraphs:
                 shift = 0 if is_right else random.randint(1, self._vocab_size - 1)
                 drafts[behind, column] = (right + shift) % self._vocab_size
         drafts = drafts.to(self._known.tokens.device)
-        slots = torch.from_numpy(arrays.slots.copy()).to(drafts.device)
+        slots = torch.tensor(chosen, dtype=torch.int64, device=drafts.device)
         self._known.tokens[1 : 1 + depth].index_copy_(1, slots, drafts)
         self.last = drafts
-        return drafts
 
 
 class RandomGate:

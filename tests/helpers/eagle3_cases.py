@@ -12,11 +12,13 @@ import torch
 from drafters import KnownDrafter, RandomGate
 from later_drafts import fetched
 from tiny_drafts import NaiveEagle, NaiveHead
+from weft.engine.drawing import Drawn
 from weft.engine.engine import Engine
 from weft.engine.memory.keys import PageKeys
 from weft.engine.models.config import ModelConfig
 from weft.engine.models.eagle_config import head_kind
-from weft.engine.scheduler.plan import VerifyItem
+from weft.engine.scheduler.plan import Plan, VerifyItem
+from weft.engine.scheduler.running import DraftGate
 from weft.engine.speculative.drafter import Drafter
 
 NUM_CHECKED = 50
@@ -49,6 +51,28 @@ class WatchedHead:
             assert len(chain) == item.max_drafts
             self.chains.append((item.request.tokens[: item.start + 1], list(chain)))
         return self._known.draft(items)
+
+
+class NotedChains:
+    """Notes what was drafted behind which tokens, when a step has ended.
+
+    Args:
+        engine: Drafts on its device.
+        gate: Says how much.
+    """
+
+    def __init__(self, engine: Engine, gate: DraftGate) -> None:
+        self.chains: list[tuple[list[int], list[int]]] = []
+        """Tokens so far, and what was drafted behind them."""
+        engine.drafting.gate = engine.scheduler.running_plans.gate = gate
+        self._done, engine.pipeline._owner = engine.step_done, self
+        self.step_failed = engine.step_failed
+
+    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+        """See `StepOwner.step_done`."""
+        for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
+            self.chains.append((list(item.request.tokens), list(drafts)))
+        self._done(plan, drawn, duration_s)
 
 
 class HasChains(Protocol):

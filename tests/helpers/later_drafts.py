@@ -23,6 +23,7 @@ def fetched(
     drafts = drafter.draft(items)
     if not isinstance(drafts, LaterDrafts):
         return drafts
+    drafts.begin()
     found = []
     for item, count in zip(items, drafts.counts, strict=True):
         own = (slice(1, 1 + count), item.request.slot)

@@ -12,8 +12,8 @@ from eagle3_cases import HeadReference
 from later_drafts import fetched
 from weft.engine.engine import Engine
 from weft.engine.memory.keys import PageKeys
+from weft.engine.runner.step import LATE
 from weft.engine.scheduler.plan import DraftShape, DraftTree, VerifyItem
-from weft.engine.speculative.captured import LATE
 from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.speculative.tree_graphs import TreeArrays
 

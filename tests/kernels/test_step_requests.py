@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_checks import fresh_seed
-from weft.engine.runner.ragged_columns import RaggedColumns
+from weft.engine.runner.ragged_columns import RaggedColumns, requests_size, write_requests
 from weft.engine.runner.step import StepArrays, StepRequests
 from weft.kernels import step_requests
 from weft.kernels.gpu import step_requests as gpu_step_requests
@@ -66,7 +66,10 @@ def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
         counts = np.minimum(counts, page_size * PAGES_EACH - bounds)
         starts = np.where(np.random.rand(count) < 0.5, -1, bounds)
         num_rows, has_trees = int(counts.sum()), drafts == 31
-        requests = StepRequests(slots, starts, counts, bounds, num_rows, None, has_trees)
+        limits = np.random.randint(1, page_size * PAGES_EACH, count)
+        columns_of = (slots, starts, counts, limits, bounds)
+        most_rows = int(counts.max())
+        requests = StepRequests(*columns_of, num_rows, most_rows, None, has_trees)
         table = np.random.permutation(np.arange(1, 1 + SLOTS * PAGES_EACH)).astype(np.int32)
         table = np.concatenate([table.reshape(SLOTS, -1), np.zeros((1, PAGES_EACH), np.int32)])
         rows, most = num_rows + random.randint(0, 150), count + random.randint(0, 5)
@@ -76,7 +79,8 @@ def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
             arrays.ancestors = np.full(num_rows, -1)
         wanted, found = (torch.randint(0, 255, (columns.num_bytes,)).byte() for _ in range(2))
         columns.write(wanted.numpy(), arrays, SLOTS, page_size)
-        columns.write_requests(found.numpy(), requests, SLOTS)
+        used = write_requests(found.numpy(), requests, most, SLOTS)
+        assert used == 8 * requests_size(most)
         views = columns.views(found)
         views.token_ids[:num_rows] = 0
         if has_trees:

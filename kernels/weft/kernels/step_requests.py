@@ -13,7 +13,7 @@ class StepColumns(NamedTuple):
     int32. L rows are drawn from."""
 
     requests: torch.Tensor | None
-    """[1 + 3 * R]: see `expand_requests`; None: the other columns are given."""
+    """[1 + 4 * R]: see `expand_requests`; None: the other columns are given."""
     token_ids: torch.Tensor
     """[T]."""
     positions: torch.Tensor
@@ -46,8 +46,9 @@ def expand_requests(
     """Writes the columns of a step from `step.requests`, all but what `resolve_rows` enters.
 
     The first number says whether to: 0 leaves the columns as they are. Behind it come a slot, the
-    position of the last token (-1: only the device knows it) and the number of rows of each
-    request; those behind the last request have no rows. All rows are drawn from.
+    position of the last token (-1: only the device knows it), the number of rows and a limit of
+    each request, which only chains of drafts follow; those behind the last request have no rows.
+    All rows are drawn from.
 
     Args:
         step: Changed. T = L; rows that no request brings, and requests without rows, are those of
@@ -64,7 +65,7 @@ def expand_requests(
         return
     if int(step.requests[0]) == 0:
         return
-    slots, starts, counts = step.requests[1:].view(3, -1).tolist()
+    slots, starts, counts, _ = step.requests[1:].view(4, -1).tolist()
     null = num_slots - 1
     for column, padding in (
         *((step.token_ids, 0), (step.positions, 0), (step.slots, 0), (step.rows, null)),

@@ -17,7 +17,12 @@ from weft.engine.lora.pool import LoraPool
 from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.lora_columns import LoraColumns
-from weft.engine.runner.ragged_columns import NOTHING, RaggedColumns
+from weft.engine.runner.ragged_columns import (
+    NOTHING,
+    RaggedColumns,
+    requests_size,
+    write_requests,
+)
 from weft.engine.runner.step import (
     Int32Array,
     PageChanges,
@@ -64,7 +69,9 @@ class DeviceInputs:
         self._copies = DeviceCopies(device)
         self._table = torch.from_numpy(table.pages).to(device)
         self._static = _StaticColumns(max_decode_rows, device)
+        self._max_requests = max_decode_rows
         self._ragged: torch.Tensor | None = None
+        self._ragged_views: dict[RaggedColumns, StepColumns] = {}
         self._lora = lora
         if lora is not None:
             columns = LoraColumns.of(max(max_tokens, max_decode_rows), lora.max_slots)
@@ -266,16 +273,37 @@ class DeviceInputs:
 
     def send_requests(self, requests: StepRequests, columns: RaggedColumns) -> None:
         """Sends a step given by its requests, as `send_ragged` does."""
-        self._send_lora(requests.adapter_slots, columns.num_tokens)
-        views, changes = self.ragged_views(columns), self._few_changes()
-        buffer = self._copies.pinned.take(columns.num_bytes + _CHANGES_BYTES)
-        used = columns.write_requests(buffer.numpy(), requests, self._host_table.null_row)
-        assert self._ragged is not None
-        # New pages lie where the graph writes other columns, once they are entered.
-        self._send_static(self._ragged, buffer, used, changes)
+        self._send_lora(requests.token_adapter_slots(), columns.num_tokens)
+        views = self.ragged_views(columns)
+        self.send_drafting(requests, columns.max_requests)
         self.drawing_slots = views.drawing_slots[: requests.num_rows]
         self.verify_rows = views.verify_rows[: len(requests.slots)]
         self.step = _step_of(views)
+
+    def send_drafting(self, requests: StepRequests, num_requests: int) -> None:
+        """Sends requests alone, to draft for: a step of its own that is sent next takes their
+        place.
+
+        Args:
+            requests: Which.
+            num_requests: That they are padded to.
+        """
+        changes, size = self._few_changes(), 8 * requests_size(num_requests)
+        buffer = self._copies.pinned.take(size + _CHANGES_BYTES)
+        used = write_requests(buffer.numpy(), requests, num_requests, self._host_table.null_row)
+        # New pages lie where a graph writes other columns, once they are entered.
+        self.keep_ragged(0)
+        assert self._ragged is not None
+        self._send_static(self._ragged, buffer, used, changes)
+
+    def request_rows(self, num_requests: int) -> tuple[torch.Tensor, ...]:
+        """Slots, starts, counts and limits ([num_requests] int64 each) of the step or the requests
+        sent last, if these were padded to this number.
+        """
+        self.keep_ragged(0)
+        assert self._ragged is not None
+        given = self._ragged[: 8 * requests_size(num_requests)].view(torch.int64)
+        return given[1:].view(4, num_requests).unbind()
 
     def _few_changes(self) -> PageChanges:
         """New pages that fit into static inputs; more are sent by themselves."""
@@ -291,6 +319,10 @@ class DeviceInputs:
         """Copies the first `used` bytes of the pinned buffer taken last, and behind them new pages,
         to fixed memory; enters the pages.
         """
+        if not len(changes.indices):
+            device_bytes[:used].copy_(buffer[:used], non_blocking=True)
+            self._copies.pinned.sent()
+            return
         host, begin = buffer.numpy(), -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         middle = begin + changes.indices.nbytes
         end = middle + changes.pages.nbytes
@@ -334,7 +366,7 @@ class DeviceInputs:
         """Allocates fixed memory for ragged steps of this many bytes, unless there is some; the
         largest size must be requested first.
         """
-        num_bytes += _CHANGES_BYTES
+        num_bytes = max(num_bytes, 8 * requests_size(self._max_requests)) + _CHANGES_BYTES
         if self._ragged is None:
             self._ragged = torch.zeros(num_bytes, dtype=torch.uint8, device=self._table.device)
         if num_bytes > self._ragged.numel():
@@ -342,9 +374,12 @@ class DeviceInputs:
 
     def ragged_views(self, columns: RaggedColumns) -> StepColumns:
         """The columns of a ragged step in fixed memory."""
-        self.keep_ragged(columns.num_bytes)
-        assert self._ragged is not None
-        return columns.views(self._ragged)
+        views = self._ragged_views.get(columns)
+        if views is None:
+            self.keep_ragged(columns.num_bytes)
+            assert self._ragged is not None
+            views = self._ragged_views[columns] = columns.views(self._ragged)
+        return views
 
     def _apply(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
         if indices.shape[0]:
@@ -365,12 +400,16 @@ class _StaticColumns:
         at = 5 * 8 * max_rows
         wide = self.device_bytes[:at].view(torch.int64).view(5, max_rows)
         self._columns = (*wide, self.device_bytes[at : self._used].view(torch.int32))
+        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def views(self, num_rows: int) -> list[torch.Tensor]:
+    def views(self, num_rows: int) -> tuple[torch.Tensor, ...]:
         """token_ids, positions, slots, rows, sources (int64) and kv_lens (int32), [num_rows] each;
         sources are those of `StepArrays`, -1 where the host knows the token.
         """
-        return [column[:num_rows] for column in self._columns]
+        views = self._views.get(num_rows)
+        if views is None:
+            views = self._views[num_rows] = tuple(column[:num_rows] for column in self._columns)
+        return views
 
     def write(
         self, host: npt.NDArray[np.uint8], arrays: StepArrays, num_rows: int, null_row: int

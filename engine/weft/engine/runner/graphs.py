@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.engine.runner.step import StepArrays, StepRequests
+from weft.engine.scheduler.plan import LaterDrafts
 from weft.kernels.attention import MAX_TREE_ROWS, gains_by_exact_lengths
 from weft.kernels.side_stream import rehearsal
 
@@ -86,16 +88,22 @@ class GraphBucket(NamedTuple):
     @property
     def columns(self) -> RaggedColumns:
         """Layout of the arrays of such a step, unless it is a decode step."""
-        num_logits = min(self.tokens, self.requests * (1 + self.drafts))
-        is_tree, is_verify = self.kind == "tree", self.kind == "verify"
-        return RaggedColumns(
-            self.tokens,
-            self.requests,
-            num_logits,
-            self.drafts,
-            has_trees=is_tree,
-            has_requests=is_tree or is_verify,
-        )
+        return _columns_of(self)
+
+
+@cache
+def _columns_of(bucket: GraphBucket) -> RaggedColumns:
+    """`GraphBucket.columns`, the same object each time."""
+    num_logits = min(bucket.tokens, bucket.requests * (1 + bucket.drafts))
+    is_tree, is_verify = bucket.kind == "tree", bucket.kind == "verify"
+    return RaggedColumns(
+        bucket.tokens,
+        bucket.requests,
+        num_logits,
+        bucket.drafts,
+        has_trees=is_tree,
+        has_requests=is_tree or is_verify,
+    )
 
 
 def step_buckets(
@@ -172,6 +180,35 @@ def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> l
     ]
 
 
+class _ShortBuckets:
+    """Buckets of requests of a few rows each, all with room for as many rows of each request.
+
+    Args:
+        buckets: Smallest first.
+    """
+
+    def __init__(self, buckets: Sequence[GraphBucket]) -> None:
+        self._buckets = buckets
+        self._max_drafts = max((bucket.drafts for bucket in buckets), default=0)
+        self._found: dict[tuple[int, int], GraphBucket | None] = {}
+
+    def with_room(self, num_requests: int, max_q_len: int) -> GraphBucket | None:
+        """The smallest bucket for so many requests of at most so many rows; None: there is none."""
+        if max_q_len > 1 + self._max_drafts:
+            return None
+        key = (num_requests, max_q_len)
+        if key not in self._found:
+            self._found[key] = next(
+                (
+                    bucket
+                    for bucket in self._buckets
+                    if bucket.requests >= num_requests and bucket.drafts >= max_q_len - 1
+                ),
+                None,
+            )
+        return self._found[key]
+
+
 class GraphBuckets:
     """Finds the bucket of a step among the captured ones.
 
@@ -185,8 +222,8 @@ class GraphBuckets:
         sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
         self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
         self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
-        self._verify = [bucket for bucket in sizes if bucket.kind == "verify"]
-        self._tree = [bucket for bucket in sizes if bucket.kind == "tree"]
+        self._verify = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "verify"])
+        self._tree = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "tree"])
         ragged = [bucket for bucket in sizes if bucket.kind == "ragged"]
         bounds = sorted({bucket.requests for bucket in ragged})
         self._ragged = [(n, _next_of([b for b in ragged if b.requests == n])) for n in bounds]
@@ -203,19 +240,19 @@ class GraphBuckets:
     def of_requests(self, requests: StepRequests) -> GraphBucket | None:
         """The bucket that runs a step given by its requests; None: it must be given by rows."""
         sizes = self._tree if requests.has_trees else self._verify
-        lengths = (int(requests.counts.sum()), len(requests.counts), int(requests.counts.max()))
-        bucket = _with_room(sizes, *lengths)
-        has_lora = requests.adapter_slots is not None
-        return None if bucket is None else bucket._replace(has_lora=has_lora)
+        bucket = sizes.with_room(len(requests.slots), requests.max_count)
+        if bucket is None or requests.adapter_slots is None:
+            return bucket
+        return bucket._replace(has_lora=True)
 
     def _size_of(self, arrays: StepArrays) -> GraphBucket | None:
         num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
         if arrays.is_decode:
             return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
         if arrays.ancestors is not None:
-            return _with_room(self._tree, num_tokens, num_requests, arrays.max_q_len)
+            return self._tree.with_room(num_requests, arrays.max_q_len)
         if arrays.max_q_len <= MAX_VERIFY_ROWS:
-            bucket = _with_room(self._verify, num_tokens, num_requests, arrays.max_q_len)
+            bucket = self._verify.with_room(num_requests, arrays.max_q_len)
             if bucket is not None:
                 return bucket
         lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
@@ -303,9 +340,12 @@ class StepGraphs:
             self._inputs.send_ragged(arrays, bucket.columns)
         return self._replay(bucket)[: len(arrays.logits_rows)]
 
-    def forward_requests(self, requests: StepRequests, bucket: GraphBucket) -> torch.Tensor:
-        """`forward` of a step given by its requests."""
+    def forward_requests(
+        self, requests: StepRequests, drafts: LaterDrafts, bucket: GraphBucket
+    ) -> torch.Tensor:
+        """`forward` of a step given by its requests, behind which their drafts begin."""
         self._inputs.send_requests(requests, bucket.columns)
+        drafts.begin_within(bucket.requests, requests.adapter_slots)
         return self._replay(bucket)[: requests.num_rows]
 
     def _replay(self, bucket: GraphBucket) -> torch.Tensor:
@@ -401,19 +441,6 @@ def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
 def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, int]) -> bool:
     shape = (config.num_heads, config.head_dim)
     return gains_by_exact_lengths(*shape, *lengths, config.common_window)
-
-
-def _with_room(
-    buckets: Sequence[GraphBucket], num_tokens: int, num_requests: int, max_q_len: int
-) -> GraphBucket | None:
-    """The first, and so smallest, bucket with room for requests of few rows each; None: there is
-    none.
-    """
-    for bucket in buckets:
-        has_room = bucket.tokens >= num_tokens and bucket.requests >= num_requests
-        if has_room and bucket.drafts >= max_q_len - 1:
-            return bucket
-    return None
 
 
 def _next_of(buckets: Sequence[GraphBucket]) -> list[GraphBucket]:

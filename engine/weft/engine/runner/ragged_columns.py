@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,36 @@ NOTHING = -1
 """Padding of `sources`, `owners` and `verify_rows`."""
 
 
-@dataclass(frozen=True, slots=True)
+def requests_size(num_requests: int) -> int:
+    """Length of the int64 column that gives a step by so many requests: whether it does, and four
+    rows of `StepRequests`.
+    """
+    return 1 + 4 * num_requests
+
+
+def write_requests(
+    host: npt.NDArray[np.uint8], requests: StepRequests, num_requests: int, null_row: int
+) -> int:
+    """Writes that column, padded to so many requests; returns the bytes used.
+
+    Args:
+        host: At least 8 * `requests_size` bytes.
+        requests: No more than `num_requests`.
+        num_requests: Number of requests in the layout.
+        null_row: See `RaggedColumns.write`.
+    """
+    used, count = 8 * requests_size(num_requests), len(requests.slots)
+    given = host[:used].view(np.int64)
+    given[0] = 1
+    columns = given[1:].reshape(4, num_requests)
+    for column, values in zip(columns, requests[:4], strict=True):
+        column[:count] = values
+    if count < num_requests:
+        columns[:, count:] = ((null_row,), (0,), (0,), (1,))
+    return used
+
+
+@dataclass(frozen=True)
 class RaggedColumns:
     """The layout of steps padded to this many rows, requests and rows of logits."""
 
@@ -30,24 +60,19 @@ class RaggedColumns:
     has_requests: bool = False
     """Whether a step may also be given by its requests alone, in a column before all others."""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all columns."""
         return 8 * sum(self._wide) + 4 * (2 * self.max_requests + 1)
 
-    @property
+    @cached_property
     def _wide(self) -> list[int]:
         """Lengths of the int64 columns, in the order of `StepColumns`."""
         tokens, logits = self.num_tokens, self.max_logits
         verified = self.max_requests * (1 + self.max_drafts) if self.max_drafts else 0
         of_trees = tokens if self.has_trees else 0
         columns = [*[tokens] * 3, self.max_requests, *[logits] * 4, verified, of_trees]
-        return [self.requests_size, *columns]
-
-    @property
-    def requests_size(self) -> int:
-        """Length of the column that gives a step by its requests; 0 if there is none."""
-        return 1 + 3 * self.max_requests if self.has_requests else 0
+        return [requests_size(self.max_requests) if self.has_requests else 0, *columns]
 
     def views(self, flat: torch.Tensor) -> StepColumns:
         """The columns as views of `flat`, [num_bytes] uint8, aligned to 8 bytes."""
@@ -104,23 +129,3 @@ class RaggedColumns:
         ancestors[:] = ALL_BEFORE
         if arrays.ancestors is not None:
             ancestors[: len(arrays.ancestors)] = arrays.ancestors
-
-    def write_requests(
-        self, host: npt.NDArray[np.uint8], requests: StepRequests, null_row: int
-    ) -> int:
-        """Writes a step given by its requests; returns the bytes used.
-
-        Args:
-            host: At least [num_bytes].
-            requests: No more than the layout has room for.
-            null_row: See `write`.
-        """
-        assert self.has_requests
-        used = 8 * self.requests_size
-        given, count = host[:used].view(np.int64), len(requests.slots)
-        given[0] = 1
-        columns = given[1:].reshape(3, self.max_requests)
-        for column, values in zip(columns, requests[:3], strict=True):
-            column[:count] = values
-        columns[:, count:] = ((null_row,), (0,), (0,))
-        return used

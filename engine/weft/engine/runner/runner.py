@@ -31,7 +31,7 @@ from weft.engine.runner.step import (
 )
 from weft.engine.sampling.device import CapturedDraws, RowsOnDevice, Way
 from weft.engine.scheduler.pages import PageCopy
-from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.plan import LaterDrafts, Plan
 from weft.engine.tiers.pool import HostPool, PagePool
 from weft.engine.transfer.digest import digest_pages
 from weft.kernels.device_sampling import SlotTables
@@ -216,7 +216,11 @@ class ModelRunner:
             requests = StepRequests.of_plan(plan, self._page_table, self._page_size)
             bucket = None if requests is None else self.graphs.buckets.of_requests(requests)
             if requests is not None and bucket is not None:
-                return self._forward_requests(requests, bucket)
+                assert isinstance(plan.drafts, LaterDrafts)
+                return self._forward_requests(requests, plan.drafts, bucket)
+        if isinstance(plan.drafts, LaterDrafts):
+            with torch.inference_mode():
+                plan.drafts.begin()
         arrays = StepArrays.of_plan(plan, self._page_table, self._page_size)
         hidden, bucket = self._hidden(arrays)
         self._verifying = None
@@ -244,12 +248,14 @@ class ModelRunner:
             rows=None if self._verifying is None else partial(_rows_of, self._verifying),
         )
 
-    def _forward_requests(self, requests: StepRequests, bucket: GraphBucket) -> Drawable:
+    def _forward_requests(
+        self, requests: StepRequests, drafts: LaterDrafts, bucket: GraphBucket
+    ) -> Drawable:
         """`forward` of a step given by its requests."""
         assert self.graphs is not None
         assert self._inputs is not None
         with torch.inference_mode():
-            hidden = self.graphs.forward_requests(requests, bucket)
+            hidden = self.graphs.forward_requests(requests, drafts, bucket)
         step, count = self._inputs.step, requests.num_rows
         assert step is not None
         self._verifying = Verifying(step, self._inputs.verify_rows, count)
@@ -257,7 +263,7 @@ class ModelRunner:
         if self._draws is not None and self._draws.has(bucket, count):
             captured = partial(self._draws.begin, bucket, count)
         slots, positions = requests.rows()
-        logits = partial(self._logits_of, hidden, requests.adapter_slots)
+        logits = partial(self._logits_of, hidden, requests.token_adapter_slots())
         on_device = partial(self._inputs.drawing_rows_of, requests)
         rows = partial(_rows_of, self._verifying)
         return Drawable(logits, slots, positions + 1, on_device, captured, rows)

@@ -9,11 +9,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from weft.engine.memory.kv_memory import NULL_PAGE
-from weft.engine.scheduler.plan import LaterDrafts, Plan, parents_of
+from weft.engine.scheduler.plan import LaterDrafts, Plan, VerifyItem, parents_of
 
 DRAWN = -1
 """Placeholder for a token that the previous step draws for the slot and the host does not know yet.
 """
+
+LATE = -1
+"""Start position that only the device knows: the end of the step under way."""
 
 ALL_BEFORE = -1
 """Word of `ancestors` for a row that sees all earlier rows of its request, as outside trees."""
@@ -28,6 +31,9 @@ class PageChanges(NamedTuple):
     indices: Int64Array
     """Indices into the flattened table."""
     pages: Int32Array
+
+
+_NO_CHANGES = PageChanges(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 class PageTable:
@@ -66,10 +72,12 @@ class PageTable:
     def take_changes(self) -> PageChanges:
         """The entries set since the last call."""
         assert self._changed is not None
+        if not self._changed:
+            return _NO_CHANGES
         changed, self._changed = self._changed, []
         width = self.pages.shape[1]
         runs = [np.arange(slot * width + a, slot * width + b) for slot, a, b in changed]
-        indices = np.concatenate(runs) if runs else np.zeros(0, np.int64)
+        indices = np.concatenate(runs)
         return PageChanges(indices, self.pages.reshape(-1)[indices])
 
 
@@ -210,7 +218,9 @@ class StepArrays:
 
 
 class StepRequests(NamedTuple):
-    """A step of requests that bring their last tokens, and drafts that are on the device."""
+    """Requests that bring their last tokens, and drafts that are on the device: all of a step, or
+    those to draft for.
+    """
 
     slots: Int64Array
     """[R]: those without drafts first."""
@@ -218,12 +228,18 @@ class StepRequests(NamedTuple):
     """[R]: positions of the last tokens; -1: only the device knows."""
     counts: Int64Array
     """[R]: rows of each."""
+    limits: Int64Array
+    """[R]: positions from which on a chain of drafts has no pages; 1, the least: it has none, since
+    no drafts are wanted.
+    """
     bounds: Int64Array
     """[R]: the largest that `starts` can be."""
     num_rows: int
     """T."""
+    max_count: int
+    """Most rows of a request."""
     adapter_slots: Int32Array | None
-    """[T]: `StepArrays.adapter_slots`."""
+    """[R]: each request's slot of the LoRA tables; None: none has an adapter."""
     has_trees: bool
 
     @classmethod
@@ -231,26 +247,56 @@ class StepRequests(NamedTuple):
         """The requests of a started plan, whose new pages are entered into the table; None if it
         brings more.
         """
-        if plan.chunks or not plan.verifies or not isinstance(plan.drafts, LaterDrafts):
+        drafts = plan.drafts
+        if plan.chunks or not plan.verifies or not isinstance(drafts, LaterDrafts):
             return None
+        found = cls.of_items(plan.verifies, drafts.counts, table, page_size)
+        return found._behind_decodes(plan, table, page_size) if plan.decodes else found
+
+    @classmethod
+    def of_items(
+        cls, items: Sequence[VerifyItem], counts: Sequence[int], table: PageTable, page_size: int
+    ) -> StepRequests:
+        """Requests with these numbers of drafts; their new pages are entered into the table."""
+        found, adapter_slots = [], []
+        for item, count in zip(items, counts, strict=True):
+            request, bound, limit = item.request, item.start, 1
+            table.extend(request.slot, request.pages)
+            if count:
+                last = request.num_prompt_tokens + request.max_tokens
+                limit = min(len(request.pages) * page_size, last)
+            start = LATE if item.starts_late else bound
+            found.append((request.slot, start, 1 + count, limit, bound))
+            adapter_slots.append(request.adapter_slot)
+        slots, starts, rows, limits, bounds = np.array(found, np.int64).T
+        num_rows, max_count = len(found) + sum(counts), 1 + max(counts)
+        adapters = np.array(adapter_slots, np.int32) if any(adapter_slots) else None
+        has_trees = items[0].tree is not None
+        return cls(slots, starts, rows, limits, bounds, num_rows, max_count, adapters, has_trees)
+
+    def _behind_decodes(self, plan: Plan, table: PageTable, page_size: int) -> StepRequests:
+        """These requests behind a plan's decodes, whose new pages are entered into the table."""
         for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
             table.extend(int(plan.slots[index]), plan.decodes[index].pages)
-        found = []
-        for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
-            slot, bound = item.request.slot, item.start
-            table.extend(slot, item.request.pages)
-            found.append((slot, -1 if item.starts_late else bound, 1 + count, bound))
-        columns = np.array(found, np.int64).T
-        if num_decodes := len(plan.decodes):
-            ones = np.ones(num_decodes, np.int64)
-            decodes = np.stack([plan.slots, plan.starts, ones, plan.starts])
-            columns = np.concatenate([decodes, columns], axis=1)
-        adapter_slots = _adapter_slots(plan)
-        if adapter_slots is not None:
-            adapter_slots = np.repeat(adapter_slots, columns[2])
-        slots, starts, counts, bounds = columns
-        num_rows = int(counts.sum())
-        return cls(slots, starts, counts, bounds, num_rows, adapter_slots, plan.has_trees)
+        num_decodes = len(plan.decodes)
+        ones = np.ones(num_decodes, np.int64)
+        decodes = np.stack([plan.slots, plan.starts, ones, ones, plan.starts])
+        slots, starts, counts, limits, bounds = np.concatenate([decodes, self[:5]], axis=1)
+        return self._replace(
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            limits=limits,
+            bounds=bounds,
+            num_rows=num_decodes + self.num_rows,
+            adapter_slots=_adapter_slots(plan),
+        )
+
+    def token_adapter_slots(self) -> Int32Array | None:
+        """`StepArrays.adapter_slots` of the rows."""
+        if self.adapter_slots is None:
+            return None
+        return np.repeat(self.adapter_slots, self.counts)
 
     def rows(self) -> tuple[Int64Array, Int64Array]:
         """[T]: slots, and the largest positions that there may be, of chains."""

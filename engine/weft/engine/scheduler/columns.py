@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from weft.engine.scheduler.state import Request
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 NO_NUMBERS: Int64Array = np.zeros(0, np.int64)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 from weft.engine.request import TokenLogprob
-from weft.engine.scheduler.columns import NO_NUMBERS, Int64Array, RequestColumns
+from weft.engine.scheduler.columns import NO_NUMBERS, Int32Array, Int64Array, RequestColumns
 from weft.engine.scheduler.state import Request
 
 
@@ -125,6 +125,19 @@ class LaterDrafts(Sequence[list[int]]):
         self._fetch: Fetch | None = None
         self._fetched: list[list[int]] | None = None
 
+    def begin(self) -> None:
+        """Starts what has not begun, with inputs of its own; the device is told to run the step
+        afterwards.
+        """
+
+    def begin_within(self, num_requests: int, adapter_slots: Int32Array | None) -> None:
+        """Starts what has not begun, with the inputs of the step itself, which were sent just now.
+
+        Args:
+            num_requests: That the step is padded to.
+            adapter_slots: Adapter slots of the step's requests, [R]; None: none has an adapter.
+        """
+
     def come_with(self, fetch: Fetch) -> None:
         """Notes that they come to the host with the tokens of the step that verifies them; `fetch`
         waits for them.
@@ -196,7 +209,9 @@ class Plan:
         self.columns: RequestColumns | None = None
         """Columns of `decodes`, as the scheduler plans them."""
         self.drafting_s = 0.0
-        """Seconds of the step spent on drafting; with captured chains, on launching them."""
+        """Seconds that drafting took ahead of the step; captured chains begin as a part of it and
+        take next to none.
+        """
 
     def __len__(self) -> int:
         """Number of requests."""

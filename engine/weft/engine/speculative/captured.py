@@ -14,9 +14,6 @@ from weft.engine.runner.step import Int64Array
 
 logger = logging.getLogger(__name__)
 
-LATE = -1
-"""Start position that only the device knows: the end of the step under way."""
-
 
 class DevicePageTable(Protocol):
     """The page table as steps read it on the device."""

@@ -1,7 +1,8 @@
 """Chains of drafts as CUDA graphs, padded to a few sizes, with inputs in fixed memory.
 
 Run one by one, a draft is some twenty launches, which take longer than the work; in a graph the
-whole chain is one.
+whole chain is one. Its inputs lie where a step's requests do, which verifies the drafts: one copy
+brings both what they need.
 """
 
 from __future__ import annotations
@@ -11,46 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.runner.step import Int64Array, PageTable
-from weft.engine.scheduler.plan import VerifyItem
-from weft.engine.speculative.captured import (
-    LATE,
-    Capture,
-    DevicePageTable,
-    StaticColumns,
-    capture_each,
-)
+from weft.engine.runner.device_inputs import DeviceInputs
+from weft.engine.runner.step import Int32Array, PageTable, StepRequests
+from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
+from weft.engine.speculative.captured import Capture, capture_each
 from weft.engine.speculative.draft_rows import AdapterRows
 from weft.engine.speculative.drafted import DraftedModel
 from weft.engine.speculative.gate import depths_up_to
 from weft.kernels.draft_head import DraftChains
 from weft.kernels.step_rows import SlotTokens, chain_places
 
-
-class ChainArrays(NamedTuple):
-    """Chains of drafts behind the last tokens of R requests, on the host."""
-
-    slots: Int64Array
-    """Slots of the requests, [R]."""
-    starts: Int64Array
-    """Positions of the last tokens, [R]; LATE: only the device knows."""
-    limits: Int64Array
-    """Positions from which on there are no pages, [R]."""
-    adapter_slots: Int64Array
-    """Slots of their adapters, [R]; 0: none."""
-
-    @classmethod
-    def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> ChainArrays:
-        """Builds the arrays; enters the requests' pages into the table."""
-        columns: list[tuple[int, int, int, int]] = []
-        for item in items:
-            request = item.request
-            table.extend(request.slot, request.pages)
-            last = request.num_prompt_tokens + request.max_tokens
-            limit = min(len(request.pages) * page_size, last)
-            start = LATE if item.starts_late else item.start
-            columns.append((request.slot, start, limit, request.adapter_slot))
-        return cls(*np.array(columns, np.int64).reshape(-1, 4).T)
+_NOTHING = np.zeros(0, np.int64)
+_NO_REQUESTS = StepRequests(
+    _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, 0, None, has_trees=False
+)
 
 
 class ChainShape(NamedTuple):
@@ -84,7 +59,7 @@ class StaticChains:
         model: Target and head.
         pool: The target's.
         known: Device state of the slots; receives the drafts.
-        pages: On the same device.
+        inputs: Device inputs of steps.
         page_size: Token positions a page.
         largest: Largest of the shapes to be captured.
         adapters: Columns of one row a request; None: no shape has any.
@@ -95,7 +70,7 @@ class StaticChains:
         model: DraftedModel,
         pool: torch.Tensor,
         known: SlotTokens,
-        pages: DevicePageTable,
+        inputs: DeviceInputs,
         page_size: int,
         largest: ChainShape,
         adapters: AdapterRows | None = None,
@@ -103,35 +78,44 @@ class StaticChains:
         self._model = model
         self._pool = pool
         self._known = known
-        self._pages = pages
+        self._inputs = inputs
         self._page_size = page_size
-        # Requests that do not exist are at position 0, where a head has no entries.
-        self._columns = StaticColumns(pages, (0, 1), largest.requests)
         each = torch.arange(largest.requests + 1, dtype=torch.int32, device=pool.device)
         self._one_row_each = each
         self._adapters = adapters
 
-    def needs_lora(self, arrays: ChainArrays) -> bool:
-        """Whether any of these requests has a draft adapter."""
-        return self._adapters is not None and self._adapters.are_used(arrays.adapter_slots)
+    def needs_lora(self, adapter_slots: Int32Array | None) -> bool:
+        """Whether any of these adapters, [R], brings a draft adapter."""
+        if self._adapters is None or adapter_slots is None:
+            return False
+        return self._adapters.are_used(adapter_slots)
 
-    def send(self, arrays: ChainArrays, shape: ChainShape) -> None:
+    def send(self, requests: StepRequests, shape: ChainShape) -> None:
         """Sends inputs, padded to `shape`, without waiting."""
-        *columns, adapter_slots = arrays
-        self._columns.send(columns, shape.requests)
+        self._inputs.send_drafting(requests, shape.requests)
+        self.send_adapters(requests.adapter_slots, shape)
+
+    def send_adapters(self, adapter_slots: Int32Array | None, shape: ChainShape) -> None:
+        """Sends the part of `send` that a step does not bring: draft adapters, if `shape` has any.
+
+        Args:
+            adapter_slots: Adapter slots of the requests, [R]; None: none has an adapter.
+            shape: Has room for them.
+        """
         if shape.has_lora:
             assert self._adapters is not None, "a shape has adapters, and there are none"
-            self._adapters.send(adapter_slots, shape.requests)
+            used = np.zeros(0, np.int32) if adapter_slots is None else adapter_slots
+            self._adapters.send(used, shape.requests)
 
     def send_nothing(self, shape: ChainShape) -> None:
         """Sends inputs of no request, for capture."""
-        nothing = np.zeros(0, np.int64)
-        self.send(ChainArrays(*[nothing] * 4), shape)
+        self.send(_NO_REQUESTS, shape)
 
     def run(self, shape: ChainShape) -> torch.Tensor:
         """Drafts for the inputs sent last with this shape, [depth, requests] int64."""
-        slots, starts, limits = self._columns.views(shape.requests)
-        pages, known = self._pages.pages, self._known
+        # Requests that do not exist are at position 0, where a head has no entries.
+        slots, starts, _, limits = self._inputs.request_rows(shape.requests)
+        pages, known = self._inputs.pages, self._known
         table = pages.index_select(0, slots)
         positions, places, kv_lens = chain_places(
             slots, starts, limits, known.starts, pages, shape.depth, self._page_size
@@ -170,24 +154,69 @@ class ChainGraphs:
     ) -> None:
         self._chains = chains
         self._graphs = capture_each(shapes, chains.send_nothing, chains.run, capture, "drafts")
+        self._found: dict[ChainShape, ChainShape] = {}
 
     def shape_of(self, depth: int, requests: int, *, has_lora: bool = False) -> ChainShape:
         """The smallest captured shape with room for these chains."""
-        return min(
-            shape
-            for shape in self._graphs
-            if shape.depth >= depth and shape.requests >= requests and shape.has_lora == has_lora
-        )
+        key = ChainShape(depth, requests, has_lora)
+        if key not in self._found:
+            self._found[key] = min(
+                shape
+                for shape in self._graphs
+                if shape.has_lora == has_lora
+                if shape.depth >= depth and shape.requests >= requests
+            )
+        return self._found[key]
 
-    def forward(self, arrays: ChainArrays, depth: int) -> torch.Tensor:
-        """Starts chains of at least `depth` drafts.
+    def forward(self, requests: StepRequests, depth: int) -> None:
+        """Starts chains of at least `depth` drafts."""
+        has_lora = self._chains.needs_lora(requests.adapter_slots)
+        shape = self.shape_of(depth, len(requests.slots), has_lora=has_lora)
+        self._chains.send(requests, shape)
+        self._graphs[shape][0].replay()
 
-        Returns:
-            [depth, R] int64 on the device or larger, valid until the next chains or step.
+    def forward_sent(self, depth: int, num_requests: int, adapter_slots: Int32Array | None) -> None:
+        """`forward` for the requests of a step, which were sent just now.
+
+        Args:
+            depth: Number of drafts, or fewer than are made.
+            num_requests: Number of requests that the step is padded to.
+            adapter_slots: Adapter slots of those that exist, [R]; None: none has an adapter.
         """
-        has_lora = self._chains.needs_lora(arrays)
-        shape = self.shape_of(depth, len(arrays.slots), has_lora=has_lora)
-        self._chains.send(arrays, shape)
-        graph, found = self._graphs[shape]
-        graph.replay()
-        return found
+        has_lora = self._chains.needs_lora(adapter_slots)
+        shape = self.shape_of(depth, num_requests, has_lora=has_lora)
+        assert shape.requests == num_requests, "chains are captured for the sizes of steps"
+        self._chains.send_adapters(adapter_slots, shape)
+        self._graphs[shape][0].replay()
+
+
+class LaterChains(LaterDrafts):
+    """Drafts of chains by graphs, which the runner begins.
+
+    Args:
+        graphs: Make them.
+        items: Requests to draft for, each its most.
+        table: Page numbers by slot; the requests' pages are entered.
+        page_size: Token positions a page.
+    """
+
+    def __init__(
+        self, graphs: ChainGraphs, items: Sequence[VerifyItem], table: PageTable, page_size: int
+    ) -> None:
+        super().__init__([item.max_drafts for item in items])
+        self._graphs = graphs
+        self._items = items
+        self._table = table
+        self._page_size = page_size
+        self._depth = max(self.counts, default=0)
+
+    def begin(self) -> None:
+        """See `LaterDrafts.begin`."""
+        if self._depth:
+            requests = StepRequests.of_items(self._items, self.counts, self._table, self._page_size)
+            self._graphs.forward(requests, self._depth)
+
+    def begin_within(self, num_requests: int, adapter_slots: Int32Array | None) -> None:
+        """See `LaterDrafts.begin_within`."""
+        if self._depth:
+            self._graphs.forward_sent(self._depth, num_requests, adapter_slots)

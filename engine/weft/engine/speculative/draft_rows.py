@@ -19,7 +19,7 @@ from weft.engine.errors import AdapterError
 from weft.engine.lora.adapter import LoraPair
 from weft.engine.lora.projections import Projection
 from weft.engine.runner.lora_columns import LoraColumns
-from weft.engine.runner.step import Int64Array
+from weft.engine.runner.step import Int32Array, Int64Array
 from weft.engine.speculative.draft_adapter import MODULES, read_draft_pairs
 from weft.kernels.lora import LoraSegments, LoraStep
 
@@ -107,11 +107,11 @@ class AdapterRows:
         self._flat = torch.zeros(size, dtype=torch.uint8, device=device)
         self._pinned = PinnedBuffers(device)
 
-    def are_used(self, adapter_slots: Int64Array) -> bool:
+    def are_used(self, adapter_slots: Int32Array | Int64Array) -> bool:
         """Whether any of these requests has a draft adapter."""
         return bool(self._adapters.has_drafts[adapter_slots].any())
 
-    def send(self, adapter_slots: Int64Array, requests: int) -> None:
+    def send(self, adapter_slots: Int32Array | Int64Array, requests: int) -> None:
         """Sends the draft adapters of requests, padded to `requests`, without waiting."""
         # Other adapters leave the head alone; slot 0 costs least.
         used = np.where(self._adapters.has_drafts[adapter_slots], adapter_slots, 0)

@@ -11,7 +11,7 @@ import torch
 from weft.engine.device_copies import DeviceCopies
 from weft.engine.runner.step import PageTable
 from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
-from weft.engine.speculative.chains import ChainArrays, ChainGraphs
+from weft.engine.speculative.chains import ChainGraphs, LaterChains
 from weft.engine.speculative.drafted import DraftedModel
 from weft.engine.speculative.tree_graphs import TreeArrays, TreeGraphs
 from weft.engine.speculative.trees import EagerTrees, tree_of
@@ -72,17 +72,11 @@ class EagleDrafter:
                     return self._grow_on_device(self._tree_graphs, items)
                 return self._trees.draft(items)
             if self._graphs is not None:
-                return self._draft_on_device(self._graphs, items)
+                return LaterChains(self._graphs, items, self._table, self._page_size)
             return self._draft_and_wait(items)
 
     def forget(self, slot: int) -> None:
         """See `Drafter.forget`: what is kept of a slot is written anew by its next request."""
-
-    def _draft_on_device(self, graphs: ChainGraphs, items: Sequence[VerifyItem]) -> LaterDrafts:
-        counts = [item.max_drafts for item in items]
-        if any(counts):
-            graphs.forward(ChainArrays.of_items(items, self._table, self._page_size), max(counts))
-        return LaterDrafts(counts)
 
     def _grow_on_device(
         self, graphs: TreeGraphs, items: Sequence[VerifyItem]

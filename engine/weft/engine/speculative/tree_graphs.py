@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 from weft.engine.models.eagle3 import Eagle3Head
-from weft.engine.runner.step import Int64Array, PageTable
+from weft.engine.runner.step import LATE, Int64Array, PageTable
 from weft.engine.scheduler.plan import DraftShape, VerifyItem
 from weft.engine.speculative.captured import (
-    LATE,
     Capture,
     DevicePageTable,
     StaticColumns,
