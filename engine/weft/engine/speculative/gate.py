@@ -42,6 +42,8 @@ FIRST_GAIN = 1.04
 """Factor by which drafting must be faster than not drafting to be started."""
 OVERLAPPED_GAIN = 1.08
 """The same where steps overlap: each change costs, and less is known of what drafts cost."""
+OVERLAPPED_LEAST = 1.03
+"""Factor by which it must stay faster there."""
 HYSTERESIS = 1.02
 """Factor by which another number of drafts must be faster before it is chosen."""
 UNSURE = 0.08
@@ -262,9 +264,11 @@ class MeasuredGate:
         }
         if choice.best not in rates:
             choice.best = NO_DRAFTS
-        best = max(rates, key=rates.__getitem__)
         first = OVERLAPPED_GAIN if self._overlaps else FIRST_GAIN
         gain = HYSTERESIS if choice.best.num_drafts else first
+        if choice.best.num_drafts and self._overlaps:
+            rates[NO_DRAFTS] *= OVERLAPPED_LEAST
+        best = max(rates, key=rates.__getitem__)
         if not best.num_drafts:
             gain = 1.0  # Drafts end as soon as they do not pay.
         if rates[best] > gain * rates[choice.best]:
@@ -297,7 +301,8 @@ class MeasuredGate:
         options = self._options(num_requests)
         near = options.index(choice.best)
         others = [*options[max(0, near - 1) : near], *options[near + 1 : near + 2]]
-        others += [NO_DRAFTS] * (near > 1)
+        if choice.best.num_drafts and self._overlaps:
+            others = [one for other in others for one in (NO_DRAFTS, other)]
         return trial(others[choice.num_probes % len(others)])
 
     def _hope(

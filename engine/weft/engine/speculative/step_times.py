@@ -17,6 +17,8 @@ FIRM_WEIGHT = 5.0
 """
 MAX_WEIGHT = 12.0
 """Most steps that a known time counts for relative to a new one."""
+NEAR_ROWS, FAR_ROWS = 2, 8
+"""Most rows that steps are expected to be like what was measured with, relative to those."""
 FARTHEST = 1.5
 """Outliers are clipped to the expected duration times or divided by this factor."""
 FOLLOWED_AFTER = 8
@@ -245,8 +247,11 @@ class StepTimes:
         )
 
     def is_near(self, num_rows: int) -> bool:
-        """Whether steps with at least half as many rows were measured."""
-        return num_rows <= 2 * max(self._rows.largest, self._drafted_rows.largest)
+        """Whether steps with at least half as many rows were measured, or, where steps overlap and
+        rows cost little beside the rest, with an eighth.
+        """
+        most = FAR_ROWS if self._overlaps else NEAR_ROWS
+        return num_rows <= most * max(self._rows.largest, self._drafted_rows.largest)
 
     def seconds(self, num_requests: int, shape: DraftShape, share: float = 1.0) -> float:
         """Duration of a step in which this share of the drafts is made; at least one step must be
@@ -271,11 +276,32 @@ class StepTimes:
                 return self._times[other, shape].value / self._times[other, NO_DRAFTS].value
         return None
 
+    def _by_depth(self, size: int, shape: DraftShape) -> float | None:
+        """Duration of such steps from that of steps with other drafts in the same size class, if
+        both are measured for another number of requests.
+        """
+        if not (self._overlaps and shape.num_drafts):
+            return None
+        sizes = {other for other, _ in self._times if other != size}
+        given = [s for other, s in self._times if other == size and s.num_drafts and s != shape]
+        given.sort(key=lambda one: abs(one.num_drafts - shape.num_drafts))
+        for other in sorted(sizes, key=lambda one: abs(log(one / size))):
+            for one in given:
+                if all(
+                    self.is_measured(*kind) for kind in ((size, one), (other, one), (other, shape))
+                ):
+                    factor = self._times[other, shape].value / self._times[other, one].value
+                    return self._times[size, one].value * factor
+        return None
+
     def _scale(self, num_requests: int, size: int) -> float:
         """Duration of steps of this many requests relative to steps of the size class."""
         return 1.0 if num_requests == size else self._rows.at(num_requests) / self._rows.at(size)
 
     def _predicted(self, num_requests: int, shape: DraftShape, share: float) -> float:
+        known_s = self._by_depth(size_class(num_requests), shape)
+        if known_s is not None:
+            return known_s * self._scale(num_requests, size_class(num_requests))
         rows = self._rows
         if shape.num_drafts and self._drafted_rows.largest:
             rows = self._drafted_rows
