@@ -14,6 +14,8 @@ from weft.engine.scheduler.state import Request
 
 PROMPTS_S, PROMPTS_DEVICE_S = 0.6e-3, 0.3e-3
 """More of the host's and of the device's time for a step that brings prompts."""
+WARM_UP_S = 0.012
+"""So long everything takes twice as long."""
 
 
 class _Begun(NamedTuple):
@@ -120,6 +122,8 @@ class OverlapMachine:
         self._host_s += self._about(self.slowness * taking_s)
 
     def _about(self, seconds: float) -> float:
+        if self._host_s < WARM_UP_S:
+            seconds *= 2
         if self.random.random() < 0.01:
             return seconds * self.random.uniform(1.3, 3)
         return seconds * max(0.8, self.random.gauss(1, 0.05))

@@ -208,11 +208,11 @@ def check_overlapped(slowness: float, num_requests: int, chance: float) -> None:
     first, later = run(MeasuredGate(MAX_DRAFTS, overlaps=True))
     num_tried = sum(depth > 0 for depth in later.depths)
     print(f"{first.rate}, {later.rate}; {num_tried} of {len(later.depths)}; {rates}")
-    assert first.rate > 0.92 * plain.rate
+    assert first.rate > 0.88 * plain.rate
     assert later.rate > 0.95 * rates[0]  # Where both are alike; else it is 0.97.
     assert later.rate > 0.8 * max(rates.values())
     if chance < 0.1:
-        assert num_tried <= 8 + 0.02 * len(later.depths)
+        assert num_tried <= 12 + 0.02 * len(later.depths)
 
 
 @pytest.mark.parametrize("slowness", [1.0, 1.6])

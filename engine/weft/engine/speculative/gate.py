@@ -56,6 +56,10 @@ OWN_WEIGHT = 6.0
 """Weight of the statistics of all requests when a new one begins."""
 OVERLAPPED_TRIAL = 4
 """Steps of a trial where steps overlap: the inner two have neighbours like them."""
+FIRST_TRIAL_AFTER = 24
+"""Steps of about as many requests before one is tried there: the first ones are often slow, and
+drafts would look cheap beside them.
+"""
 MAX_ASKED = 16
 """Most requests whose acceptance is evaluated before a step; more would cost more than they tell.
 """
@@ -277,6 +281,8 @@ class MeasuredGate:
     def _trial_of(self, choice: _Choice, worth: _Worth, num_requests: int) -> _Trial | None:
         """The shape to try in the next step, if there is one that the allowance covers."""
         if self._trial is not None or self._has_prompts:
+            return None
+        if self._overlaps and choice.num_steps < FIRST_TRIAL_AFTER:
             return None
         times = self._times
         best_s = times.seconds(num_requests, choice.best, worth.share) / worth.tokens(choice.best)
