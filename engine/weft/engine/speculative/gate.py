@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 
 from weft.engine.config import MAX_TREE_NODES, MAX_TREE_REQUESTS
@@ -40,9 +40,9 @@ SETTLED_AFTER = 8
 """Steps after which the context lengths of a step's requests count as settled."""
 FIRST_GAIN = 1.04
 """Factor by which drafting must be faster than not drafting to be started."""
-OVERLAPPED_GAIN = 1.08
+OVERLAPPED_GAIN = 1.15
 """The same where steps overlap: each change costs, and less is known of what drafts cost."""
-OVERLAPPED_LEAST = 1.03
+OVERLAPPED_LEAST = 1.06
 """Factor by which it must stay faster there."""
 HYSTERESIS = 1.02
 """Factor by which another number of drafts must be faster before it is chosen."""
@@ -56,9 +56,9 @@ OWN_WEIGHT = 6.0
 """Weight of the statistics of all requests when a new one begins."""
 OVERLAPPED_TRIAL = 4
 """Steps of a trial where steps overlap: the inner two have neighbours like them."""
-FIRST_TRIAL_AFTER = 24
-"""Steps of about as many requests before one is tried there: the first ones are often slow, and
-drafts would look cheap beside them.
+FIRST_TIMED_AFTER, FIRST_TRIAL_AFTER = 12, 24
+"""Steps of about as many requests before one is timed there, and before one is tried: the first
+ones are often slow, and drafts would look cheap beside them.
 """
 MAX_ASKED = 16
 """Most requests whose acceptance is evaluated before a step; more would cost more than they tell.
@@ -105,6 +105,8 @@ class _Choice:
     num_probes: int = 0
     look_at: int = 0
     """Step at which the choice is reconsidered."""
+    tried_at: dict[DraftShape, int] = field(default_factory=dict)
+    """Step of the last trial of each shape."""
 
 
 @dataclass(slots=True)
@@ -181,6 +183,7 @@ class MeasuredGate:
             self._choose(choice, worth, num_requests)
             if trial := self._trial_of(choice, worth, num_requests):
                 self._trial = trial
+                choice.tried_at[trial.shape] = choice.num_steps
                 return trial.shape
             choice.look_at = choice.num_steps + LOOK_EVERY
         return choice.best
@@ -230,6 +233,8 @@ class MeasuredGate:
             if before is None or step is None or timed is None:
                 return
             if not (timed.is_like(before) and timed.is_like(step)):
+                return
+            if self._choice(timed.num_requests).num_steps < FIRST_TIMED_AFTER:
                 return
         if timed is not None:
             self._times.note(timed, is_settled=self._num_settled >= SETTLED_AFTER)
@@ -293,7 +298,8 @@ class MeasuredGate:
             loss_s = self._trial_steps * max(seconds - expected_s, MIN_LOSS * seconds)
             if loss_s > self._allowance_s:
                 return None
-            ends_at = self._num_ended + self._trial_steps + self._overlaps
+            # The step before may still be under way.
+            ends_at = self._num_ended + self._trial_steps + 1
             return _Trial(shape, expected_s, self._trial_steps - 1, ends_at)
 
         if found := self._hope(choice, worth, num_requests):
@@ -324,6 +330,10 @@ class MeasuredGate:
             if shape == choice.best or not times.is_near(num_rows):
                 continue
             if weight >= MEASURED_WEIGHT and self._num_settled < SETTLED_AFTER:
+                continue
+            # Its steps may have had other numbers of requests than it was chosen for.
+            tried_at = choice.tried_at.get(shape, -PROBE_EVERY)
+            if self._overlaps and choice.num_steps < tried_at + PROBE_EVERY:
                 continue
             rate = worth.tokens(shape) / times.seconds(num_requests, shape, worth.share)
             rate *= 1 + UNSURE / sqrt(max(weight, 1.0))

@@ -17,8 +17,6 @@ FIRM_WEIGHT = 5.0
 """
 MAX_WEIGHT = 12.0
 """Most steps that a known time counts for relative to a new one."""
-NEAR_ROWS, FAR_ROWS = 2, 8
-"""Most rows that steps are expected to be like what was measured with, relative to those."""
 FARTHEST = 1.5
 """Outliers are clipped to the expected duration times or divided by this factor."""
 FOLLOWED_AFTER = 8
@@ -247,11 +245,8 @@ class StepTimes:
         )
 
     def is_near(self, num_rows: int) -> bool:
-        """Whether steps with at least half as many rows were measured, or, where steps overlap and
-        rows cost little beside the rest, with an eighth.
-        """
-        most = FAR_ROWS if self._overlaps else NEAR_ROWS
-        return num_rows <= most * max(self._rows.largest, self._drafted_rows.largest)
+        """Whether steps with at least half as many rows were measured."""
+        return num_rows <= 2 * max(self._rows.largest, self._drafted_rows.largest)
 
     def seconds(self, num_requests: int, shape: DraftShape, share: float = 1.0) -> float:
         """Duration of a step in which this share of the drafts is made; at least one step must be
