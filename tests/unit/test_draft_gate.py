@@ -217,7 +217,7 @@ def check_overlapped(slowness: float, num_requests: int, chance: float) -> None:
     num_tried = sum(depth > 0 for depth in later.depths)
     print(f"{first.rate}, {later.rate}; {num_tried} of {len(later.depths)}; {rates}")
     assert first.rate > 0.88 * plain.rate
-    assert later.rate > 0.95 * rates[0]  # Where both are alike; else it is 0.97.
+    assert later.rate > 0.95 * rates[0]  # Less than 0.97 only near ties.
     assert later.rate > 0.7 * max(rates.values())
     if chance < 0.1:
         assert num_tried <= 16 + 0.02 * len(later.depths)
