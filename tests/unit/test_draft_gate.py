@@ -199,14 +199,17 @@ def test_old_requests_that_want_no_drafts_do_not_hide_others() -> None:
 
 def check_overlapped(slowness: float, num_requests: int, chance: float) -> None:
     """Against the best number of drafts, run all the time, and against none; from its second
-    hundreds of steps on, and against none from the first on."""
+    hundreds of steps on, and against none from the first on. (Of 480 runs the worst were 0.978 and
+    0.964 of none and 0.70 of the best.)"""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
 
     def run(gate: MeasuredGate | FixedGate) -> tuple[Outcome, Outcome]:
         bench = OverlapMachine(
             num_requests=num_requests,
             chance=chance,
             slowness=slowness,
-            random=random.Random(7),
+            random=random.Random(seed),
         )
         number = max(12, 2 * num_requests)
         return bench.run(gate, number), bench.run(gate, 3 * number)
@@ -216,9 +219,9 @@ def check_overlapped(slowness: float, num_requests: int, chance: float) -> None:
     first, later = run(MeasuredGate(MAX_DRAFTS, overlaps=True))
     num_tried = sum(depth > 0 for depth in later.depths)
     print(f"{first.rate}, {later.rate}; {num_tried} of {len(later.depths)}; {rates}")
-    assert first.rate > 0.88 * plain.rate
-    assert later.rate > 0.95 * rates[0]  # Less than 0.97 only near ties.
-    assert later.rate > 0.7 * max(rates.values())
+    assert first.rate > 0.93 * plain.rate
+    assert later.rate > 0.95 * rates[0]
+    assert later.rate > 0.6 * max(rates.values())
     if chance < 0.1:
         assert num_tried <= 16 + 0.02 * len(later.depths)
 
