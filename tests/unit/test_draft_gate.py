@@ -123,6 +123,23 @@ def test_with_many_requests_there_are_no_trees() -> None:
     assert any(shape.is_tree for _, shape in chosen)
 
 
+def test_a_trial_of_a_tree_ends_where_requests_join() -> None:
+    """Where steps overlap a trial is several steps, between which requests may come."""
+    gate = MeasuredGate(MAX_DRAFTS, 4, overlaps=True)
+    gate._times.is_near = lambda num_rows: True  # type: ignore[method-assign]
+    requests = [bare_request([1], 16, bytes(32)) for _ in range(12)]
+    for request in requests:
+        request.speculates = True
+    num_trees = 0
+    for _ in range(400):
+        shape = gate.shape(requests[:2])
+        num_trees += shape.is_tree
+        for _ in range(2 * shape.is_tree):
+            assert not gate.shape(requests).is_tree
+        gate.observe(Plan(requests[:2]), [], 1e-3)
+    assert num_trees
+
+
 def test_trees_tell_how_often_chains_are_right() -> None:
     """Chains may be best again when the text changes, though none was run meanwhile."""
     gate = MeasuredGate(MAX_DRAFTS, 4)

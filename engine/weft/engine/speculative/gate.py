@@ -167,9 +167,10 @@ class MeasuredGate:
         """See `DraftGate.shape`."""
         num_requests = len(requests)
         choice = self._choice(num_requests)
-        if self._trial is not None and self._trial.num_left:
-            self._trial.num_left -= 1
-            return self._trial.shape
+        trial = self._trial
+        if trial is not None and trial.num_left and trial.shape in self._options(num_requests):
+            trial.num_left -= 1
+            return trial.shape
         speculating = [request for request in requests if request.speculates]
         asked = speculating[:MAX_ASKED]
         if not asked or not self._times.is_measured(num_requests, NO_DRAFTS):
