@@ -89,7 +89,7 @@ def test_freed_pages_are_not_touched_however_late_the_device_is(
         "force_staging": is_staged,
     }
     owner = make_engine(
-        model_dir, "decode", clock, num_pages=64, has_store=True, host_cache_bytes=1 << 20, **shared
+        model_dir, "decode", clock, num_pages=52, has_store=True, host_cache_bytes=1 << 20, **shared
     )
     fillers = [
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
