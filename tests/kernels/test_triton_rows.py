@@ -120,30 +120,35 @@ def test_few_rows_of_a_large_weight(
     assert_as_exact(out, F.linear(x, weight) + residual, exact)
 
 
-@pytest.mark.parametrize("splits", [2, 3, 8])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("slices", [1, 2, 8])
 @pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 26, 700), (3, 40, 512), (9, 40, 512), (16, 5, 72)]
+    ("rows", "n", "k"), [(1, 26, 700), (3, 40, 512), (9, 40, 512), (16, 6, 72)]
 )
-def test_parts_of_a_small_linear(rows: int, n: int, k: int, splits: int, tmp_path: Path) -> None:
+def test_sliced_linear(rows: int, n: int, k: int, slices: int, gated: bool, tmp_path: Path) -> None:
     fresh_seed()
     x, weight = torch.randn(rows, k).half(), torch.randn(n, k).half()
     bias, residual = torch.randn(n).half(), torch.randn(rows, n).half()
     exact = x.double() @ weight.double().T + bias.double() + residual.double()
-    with kernel_module("small_linear", tmp_path) as module:
-        shape = module.SmallLinearShape(16, tile=64, warps=2, stages=2, splits=splits)
-        for _ in range(2):
-            out = module.small_linear(x, weight, bias, residual, x.dtype, shape=shape)
-            assert_as_exact(out, F.linear(x, weight, bias) + residual, exact)
-            assert not module._counters(x.device).any()
+    eager = F.linear(x, weight, bias) + residual
+    if gated:
+        (gate, up), (exact_gate, exact_up) = eager.chunk(2, -1), exact.chunk(2, -1)
+        eager, exact = F.silu(gate) * up, F.silu(exact_gate) * exact_up
+    out = torch.full_like(eager, float("nan"))
+    with kernel_module("sliced_linear", tmp_path) as module:
+        shape = module.SlicedShape(slices, tile=64, warps=2)
+        module.sliced_linear(x, weight, bias, residual, out, gated=gated, shape=shape)
+    assert_as_exact(out, eager, exact)
 
 
-def test_a_part_that_is_left_out_is_noticed(tmp_path: Path) -> None:
+def test_a_slice_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     fresh_seed()
     x, weight = torch.randn(9, 512).half(), torch.randn(40, 512).half()
-    change = ("tl.static_range(SPLITS)", "tl.static_range(SPLITS - 1)")
-    with kernel_module("small_linear", tmp_path, change) as module:
-        shape = module.SmallLinearShape(16, tile=64, warps=2, stages=2, splits=4)
-        out = module.small_linear(x, weight, None, None, x.dtype, shape=shape)
+    out = x.new_empty((9, 40))
+    change = ("static_range(STEP, K, STEP)", "static_range(STEP, K - STEP, STEP)")
+    with kernel_module("sliced_linear", tmp_path, change) as module:
+        shape = module.SlicedShape(2, tile=64, warps=2)
+        module.sliced_linear(x, weight, None, None, out, gated=False, shape=shape)
     with pytest.raises(AssertionError):
         assert_as_exact(out, F.linear(x, weight), x.double() @ weight.double().T)
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.small_linear import MAX_ROWS, small_linear
+from weft.kernels.gpu.sliced_linear import MAX_ROWS
+from weft.kernels.gpu.small_linear import small_linear
 
 _MANY_COLUMNS = 1 << 14
 """Columns from which wider tiles fill a device too."""

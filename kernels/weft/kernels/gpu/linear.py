@@ -8,7 +8,8 @@ from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fixed_linear import fixed_linear
 from weft.kernels.gpu.lora import Ranks, add_fixed_lora
 from weft.kernels.gpu.lora_fold import Folded
-from weft.kernels.gpu.small_linear import MAX_ROWS, MAX_SPREAD_ROWS, small_linear
+from weft.kernels.gpu.sliced_linear import MAX_ROWS
+from weft.kernels.gpu.small_linear import MAX_SPREAD_ROWS, small_linear
 from weft.kernels.lora import LoraAddition
 
 _SMALL_WEIGHT = 1 << 23

@@ -1,0 +1,166 @@
+"""Linear layers of some 5 to 16 rows on a GPU, by tensor cores: sliced K.
+
+A program owns a few columns and walks all of K, cut into as many slices as it has warps or twice as
+many: all of them load and multiply at once, and their parts are summed in the end (sliced-K, as in
+CUTLASS). So few columns still keep many loads under way. A row's result does not depend on the
+other rows, and repeats.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+
+MAX_ROWS = 16
+"""Rows of a tensor core instruction; more are worth tiling: that is cuBLAS's."""
+_COLUMNS = 16
+_TILE = 128
+_MAX_SLICES, _MAX_GATED_SLICES = 16, 8
+"""What fits into shared memory; of a gated pair the slices of both do."""
+_MAX_WARPS = 8
+
+
+class SlicedShape(NamedTuple):
+    """How a program covers K."""
+
+    slices: int
+    """Number of slices."""
+    tile: int
+    """Elements of a slice taken at once."""
+    warps: int
+
+
+def launch_shape(k: int, *, is_gated: bool) -> SlicedShape:
+    """Shape for K (measured on an H200, at 6 to 16 rows and K of 576 to 3,072)."""
+    most = _MAX_GATED_SLICES if is_gated else _MAX_SLICES
+    slices = min(most, triton.next_power_of_2(triton.cdiv(k, _TILE)))
+    return SlicedShape(slices, _TILE, min(_MAX_WARPS, slices))
+
+
+def sliced_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+    shape: SlicedShape | None = None,
+) -> None:
+    """`small_linear` into `out`, [M, N] or where gated [M, N / 2]; 1 <= M <= MAX_ROWS.
+
+    Args:
+        x: [M, K].
+        weight: [N, K].
+        bias: [N], or None.
+        residual: [M, N], or None.
+        out: Receives the result.
+        gated: Apply the activation.
+        shape: How to launch; None: what suits.
+    """
+    (rows, k), columns = x.shape, out.shape[1]
+    shape = shape or launch_shape(k, is_gated=gated)
+    _sliced_linear_kernel[(triton.cdiv(columns, _COLUMNS),)](
+        out,
+        x,
+        weight,
+        bias,
+        residual,
+        rows,
+        columns,
+        K=k,
+        IS_GATED=gated,
+        ROWS=MAX_ROWS,
+        COLUMNS=_COLUMNS,
+        TILE=shape.tile,
+        SLICES=shape.slices,
+        num_warps=shape.warps,
+        **launch_options(x.device),
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sliced_linear_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    rows: int,
+    columns: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICES: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    STEP: tl.constexpr = SLICES * TILE
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_out = column < columns
+    # [SLICES, 1, TILE]: the elements of K that the slices take at once.
+    part = tl.arange(0, SLICES)[:, None, None] * TILE + tl.arange(0, TILE)[None, None, :]
+    # Columns that do not exist read those of the last: cheaper than a mask on each load.
+    begin = weight + tl.minimum(column, columns - 1).to(tl.int64)[None, :, None] * K
+    begin_up = begin + tl.cast(columns, tl.int64) * K
+    # The first tiles of the weight are on their way while the last kernel ends.
+    tile = _tile(begin, part, 0, K, STEP)
+    if IS_GATED:
+        tile_up = _tile(begin_up, part, 0, K, STEP)
+    row = tl.arange(0, ROWS)
+    wait_for_last(IS_DEPENDENT)
+    values = _rows_turned(x, row, rows, part, K)
+    product = tl.dot(tile, values, tl.zeros([SLICES, COLUMNS, ROWS], tl.float32))
+    if IS_GATED:
+        up = tl.dot(tile_up, values, tl.zeros([SLICES, COLUMNS, ROWS], tl.float32))
+    for start in tl.static_range(STEP, K, STEP):
+        values = _rows_turned(x, row, rows, part + start, K)
+        product = tl.dot(_tile(begin, part, start, K, STEP), values, product)
+        if IS_GATED:
+            up = tl.dot(_tile(begin_up, part, start, K, STEP), values, up)
+    total = tl.sum(product, axis=0)
+    mask = in_out[:, None] & (row < rows)[None, :]
+    if bias is not None:
+        total += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        total_up = tl.sum(up, axis=0)
+        if bias is not None:
+            beside = tl.load(bias + columns + column, mask=in_out, other=0.0)
+            total_up += beside.to(tl.float32)[:, None]
+        if residual is not None:
+            at = row[None, :].to(tl.int64) * 2 * columns + column[:, None]
+            total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+            total_up += tl.load(residual + at + columns, mask=mask, other=0.0).to(tl.float32)
+        total = total / (1.0 + tl.exp(-total)) * total_up
+    at = row[None, :].to(tl.int64) * columns + column[:, None]
+    if residual is not None and not IS_GATED:
+        total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tile(
+    begin: tl.tensor, part: tl.tensor, start: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr
+) -> tl.tensor:
+    """[SLICES, COLUMNS, TILE] of the weight, zero beyond K."""
+    if start + STEP <= K:
+        tile = tl.load(begin + part + start)
+    else:
+        tile = tl.load(begin + part + start, mask=part + start < K, other=0.0)
+    return tile
+
+
+@triton.jit
+def _rows_turned(
+    x: tl.tensor, row: tl.tensor, rows: int, part: tl.tensor, K: tl.constexpr
+) -> tl.tensor:
+    """[SLICES, TILE, ROWS] of the rows, zero beyond them and beyond K."""
+    mask = (row < rows)[None, :, None] & (part < K)
+    values = tl.load(x + row[None, :, None] * K + part, mask=mask, other=0.0)
+    return tl.permute(values, (0, 2, 1))
