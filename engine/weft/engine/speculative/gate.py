@@ -35,7 +35,12 @@ PROBE_EVERY = 100
 allowance covers it.
 """
 LOOK_EVERY = 4
-"""Steps between two evaluations, unless something is being tried or requests are new."""
+"""Steps between two evaluations, unless something is being tried or many requests are new."""
+RESTING = 4
+"""Where steps overlap and have been without drafts for long, one of so many is timed, and
+evaluations are so many times as far apart: there the host may bound the speed, and the gate is part
+of its work.
+"""
 SETTLED_AFTER = 8
 """Steps after which the context lengths of a step's requests count as settled."""
 FIRST_GAIN = 1.04
@@ -176,8 +181,9 @@ class MeasuredGate:
         if not asked or not self._times.is_measured(num_requests, NO_DRAFTS):
             return NO_DRAFTS
         num_new = sum(request.acceptance is None for request in asked)
-        self._num_settled = 0 if 4 * num_new > len(asked) else self._num_settled + 1
-        if num_new or choice.num_steps >= choice.look_at:
+        are_new = 4 * num_new > len(asked)
+        self._num_settled = 0 if are_new else self._num_settled + 1
+        if are_new or choice.num_steps >= choice.look_at:
             num_stood_for = num_requests * len(asked) / len(speculating)
             known = [self._own(request) for request in asked]
             worth = _Worth(known, num_stood_for, self._gains)
@@ -186,7 +192,8 @@ class MeasuredGate:
                 self._trial = trial
                 choice.tried_at[trial.shape] = choice.num_steps
                 return trial.shape
-            choice.look_at = choice.num_steps + LOOK_EVERY
+            rests = self._rests(choice)
+            choice.look_at = choice.num_steps + LOOK_EVERY * (RESTING if rests else 1)
         return choice.best
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
@@ -214,10 +221,12 @@ class MeasuredGate:
         self._has_prompts = bool(plan.chunks)
         if self._has_prompts or duration_s <= 0:
             return None
+        if not plan.verifies:
+            return StepTaken(num_requests, NO_DRAFTS, 0, duration_s, plan.drafting_s)
         shapes = [item.tree or DraftShape.chain(item.max_drafts) for item in plan.verifies]
         num_drafts = sum(run.num_drafts for run in runs)
-        shape = max(shapes, default=NO_DRAFTS)
-        if plan.verifies and not shape.num_drafts:
+        shape = max(shapes)
+        if not shape.num_drafts:
             return None  # The first step behind those with drafts.
         if shape.is_tree and shape not in self._gains:
             return None  # Cut short by the end of its request, of which there are many kinds.
@@ -233,9 +242,12 @@ class MeasuredGate:
             self._recent = timed, step
             if before is None or step is None or timed is None:
                 return
+            choice = self._choice(timed.num_requests)
+            if self._rests(choice) and not timed.shape.num_drafts and choice.num_steps % RESTING:
+                return
             if not (timed.is_like(before) and timed.is_like(step)):
                 return
-            if self._choice(timed.num_requests).num_steps < FIRST_TIMED_AFTER:
+            if choice.num_steps < FIRST_TIMED_AFTER:
                 return
         if timed is not None:
             self._times.note(timed, is_settled=self._num_settled >= SETTLED_AFTER)
@@ -361,6 +373,11 @@ class MeasuredGate:
     @property
     def _probe_every(self) -> int:
         return PROBE_EVERY * self._trial_steps
+
+    def _rests(self, choice: _Choice) -> bool:
+        """Whether there have been no drafts for so long that a little later is soon enough."""
+        is_plain = not choice.best.num_drafts and self._trial is None
+        return self._overlaps and is_plain and choice.num_steps >= RESTING * PROBE_EVERY
 
     def _own(self, request: Request) -> Acceptance:
         if request.acceptance is None:

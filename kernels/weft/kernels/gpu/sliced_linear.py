@@ -74,7 +74,7 @@ def sliced_linear(
         columns,
         K=k,
         IS_GATED=gated,
-        ROWS=MAX_ROWS,
+        ROWS=MAX_ROWS if rows > MAX_ROWS // 2 else MAX_ROWS // 2,
         COLUMNS=_COLUMNS,
         TILE=shape.tile,
         SLICES=shape.slices,
