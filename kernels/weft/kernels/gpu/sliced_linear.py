@@ -1,9 +1,8 @@
-"""Linear layers of some 5 to 16 rows on a GPU, by tensor cores: sliced K.
+"""Linear layers of 3 to 16 rows on a GPU, by tensor cores: sliced K.
 
-A program owns a few columns and walks all of K, cut into as many slices as it has warps or twice as
-many: all of them load and multiply at once, and their parts are summed in the end (sliced-K, as in
-CUTLASS). So few columns still keep many loads under way. A row's result does not depend on the
-other rows, and repeats.
+A program owns a few columns and walks all of K, each warp a slice of it: all of them load and
+multiply at once, and their parts are summed in the end (sliced-K, as in CUTLASS). So few columns
+still keep many loads under way. A row's result does not depend on the other rows, and repeats.
 """
 
 from __future__ import annotations
@@ -17,28 +16,30 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 
 MAX_ROWS = 16
 """Rows of a tensor core instruction; more are worth tiling: that is cuBLAS's."""
-_COLUMNS = 16
-_TILE = 128
-_MAX_SLICES, _MAX_GATED_SLICES = 16, 8
-"""What fits into shared memory; of a gated pair the slices of both do."""
-_MAX_WARPS = 8
+_TILE = 256
+_MANY_COLUMNS = 4096
+"""Columns from which a program takes twice as many."""
+_LONG = 2048
+"""K from which there are eight slices, unless those of a gated pair share the memory."""
 
 
 class SlicedShape(NamedTuple):
-    """How a program covers K."""
+    """What a program computes, and how it covers K."""
 
+    columns: int
+    """Output columns per program."""
     slices: int
-    """Number of slices."""
+    """Number of slices, and of warps."""
     tile: int
     """Elements of a slice taken at once."""
-    warps: int
 
 
-def launch_shape(k: int, *, is_gated: bool) -> SlicedShape:
-    """Shape for K (measured on an H200, at 6 to 16 rows and K of 576 to 3,072)."""
-    most = _MAX_GATED_SLICES if is_gated else _MAX_SLICES
-    slices = min(most, triton.next_power_of_2(triton.cdiv(k, _TILE)))
-    return SlicedShape(slices, _TILE, min(_MAX_WARPS, slices))
+def launch_shape(columns: int, k: int, *, is_gated: bool) -> SlicedShape:
+    """The launch shape of a product (measured on an H200, at 6 and 16 rows, K of 576 to 3,072)."""
+    slices = 8 if k >= _LONG and not is_gated else 4
+    slices = min(slices, triton.next_power_of_2(triton.cdiv(k, _TILE)))
+    is_wide = columns >= _MANY_COLUMNS and not is_gated and slices <= 4
+    return SlicedShape(32 if is_wide else 16, slices, _TILE)
 
 
 def sliced_linear(
@@ -63,8 +64,8 @@ def sliced_linear(
         shape: How to launch; None: what suits.
     """
     (rows, k), columns = x.shape, out.shape[1]
-    shape = shape or launch_shape(k, is_gated=gated)
-    _sliced_linear_kernel[(triton.cdiv(columns, _COLUMNS),)](
+    shape = shape or launch_shape(columns, k, is_gated=gated)
+    _sliced_linear_kernel[(triton.cdiv(columns, shape.columns),)](
         out,
         x,
         weight,
@@ -75,10 +76,10 @@ def sliced_linear(
         K=k,
         IS_GATED=gated,
         ROWS=MAX_ROWS if rows > MAX_ROWS // 2 else MAX_ROWS // 2,
-        COLUMNS=_COLUMNS,
+        COLUMNS=shape.columns,
         TILE=shape.tile,
         SLICES=shape.slices,
-        num_warps=shape.warps,
+        num_warps=shape.slices,
         **launch_options(x.device),
     )
 

@@ -1,7 +1,7 @@
 """Linear layers of few rows on a GPU: bound by reading the weight, which each program streams.
 
-One or two rows, or up to four of a small weight, are multiplied plainly; more take tensor cores
-(`weft.kernels.gpu.sliced_linear`). A row's result does not depend on the other rows' values.
+One or two rows are multiplied plainly; more take tensor cores (`weft.kernels.gpu.sliced_linear`). A
+row's result does not depend on the other rows' values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ MAX_SPREAD_ROWS = 2
 """Most rows for plain multiplication: up to here it keeps up with memory, and tensor cores start
 slower.
 """
-_MAX_SPREAD_ROWS_OF_SMALL = 4
-_SMALL_WEIGHT, _SMALL_GATED_WEIGHT = 1 << 22, 1 << 23
-"""Elements up to which it does so at a few rows more (measured on an H200)."""
 _WHOLE_BELOW = 4096
 """K below which a program takes its columns whole, all loads at once."""
 
@@ -69,11 +66,11 @@ def small_linear(
     rows, k = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
-    is_spread = not is_fixed and rows <= max_spread_rows(weight, is_gated=gated)
+    is_spread = not is_fixed and rows <= MAX_SPREAD_ROWS
     if not (is_spread or is_fixed):
         sliced_linear(x, weight, bias, residual, out, gated=gated)
         return out
-    shape = _FIXED if is_fixed else launch_shape(rows, k, is_gated=gated)
+    shape = _FIXED if is_fixed else launch_shape(columns, k, is_gated=gated)
     _small_linear_kernel[(triton.cdiv(columns, shape.columns),)](
         out,
         x,
@@ -96,24 +93,17 @@ def small_linear(
     return out
 
 
-def max_spread_rows(weight: torch.Tensor, *, is_gated: bool) -> int:
-    """Rows up to which a product with it is plain multiplication."""
-    small = _SMALL_GATED_WEIGHT if is_gated else _SMALL_WEIGHT
-    return _MAX_SPREAD_ROWS_OF_SMALL if weight.numel() <= small else MAX_SPREAD_ROWS
-
-
-def launch_shape(rows: int, k: int, *, is_gated: bool) -> SmallLinearShape:
+def launch_shape(columns: int, k: int, *, is_gated: bool) -> SmallLinearShape:
     """The launch shape of a plain product: enough programs for all multiprocessors, with many loads
-    in flight each.
+    in flight each. Of short columns the sums over threads cost most: one warp has the fewest.
     """
     if k < _WHOLE_BELOW:
-        # Measured on an H200 with K of 576 to 2,048.
-        columns = 4 if rows == 1 and not is_gated and k < 2048 else 2
-        warps = 2 if k < 2048 else 4
-        return SmallLinearShape(columns, triton.next_power_of_2(k), warps, stages=1)
-    largest = 2048 if rows <= 2 else 1024
-    fitting = [size for size in (2048, 1024, 512) if size <= largest and k % size == 0]
-    return SmallLinearShape(2, fitting[0] if fitting else largest, warps=4, stages=1)
+        # Measured on an H200, one and two rows, K of 576 to 3,072.
+        is_wide = k >= 2048 or (columns >= 4096 and not is_gated)
+        tile, warps = triton.next_power_of_2(k), 1 if k < 2048 else 4
+        return SmallLinearShape(4 if is_wide else 2, tile, warps, stages=1)
+    fitting = [size for size in (2048, 1024, 512) if k % size == 0]
+    return SmallLinearShape(2, fitting[0] if fitting else 2048, warps=4, stages=1)
 
 
 @triton.jit(do_not_specialize=["rows"])
