@@ -39,6 +39,7 @@ def paged_attention(
     is_fixed: bool = False,
     ancestors: torch.Tensor | None = None,
     earlier_rows: int = 0,
+    is_settled: bool = False,
 ) -> torch.Tensor:
     """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments are checked.
 
@@ -46,7 +47,9 @@ def paged_attention(
     With `own`, what requests of several rows bring is not read from the pool unless there are
     `ancestors`, which leave those of few rows to the decode kernel. `first_position` must be 0 with
     `own` or a window. With `is_fixed`, without `own`, all requests take one kernel, unless there is
-    a first position: what drafts see decides no bits.
+    a first position: what drafts see decides no bits. `is_settled`: offsets and lengths were
+    written before a launch that was not dependent (`weft.kernels.gpu.dependent_launch`), and may be
+    read ahead.
 
     Raises:
         ValueError: There is no kernel for it.
@@ -85,6 +88,7 @@ def paged_attention(
             window=window,
             ancestors=ancestors,
             earlier_rows=earlier_rows,
+            is_settled=is_settled,
         )
         if max_q_len <= MAX_FEW_ROWS:
             return out
@@ -122,6 +126,7 @@ def paged_attention(
             is_uniform=max_q_len == 1 and tokens == requests,
             first_position=first_position,
             window=window,
+            is_settled=is_settled,
         )
     return out
 

@@ -58,6 +58,7 @@ def decode_attention(
     window: int | None = None,
     ancestors: torch.Tensor | None = None,
     earlier_rows: int = 0,
+    is_settled: bool = False,
 ) -> None:
     """Writes the rows of `out` whose requests bring one row, or at most `max_rows`, and no others.
 
@@ -78,6 +79,7 @@ def decode_attention(
         ancestors: [T] int64 where rows form trees (`weft.kernels.attention.paged_attention`), or
             None.
         earlier_rows: Earlier rows of each tree; 0 with a window.
+        is_settled: `cu_q_lens` and `kv_lens` may be read before the last kernel has ended.
 
     Raises:
         ValueError: `first_position` or `earlier_rows` beside a window.
@@ -126,6 +128,7 @@ def decode_attention(
         page_table.stride(0),
         splits,
         earlier_rows,
+        IS_SETTLED=is_settled,
         IS_UNIFORM=is_uniform,
         IS_SPLIT=splits > 1,
         IS_SUMMED=is_float32 and ancestors is None,
@@ -161,6 +164,7 @@ def decode_attention(
             splits,
             heads,
             requests,
+            IS_SETTLED=is_settled,
             IS_UNIFORM=is_uniform,
             IS_BY_TOKEN=is_by_token,
             ROWS=max_rows,
@@ -272,6 +276,7 @@ def _decode_kernel(
     splits: int,
     earlier_rows: int,
     IS_DEPENDENT: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_SUMMED: tl.constexpr,
@@ -290,7 +295,8 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    if not IS_SETTLED:
+        wait_for_last(IS_DEPENDENT)
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)
@@ -303,9 +309,11 @@ def _decode_kernel(
     if not IS_UNIFORM:
         first_row = tl.load(cu_q_lens + request)
         q_len = tl.load(cu_q_lens + request + 1) - first_row
-        if (q_len <= block) | (q_len > ROWS):
-            return
     kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
+    if IS_SETTLED:
+        wait_for_last(IS_DEPENDENT)
+    if (q_len <= block) | (q_len > ROWS):
+        return
     if WINDOW > 0:
         first_seen = _first_seen(kv_len, q_len, WINDOW)
         walk = first_seen // TILE * TILE
@@ -448,6 +456,7 @@ def _merge_kernel(
     heads: int,
     requests: int,
     IS_DEPENDENT: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
     IS_BY_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -459,7 +468,8 @@ def _merge_kernel(
     WINDOW: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    if not IS_SETTLED:
+        wait_for_last(IS_DEPENDENT)
     if IS_BY_TOKEN:
         request = _request_of(tl.program_id(0), cu_q_lens, requests)
         member = tl.program_id(0) - tl.load(cu_q_lens + request)
@@ -472,11 +482,13 @@ def _merge_kernel(
     if not IS_UNIFORM:
         row = tl.load(cu_q_lens + request)
         q_len = tl.load(cu_q_lens + request + 1) - row
-        if (q_len > ROWS) | (member >= q_len):
-            return
         row += member
-    # The splits that had something to walk, as in _decode_kernel.
     kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
+    if IS_SETTLED:
+        wait_for_last(IS_DEPENDENT)
+    if (q_len > ROWS) | (member >= q_len):
+        return
+    # The splits that had something to walk, as in _decode_kernel.
     walk = _first_seen(kv_len, q_len, WINDOW) // TILE * TILE if WINDOW > 0 else 0
     tiles = tl.cdiv(kv_len - walk, TILE)
     used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))

@@ -90,7 +90,10 @@ def _gated_mlp(
 def _attend(
     qkv: torch.Tensor, w: DecoderLayerWeight, step: DecoderStep, layer: int
 ) -> torch.Tensor:
-    """Stores K and V, returns what each row's heads take from what it sees: [T, Hq * D]."""
+    """Stores K and V, returns what each row's heads take from what it sees: [T, Hq * D].
+
+    The embedding's rows are taken by a launch that is not dependent, behind all that fills `step`.
+    """
     rows, kv_heads, dim = qkv.shape[0], step.pool.shape[1], step.pool.shape[5]
     own, is_fixed, max_q_len = None, w.qkv.is_fixed, step.max_q_len
     is_few = are_few_rows(qkv.dtype, max_q_len, step.page_table.shape[0])
@@ -111,6 +114,7 @@ def _attend(
         w.k_norm,
         w.eps,
         None if own is None else own.k,
+        is_settled=True,
     )
     return paged_attention(
         q,
@@ -126,6 +130,7 @@ def _attend(
         window=w.window,
         is_fixed=is_fixed,
         ancestors=step.ancestors,
+        is_settled=True,
     )
 
 

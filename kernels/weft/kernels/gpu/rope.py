@@ -22,10 +22,13 @@ def rope_and_cache(
     k_norm: torch.Tensor | None,
     eps: float,
     k_out: torch.Tensor | None = None,
+    *,
+    is_settled: bool = False,
 ) -> torch.Tensor:
     """`weft.kernels.rope.rope_and_cache` for CUDA tensors, whose arguments are checked.
 
-    `k_out` [T, Hkv, D], if given, gets what is stored of K.
+    `k_out` [T, Hkv, D], if given, gets what is stored of K. `is_settled`: positions and slots were
+    written before a launch that was not dependent, and may be read ahead.
     """
     rows = qkv.shape[0]
     _, num_kv_heads, layers, _, page_size, dim = pool.shape
@@ -45,6 +48,7 @@ def rope_and_cache(
         k_norm,
         layer,
         eps,
+        IS_SETTLED=is_settled,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         LAYERS=layers,
@@ -72,6 +76,7 @@ def _rope_and_cache_kernel(
     layer: int,
     eps: float,
     IS_DEPENDENT: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
@@ -81,11 +86,18 @@ def _rope_and_cache_kernel(
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     column = tl.arange(0, BLOCK_HALF)
     in_half = column < HALF
+    if not IS_SETTLED:
+        wait_for_last(IS_DEPENDENT)
+    turn_at = cos_sin + tl.load(positions + row) * (2 * HALF) + column
+    cos = tl.load(turn_at, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(turn_at + HALF, mask=in_half, other=0.0)[None, :]
+    slot = tl.load(slots + row)
+    if IS_SETTLED:
+        wait_for_last(IS_DEPENDENT)
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_half[None, :]
     is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
@@ -108,9 +120,6 @@ def _rope_and_cache_kernel(
         gain = tl.load(k_norm + HALF + column, mask=in_half, other=0.0).to(tl.float32)
         normed_high = tl.where(is_q[:, None], normed_high, high * scale[:, None] * gain[None, :])
 
-    turn_at = cos_sin + tl.load(positions + row) * (2 * HALF) + column
-    cos = tl.load(turn_at, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(turn_at + HALF, mask=in_half, other=0.0)[None, :]
     # V passes through: neither norm nor rotation.
     low = tl.where(is_v[:, None], low, normed_low * cos - normed_high * sin)
     high = tl.where(is_v[:, None], high, normed_high * cos + normed_low * sin)
@@ -121,7 +130,6 @@ def _rope_and_cache_kernel(
     tl.store(q_at, low, mask=mask & is_q[:, None])
     tl.store(q_at + HALF, high, mask=mask & is_q[:, None])
 
-    slot = tl.load(slots + row)
     kv_head = head - NUM_HEADS - tl.where(is_v, NUM_KV_HEADS, 0)
     matrix = ((slot // PAGE_SIZE * NUM_KV_HEADS + kv_head) * LAYERS + layer) * 2 + is_v.to(tl.int64)
     kv_row = matrix * PAGE_SIZE + slot % PAGE_SIZE
