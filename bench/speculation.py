@@ -4,7 +4,8 @@ Engines without drafts, with n-gram drafts and with an EAGLE-3 head run the same
 turn, greedily. Each row, a kind of text and a number of streams, is printed and kept as it is done.
 A stream begins its next prompt as soon as one has ended. `mixed` is text of all kinds in turn. A
 row's first turn, in which an engine's gate follows the change of text, is told apart from those
-behind. Tokens are checked afterwards by a float32 run of transformers.
+behind. Tokens are checked afterwards by a float32 run of transformers, which tells how far from its
+own choice each engine's furthest one is.
 
     python bench/speculation.py                                    the demo model and its head
     python bench/speculation.py --model DIR --draft DIR --device cuda --streams 1,8,64
@@ -22,9 +23,10 @@ import shutil
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import chain, cycle, islice, product
 from pathlib import Path
@@ -40,7 +42,7 @@ from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 from serving.systems import Answer
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
-from weft.engine.llm import LLM
+from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.lora.files import DRAFT_FOLDER
 from weft.engine.models.demo import resolve_model
 from weft.engine.models.dtypes import resolve_dtype
@@ -70,6 +72,8 @@ class Served(NamedTuple):
 
 Row = tuple[str, int]
 """Kind of text, and number of streams."""
+Answers = dict[tuple[int, ...], dict[tuple[int, ...], set[str]]]
+"""By prompt: its answers, and the engines that gave each."""
 
 
 @dataclass
@@ -113,7 +117,7 @@ def main() -> int:
     if arguments.device != "cpu":
         setup["gpu"] = torch.cuda.get_device_name()
     report = Report(arguments, setup)
-    answers: dict[tuple[int, ...], list[list[int]]] = {}
+    answers: Answers = {}
     kinds = [kind for kind in arguments.kinds.split(",") if kind] or list(prompts)
     if unknown := set(kinds) - set(prompts):
         raise SystemExit(f"--kinds: {', '.join(sorted(unknown))}: none of {', '.join(prompts)}")
@@ -141,13 +145,15 @@ def main() -> int:
                 is_warm = turn >= arguments.warm_turns
                 for name, served in engines.items():
                     cell = cells[name]
-                    run(served, chosen, streams, arguments.tokens, cell, answers, is_warm=is_warm)
+                    samples = run(served, chosen, streams, arguments.tokens, cell, is_warm=is_warm)
+                    for prompt, sample in zip(chosen, samples, strict=True):
+                        texts = answers.setdefault(tuple(prompt), {})
+                        texts.setdefault(tuple(sample.token_ids), set()).add(name)
                     progress.advance(timing)
             report.depths = {n: one.llm.engine.drafting.depths() for n, one in engines.items()}
             setup["other_cores"] = MachineUse.now().others_since(before)
             report.add((kind, streams), cells)
-    verdict = judge(model_dir, dtype, answers, arguments.adapter)
-    return report.end(verdict)
+    return report.end(judge(model_dir, dtype, answers, arguments.adapter))
 
 
 def load_adapter(llm: LLM, name: str, adapter: Path | None, folder: Path) -> bytes:
@@ -190,11 +196,10 @@ def run(
     streams: int,
     num_tokens: int,
     cell: Cell,
-    answers: dict[tuple[int, ...], list[list[int]]],
     *,
     is_warm: bool,
-) -> None:
-    """These prompts, `streams` of them at a time."""
+) -> Sequence[GeneratedSample]:
+    """These prompts, `streams` of them at a time; returns the answers."""
     stop, llm = StopCriteria(max_tokens=num_tokens), served.llm
     counters = llm.engine.counters()
     adapters = [served.adapter] * len(chosen)
@@ -204,7 +209,7 @@ def run(
     num_made = sum(len(sample.token_ids) for sample in samples)
     if not is_warm:
         cell.first_rates.append(num_made / seconds)
-        return
+        return samples
     cell.rates.append(num_made / seconds)
     cell.tokens += num_made
     after = llm.engine.counters()
@@ -212,26 +217,22 @@ def run(
     cell.accepted += after["accepted_tokens"] - counters["accepted_tokens"]
     cell.verifies += after["verified_runs"] - counters["verified_runs"]
     cell.trees += after["tree_runs"] - counters["tree_runs"]
-    for prompt, sample in zip(chosen, samples, strict=True):
-        known = answers.setdefault(tuple(prompt), [])
-        if sample.token_ids not in known:
-            known.append(sample.token_ids)
+    return samples
 
 
 def judge(
-    model_dir: Path,
-    dtype: str,
-    answers: dict[tuple[int, ...], list[list[int]]],
-    adapter: Path | None,
-) -> Verdict:
-    """Checks every timed token against a float32 run of transformers."""
+    model_dir: Path, dtype: str, answers: Answers, adapter: Path | None
+) -> dict[str, Verdict]:
+    """Checks every token against a float32 run of transformers, by engine."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     checker = Checker(model_dir, dtype, tokenizer, adapter)
-    verdict = Verdict()
+    verdicts: dict[str, Verdict] = defaultdict(Verdict)
     for prompt, texts in answers.items():
-        for text in texts:
-            verdict.add(checker.check(list(prompt), Answer(text), len(text), ()))
-    return verdict
+        for text, names in texts.items():
+            found = checker.check(list(prompt), Answer(list(text)), len(text), ())
+            for name in names:
+                verdicts[name].add(found)
+    return verdicts
 
 
 class Report:
@@ -243,7 +244,7 @@ class Report:
         self._setup = setup
         self._console = Console(width=110)
         self._rows: list[dict[str, Any]] = []
-        self._checked: dict[str, int] | None = None
+        self._checked: dict[str, dict[str, float]] | None = None
         self.depths: dict[str, dict[int, int]] = {}
         """Drafts that each gate has settled on, by number of requests."""
         self._console.print(f"Drafts, greedy answers of at most {arguments.tokens} tokens")
@@ -271,21 +272,20 @@ class Report:
         self._console.print(table)
         self._write()
 
-    def end(self, verdict: Verdict) -> int:
-        """Prints what is to be known of all rows; 1 if a timed token is wrong."""
-        self._checked = {"exact": verdict.exact, "near_ties": verdict.near_ties}
-        self._checked |= {"wrong": verdict.wrong, "missing": verdict.missing}
+    def end(self, verdicts: dict[str, Verdict]) -> int:
+        """Prints what is to be known of all rows; 1 if a token is wrong."""
+        self._checked = {name: asdict(verdict) for name, verdict in verdicts.items()}
         self._write()
         for line in [
             "of none, of chains: medians over turns, and spread; at first: of none, the first turn",
             "a step: tokens of a request in a step that had drafts; trees: of such steps",
             f"drafts that the gate settled on, by number of requests: {self.depths}",
-            f"tokens: {verdict.exact} exact, {verdict.near_ties} near ties, {verdict.wrong} wrong",
+            *(f"{name}: {_described_verdict(found)}" for name, found in verdicts.items()),
             f"other programs kept {self._setup['other_cores']:.2f} cores busy",
             f"written to {self._path}",
         ]:
             self._console.print(line, soft_wrap=True, highlight=False)
-        return 0 if verdict.is_right else 1
+        return 0 if all(found.is_right for found in verdicts.values()) else 1
 
     def _write(self) -> None:
         content = {
@@ -298,6 +298,13 @@ class Report:
         beside = self._path.with_suffix(".part")
         beside.write_text(json.dumps(content, indent=1) + "\n")
         beside.replace(self._path)
+
+
+def _described_verdict(found: Verdict) -> str:
+    return (
+        f"of its different answers {found.exact} tokens are exact, {found.near_ties} near ties, "
+        f"{found.wrong} wrong; the furthest is at {found.furthest:.2f} of a near tie"
+    )
 
 
 def _described(name: str, row: Row, cell: Cell, shares: dict[str, list[float]]) -> dict[str, Any]:

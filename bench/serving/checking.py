@@ -31,6 +31,9 @@ class Verdict:
     wrong: int = 0
     missing: int = 0
     """Answers whose length is wrong, or whose text stands for no tokens; counted in tokens."""
+    furthest: float = 0.0
+    """Largest distance of a token from the largest logit, as a share of what counts as a near tie.
+    """
 
     def add(self, other: Verdict) -> None:
         """Adds another's counts."""
@@ -38,6 +41,7 @@ class Verdict:
         self.near_ties += other.near_ties
         self.wrong += other.wrong
         self.missing += other.missing
+        self.furthest = max(self.furthest, other.furthest)
 
     @property
     def is_right(self) -> bool:
@@ -101,7 +105,8 @@ class Checker:
             allowed = NEAR_TIE_ULPS * torch.ldexp(torch.ones_like(gap), exponent - 8)
         exact = int((gap == 0).sum())
         near = int(((gap > 0) & (gap <= allowed)).sum())
-        return Verdict(exact, near, len(tokens) - exact - near)
+        furthest = float((gap / allowed).max())
+        return Verdict(exact, near, len(tokens) - exact - near, furthest=furthest)
 
     def _tokens_of(
         self, text: str, num_tokens: int, others: Iterable[list[int]]

@@ -28,12 +28,17 @@ def test_norms(rows: int, width: int, dtype: torch.dtype, tmp_path: Path) -> Non
     fresh_seed()
     x, residual = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
     weight, total = torch.randn(width).to(dtype), x + residual
+    wide = torch.full((rows, 3 * width), float("nan"), dtype=dtype)
+    tap = wide[:, width : 2 * width]
     with kernel_module("norm", tmp_path) as module:
         plain = module.rms_norm(x, weight, EPS)
-        added, stream = module.add_rms_norm(x, residual, weight, EPS)
+        added, stream = module.add_rms_norm(x, residual, weight, EPS, tap=tap)
     assert_as_exact(plain, F.rms_norm(x, (width,), weight, EPS), exact_norm(x, weight))
     assert stream is residual
     assert torch.equal(stream, total)
+    assert torch.equal(tap, total)
+    assert wide[:, :width].isnan().all()
+    assert wide[:, 2 * width :].isnan().all()
     assert_as_exact(added, F.rms_norm(total, (width,), weight, EPS), exact_norm(total, weight))
 
 

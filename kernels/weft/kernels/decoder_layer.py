@@ -151,10 +151,15 @@ class Taps:
 
     def take(self, layer: int, hidden: torch.Tensor) -> None:
         """Copies what enters `layer`, [T, H], if it is wanted."""
-        width = hidden.shape[1]
-        for index, wanted in enumerate(self._layers):
-            if wanted == layer:
-                self._out[:, index * width : (index + 1) * width].copy_(hidden)
+        for place in self.places_of(layer):
+            place.copy_(hidden)
+
+    def places_of(self, layer: int) -> list[torch.Tensor]:
+        """Where what enters `layer` is wanted, [T, H] each: columns of a wider matrix."""
+        places = self._out.chunk(len(self._layers), dim=1)
+        return [
+            place for place, wanted in zip(places, self._layers, strict=True) if wanted == layer
+        ]
 
     def follower_of(self, first: int, count: int) -> Follower | None:
         """The work that can run directly behind these layers, if any."""

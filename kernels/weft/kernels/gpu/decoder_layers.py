@@ -42,9 +42,10 @@ def decoder_layers(
     """`weft.kernels.decoder_layer.decoder_layers` for CUDA tensors; `hidden` is the result."""
     _check(hidden, layers, step, first)
     normed = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
+    tap = None
     for index, w in enumerate(layers):
         layer = first + index
-        if taps is not None:
+        if taps is not None and tap is None:
             taps.take(layer, hidden)
         qkv = linear(normed, w.qkv, lora=addition_to(step.lora, "qkv", layer))
         mixed = _attend(qkv, w, step, layer)
@@ -54,12 +55,20 @@ def decoder_layers(
         if index + 1 < len(layers):
             following = layers[index + 1]
             after = NormAfter(hidden, following.input_norm, following.eps)
-        out = _mlp(normed, w.mlp, after, step.lora, layer)
+        has_tap = after is not None and isinstance(w.mlp, GatedMlpWeight)
+        tap = _tap_of(taps, layer + 1) if has_tap else None
+        out = _mlp(normed, w.mlp, after, step.lora, layer, tap)
         if after is None:
             hidden.add_(out)
         else:
             normed = out
     return hidden
+
+
+def _tap_of(taps: Taps | None, layer: int) -> torch.Tensor | None:
+    """Where the norm before `layer` puts what enters it; None: nowhere, or not by itself."""
+    places = [] if taps is None else taps.places_of(layer)
+    return places[0] if len(places) == 1 else None
 
 
 def _product(
@@ -140,16 +149,17 @@ def _mlp(
     after: NormAfter | None,
     lora: LoraStep | None,
     layer: int,
+    tap: torch.Tensor | None,
 ) -> torch.Tensor:
     """Computes the MLP's addition to the residual stream; if a norm follows, adds it and applies
-    the norm as well.
+    the norm as well. `tap`, if given, gets the sum too: of a gated MLP.
     """
     if isinstance(w, GatedMlpWeight):
         if after is None:
             inner = gate_up_silu(x, w.gate_up, addition_to(lora, "gate_up", layer))
             return linear(inner, w.down, lora=addition_to(lora, "down", layer))
         out, added = _gated_mlp(x, w, lora, layer)
-        return add_rms_norm(out, *after, added)[0]
+        return add_rms_norm(out, *after, added, tap)[0]
     experts, to_experts = w.experts, experts_addition(lora, layer)
     assert experts.stacked is not None
     sizes, is_fixed = (experts.num_experts, experts.inner_size), experts.is_fixed

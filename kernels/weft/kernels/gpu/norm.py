@@ -22,12 +22,18 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     added: Folded | None = None,
+    tap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.norm.add_rms_norm` for CUDA tensors; to `x` is added what adapters add."""
+    """`weft.kernels.norm.add_rms_norm` for CUDA tensors.
+
+    To `x` is added what adapters add. `tap`, [T, H] with rows of any stride, gets the sum as well.
+    """
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x")
     out = torch.empty_like(x)
-    _launch(out, x, residual, weight, eps, added)
+    if tap is not None and (tap.shape != x.shape or tap.dtype != x.dtype or tap.stride(1) != 1):
+        raise ValueError(f"tap {tuple(tap.shape)} {tap.dtype} is not like x")
+    _launch(out, x, residual, weight, eps, added, tap)
     return out, residual
 
 
@@ -38,6 +44,7 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     added: Folded | None = None,
+    tap: torch.Tensor | None = None,
 ) -> None:
     rows, width = x.shape
     if weight.shape != (width,) or weight.dtype != x.dtype or not x.is_contiguous():
@@ -50,7 +57,7 @@ def _launch(
     block = triton.next_power_of_2(width)
     sums, block_sums = (1, 1) if added is None else added.sums
     _rms_norm_kernel[(rows,)](
-        *(out, x, residual, weight, width, eps),
+        *(out, x, residual, weight, tap, width, 0 if tap is None else tap.stride(0), eps),
         *(NOTHING if added is None else added.arguments()),
         BLOCK=block, SUMS=sums, BLOCK_SUMS=block_sums,
         AT_ONCE=ranks_at_once(block, x.element_size()),
@@ -65,7 +72,9 @@ def _rms_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
+    tap: tl.tensor,
     width: int,
+    tap_stride: int,
     eps: float,
     ranks: tl.tensor,
     entries: tl.tensor,
@@ -98,6 +107,9 @@ def _rms_norm_kernel(
         # The stream is kept in its own dtype, and the norm sees the rounded sum.
         total = (stream + row).to(residual.dtype.element_ty)
         tl.store(residual + begin + column, total, mask=mask)
+        if tap is not None:
+            tap_at = tl.program_id(0).to(tl.int64) * tap_stride + column
+            tl.store(tap + tap_at, total, mask=mask)
         row = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / width + eps)
     normed = row * scale * gain
