@@ -6,6 +6,7 @@ Nothing here waits for the device but `wait`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,15 @@ _TORCH_DTYPES = {
 }
 
 
+class PinnedBuffer(NamedTuple):
+    """A buffer that copies to a device start from."""
+
+    tensor: torch.Tensor
+    """[bytes] uint8."""
+    host: npt.NDArray[np.uint8]
+    """The same memory."""
+
+
 class PinnedBuffers:
     """Pinned host buffers that copies start from, used in turn, since copies may still be running.
 
@@ -36,21 +46,21 @@ class PinnedBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(_NUM_BUFFERS)]
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._buffers = [PinnedBuffer(nothing, nothing.numpy())] * _NUM_BUFFERS
         self._copied: list[torch.cuda.Event | None] = [None] * (_NUM_BUFFERS // _GROUP)
         self._next = 0
 
-    def take(self, num_bytes: int) -> torch.Tensor:
+    def take(self, num_bytes: int) -> PinnedBuffer:
         """A buffer of at least this many bytes that no copy reads any more."""
         group, place = divmod(self._next, _GROUP)
         event = self._copied[group]
         if event is not None and place == 0:
             event.synchronize()
-        if self._buffers[self._next].numel() < num_bytes:
+        if len(self._buffers[self._next].host) < num_bytes:
             size = 1 << max(16, num_bytes - 1).bit_length()
-            self._buffers[self._next] = torch.empty(
-                size, dtype=torch.uint8, pin_memory=self._is_cuda
-            )
+            made = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+            self._buffers[self._next] = PinnedBuffer(made, made.numpy())
         return self._buffers[self._next]
 
     def sent(self) -> None:
@@ -87,8 +97,7 @@ class DeviceCopies:
         for array in arrays:
             begins.append(end)
             end += -(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        buffer = self.pinned.take(end)
-        host = buffer.numpy()
+        buffer, host = self.pinned.take(end)
         for begin, array in zip(begins, arrays, strict=True):
             flat = np.ascontiguousarray(array).reshape(-1)
             host[begin : begin + array.nbytes] = flat.view(np.uint8)
@@ -107,13 +116,15 @@ class Mark:
 
     Args:
         device: it; of a CPU, everything is done already.
+        event: of a mark that nobody waits for any more, to be used again.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
+    def __init__(self, device: torch.device, event: torch.cuda.Event | None = None) -> None:
+        self._event = event
         if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
+            if event is None:
+                self._event = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         """Blocks until the device has reached the mark."""
@@ -126,6 +137,28 @@ class Mark:
             self.wait()
         elif self._event is not None:
             stream.wait_event(self._event)
+
+
+class Marks:
+    """Marks of one stream of work, each valid until a few further ones: they share events.
+
+    Args:
+        device: See `Mark`.
+        number: Of marks that are valid at a time.
+    """
+
+    def __init__(self, device: torch.device, number: int) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event | None] = [None] * number
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event() for _ in range(number)]  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    def add(self) -> Mark:
+        """A mark of the work so far."""
+        event = self._events[self._next]
+        self._next = (self._next + 1) % len(self._events)
+        return Mark(self._device, event)
 
 
 class Fetched:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.device_copies import DeviceCopies
+from weft.engine.device_copies import DeviceCopies, PinnedBuffer
 from weft.engine.lora.pool import LoraPool
 from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.runner.batch import ForwardBatch
@@ -166,8 +166,8 @@ class DeviceInputs:
             return
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
         columns = LoraColumns.of(num_tokens, self._lora.max_slots)
-        buffer = self._copies.pinned.take(columns.num_bytes)
-        columns.write(buffer.numpy(), token_slots)
+        buffer, host = self._copies.pinned.take(columns.num_bytes)
+        columns.write(host, token_slots)
         size = columns.num_bytes
         self._lora_bytes[:size].copy_(buffer[:size], non_blocking=True)
         self._copies.pinned.sent()
@@ -210,8 +210,7 @@ class DeviceInputs:
         self._send_lora(arrays.adapter_slots, num_rows)
         changes = self._few_changes()
         buffer = self._copies.pinned.take(self._static.num_bytes)
-        host = buffer.numpy()
-        used = self._static.write(host, arrays, num_rows, self._host_table.null_row)
+        used = self._static.write(buffer.host, arrays, num_rows, self._host_table.null_row)
         self._send_static(self._static.device_bytes, buffer, used, changes)
         token_ids, positions, places, rows, _, kv_lens = self._static.views(len(arrays.rows))
         self.drawing_slots = rows
@@ -263,7 +262,7 @@ class DeviceInputs:
         self._send_lora(arrays.adapter_slots, columns.num_tokens)
         views, changes = self.ragged_views(columns), self._few_changes()
         buffer = self._copies.pinned.take(columns.num_bytes + _CHANGES_BYTES)
-        columns.write(buffer.numpy(), arrays, self._host_table.null_row, self._page_size)
+        columns.write(buffer.host, arrays, self._host_table.null_row, self._page_size)
         assert self._ragged is not None
         self._send_static(self._ragged, buffer, columns.num_bytes, changes)
         self.drawing_slots = views.drawing_slots[: len(arrays.drawing_slots)]
@@ -290,7 +289,7 @@ class DeviceInputs:
         """
         changes, size = self._few_changes(), 8 * requests_size(num_requests)
         buffer = self._copies.pinned.take(size + _CHANGES_BYTES)
-        used = write_requests(buffer.numpy(), requests, num_requests, self._host_table.null_row)
+        used = write_requests(buffer.host, requests, num_requests, self._host_table.null_row)
         # New pages lie where a graph writes other columns, once they are entered.
         self.keep_ragged(0)
         assert self._ragged is not None
@@ -314,21 +313,21 @@ class DeviceInputs:
         return PageChanges(changes.indices[:0], changes.pages[:0])
 
     def _send_static(
-        self, device_bytes: torch.Tensor, buffer: torch.Tensor, used: int, changes: PageChanges
+        self, device_bytes: torch.Tensor, buffer: PinnedBuffer, used: int, changes: PageChanges
     ) -> None:
         """Copies the first `used` bytes of the pinned buffer taken last, and behind them new pages,
         to fixed memory; enters the pages.
         """
         if not len(changes.indices):
-            device_bytes[:used].copy_(buffer[:used], non_blocking=True)
+            device_bytes[:used].copy_(buffer.tensor[:used], non_blocking=True)
             self._copies.pinned.sent()
             return
-        host, begin = buffer.numpy(), -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        host, begin = buffer.host, -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         middle = begin + changes.indices.nbytes
         end = middle + changes.pages.nbytes
         host[begin:middle] = changes.indices.view(np.uint8)
         host[middle:end] = changes.pages.view(np.uint8)
-        device_bytes[:end].copy_(buffer[:end], non_blocking=True)
+        device_bytes[:end].copy_(buffer.tensor[:end], non_blocking=True)
         self._copies.pinned.sent()
         indices = device_bytes[begin:middle].view(torch.int64)
         self._apply(indices, device_bytes[middle:end].view(torch.int32))

@@ -11,11 +11,12 @@ import time
 from typing import NamedTuple
 
 import torch
-from weft.engine.device_copies import Mark
+from weft.engine.device_copies import Marks
 from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.graphs import GraphBucket, StepGraphs, says_what_lacks_memory
 from weft.engine.runner.keeping import TokenKeeper
+from weft.engine.runner.step import Int64Array
 from weft.engine.sampling.device import CapturedDraws, Way
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
@@ -67,17 +68,20 @@ class DrawGraphs:
         self._inputs = inputs
         self._keeper = keeper
         self._tables = tables
-        self._device = inputs.pages.device
+        device = inputs.pages.device
         steps = {
             bucket: hidden
             for bucket, hidden in graphs.results()
             if bucket.kind != "cold" and not (bucket.has_lora and inputs.changes_logits)
         }
         most = max((len(hidden) for hidden in steps.values()), default=0)
-        is_pinned = self._device.type == "cuda"
+        is_pinned = device.type == "cuda"
         self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=is_pinned)
         ways: tuple[Way, ...] = ("greedy",) if tables is None else ("greedy", "any")
+        self._marks = Marks(device, number=4)
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
+        """By graph and rows wanted of it: tokens on the device, and what is copied to the host."""
         began = time.perf_counter()
         with says_what_lacks_memory("drawing"):
             for bucket in sorted(steps, reverse=True):
@@ -104,9 +108,13 @@ class DrawGraphs:
             way: How.
         """
         rows = next(size for size in _sizes(bucket) if size >= count)
-        graph, tokens = self._graphs[DrawKey(bucket, rows, way)]
+        key = DrawKey(bucket, rows, way)
+        graph, tokens = self._graphs[key]
         graph.replay()
-        return CapturedDraws(tokens[:count], self._host[:, :count].numpy(), Mark(self._device))
+        drawn = self._drawn.get((key, count))
+        if drawn is None:
+            drawn = self._drawn[key, count] = (tokens[:count], self._host[:, :count].numpy())
+        return CapturedDraws(*drawn, self._marks.add())
 
     def _draw(self, key: DrawKey, hidden: torch.Tensor) -> torch.Tensor:
         """The captured work: [rows] int64."""

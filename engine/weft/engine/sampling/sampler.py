@@ -143,6 +143,8 @@ class Sampler:
         self._is_special = np.zeros(num_slots, np.bool_)
         """Rows that need Python: their logits change, or log-probabilities are wanted."""
         self._num_special = 0
+        self._is_greedy = np.ones(num_slots, np.bool_)
+        """Rows that need only their largest unchanged logit."""
         self._rows: dict[int, SampleRow] = {}
         self._edits: dict[int, LogitEdits] = {}
 
@@ -192,6 +194,7 @@ class Sampler:
         self._is_special[slot] = has_edits or row.top_logprobs is not None
         self._num_special += int(self._is_special[slot])
         self._rows[slot] = row
+        self._note_greedy(slot)
         if self._device is not None:
             own = SlotParams(
                 params.temperature,
@@ -215,6 +218,7 @@ class Sampler:
         self._edits.pop(slot, None)
         self._num_special -= int(self._is_special[slot])
         self._is_special[slot] = False
+        self._note_greedy(slot)
         if self._device is not None:
             self._masking.discard(slot)
             self._device.remove(slot)
@@ -230,6 +234,7 @@ class Sampler:
         self._columns.is_masked[slot] = mask is not None
         if mask is not None:
             self._columns.masks[slot] = mask
+        self._note_greedy(slot)
         if self._device is not None:
             self._send_mask(slot)
 
@@ -260,7 +265,7 @@ class Sampler:
         Raises:
             ValueError: Shapes or dtype are wrong.
         """
-        if logits.is_cuda and self._are_greedy(slots):
+        if logits.is_cuda and self._is_greedy[slots].all():
             tokens, output = self._draw_greedily(logits)
         elif self._device is not None:
             found = None if on_device is None else on_device()
@@ -275,7 +280,7 @@ class Sampler:
         """How rows of these slots can be drawn by a graph; None: not at all."""
         if self._num_special and self._is_special[slots].any():
             return None
-        if self._are_greedy(slots):
+        if self._is_greedy[slots].all():
             return "greedy"
         return "any" if self._device is not None else None
 
@@ -318,11 +323,11 @@ class Sampler:
         fetched = Fetched(tokens)
         return tokens, lambda: SampleOutput(fetched.wait().numpy(), [None] * len(tokens))
 
-    def _are_greedy(self, slots: Int64Array) -> bool:
-        """Whether all these rows need only their largest unchanged logit."""
-        is_plain = ~self._is_special[slots] & ~self._columns.is_masked[slots]
-        is_greedy = self._columns.temperature[slots] < GREEDY_TEMPERATURE
-        return bool((is_plain & is_greedy).all())
+    def _note_greedy(self, slot: int) -> None:
+        columns = self._columns
+        is_cold = columns.temperature[slot] < GREEDY_TEMPERATURE
+        has_changes = self._is_special[slot] or columns.is_masked[slot]
+        self._is_greedy[slot] = is_cold and not has_changes
 
     def _draw_on_device(
         self,

@@ -57,12 +57,12 @@ class StaticColumns:
         """
         self._pages.send_pages()
         sent = self._flat[: len(self._paddings) * requests].view(torch.uint8)
-        buffer = self._pinned.take(len(sent))[: len(sent)]
-        host = buffer.numpy().view(np.int64).reshape(len(self._paddings), requests)
+        buffer, host_bytes = self._pinned.take(len(sent))
+        host = host_bytes[: len(sent)].view(np.int64).reshape(len(self._paddings), requests)
         for column, values, padding in zip(host, columns, self._paddings, strict=True):
             column[: len(values)] = values
             column[len(values) :] = padding
-        sent.copy_(buffer, non_blocking=True)
+        sent.copy_(buffer[: len(sent)], non_blocking=True)
         self._pinned.sent()
 
 

@@ -117,9 +117,9 @@ class AdapterRows:
         used = np.where(self._adapters.has_drafts[adapter_slots], adapter_slots, 0)
         all_columns = self._columns(requests)
         size = sum(columns.num_bytes for columns in all_columns)
-        buffer, begin = self._pinned.take(size), 0
+        (buffer, host), begin = self._pinned.take(size), 0
         for columns, count in zip(all_columns, self._rows_each, strict=True):
-            columns.write(buffer.numpy()[begin:], np.repeat(used, count).astype(np.int32))
+            columns.write(host[begin:], np.repeat(used, count).astype(np.int32))
             begin += columns.num_bytes
         self._flat[:size].copy_(buffer[:size], non_blocking=True)
         self._pinned.sent()
