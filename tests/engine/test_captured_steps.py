@@ -15,6 +15,9 @@ from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from weft.engine.llm import LLM
 from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.runner.runner import Drawable
+from weft.engine.scheduler import running
+from weft.engine.scheduler.plan import Plan
 from weft.engine.speculative.fixed_gate import FixedGate
 from weft.kernels import cpu
 
@@ -111,3 +114,48 @@ def test_chains_that_read_a_steps_requests_are_the_heads(
     assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
     assert 0 < num_begun[0] < num_begun[1], "few steps bring prompts"
     check_chains(noted, target_dir, draft_dir)
+
+
+@pytest.mark.parametrize("most_beside", [0, MAX_REQUESTS])
+def test_what_is_drawn_beside_short_prompts_is_captured(
+    most_beside: int, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whose pages are there bring one row; beside many requests nothing is drafted."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    monkeypatch.setattr(running, "MAX_DRAFTED_BESIDE", most_beside)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(8 + index)] for index in range(9)]
+    # They end one after another.
+    ends = tuple(random.sample(range(3, VOCAB), 50))
+    stop = StopCriteria(max_tokens=25, ignore_eos=True, stop_token_ids=ends)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, None, stop)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, overlap="on", **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, DRAFTS)
+        capture_chains(engine, DRAFTS)
+        plans = engine.scheduler.running_plans
+        plans.drafts_on_device = True
+        engine.drafting.gate = plans.gate = FixedGate(DRAFTS)
+        captured.generate(prompts, None, stop)
+        steps: list[tuple[bool, int]] = []
+        forward = engine._runner.forward
+
+        def noted(plan: Plan) -> Drawable | None:
+            drawable = forward(plan)
+            if plan.chunks and drawable is not None:
+                num_drafts = sum(item.max_drafts for item in plan.verifies)
+                steps.append((drawable.captured is not None, num_drafts))
+            return drawable
+
+        monkeypatch.setattr(engine._runner, "forward", noted)
+        found = captured.generate(prompts, None, stop, max_at_once=MAX_REQUESTS)
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    assert steps
+    assert all(is_captured for is_captured, _ in steps)
+    assert any(num_drafts for _, num_drafts in steps) == (most_beside > 0)

@@ -169,6 +169,7 @@ def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> No
             q_lens = [1 + drafts] * requests
             arrays = make_arrays(table, q_lens, [20] * requests)
             arrays.logits_rows = np.arange(sum(q_lens))
+            arrays.verify_rows = arrays.logits_rows.reshape(requests, 1 + drafts)
             bucket = buckets.of(arrays)
             assert bucket is not None
             assert bucket.kind == "verify"
@@ -176,10 +177,11 @@ def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> No
             assert bucket.requests >= requests
             assert bucket.drafts >= drafts
             assert bucket.columns.max_logits >= sum(q_lens)
-        if requests > 1:
-            # One of them is a prompt.
-            prompt = make_arrays(table, [*q_lens[1:], 30], [*([20] * (requests - 1)), 40])
+        for length in (1, 3, 30) if requests > 1 else ():
+            # One of them is a prompt, be it short.
+            prompt = make_arrays(table, [*q_lens[1:], length], [*([20] * (requests - 1)), 40])
             prompt.logits_rows = np.arange(sum(q_lens[1:]) + 1)
+            prompt.verify_rows = np.arange(sum(q_lens[1:])).reshape(requests - 1, -1)
             bucket = buckets.of(prompt)
             assert bucket is not None
             assert bucket.kind == "ragged"
@@ -188,6 +190,7 @@ def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> No
     plain = GraphBuckets(config, step_buckets(config, max_requests, 4096))
     arrays = make_arrays(table, [2] * max_requests, [20] * max_requests)
     arrays.logits_rows = np.arange(2 * max_requests)
+    arrays.verify_rows = arrays.logits_rows.reshape(max_requests, 2)
     assert plain.of(arrays) is None
 
 

@@ -251,7 +251,8 @@ class GraphBuckets:
             return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
         if arrays.ancestors is not None:
             return self._tree.with_room(num_requests, arrays.max_q_len)
-        if arrays.max_q_len <= MAX_VERIFY_ROWS:
+        # Short prompts are ragged as others are: what is drawn behind them is captured there.
+        if arrays.max_q_len <= MAX_VERIFY_ROWS and arrays.has_no_prompts:
             bucket = self._verify.with_room(num_requests, arrays.max_q_len)
             if bucket is not None:
                 return bucket

@@ -275,13 +275,10 @@ class ModelRunner:
         count = len(arrays.drawing_slots)
         if bucket is None or self._draws is None or not self._draws.has(bucket, count):
             return None
-        verified = arrays.verify_rows
-        if bucket.kind == "decode" and verified is not None:
+        if bucket.kind == "decode" and arrays.verify_rows is not None:
             return None
-        if bucket.kind in ("verify", "tree") and (
-            verified is None or len(verified) < len(arrays.rows)
-        ):
-            return None  # There are prompts of few tokens.
+        if bucket.kind == "tree" and not arrays.has_no_prompts:
+            return None
         return partial(self._draws.begin, bucket, count)
 
     def capture_draws(self, tables: SlotTables | None) -> None:

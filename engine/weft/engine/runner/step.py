@@ -133,6 +133,11 @@ class StepArrays:
         is_single = self.max_q_len == 1 and len(self.logits_rows) == len(self.token_ids)
         return is_single and len(self.sources) == self.num_decodes
 
+    @property
+    def has_no_prompts(self) -> bool:
+        """Whether each request of a step with drafts is among those of `verify_rows`."""
+        return self.verify_rows is not None and len(self.verify_rows) == len(self.rows)
+
     @classmethod
     def of_plan(cls, plan: Plan, table: PageTable, page_size: int) -> StepArrays:
         """Flattens a started plan, and enters its requests' new pages into the table."""

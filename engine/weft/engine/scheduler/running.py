@@ -23,6 +23,11 @@ from weft.engine.scheduler.state import Request, State
 
 BoolArray = npt.NDArray[np.bool_]
 
+MAX_DRAFTED_BESIDE = 8
+"""Most running requests with drafts beside prompts, where drafts are on the device. What such steps
+cost the gate does not know, and with more requests most steps bring prompts.
+"""
+
 
 class DraftGate(Protocol):
     """Decides how many drafts are worthwhile."""
@@ -153,21 +158,29 @@ class RunningPlans:
 
     def add_prompts(self, plan: Plan, chunks: Sequence[PlanItem]) -> None:
         """Adds the chunks of a step. Beside many rows those of trees are not cheap: chains are
-        drafted then.
+        drafted then, or nothing where many requests run.
         """
         plan.chunks = chunks
-        if chunks and plan.has_trees:
+        most = self._most_drafts_beside(plan) if chunks else None
+        if most is not None:
             plan.verifies = [
-                VerifyItem(item.request, item.start, min(item.max_accepted, self._max_chain))
+                VerifyItem(item.request, item.start, min(item.max_accepted, most))
                 for item in plan.verifies
             ]
 
     def num_tokens_beside_prompts(self, plan: Plan) -> int:
         """Number of new tokens that the plan will have besides the chunks, if it gets any."""
-        if not plan.has_trees:
+        most = self._most_drafts_beside(plan)
+        if most is None:
             return plan.num_tokens
-        chains = (1 + min(item.max_accepted, self._max_chain) for item in plan.verifies)
-        return len(plan.decodes) + sum(chains)
+        return len(plan.decodes) + sum(1 + min(i.max_accepted, most) for i in plan.verifies)
+
+    def _most_drafts_beside(self, plan: Plan) -> int | None:
+        """Most drafts of a request beside prompts; None: as planned."""
+        num_requests = len(plan.decodes) + len(plan.verifies)
+        if self.drafts_on_device and plan.verifies and num_requests > MAX_DRAFTED_BESIDE:
+            return 0
+        return self._max_chain if plan.has_trees else None
 
     def _grow(self, request: Request, position: int) -> bool:
         """Makes room for one more token.
