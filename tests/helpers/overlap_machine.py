@@ -9,7 +9,7 @@ from typing import NamedTuple
 from bare_request import bare_request
 from draft_machine import Outcome
 from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, PlanItem, Run, VerifyItem
-from weft.engine.scheduler.running import DraftGate
+from weft.engine.scheduler.running import MAX_DRAFTED_BESIDE, DraftGate
 from weft.engine.scheduler.state import Request
 
 PROMPTS_S, PROMPTS_DEVICE_S = 0.6e-3, 0.3e-3
@@ -64,6 +64,8 @@ class OverlapMachine:
                 self._end(gate)
                 return Outcome(depths, num_tokens, self._host_s - began_s)
             shape = gate.shape(running) if running else NO_DRAFTS
+            if new and len(running) > MAX_DRAFTED_BESIDE:
+                shape = NO_DRAFTS
             plan, runs = self._plan(running, new, shape)
             begun = self._launch(plan, runs, len(running), shape.num_drafts if running else 0)
             self._end(gate)
