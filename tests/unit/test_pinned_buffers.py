@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from weft.engine import device_copies
-from weft.engine.device_copies import PinnedBuffers
+from weft.engine.device_copies import Marks, PinnedBuffers
 
 
 class LateStream:
@@ -42,8 +42,9 @@ def test_no_buffer_is_handed_out_while_a_copy_reads_it(monkeypatch: pytest.Monke
     num_behind = 0
     for _ in range(3_000):
         size = rng.choice((10, 100, 1 << 17))
-        buffer = buffers.take(size)
+        buffer, host = buffers.take(size)
         assert buffer.numel() >= size
+        assert host.ctypes.data == buffer.data_ptr()
         kept.append(buffer)  # Its address names it.
         assert copies.get(buffer.data_ptr(), -1) < stream.num_made, "a copy still reads it"
         copies[buffer.data_ptr()] = stream.num_told
@@ -53,3 +54,25 @@ def test_no_buffer_is_handed_out_while_a_copy_reads_it(monkeypatch: pytest.Monke
         if rng.random() < 0.05:
             stream.num_made = rng.randint(stream.num_made, stream.num_told)
     assert num_behind >= 8, "of two steps none waits for another"
+
+
+def test_marks_share_events_only_after_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = LateStream()
+    monkeypatch.setattr(device_copies.torch.cuda, "current_stream", lambda device: None)
+
+    def event() -> Any:
+        made = stream.event()
+        made.record = lambda stream_of_device: setattr(made, "upto", stream.num_told)
+        return made
+
+    monkeypatch.setattr(device_copies.torch.cuda, "Event", event)
+    marks = Marks(torch.device("cuda"), number=3)
+    made = []
+    for number in range(1, 10):
+        stream.num_told = number
+        made.append(marks.add())
+        # The last three are waited for as far as they were told of.
+        for back, mark in enumerate(reversed(made[-3:])):
+            stream.num_made = 0
+            mark.wait()
+            assert stream.num_made == number - back
