@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from page_cases import expected_digests, page_numbers, poisoned, unsigned
+from weft.kernels import page_ops
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, gather_pages, scatter_pages
 
@@ -28,8 +29,12 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 @everywhere
+@pytest.mark.parametrize("most_alone", [2, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_copies_are_what_plain_indexing_makes(dtype: torch.dtype, device: str) -> None:
+def test_copies_are_what_plain_indexing_makes(
+    dtype: torch.dtype, most_alone: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_ops, "_MAX_SINGLE_COPIES", most_alone)
     pool = make_pool(dtype, device)
     expected = bits(pool)
     for count in (0, 1, 5):

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_MAX_SINGLE_COPIES = 16
+"""Most pages that are copied one by one on a GPU: each is a launch, and indexing takes several."""
+
 
 def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
     """Copies pages inside a pool.
@@ -37,14 +40,14 @@ def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]
         raise ValueError("a destination is named twice")
     if not set(sources).isdisjoint(destinations):
         raise ValueError("a page is source and destination")
-    rows = pool.view(num_pages, math.prod(pool.shape[1:])).view(torch.uint8)
-    if pool.device.type == "cpu":
-        # A page is large: one copy a page runs at memory speed, indexing of bytes does not.
+    rows = pool.view(num_pages, math.prod(pool.shape[1:]))
+    # A page is large: one copy a page runs at memory speed, which indexing does not.
+    if pool.device.type == "cpu" or len(sources) <= _MAX_SINGLE_COPIES:
         for source, destination in zip(sources, destinations, strict=True):
-            rows[destination] = rows[source]
-    elif sources:
-        index = page_index(destinations, pool.device)
-        rows.index_copy_(0, index, rows[page_index(sources, pool.device)])
+            rows[destination].copy_(rows[source], non_blocking=True)
+        return
+    index = page_index(destinations, pool.device)
+    rows.index_copy_(0, index, rows[page_index(sources, pool.device)])
 
 
 def gather_pages(pool: Tensor, pages: Tensor, out: Tensor) -> None:
