@@ -5,9 +5,13 @@ Each part is timed around its call, so the device's work is none of it unless th
 gate is fixed, so that all steps are alike. With several requests of a stream, one behind another,
 turns whose step brings prompts are told apart from those whose step brings none.
 
+With `--turns` the engine's own gate decides, as in service, and turns are told by what they begin:
+how many there are of each kind, and what share of the time they take.
+
     python bench/host_parts.py --device cuda                        the demo model and its head
     python bench/host_parts.py --device cuda --streams 8 --drafts 0,3,5 --temperature 0.8
     python bench/host_parts.py --device cuda --streams 64 --rounds 4 --tokens 96
+    python bench/host_parts.py --device cuda --streams 8 --drafts 5 --rounds 8 --turns
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from draft_cost import Watch
+from gpu_trace import counted_waits
 from rich.console import Console
 from rich.table import Table
 from serving.setup import describe_lines, describe_setup
@@ -35,7 +40,7 @@ from weft.engine.llm import LLM
 from weft.engine.models.demo import resolve_model
 from weft.engine.models.dtypes import resolve_dtype
 from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.scheduler.plan import DraftShape
+from weft.engine.scheduler.plan import DraftShape, Plan
 from weft.engine.speculative.eagle import EagleDrafter
 
 NUM_SKIPPED = 10
@@ -173,13 +178,99 @@ def measure(
     return by_kind
 
 
+class Turns(NamedTuple):
+    """Turns of one kind."""
+
+    kind: str
+    number: int
+    turn_us: float
+    """Median of the turn itself."""
+    wait_us: float
+    """Median of its waits for the device."""
+    share: float
+    """Of the time from each turn's begin to that of the next."""
+
+
+def turns_by_kind(
+    llm: LLM, prompts: list[list[int]], streams: int, arguments: argparse.Namespace
+) -> list[Turns]:
+    """Runs prompts with the engine's own gate, after as many to warm up; most time first."""
+    engine, stop = llm.engine, StopCriteria(max_tokens=arguments.tokens)
+    sampling = SamplingParams(temperature=arguments.temperature)
+    chosen = list(islice(cycle(prompts), streams * arguments.rounds))
+    llm.generate(chosen, sampling, stop, max_at_once=streams)
+    taken: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    turn, plan_step, planned = engine.turn, engine.scheduler.plan, [Plan()]
+
+    def plan(*inputs: Any) -> Plan:
+        planned[0] = plan_step(*inputs)
+        return planned[0]
+
+    last: list[tuple[str, float, float, float]] = []
+
+    def timed(*inputs: Any) -> Any:
+        planned[0], waited = Plan(), waits.seconds
+        began = time.perf_counter()
+        if last:
+            kind, before, spent, waited_s = last.pop()
+            taken[kind].append((spent, waited_s, began - before))
+        outbox = turn(*inputs)
+        spent = time.perf_counter() - began
+        last.append((kind_of(planned[0]), began, spent, waits.seconds - waited))
+        return outbox
+
+    engine.scheduler.plan = plan  # type: ignore[method-assign]
+    engine.turn = timed  # type: ignore[method-assign]
+    try:
+        with counted_waits() as waits:
+            llm.generate(chosen, sampling, stop, max_at_once=streams)
+    finally:
+        engine.turn, engine.scheduler.plan = turn, plan_step  # type: ignore[method-assign]
+    whole_s = sum(each for turns in taken.values() for _, _, each in turns)
+    found = []
+    for kind, turns in taken.items():
+        spent, waited, each = zip(*turns, strict=True)
+        medians = (1e6 * statistics.median(spent), 1e6 * statistics.median(waited))
+        found.append(Turns(kind, len(turns), *medians, sum(each) / whole_s))
+    return sorted(found, key=lambda one: -one.share)
+
+
+def kind_of(plan: Plan) -> str:
+    """What a step brings, in words."""
+    if not len(plan):
+        return "nothing"
+    num_drafts = max((item.max_drafts for item in plan.verifies), default=0)
+    kind = f"{num_drafts} drafts" if plan.verifies else "no drafts"
+    return kind + (", prompts" if plan.chunks else "")
+
+
+def report_turns(
+    console: Console, rows: list[tuple[int, list[Turns]]], setup: dict[str, Any], path: Path | None
+) -> None:
+    """Prints the table of turns, and keeps it."""
+    table = Table(title="Turns by what they begin, microseconds (medians)")
+    for column in ("streams", "brings", "turns", "turn", "waits", "share of the time"):
+        table.add_column(column, justify="left" if column == "brings" else "right")
+    for streams, found in rows:
+        for one in found:
+            times = (f"{one.turn_us:.0f}", f"{one.wait_us:.0f}", f"{one.share:.0%}")
+            table.add_row(str(streams), one.kind, str(one.number), *times)
+    console.print(table)
+    for line in describe_lines(setup):
+        console.print(line, soft_wrap=True, highlight=False)
+    if path:
+        kept = [{"streams": n} | one._asdict() for n, found in rows for one in found]
+        document = {"command": " ".join(sys.argv), "setup": setup, "rows": kept}
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main() -> None:
     """Runs the benchmark."""
     arguments = parse()
     model_dir, dtype = resolve_model("demo"), resolve_dtype("auto", arguments.device)
     texts = [p for kind in read_prompts(PROMPTS, model_dir, 32).values() for p in kind]
     settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}
-    settings |= {"kv_memory_bytes": 4 << 30, "prefix_cache": False}
+    settings |= {"kv_memory_bytes": 4 << 30, "prefix_cache": arguments.turns}
     settings |= {"max_running_requests": max(arguments.streams)}
     if max(arguments.drafts):
         settings |= {"draft_dir": DRAFT, "drafter": "eagle3"}
@@ -195,6 +286,10 @@ def main() -> None:
     with LLM(model_dir, **settings) as llm:
         gc.collect()
         gc.freeze()
+        if arguments.turns:
+            kinds = [(n, turns_by_kind(llm, texts, n, arguments)) for n in arguments.streams]
+            report_turns(console, kinds, setup, arguments.json)
+            return
         parts = watch_engine(llm)
         for case in cases:
             measure(llm, parts, texts, case, arguments)
@@ -230,6 +325,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafts", type=numbers, default=[0, 3, 5], help="a step, by commas")
     parser.add_argument("--rounds", type=int, default=1, help="requests of each stream")
     parser.add_argument("--tokens", type=int, default=160, help="of each request")
+    parser.add_argument("--turns", action="store_true", help="with the gate, by kind of turn")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
