@@ -104,7 +104,6 @@ def _sliced_linear_kernel(
     release_next(IS_DEPENDENT)
     STEP: tl.constexpr = SLICES * TILE
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_out = column < columns
     # [SLICES, 1, TILE]: the elements of K that the slices take at once.
     part = tl.arange(0, SLICES)[:, None, None] * TILE + tl.arange(0, TILE)[None, None, :]
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
@@ -126,23 +125,48 @@ def _sliced_linear_kernel(
         if IS_GATED:
             up = tl.dot(_tile(begin_up, part, start, K, STEP), values, up)
     total = tl.sum(product, axis=0)
-    mask = in_out[:, None] & (row < rows)[None, :]
-    if bias is not None:
-        total += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[:, None]
+    total_up = total
     if IS_GATED:
         total_up = tl.sum(up, axis=0)
+    store_product(out, total, total_up, bias, residual, row, column, rows, columns, IS_GATED, False)
+
+
+@triton.jit
+def store_product(
+    out: tl.tensor,
+    product: tl.tensor,
+    up: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    rows: int,
+    columns: int,
+    IS_GATED: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+) -> None:
+    """Finishes `product` [COLUMNS, ROWS] float32 as `small_linear` says, and stores it; `up` is of
+    the second projection where gated.
+    """
+    in_out = column < columns
+    mask = in_out[:, None] & (row < rows)[None, :]
+    if bias is not None:
+        product += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
         if bias is not None:
             beside = tl.load(bias + columns + column, mask=in_out, other=0.0)
-            total_up += beside.to(tl.float32)[:, None]
+            up += beside.to(tl.float32)[:, None]
         if residual is not None:
             at = row[None, :].to(tl.int64) * 2 * columns + column[:, None]
-            total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-            total_up += tl.load(residual + at + columns, mask=mask, other=0.0).to(tl.float32)
-        total = total / (1.0 + tl.exp(-total)) * total_up
+            product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(residual + at + columns, mask=mask, other=0.0).to(tl.float32)
+        product = product / (1.0 + tl.exp(-product)) * up
     at = row[None, :].to(tl.int64) * columns + column[:, None]
     if residual is not None and not IS_GATED:
-        total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+        if ROUNDS_FIRST:
+            product = product.to(residual.dtype.element_ty).to(tl.float32)
+        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

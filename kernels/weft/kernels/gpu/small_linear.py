@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.sliced_linear import MAX_ROWS, sliced_linear
+from weft.kernels.gpu.sliced_linear import MAX_ROWS, sliced_linear, store_product
 
 MAX_SPREAD_ROWS = 2
 """Most rows for plain multiplication: up to here it keeps up with memory, and tensor cores start
@@ -127,7 +127,6 @@ def _small_linear_kernel(
 ) -> None:
     release_next(IS_DEPENDENT)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    in_out = column < columns
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
     begin = weight + tl.minimum(column, columns - 1).to(tl.int64) * K
     begin_up = begin + tl.cast(columns, tl.int64) * K
@@ -137,31 +136,17 @@ def _small_linear_kernel(
         tile_up = _weight_tile(begin_up, 0, K, TILE)
     wait_for_last(IS_DEPENDENT)
     product = _product(tile, x, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES)
-    if bias is not None:
-        product += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[:, None]
-    row = tl.arange(0, BLOCK_ROWS)
-    mask = in_out[:, None] & (row < rows)[None, :]
+    up = product
     if IS_GATED:
-        added_at = row[None, :].to(tl.int64) * 2 * columns + column[:, None]
-        if residual is not None:
-            product += tl.load(residual + added_at, mask=mask, other=0.0).to(tl.float32)
         if K > TILE:
             tile_up = _weight_tile(begin_up, 0, K, TILE)
         up = _product(
             tile_up, x, begin_up, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
         )
-        if bias is not None:
-            up += tl.load(bias + columns + column, mask=in_out, other=0.0).to(tl.float32)[:, None]
-        if residual is not None:
-            up_at = residual + added_at + columns
-            up += tl.load(up_at, mask=mask, other=0.0).to(tl.float32)
-        product = product / (1.0 + tl.exp(-product)) * up
-    at = row[None, :].to(tl.int64) * columns + column[:, None]
-    if residual is not None and not IS_GATED:
-        if ROUNDS_FIRST:
-            product = product.to(residual.dtype.element_ty).to(tl.float32)
-        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+    row = tl.arange(0, BLOCK_ROWS)
+    store_product(
+        out, product, up, bias, residual, row, column, rows, columns, IS_GATED, ROUNDS_FIRST
+    )
 
 
 @triton.jit
