@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +16,19 @@ from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
 from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
-from weft.engine.scheduler.plan import DraftTree, LaterDrafts, Plan, Run, parents_of
+from weft.engine.scheduler.plan import (
+    DraftTree,
+    LaterDrafts,
+    Plan,
+    Run,
+    VerifyItem,
+    parents_of,
+)
 from weft.engine.scheduler.state import Request
 from weft.engine.speculative.trees import tree_of
+
+Rows = Callable[[], npt.NDArray[np.int64]]
+"""Waits for the tokens and the words of a step's rows, [2, T]."""
 
 
 class Drawn(NamedTuple):
@@ -40,16 +50,20 @@ class Draw(NamedTuple):
 
     plan: Plan
     requests: Sequence[Request]
-    """The request of each row of the logits; one with drafts appears once for each of its rows."""
+    """Those that draw: without drafts, with drafts (a row of the logits for each token), behind
+    prompts.
+    """
     samples: SamplesUnderWay
     positions: npt.NDArray[np.int64]
     """Positions of the tokens, by row."""
     mask_errors: dict[int, WeftError]
     """Constraint errors by row."""
+    rows: Rows | None = None
+    """Of a step whose drafts are on the device."""
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Token ids, `[len(requests)]`, on the device that drew them; negative for errors."""
+        """Token ids by row, on the device that drew them; negative for errors."""
         return self.samples.tokens
 
     @property
@@ -65,34 +79,109 @@ class Draw(NamedTuple):
         if not self.plan.verifies:
             found = [(requests[row], error) for row, error in errors.items()]
             return Drawn(requests, tokens, self.positions, output.logprobs, found)
-        row = len(self.plan.decodes)
-        alone, runs, failed = list(range(row)), [], []
-        for item, drafts in zip(self.plan.verifies, self.plan.drafts, strict=True):
-            path = drawn_rows(tokens[row : row + 1 + len(drafts)], drafts)
-            assert len(path) <= 1 + item.max_accepted, "more drafts are right than there may be"
-            runs.append(
-                Run(
-                    item.request,
-                    [tokens[row + index] for index in path],
-                    [output.logprobs[row + index] for index in path],
-                    len(drafts),
-                    is_tree=isinstance(drafts, DraftTree),
-                )
-            )
-            # An error behind drafts is met again where the request goes on from there.
-            if row in errors:
-                failed.append((item.request, errors[row]))
-            row += 1 + len(drafts)
-        alone += range(row, len(tokens))
-        failed += [(requests[index], errors[index]) for index in alone if index in errors]
+        begin, behind = len(self.plan.decodes), len(self.plan.decodes) + len(self.plan.verifies)
+        firsts = first_rows(self.plan, len(requests))
+        end = int(firsts[behind])
+        runs = self._runs(output, tokens, firsts[begin : behind + 1])
+        # An error behind drafts is met again where the request goes on from there.
+        owners = {int(firsts[index]): request for index, request in enumerate(requests)}
+        failed = [(owners[row], errors[row]) for row in errors if row in owners] if errors else []
         return Drawn(
-            [requests[index] for index in alone],
-            [tokens[index] for index in alone],
-            self.positions[alone],
-            [output.logprobs[index] for index in alone],
+            [*requests[:begin], *requests[behind:]],
+            tokens[:begin] + tokens[end:],
+            np.concatenate([self.positions[:begin], self.positions[end:]]),
+            output.logprobs[:begin] + output.logprobs[end:],
             failed,
             runs,
         )
+
+    def _runs(
+        self, output: SampleOutput, tokens: list[int], firsts: npt.NDArray[np.int64]
+    ) -> list[Run]:
+        """Outcomes of the requests with drafts.
+
+        Args:
+            output: What was drawn.
+            tokens: Its tokens.
+            firsts: The first row of each of these requests, and the row behind the last one.
+        """
+        plan, logprobs = self.plan, output.logprobs
+        if plan.has_trees:
+            return [
+                _run_of_tree(item, drafts, tokens[first:], logprobs[first:])
+                for item, drafts, first in zip(
+                    plan.verifies, plan.drafts, firsts.tolist(), strict=False
+                )
+            ]
+        if self.rows is not None:
+            drafted = self.rows()[0]
+        else:
+            drafted = np.full(int(firsts[-1]), -1, np.int64)
+            is_draft = np.ones(len(drafted), np.bool_)
+            is_draft[: firsts[0]] = is_draft[firsts[:-1]] = False
+            drafted[is_draft] = [token for drafts in plan.drafts for token in drafts]
+        if not any(logprobs):
+            logprobs = []
+        ends = _ends_of_chains(output.token_ids, drafted, firsts)
+        columns = zip(
+            plan.verifies, firsts.tolist(), ends.tolist(), plan.draft_counts, strict=False
+        )
+        return [
+            Run(item.request, tokens[first:end], logprobs[first:end], count)
+            for item, first, end, count in columns
+        ]
+
+
+def first_rows(plan: Plan, num_drawing: int) -> npt.NDArray[np.int64]:
+    """[num_drawing + 1]: the first row of the logits of each request that draws in a step with
+    drafts, and the number of rows.
+    """
+    counts = np.ones(num_drawing, np.int64)
+    begin = len(plan.decodes)
+    counts[begin : begin + len(plan.verifies)] += np.array(plan.draft_counts, np.int64)
+    return np.concatenate([_ZERO, np.cumsum(counts)])
+
+
+_ZERO = np.zeros(1, np.int64)
+
+
+def _ends_of_chains(
+    drawn: npt.NDArray[np.int64], drafted: npt.NDArray[np.int64], firsts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The row behind the last one whose token counts, of each request: behind the first row of it
+    whose token is not the draft that follows.
+
+    Args:
+        drawn: Token of each row; negative where there is none.
+        drafted: Draft of each row, at least those of these requests.
+        firsts: The first row of each request, and the row behind the last one.
+    """
+    begin, end = firsts[0], firsts[-1]
+    follows = np.zeros(end + 1 - begin, np.bool_)
+    own = drawn[begin:end]
+    follows[1:-1] = (drafted[begin + 1 : end] == own[:-1]) & (own[1:] >= 0)
+    follows[firsts - begin] = False
+    stops = np.flatnonzero(~follows) + begin
+    ends: npt.NDArray[np.int64] = stops[np.searchsorted(stops, firsts[:-1], side="right")]
+    return np.where(drawn[firsts[:-1]] < 0, firsts[:-1], ends)
+
+
+def _run_of_tree(
+    item: VerifyItem,
+    drafts: Sequence[int],
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+) -> Run:
+    """The outcome of a request with a tree, from what its rows, and others behind them, drew."""
+    path = drawn_rows(tokens[: 1 + len(drafts)], drafts)
+    assert len(path) <= 1 + item.max_accepted, "more drafts are right than there may be"
+    return Run(
+        item.request,
+        [tokens[row] for row in path],
+        [logprobs[row] for row in path],
+        len(drafts),
+        is_tree=isinstance(drafts, DraftTree),
+    )
 
 
 def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
@@ -140,16 +229,21 @@ def _is_end(request: Request, token: int, num_drawn: int) -> bool:
     return end_of(request, token, request.num_generated + num_drawn) is not None
 
 
-def _fetch_rows(drawable: Drawable) -> Callable[[], npt.NDArray[np.int64]]:
-    """Begins to copy the tokens and words of a step's rows to the host; returns what waits."""
+def _fetch_rows(drawable: Drawable) -> Rows:
+    """Begins to copy the tokens and words of a step's rows to the host."""
     assert drawable.rows is not None, "the step verifies no drafts"
     fetched = Fetched(drawable.rows())
     return lambda: fetched.wait().numpy()
 
 
-def _drafts_of(plan: Plan, wait_for_rows: Callable[[], npt.NDArray[np.int64]]) -> list[list[int]]:
+def _kept(wait_for_rows: Rows) -> Rows:
+    """The same, whose result stays valid."""
+    return cache(lambda: wait_for_rows().copy())
+
+
+def _drafts_of(plan: Plan, rows: Rows) -> list[list[int]]:
     """The drafts of each request, from the tokens and words of a step's rows."""
-    tokens, words = wait_for_rows()
+    tokens, words = rows()
     found, row = [], len(plan.decodes)
     for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
         own = slice(row + 1, row + 1 + count)
@@ -201,33 +295,34 @@ class Drawing:
             errors = self._take_masks(requests)
             samples = self._begin(drawable, self._prepared)
             return Draw(plan, requests, samples, drawable.positions, errors)
-        num_decodes = len(plan.decodes)
-        by_row = [*requests[:num_decodes]]
-        for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
-            by_row += [item.request] * (1 + count)
-        by_row += requests[num_decodes + len(plan.verifies) :]
-        # Where tokens are drawn on the device no other requests are drafted for.
-        if not any(item.request.draws_in_turn for item in plan.verifies):
-            errors = self._take_masks(by_row)
-            samples = self._begin(drawable, self._slots(by_row))
+        rows: Rows | None = None
+        firsts = first_rows(plan, len(requests))
+        # Where tokens are drawn on the device no such requests are drafted for.
+        if not self._sampler.is_on_device and any(
+            item.request.draws_in_turn for item in plan.verifies if item.max_drafts
+        ):
             if isinstance(plan.drafts, LaterDrafts):
-                rows = samples.rows or _fetch_rows(drawable)
-                plan.drafts.come_with(partial(_drafts_of, plan, rows))
-            return Draw(plan, by_row, samples, drawable.positions, errors)
+                plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
+            return self._draw_in_turn(plan, requests, firsts, drawable)
+        errors = {int(firsts[index]): e for index, e in self._take_masks(requests).items()}
+        samples = self._begin(drawable, np.repeat(self._prepared, np.diff(firsts)))
         if isinstance(plan.drafts, LaterDrafts):
-            plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
-        return self._draw_in_turn(plan, requests, by_row, drawable)
+            rows = _kept(samples.rows or _fetch_rows(drawable))
+            plan.drafts.come_with(partial(_drafts_of, plan, rows))
+        return Draw(plan, requests, samples, drawable.positions, errors, rows)
 
     def _begin(self, drawable: Drawable, slots: npt.NDArray[np.int64]) -> SamplesUnderWay:
         positions = drawable.positions
         if drawable.captured is None and drawable.on_device is None:
             return self._sampler.begin(drawable.logits(), slots, positions)
+        if drawable.captured is not None:
+            # Rows of requests that have ended since are drawn, too: their slots are nobody's yet.
+            own = drawable.slots
+            way = self._sampler.common_way(own)
+            if way is not None:
+                return self._sampler.begin_captured(drawable.captured, way, own, positions)
         # Where somebody has ended since, a row draws from a slot of nobody.
         has_slots = np.array_equal(slots, drawable.slots)
-        if drawable.captured is not None and has_slots:
-            way = self._sampler.common_way(slots)
-            if way is not None:
-                return self._sampler.begin_captured(drawable.captured, way, slots, positions)
         on_device = drawable.on_device
         if on_device is not None:
             on_device = partial(on_device, has_slots=has_slots)
@@ -244,21 +339,23 @@ class Drawing:
         return errors
 
     def _draw_in_turn(
-        self, plan: Plan, requests: Sequence[Request], by_row: Sequence[Request], drawable: Drawable
+        self,
+        plan: Plan,
+        requests: Sequence[Request],
+        first_row_of: npt.NDArray[np.int64],
+        drawable: Drawable,
     ) -> Draw:
         """Draws the first token of each request, then the second of those whose draft was accepted,
         and so on: each draw may depend on the tokens before it (penalties, constraints).
         """
-        output = SampleOutput(np.full(len(by_row), -1, np.int64), [None] * len(by_row))
-        begin, lengths = len(plan.decodes), [1 + len(drafts) for drafts in plan.drafts]
-        firsts = begin + np.cumsum([0, *lengths])
-        rows = np.concatenate(
-            [np.arange(begin), firsts[:-1], np.arange(int(firsts[-1]), len(by_row))]
-        )
+        num_rows, rows = int(first_row_of[-1]), first_row_of[:-1]
+        output = SampleOutput(np.full(num_rows, -1, np.int64), [None] * num_rows)
+        begin = len(plan.decodes)
+        firsts = rows[begin:]
         mask_errors, logits = self._take_masks(requests), drawable.logits()
         self._draw_rows(requests, rows, logits, drawable.positions, output)
-        paths = [[0] for _ in lengths]
-        going_on = list(range(len(lengths)))
+        paths = [[0] for _ in plan.verifies]
+        going_on = list(range(len(plan.verifies)))
         while going_on := [
             index
             for index in going_on
@@ -279,7 +376,7 @@ class Drawing:
         samples = SamplesUnderWay(
             torch.from_numpy(output.token_ids), lambda: output, drawable.positions
         )
-        return Draw(plan, by_row, samples, drawable.positions, errors)
+        return Draw(plan, requests, samples, drawable.positions, errors)
 
     def _draw_rows(
         self,

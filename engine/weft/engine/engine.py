@@ -19,7 +19,6 @@ from weft.engine.drawing import Drawing, Drawn
 from weft.engine.errors import Draining, Internal, Overloaded, WeftError
 from weft.engine.fill_jobs import ComputeJobs
 from weft.engine.flight import FlightRecorder
-from weft.engine.intake import append_run
 from weft.engine.memory.kv_events import KvEvents
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.messages import Inbox, LeaseReply, Outbox, Ping, Pong, Submit
@@ -453,19 +452,10 @@ class Engine:
         for request in firsts:
             if request.unforked_samples and request.state is not State.FINISHED:
                 self._fork(request, now)
-        return num_surplus + num_ended + sum(self._take_run(run) for run in drawn.runs)
-
-    def _take_run(self, run: Run) -> int:
-        """Like `_take_tokens`, for a request with drafts, whose tokens may end it anywhere."""
-        request, tokens, first = run.request, run.tokens, run.request.num_generated
-        if request.state is State.FINISHED:
-            return max(1, len(tokens))
-        num_taken, end = append_run(run)
-        self._out.run(request, tokens[:num_taken], first, run.logprobs[:num_taken])
-        self.scheduler.accepted(request)
-        if end is not None:
-            self._end_sample(request, *end)
-        return len(tokens) - num_taken
+        ends, num_behind = self._new_tokens.take_runs(drawn.runs, self.scheduler.accepted)
+        for end in ends:
+            self._end_sample(*end)
+        return num_surplus + num_ended + num_behind
 
     def _fork(self, first: Request, now: float) -> None:
         """Creates the other samples of a prompt whose KV exists now; they share its full pages."""

@@ -12,7 +12,6 @@ from weft.engine.memory.layout import PlaneLayout
 from weft.engine.messages import SampleProgress, Submit
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.sampling.sampler import derive_seed
-from weft.engine.scheduler.plan import Run
 from weft.engine.scheduler.state import Request, RequestKey, Timeline
 from weft.engine.transfer.handle import KvHandle
 
@@ -38,25 +37,6 @@ def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int |
     ):
         return "stop", token
     return ("length", None) if num_generated >= request.max_tokens else None
-
-
-def append_run(run: Run) -> tuple[int, tuple[str, int | None] | None]:
-    """Appends the tokens that a request drew in a step with drafts, up to the one that ends it.
-
-    Returns:
-        How many tokens were added, and why the sample ends (`end_of`); None: it does not.
-    """
-    request, first, end = run.request, run.request.num_generated, None
-    for count, token in enumerate(run.tokens, 1):
-        request.tokens.append(token)
-        end = end_of(request, token, first + count)
-        if end is not None:
-            break
-    num_added = request.num_generated - first
-    request.timeline.num_drafted_tokens += run.num_drafts
-    request.timeline.num_accepted_tokens += max(0, num_added - 1)
-    request.timeline.num_tree_steps += run.is_tree
-    return num_added, end
 
 
 class Intake:

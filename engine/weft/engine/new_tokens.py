@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from weft.engine.drawing import Drawn
 from weft.engine.intake import end_of
-from weft.engine.messages import TokenColumns
+from weft.engine.messages import TokenColumns, Tokens
 from weft.engine.outgoing import Outgoing
 from weft.engine.request import TokenLogprob
 from weft.engine.scheduler.columns import RequestColumns
-from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.state import Request, State
 
 
@@ -25,7 +25,7 @@ class End(NamedTuple):
 
 
 class NewTokens:
-    """Takes what steps draw, a token a request.
+    """Takes what steps draw.
 
     Args:
         out: Outbox that is told of the tokens.
@@ -33,6 +33,50 @@ class NewTokens:
 
     def __init__(self, out: Outgoing) -> None:
         self._out = out
+
+    def take_runs(
+        self, runs: Sequence[Run], on_accepted: Callable[[Request], None]
+    ) -> tuple[list[End], int]:
+        """Appends and emits the tokens of requests with drafts, which may end anywhere in them.
+
+        Args:
+            runs: What these requests drew.
+            on_accepted: Is told of each of which drafts were accepted.
+
+        Returns:
+            Samples that end, and the number of tokens of requests that had ended before, or behind
+            an end.
+        """
+        ends: list[End] = []
+        num_surplus, finished = 0, State.FINISHED
+        session: int | None = None
+        told: list[Tokens] = []
+        for request, tokens, logprobs, num_drafts, is_tree in runs:
+            if request.state is finished:
+                num_surplus += max(1, len(tokens))
+                continue
+            first, count = request.num_generated, len(tokens)
+            is_last = first + count >= request.max_tokens
+            if is_last or not request.end_token_ids.isdisjoint(tokens):
+                kept, end = _until_end(request, tokens)
+                num_surplus += count - len(kept)
+                tokens, logprobs, count = kept, logprobs[: len(kept)], len(kept)
+                if end is not None:
+                    ends.append(end)
+            request.tokens += tokens
+            key = request.key
+            if key.session != session:
+                session, told = key.session, self._out.session(key.session).tokens
+            known = [found for found in logprobs if found is not None] if logprobs else []
+            one = Tokens(key.request_id, key.attempt, request.sample, first, tokens, known)
+            told.append(one)
+            timeline = request.timeline
+            timeline.num_drafted_tokens += num_drafts
+            timeline.num_tree_steps += is_tree
+            if count > 1:
+                timeline.num_accepted_tokens += count - 1
+                on_accepted(request)
+        return ends, num_surplus
 
     def take(self, drawn: Drawn, plan: Plan) -> tuple[list[End], int]:
         """Appends and emits the tokens of requests without drafts.
@@ -103,3 +147,13 @@ class NewTokens:
                     [r for r, other in enumerate(columns.sessions) if other == session]
                 )
             self._out.columns(session, own)
+
+
+def _until_end(request: Request, tokens: list[int]) -> tuple[list[int], End | None]:
+    """New tokens of a request up to the one that ends it, and the end; None: it goes on."""
+    first = request.num_generated
+    for count, token in enumerate(tokens, 1):
+        how = end_of(request, token, first + count)
+        if how is not None:
+            return tokens[:count], End(request, *how)
+    return tokens, None

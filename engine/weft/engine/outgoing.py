@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from weft.engine.errors import WeftError
 from weft.engine.messages import (
     Accepted,
@@ -21,7 +19,6 @@ from weft.engine.messages import (
     TokenColumns,
     Tokens,
 )
-from weft.engine.request import TokenLogprob
 from weft.engine.scheduler.state import Request, RequestKey, Timeline
 
 
@@ -70,19 +67,6 @@ class Outgoing:
     def columns(self, session: int, columns: TokenColumns) -> None:
         """Tokens of many samples of a session, one each."""
         self.session(session).columns.append(columns)
-
-    def run(
-        self,
-        request: Request,
-        tokens: list[int],
-        first_index: int,
-        logprobs: Sequence[TokenLogprob | None],
-    ) -> None:
-        """Reports tokens of a sample from number `first_index` on."""
-        key = request.key
-        known = [logprob for logprob in logprobs if logprob is not None]
-        event = Tokens(key.request_id, key.attempt, request.sample, first_index, tokens, known)
-        self.session(key.session).tokens.append(event)
 
     def all_tokens(self, request: Request) -> None:
         """Reports all tokens that a sample has generated (log-probabilities are not kept)."""

@@ -83,14 +83,15 @@ class EngineStats:
             runs: Runs of requests with drafts.
         """
         num_decodes, num_prompt_tokens = len(plan.decodes) + len(runs), plan.num_chunk_tokens
-        num_drafts = sum(run.num_drafts for run in runs)
-        num_accepted = sum(max(0, len(run.tokens) - 1) for run in runs)
+        num_drafts = sum([run.num_drafts for run in runs])
+        num_accepted = sum([len(run.tokens) - 1 for run in runs if run.tokens])
         num_tokens = num_decodes + num_drafts + num_prompt_tokens
         num_drawn = num_decodes + num_accepted + len(plan.drawing_chunks) - num_surplus_tokens
         self._counts.steps += 1
         self._counts.speculated_steps += num_drafts > 0
-        self._counts.verified_runs += sum(run.num_drafts > 0 for run in runs)
-        self._counts.tree_runs += sum(run.is_tree for run in runs)
+        if num_drafts:
+            self._counts.verified_runs += sum(run.num_drafts > 0 for run in runs)
+            self._counts.tree_runs += sum(run.is_tree for run in runs)
         self._counts.drafted_tokens += num_drafts
         self._counts.accepted_tokens += num_accepted
         self._counts.busy_us += int(duration_s * 1e6)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from weft.engine.memory.kv_memory import NULL_PAGE
-from weft.engine.scheduler.plan import LaterDrafts, Plan, VerifyItem, parents_of
+from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem, parents_of
 
 DRAWN = -1
 """Placeholder for a token that the previous step draws for the slot and the host does not know yet.
@@ -147,18 +147,27 @@ class StepArrays:
         if not (plan.verifies or plan.chunks):
             return cls._of_decodes(plan, table, page_size)
         sources, owners = plan.slots, np.full(num_decodes, -1, np.int64)
-        pieces, tokens = _pieces(plan, table)
-        slots, piece_starts, lengths, drawing = np.array(pieces, np.int64).T
-        if isinstance(plan.drafts, LaterDrafts):
-            late_sources, late_owners = _late_rows(plan, table.null_row + 1)
+        if plan.verifies and isinstance(plan.drafts, LaterDrafts):
+            late = StepRequests.of_items(plan.verifies, plan.drafts.counts, table, page_size)
+            late_sources, late_owners = _late_rows(late, num_decodes, table.null_row + 1)
             sources = np.concatenate([sources, late_sources])
             owners = np.concatenate([owners, late_owners])
+            behind, chunk_tokens = _pieces(plan.chunks, table)
+            verified = np.stack([late.slots, late.bounds, late.counts, late.counts])
+            pieces = np.concatenate([verified, behind], axis=1)
+            tokens = np.concatenate([np.full(late.num_rows, DRAWN), chunk_tokens])
+        else:
+            verified, verified_tokens = _known_verifies(plan, table)
+            behind, chunk_tokens = _pieces(plan.chunks, table)
+            pieces = np.concatenate([verified, behind], axis=1)
+            tokens = np.concatenate([verified_tokens, chunk_tokens])
+        slots, piece_starts, lengths, drawing = pieces
         rows = np.concatenate([plan.slots, slots])
         starts = np.concatenate([plan.starts, piece_starts])
         one_each = np.ones(num_decodes, np.int64)
         q_lens = np.concatenate([one_each, lengths])
         num_drawing = np.concatenate([one_each, drawing])
-        token_ids = np.concatenate([DRAWN * one_each, np.array(tokens, np.int64)])
+        token_ids = np.concatenate([DRAWN * one_each, tokens])
         cu_q_lens = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(q_lens, out=cu_q_lens[1:])
         request_of = np.repeat(np.arange(len(rows)), q_lens)
@@ -263,21 +272,30 @@ class StepRequests(NamedTuple):
         cls, items: Sequence[VerifyItem], counts: Sequence[int], table: PageTable, page_size: int
     ) -> StepRequests:
         """Requests with these numbers of drafts; their new pages are entered into the table."""
-        found, adapter_slots = [], []
-        for item, count in zip(items, counts, strict=True):
-            request, bound, limit = item.request, item.start, 1
-            table.extend(request.slot, request.pages)
-            if count:
-                last = request.num_prompt_tokens + request.max_tokens
-                limit = min(len(request.pages) * page_size, last)
-            start = LATE if item.starts_late else bound
-            found.append((request.slot, start, 1 + count, limit, bound))
-            adapter_slots.append(request.adapter_slot)
-        slots, starts, rows, limits, bounds = np.array(found, np.int64).T
-        num_rows, max_count = len(found) + sum(counts), 1 + max(counts)
-        adapters = np.array(adapter_slots, np.int32) if any(adapter_slots) else None
-        has_trees = items[0].tree is not None
-        return cls(slots, starts, rows, limits, bounds, num_rows, max_count, adapters, has_trees)
+        requests = [item.request for item in items]
+        slots = np.array([request.slot for request in requests], np.int64)
+        num_pages = np.array([len(request.pages) for request in requests], np.int64)
+        for index in np.flatnonzero(table.is_short(slots, num_pages - 1)).tolist():
+            table.extend(int(slots[index]), requests[index].pages)
+        bounds = np.array([item.start for item in items], np.int64)
+        is_late = [item.starts_late for item in items]
+        limits = np.ones_like(bounds)
+        max_count = 1 + max(counts)
+        if max_count > 1:
+            lasts = [request.num_prompt_tokens + request.max_tokens for request in requests]
+            limits = np.where(np.array(counts) > 0, np.minimum(num_pages * page_size, lasts), 1)
+        adapter_slots = [request.adapter_slot for request in requests]
+        return cls(
+            slots=slots,
+            starts=np.where(is_late, LATE, bounds),
+            counts=1 + np.array(counts, np.int64),
+            limits=limits,
+            bounds=bounds,
+            num_rows=len(items) + sum(counts),
+            max_count=max_count,
+            adapter_slots=np.array(adapter_slots, np.int32) if any(adapter_slots) else None,
+            has_trees=items[0].tree is not None,
+        )
 
     def _behind_decodes(self, plan: Plan, table: PageTable, page_size: int) -> StepRequests:
         """These requests behind a plan's decodes, whose new pages are entered into the table."""
@@ -319,26 +337,27 @@ def _places(
     return pages * page_size + positions % page_size
 
 
-def _pieces(plan: Plan, table: PageTable) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-    """The requests that follow the decodes: slot, first position, tokens and drawing rows of each,
-    and all their tokens. Enters their pages into the table.
+def _known_verifies(plan: Plan, table: PageTable) -> tuple[Int64Array, Int64Array]:
+    """Like `_pieces`, of requests whose drafts the host has."""
+    pieces, tokens = [], []
+    for (request, start, *_), drafts in zip(plan.verifies, plan.drafts, strict=True):
+        count = 1 + len(drafts)
+        pieces.append((request.slot, start, count, count))
+        tokens += [request.tokens[start], *drafts]
+        table.extend(request.slot, request.pages)
+    return np.array(pieces, np.int64).reshape(-1, 4).T, np.array(tokens, np.int64)
+
+
+def _pieces(chunks: Sequence[PlanItem], table: PageTable) -> tuple[Int64Array, Int64Array]:
+    """[4, C]: slot, first position, tokens and drawing rows of each chunk; and all their tokens.
+    Enters their pages into the table.
     """
     pieces, tokens = [], []
-    is_late = isinstance(plan.drafts, LaterDrafts)
-    for index, ((request, start, *_), count) in enumerate(
-        zip(plan.verifies, plan.draft_counts, strict=True)
-    ):
-        pieces.append((request.slot, start, 1 + count, 1 + count))
-        if is_late:
-            tokens += [DRAWN] * (1 + count)
-        else:
-            tokens += [request.tokens[start], *plan.drafts[index]]
-        table.extend(request.slot, request.pages)
-    for request, start, num_tokens, samples, has_lead in plan.chunks:
+    for request, start, num_tokens, samples, has_lead in chunks:
         pieces.append((request.slot, start - has_lead, num_tokens + has_lead, int(samples)))
         tokens += request.tokens[start - has_lead : start + num_tokens]
         table.extend(request.slot, request.pages)
-    return pieces, tokens
+    return np.array(pieces, np.int64).reshape(-1, 4).T, np.array(tokens, np.int64)
 
 
 def _enter_trees(
@@ -356,15 +375,22 @@ def _enter_trees(
         ancestors[rows] = words
 
 
-def _late_rows(plan: Plan, num_slots: int) -> tuple[Int64Array, Int64Array]:
-    """`StepArrays.sources` and `owners` of verified requests whose drafts are all on the device."""
-    counts = 1 + np.array(plan.draft_counts, np.int64)
-    slots = np.array([item.request.slot for item in plan.verifies], np.int64)
-    is_late = np.array([item.starts_late for item in plan.verifies])
-    requests = len(plan.decodes) + np.arange(len(counts))
-    behind = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    owners = np.repeat(np.where(is_late, requests, -1), counts)
-    return np.repeat(slots, counts) + behind * num_slots, owners.astype(np.int64)
+def _late_rows(
+    requests: StepRequests, num_before: int, num_slots: int
+) -> tuple[Int64Array, Int64Array]:
+    """`StepArrays.sources` and `owners` of verified requests whose drafts are all on the device.
+
+    Args:
+        requests: Which.
+        num_before: Number of requests of the step before them.
+        num_slots: Rows of the page table.
+    """
+    firsts = np.cumsum(requests.counts) - requests.counts
+    behind = np.arange(requests.num_rows) - np.repeat(firsts, requests.counts)
+    numbers = num_before + np.arange(len(requests.slots))
+    owners = np.where(requests.starts == LATE, numbers, -1)
+    sources = np.repeat(requests.slots, requests.counts) + behind * num_slots
+    return sources, np.repeat(owners, requests.counts)
 
 
 def _verify_rows(plan: Plan, cu_q_lens: Int32Array) -> Int64Array | None:

@@ -124,8 +124,9 @@ class DeviceSampler:
         self._changed.add(slot)
 
     def remove(self, slot: int) -> None:
-        """Frees `slot`."""
-        self._changed.discard(slot)
+        """Frees `slot`. Its parameters are sent all the same: a row of it may still be drawn, and
+        what the device has may be of an earlier sample, with rows of its own.
+        """
         self._new_masks.pop(slot, None)
         self._biases.give_back(slot)
         self._counts.give_back(slot)

@@ -141,10 +141,11 @@ class Sampler:
         self._columns = SamplingColumns(vocab_size, num_slots, use_native=use_native)
         self._num_generated = np.zeros(num_slots, np.int64)
         self._is_special = np.zeros(num_slots, np.bool_)
-        """Rows that need Python: their logits change, or log-probabilities are wanted."""
-        self._num_special = 0
+        """Rows that need Python: their logits change, or log-probabilities are wanted. Of a slot
+        that is free, what its last sample needed: a row of it may still be drawn (`common_way`).
+        """
         self._is_greedy = np.ones(num_slots, np.bool_)
-        """Rows that need only their largest unchanged logit."""
+        """Rows that need only their largest unchanged logit; of free slots like `_is_special`."""
         self._rows: dict[int, SampleRow] = {}
         self._edits: dict[int, LogitEdits] = {}
 
@@ -192,7 +193,6 @@ class Sampler:
         columns.seed[slot] = row.seed
         self._num_generated[slot] = len(output_ids)
         self._is_special[slot] = has_edits or row.top_logprobs is not None
-        self._num_special += int(self._is_special[slot])
         self._rows[slot] = row
         self._note_greedy(slot)
         if self._device is not None:
@@ -216,9 +216,6 @@ class Sampler:
         del self._rows[slot]
         self._columns.is_masked[slot] = False
         self._edits.pop(slot, None)
-        self._num_special -= int(self._is_special[slot])
-        self._is_special[slot] = False
-        self._note_greedy(slot)
         if self._device is not None:
             self._masking.discard(slot)
             self._device.remove(slot)
@@ -277,8 +274,11 @@ class Sampler:
         return SamplesUnderWay(tokens, output, positions)
 
     def common_way(self, slots: Int64Array) -> Way | None:
-        """How rows of these slots can be drawn by a graph; None: not at all."""
-        if self._num_special and self._is_special[slots].any():
+        """How rows of these slots can be drawn by a graph; None: not at all.
+
+        Among them may be slots that became free since the step began: they draw as they did.
+        """
+        if self._is_special[slots].any():
             return None
         if self._is_greedy[slots].all():
             return "greedy"
@@ -311,7 +311,7 @@ class Sampler:
         return SamplesUnderWay(draws.tokens, output, positions, are_kept=True, rows=rows)
 
     def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampleOutput:
-        if self._num_special and self._is_special[slots].any():
+        if self._is_special[slots].any():
             return self._sample_special(logits, slots, positions)
         tokens = sample_rows(logits, slots, positions, self._columns)
         return SampleOutput(tokens, [None] * len(slots))

@@ -169,6 +169,7 @@ class Run(NamedTuple):
     tokens: list[int]
     """Drawn tokens; each but the last equals the draft in its place."""
     logprobs: list[TokenLogprob | None]
+    """Log-probabilities of these; empty if no request of the step wants any."""
     num_drafts: int
     """Number of drafts that were verified."""
     is_tree: bool = False
@@ -232,6 +233,13 @@ class Plan:
     def has_trees(self) -> bool:
         """Whether the drafts may form trees."""
         return bool(self.verifies) and self.verifies[0].tree is not None
+
+    @property
+    def most_accepted(self) -> list[int]:
+        """`VerifyItem.max_accepted` of each of `verifies`."""
+        if self.has_trees:
+            return [item.max_accepted for item in self.verifies]
+        return [item.max_drafts for item in self.verifies]
 
     @property
     def draft_counts(self) -> Sequence[int]:

@@ -131,12 +131,13 @@ class RunningPlans:
         verifies: list[VerifyItem] = []
         is_drafting = shape.num_drafts > 0
         if is_drafting or (self.drafts_on_device and not self._num_plain):
-            for index in np.flatnonzero(chosen).tolist():
-                if requests[index].speculates and (is_drafting or requests[index].num_verifying):
-                    chosen[index] = False
-                    num_left = int(fixed.ends[index] - starts[index]) - 1
-                    item = self._verify(requests[index], int(starts[index]), shape, num_left)
-                    verifies.append(item)
+            rows = [
+                row
+                for row in np.flatnonzero(chosen).tolist()
+                if requests[row].speculates and (is_drafting or requests[row].num_verifying)
+            ]
+            chosen[rows] = False
+            verifies = self._verifies(columns, rows, shape)
         self._planned = columns, chosen
         if not chosen.all():
             fixed, starts = fixed.of_rows(np.flatnonzero(chosen).tolist()), starts[chosen]
@@ -164,8 +165,8 @@ class RunningPlans:
         most = self._most_drafts_beside(plan) if chunks else None
         if most is not None:
             plan.verifies = [
-                VerifyItem(item.request, item.start, min(item.max_accepted, most))
-                for item in plan.verifies
+                VerifyItem(item.request, item.start, min(accepted, most))
+                for item, accepted in zip(plan.verifies, plan.most_accepted, strict=True)
             ]
 
     def num_tokens_beside_prompts(self, plan: Plan) -> int:
@@ -173,7 +174,8 @@ class RunningPlans:
         most = self._most_drafts_beside(plan)
         if most is None:
             return plan.num_tokens
-        return len(plan.decodes) + sum(1 + min(i.max_accepted, most) for i in plan.verifies)
+        num_drafts = sum(min(accepted, most) for accepted in plan.most_accepted) if most else 0
+        return len(plan.decodes) + len(plan.verifies) + num_drafts
 
     def _most_drafts_beside(self, plan: Plan) -> int | None:
         """Most drafts of a request beside prompts; None: as planned."""
@@ -198,11 +200,27 @@ class RunningPlans:
                     return False
         return True
 
-    def _verify(self, request: Request, start: int, shape: DraftShape, num_left: int) -> VerifyItem:
+    def _verifies(
+        self, columns: RunningColumns, rows: list[int], shape: DraftShape
+    ) -> list[VerifyItem]:
+        """Plans the verification of the requests in these rows of the columns."""
+        requests = [columns.fixed.requests[row] for row in rows]
+        starts = columns.starts[rows]
+        num_left = columns.fixed.ends[rows] - starts - 1
+        if shape.is_tree:
+            each = zip(requests, starts.tolist(), num_left.tolist(), strict=True)
+            return [self._verify_tree(one, start, shape, left) for one, start, left in each]
+        counts = np.minimum(shape.num_drafts, num_left)
+        for index in np.flatnonzero(starts + counts >= columns.limits[rows]).tolist():
+            counts[index] = self._grow_for_drafts(
+                requests[index], int(starts[index]), int(counts[index])
+            )
+        return list(map(VerifyItem, requests, starts.tolist(), counts.tolist()))
+
+    def _verify_tree(
+        self, request: Request, start: int, shape: DraftShape, num_left: int
+    ) -> VerifyItem:
         """Plans the verification of a request that may accept at most `num_left` drafts."""
-        if not shape.is_tree:
-            num_drafts = self._grow_for_drafts(request, start, min(shape.num_drafts, num_left))
-            return VerifyItem(request, start, num_drafts)
         # Most places are for drafts of which few are kept: they may lie behind the request's end.
         # All levels are grown, whatever may be accepted.
         num_places = min(shape.num_places, self._max_context_tokens - start - 1)

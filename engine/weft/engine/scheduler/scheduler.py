@@ -267,12 +267,12 @@ class Scheduler:
     def launch(self, plan: Plan) -> int:
         """A planned step begins: the next one is planned behind it. Returns its number."""
         self.running_plans.launch(plan)
-        for item in plan.verifies:
+        for item, most in zip(plan.verifies, plan.most_accepted, strict=True):
             request = item.request
-            request.num_launched += 1 + item.max_accepted
-            request.decodes_from += 1 + item.max_accepted
+            request.num_launched += 1 + most
+            request.decodes_from += 1 + most
             request.timeline.num_steps += 1
-            request.num_verifying += item.max_accepted > 0
+            request.num_verifying += most > 0
         for request, start, num_tokens, samples, _ in plan.chunks:
             request.num_launched += num_tokens
             request.state_end = start + num_tokens
@@ -309,18 +309,20 @@ class Scheduler:
             request.num_launched -= 1
             if request.state is running:  # Else its pages are gone.
                 request.num_computed += 1
-        for index in np.flatnonzero((plan.starts + 1) % self._limits.page_size == 0).tolist():
+        page_size = self._limits.page_size
+        for index in np.flatnonzero((plan.starts + 1) % page_size == 0).tolist():
             if plan.decodes[index].state is State.RUNNING:
                 self._publish_computed(plan.decodes[index])
-        for item in plan.verifies:
+        for item, most in zip(plan.verifies, plan.most_accepted, strict=True):
             request = item.request
-            request.num_launched -= 1 + item.max_accepted
-            request.decodes_from -= item.max_accepted
-            request.num_verifying -= item.max_accepted > 0
-            if request.state is State.RUNNING:
+            request.num_launched -= 1 + most
+            request.decodes_from -= most
+            request.num_verifying -= most > 0
+            if request.state is running:
                 # Of its last token for certain; what steps before brought is there.
                 request.num_computed = len(request.tokens)
-                self._publish_computed(request)
+                if request.num_computed // page_size > request.num_published_pages:
+                    self._publish_computed(request)
         for request, start, num_tokens, *_ in plan.chunks:
             request.num_launched -= num_tokens
             if request.state is State.RUNNING or request.state is State.PREFILLING:

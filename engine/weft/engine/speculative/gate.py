@@ -212,7 +212,8 @@ class MeasuredGate:
         num_requests = len(plan.decodes) + len(plan.verifies)
         if not num_requests:
             return None
-        for index, (item, run) in enumerate(zip(plan.verifies, runs, strict=True)):
+        # The first ones, which are asked.
+        for index, (item, run) in enumerate(zip(plan.verifies, runs[:MAX_ASKED], strict=False)):
             if item.tree is not None:
                 self._observe_tree(item, run, plan.drafts[index])
             elif not item.request.is_draft_behind:
@@ -223,9 +224,11 @@ class MeasuredGate:
             return None
         if not plan.verifies:
             return StepTaken(num_requests, NO_DRAFTS, 0, duration_s, plan.drafting_s)
-        shapes = [item.tree or DraftShape.chain(item.max_drafts) for item in plan.verifies]
-        num_drafts = sum(run.num_drafts for run in runs)
-        shape = max(shapes)
+        shape = max(
+            (item.tree for item in plan.verifies if item.tree is not None),
+            default=DraftShape.chain(max(plan.most_accepted)),
+        )
+        num_drafts = sum([run.num_drafts for run in runs])
         if not shape.num_drafts:
             return None  # The first step behind those with drafts.
         if shape.is_tree and shape not in self._gains:
