@@ -241,6 +241,7 @@ def kind_of(plan: Plan) -> str:
         return "nothing"
     num_drafts = max((item.max_drafts for item in plan.verifies), default=0)
     kind = f"{num_drafts} drafts" if plan.verifies else "no drafts"
+    kind += " behind drafts" if plan.is_late is not None else ""
     return kind + (", prompts" if plan.chunks else "")
 
 

@@ -4,7 +4,9 @@ memory: its text is that of one without any."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from captured_drafts import capture_chains
@@ -13,11 +15,14 @@ from drafters import KnownGraphs, RandomGate, texts_of
 from eagle3_cases import NotedChains, check_chains
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
+from weft.engine.drawing import Draw
 from weft.engine.llm import LLM
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.runner.runner import Drawable
+from weft.engine.sampling.sampler import SampleRow, SamplesUnderWay
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.state import Request
 from weft.engine.speculative.fixed_gate import FixedGate
 from weft.kernels import cpu
 
@@ -114,6 +119,53 @@ def test_chains_that_read_a_steps_requests_are_the_heads(
     assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
     assert 0 < num_begun[0] < num_begun[1], "few steps bring prompts"
     check_chains(noted, target_dir, draft_dir)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
+    temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device draws for those that have ended, too, unless they had penalties."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(4 + index)] for index in range(12)]
+    params = [
+        SamplingParams(temperature=temperature, seed=index, frequency_penalty=0.5 * (index == 2))
+        for index in range(12)
+    ]
+    stop = StopCriteria(max_tokens=25, stop_token_ids=tuple(random.sample(range(3, VOCAB), 50)))
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, params, stop)
+    with LLM(target_dir, overlap="on", **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, 0)
+        sampler, edited = engine._drawing._sampler, set[int]()
+        add, begin, draw = sampler.add, sampler.begin, engine._drawing.begin
+
+        def added(slot: int, row: SampleRow, *tokens: Sequence[int]) -> None:
+            add(slot, row, *tokens)
+            (edited.add if row.params.has_penalties else edited.discard)(slot)
+
+        def drawn(plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
+            num_eager[0] += not edited.isdisjoint(drawable.slots.tolist())
+            num_ended[0] += any(request.slot < 0 for request in requests)
+            return draw(plan, requests, drawable)
+
+        def begun(*inputs: Any) -> SamplesUnderWay:
+            num_eager[1] += 1
+            return begin(*inputs)
+
+        num_eager, num_ended = [0, 0], [0]
+        monkeypatch.setattr(sampler, "add", added)
+        monkeypatch.setattr(sampler, "begin", begun)
+        monkeypatch.setattr(engine._drawing, "begin", drawn)
+        found = captured.generate(prompts, params, stop, max_at_once=MAX_REQUESTS)
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    assert num_ended[0] > 2
+    assert num_eager[0] == num_eager[1] > 0
 
 
 @pytest.mark.parametrize("most_beside", [0, MAX_REQUESTS])

@@ -108,15 +108,17 @@ def test_nobody_sits_out_where_drafts_end(tmp_path: Path, seed: int) -> None:
         def noted(plan: Plan) -> int:
             left = [r.max_tokens - r.num_generated for r in engine.scheduler.running]
             if len(left) == MAX_REQUESTS and min(left) > 15:
-                begun.append((len(plan), len(plan.verifies), plan.num_tokens))
+                is_late = plan.is_late is not None and bool(plan.is_late.all())
+                begun.append((len(plan), len(plan.verifies), is_late))
             return launch(plan)
 
         engine.scheduler.launch = noted  # type: ignore[method-assign]
         groups = drafting.generate_all(prompts, greedy, stop)
         assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
     assert {count for count, *_ in begun[1:]} == {MAX_REQUESTS}
-    assert (MAX_REQUESTS, MAX_REQUESTS, MAX_REQUESTS) in begun, "a late step without drafts"
-    assert (MAX_REQUESTS, 0, MAX_REQUESTS) in begun
+    assert (MAX_REQUESTS, MAX_REQUESTS, False) in begun
+    assert (MAX_REQUESTS, 0, True) in begun, "a late step without drafts"
+    assert (MAX_REQUESTS, 0, False) in begun
 
 
 @pytest.mark.parametrize("has_lora", [False, True])

@@ -84,8 +84,8 @@ class Draw(NamedTuple):
         end = int(firsts[behind])
         runs = self._runs(output, tokens, firsts[begin : behind + 1])
         # An error behind drafts is met again where the request goes on from there.
-        owners = {int(firsts[index]): request for index, request in enumerate(requests)}
-        failed = [(owners[row], errors[row]) for row in errors if row in owners] if errors else []
+        owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
+        failed = [(owners[row], error) for row, error in errors.items() if row in owners]
         return Drawn(
             [*requests[:begin], *requests[behind:]],
             tokens[:begin] + tokens[end:],

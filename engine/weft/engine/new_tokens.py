@@ -11,7 +11,7 @@ from weft.engine.intake import end_of
 from weft.engine.messages import TokenColumns, Tokens
 from weft.engine.outgoing import Outgoing
 from weft.engine.request import TokenLogprob
-from weft.engine.scheduler.columns import RequestColumns
+from weft.engine.scheduler.columns import Int64Array, RequestColumns
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.state import Request, State
 
@@ -91,18 +91,31 @@ class NewTokens:
         """
         ends: list[End] = []
         num_surplus, count = 0, len(plan.decodes)
+        positions = drawn.positions
+        if plan.is_late is not None:
+            # All steps before are committed.
+            own = [len(request.tokens) for request in plan.decodes]
+            positions = np.concatenate([np.array(own, np.int64), positions[count:]])
         if plan.columns is not None:
-            num_surplus += self._take(plan.columns, drawn, 0, ends)
+            num_surplus += self._take(plan.columns, drawn, positions[:count], 0, ends)
         if len(drawn.requests) > count:
             others = RequestColumns.of(drawn.requests[count:])
-            num_surplus += self._take(others, drawn, count, ends)
+            num_surplus += self._take(others, drawn, positions[count:], count, ends)
         return ends, num_surplus
 
-    def _take(self, columns: RequestColumns, drawn: Drawn, begin: int, ends: list[End]) -> int:
-        """Takes the rows from `begin` on; appends ends, returns the number of surplus tokens."""
+    def _take(
+        self,
+        columns: RequestColumns,
+        drawn: Drawn,
+        positions: Int64Array,
+        begin: int,
+        ends: list[End],
+    ) -> int:
+        """Takes the rows from `begin` on, whose tokens have these positions; appends ends, returns
+        the number of surplus tokens.
+        """
         requests, end = columns.requests, begin + len(columns.requests)
-        positions, tokens = drawn.positions[begin:end], drawn.tokens[begin:end]
-        logprobs = drawn.logprobs[begin:end]
+        tokens, logprobs = drawn.tokens[begin:end], drawn.logprobs[begin:end]
         finished = State.FINISHED
         left = [row for row, request in enumerate(requests) if request.state is not finished]
         num_surplus = len(requests) - len(left)

@@ -342,11 +342,14 @@ class StepGraphs:
         return self._replay(bucket)[: len(arrays.logits_rows)]
 
     def forward_requests(
-        self, requests: StepRequests, drafts: LaterDrafts, bucket: GraphBucket
+        self, requests: StepRequests, drafts: LaterDrafts | None, bucket: GraphBucket
     ) -> torch.Tensor:
-        """`forward` of a step given by its requests, behind which their drafts begin."""
+        """`forward` of a step given by its requests, ahead of which their drafts, if there are any,
+        begin.
+        """
         self._inputs.send_requests(requests, bucket.columns)
-        drafts.begin_within(bucket.requests, requests.adapter_slots)
+        if drafts is not None:
+            drafts.begin_within(bucket.requests, requests.adapter_slots)
         return self._replay(bucket)[: requests.num_rows]
 
     def _replay(self, bucket: GraphBucket) -> torch.Tensor:

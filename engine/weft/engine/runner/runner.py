@@ -216,8 +216,8 @@ class ModelRunner:
             requests = StepRequests.of_plan(plan, self._page_table, self._page_size)
             bucket = None if requests is None else self.graphs.buckets.of_requests(requests)
             if requests is not None and bucket is not None:
-                assert isinstance(plan.drafts, LaterDrafts)
-                return self._forward_requests(requests, plan.drafts, bucket)
+                drafts = plan.drafts if isinstance(plan.drafts, LaterDrafts) else None
+                return self._forward_requests(requests, drafts, bucket)
         if isinstance(plan.drafts, LaterDrafts):
             with torch.inference_mode():
                 plan.drafts.begin()
@@ -249,7 +249,7 @@ class ModelRunner:
         )
 
     def _forward_requests(
-        self, requests: StepRequests, drafts: LaterDrafts, bucket: GraphBucket
+        self, requests: StepRequests, drafts: LaterDrafts | None, bucket: GraphBucket
     ) -> Drawable:
         """`forward` of a step given by its requests."""
         assert self.graphs is not None

@@ -129,9 +129,12 @@ class StepArrays:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each request brings one token and wants its logits."""
+        """Whether each request brings one token, at a position that the host knows, and wants its
+        logits.
+        """
         is_single = self.max_q_len == 1 and len(self.logits_rows) == len(self.token_ids)
-        return is_single and len(self.sources) == self.num_decodes
+        are_known = self.owners.max(initial=-1) < 0
+        return is_single and are_known and len(self.sources) == self.num_decodes
 
     @property
     def has_no_prompts(self) -> bool:
@@ -144,9 +147,11 @@ class StepArrays:
         num_decodes = len(plan.decodes)
         for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
             table.extend(int(plan.slots[index]), plan.decodes[index].pages)
-        if not (plan.verifies or plan.chunks):
+        if not (plan.verifies or plan.chunks) and plan.is_late is None:
             return cls._of_decodes(plan, table, page_size)
         sources, owners = plan.slots, np.full(num_decodes, -1, np.int64)
+        if plan.is_late is not None:
+            owners = np.where(plan.is_late, np.arange(num_decodes), -1)
         if plan.verifies and isinstance(plan.drafts, LaterDrafts):
             late = StepRequests.of_items(plan.verifies, plan.drafts.counts, table, page_size)
             late_sources, late_owners = _late_rows(late, num_decodes, table.null_row + 1)
@@ -262,10 +267,16 @@ class StepRequests(NamedTuple):
         brings more.
         """
         drafts = plan.drafts
-        if plan.chunks or not plan.verifies or not isinstance(drafts, LaterDrafts):
+        if plan.chunks:
+            return None
+        if not plan.verifies:
+            return None if plan.is_late is None else cls._of_decodes(plan, table, page_size)
+        if not isinstance(drafts, LaterDrafts):
             return None
         found = cls.of_items(plan.verifies, drafts.counts, table, page_size)
-        return found._behind_decodes(plan, table, page_size) if plan.decodes else found
+        if plan.decodes:
+            found = cls._of_decodes(plan, table, page_size)._before(found)
+        return found
 
     @classmethod
     def of_items(
@@ -297,22 +308,45 @@ class StepRequests(NamedTuple):
             has_trees=items[0].tree is not None,
         )
 
-    def _behind_decodes(self, plan: Plan, table: PageTable, page_size: int) -> StepRequests:
-        """These requests behind a plan's decodes, whose new pages are entered into the table."""
+    @classmethod
+    def _of_decodes(cls, plan: Plan, table: PageTable, page_size: int) -> StepRequests:
+        """A plan's decodes, whose new pages are entered into the table."""
         for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
             table.extend(int(plan.slots[index]), plan.decodes[index].pages)
-        num_decodes = len(plan.decodes)
-        ones = np.ones(num_decodes, np.int64)
-        decodes = np.stack([plan.slots, plan.starts, ones, ones, plan.starts])
-        slots, starts, counts, limits, bounds = np.concatenate([decodes, self[:5]], axis=1)
-        return self._replace(
+        starts, ones, adapters = plan.starts, np.ones_like(plan.starts), plan.adapter_slots
+        if plan.is_late is not None:
+            starts = np.where(plan.is_late, LATE, starts)
+        return cls(
+            slots=plan.slots,
+            starts=starts,
+            counts=ones,
+            limits=ones,
+            bounds=plan.starts,
+            num_rows=len(plan.decodes),
+            max_count=1,
+            adapter_slots=None if adapters is None else adapters.astype(np.int32),
+            has_trees=False,
+        )
+
+    def _before(self, others: StepRequests) -> StepRequests:
+        """These requests, and others behind them."""
+        pairs = zip(self[:5], others[:5], strict=True)
+        slots, starts, counts, limits, bounds = (np.concatenate(pair) for pair in pairs)
+        adapters, own, theirs = None, self.adapter_slots, others.adapter_slots
+        if own is not None or theirs is not None:
+            own = np.zeros(len(self.slots), np.int32) if own is None else own
+            theirs = np.zeros(len(others.slots), np.int32) if theirs is None else theirs
+            adapters = np.concatenate([own, theirs])
+        return StepRequests(
             slots=slots,
             starts=starts,
             counts=counts,
             limits=limits,
             bounds=bounds,
-            num_rows=num_decodes + self.num_rows,
-            adapter_slots=_adapter_slots(plan),
+            num_rows=self.num_rows + others.num_rows,
+            max_count=max(self.max_count, others.max_count),
+            adapter_slots=adapters,
+            has_trees=others.has_trees,
         )
 
     def token_adapter_slots(self) -> Int32Array | None:

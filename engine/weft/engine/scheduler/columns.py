@@ -14,6 +14,7 @@ from weft.engine.scheduler.state import Request
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 NO_NUMBERS: Int64Array = np.zeros(0, np.int64)
 
 
@@ -152,6 +153,6 @@ class RunningColumns:
         starts, limits = np.delete(self.starts, row), np.delete(self.limits, row)
         return RunningColumns(self.fixed.without(row), starts, limits)
 
-    def launched(self, chosen: npt.NDArray[np.bool_]) -> RunningColumns:
+    def launched(self, chosen: BoolArray) -> RunningColumns:
         """Columns after the requests `chosen` have brought a token each to a step."""
         return RunningColumns(self.fixed, self.starts + chosen, self.limits)

@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 from weft.engine.request import TokenLogprob
-from weft.engine.scheduler.columns import NO_NUMBERS, Int32Array, Int64Array, RequestColumns
+from weft.engine.scheduler.columns import (
+    NO_NUMBERS,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    RequestColumns,
+)
 from weft.engine.scheduler.state import Request
 
 
@@ -63,10 +69,7 @@ NO_DRAFTS = DraftShape.chain(0)
 
 
 class VerifyItem(NamedTuple):
-    """A RUNNING request that brings its last token and drafts behind it.
-
-    Without drafts it is one of which only the device knows how far it is.
-    """
+    """A RUNNING request that brings its last token and drafts behind it."""
 
     request: Request
     start: int
@@ -209,6 +212,10 @@ class Plan:
         """Drafts of each of `verifies`, once the step has begun; some may be empty."""
         self.columns: RequestColumns | None = None
         """Columns of `decodes`, as the scheduler plans them."""
+        self.is_late: BoolArray | None = None
+        """[len(decodes)]: those whose drafts a step under way verifies, so that only the device
+        knows where they begin; `starts` has the largest positions that there may be. None: none.
+        """
         self.drafting_s = 0.0
         """Seconds that drafting took ahead of the step; captured chains begin as a part of it and
         take next to none.

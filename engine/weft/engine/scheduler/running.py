@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 from weft.engine.memory.kv_memory import KvMemory, OutOfPages
-from weft.engine.scheduler.columns import RequestColumns, RunningColumns
+from weft.engine.scheduler.columns import BoolArray, RequestColumns, RunningColumns
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import (
@@ -20,8 +19,6 @@ from weft.engine.scheduler.plan import (
     VerifyItem,
 )
 from weft.engine.scheduler.state import Request, State
-
-BoolArray = npt.NDArray[np.bool_]
 
 MAX_DRAFTED_BESIDE = 8
 """Most running requests with drafts beside prompts, where drafts are on the device. What such steps
@@ -70,6 +67,10 @@ class RunningPlans:
         """
         self._planned: tuple[RunningColumns, BoolArray] | None = None
         """Columns of the last plan until it is launched, and which requests bring a token each."""
+        self._drafts: tuple[list[int], DraftShape] | None = None
+        """Rows of these columns that get drafts of this shape, unless there are prompts; None: what
+        gets drafts has them.
+        """
         self.gate: DraftGate | None = None
         """Gate of the drafts; None: speculation is off."""
         self.drafts_on_device = False
@@ -128,26 +129,40 @@ class RunningPlans:
         if lacking and self._columns is not columns:
             # A later request's growth has pre-empted an earlier one.
             chosen &= np.array([r.state is State.RUNNING for r in requests])
-        verifies: list[VerifyItem] = []
-        is_drafting = shape.num_drafts > 0
-        if is_drafting or (self.drafts_on_device and not self._num_plain):
-            rows = [
-                row
-                for row in np.flatnonzero(chosen).tolist()
-                if requests[row].speculates and (is_drafting or requests[row].num_verifying)
-            ]
-            chosen[rows] = False
-            verifies = self._verifies(columns, rows, shape)
-        self._planned = columns, chosen
+        self._planned, self._drafts, plan = (columns, chosen), None, Plan()
+        if shape.num_drafts:
+            rows = [row for row in np.flatnonzero(chosen).tolist() if requests[row].speculates]
+            if self.drafts_on_device and len(requests) > MAX_DRAFTED_BESIDE:
+                self._drafts = rows, shape
+            else:
+                self._add_drafts(plan, rows, shape)
+        self._add_decodes(plan)
+        return plan
+
+    def _add_drafts(self, plan: Plan, rows: list[int], shape: DraftShape) -> None:
+        """Adds requests with drafts, which then bring no token besides."""
+        assert self._planned is not None
+        columns, chosen = self._planned
+        chosen[rows] = False
+        plan.verifies = self._verifies(columns, rows, shape)
+
+    def _add_decodes(self, plan: Plan) -> None:
+        """Adds the other requests that were chosen."""
+        assert self._planned is not None
+        columns, chosen = self._planned
+        fixed, starts = columns.fixed, columns.starts
         if not chosen.all():
             fixed, starts = fixed.of_rows(np.flatnonzero(chosen).tolist()), starts[chosen]
-        plan = Plan(fixed.requests, fixed.slots, starts, adapter_slots=fixed.adapter_slots)
-        plan.columns, plan.verifies = fixed, verifies
-        return plan
+        plan.decodes, plan.slots, plan.starts = fixed.requests, fixed.slots, starts
+        plan.adapter_slots, plan.columns = fixed.adapter_slots, fixed
+        if self.drafts_on_device and not self._num_plain:
+            is_late = np.array([r.num_verifying > 0 for r in fixed.requests], np.bool_)
+            plan.is_late = is_late if is_late.any() else None
 
     def launch(self, plan: Plan) -> None:
         """Notes that the step planned last begins."""
-        self._num_plain = 0 if plan.verifies else self._num_plain + 1
+        is_plain = not plan.verifies and plan.is_late is None
+        self._num_plain = self._num_plain + 1 if is_plain else 0
         for request in plan.decodes:
             request.num_launched += 1
         planned, self._planned = self._planned, None
@@ -158,31 +173,26 @@ class RunningPlans:
             self._columns = columns.launched(chosen)
 
     def add_prompts(self, plan: Plan, chunks: Sequence[PlanItem]) -> None:
-        """Adds the chunks of a step. Beside many rows those of trees are not cheap: chains are
-        drafted then, or nothing where many requests run.
+        """Adds the chunks of a step, and where there are none the drafts that wait for that. Beside
+        many rows those of trees are not cheap: chains are drafted then.
         """
         plan.chunks = chunks
-        most = self._most_drafts_beside(plan) if chunks else None
-        if most is not None:
+        if self._drafts is not None and not chunks:
+            self._add_drafts(plan, *self._drafts)
+            self._add_decodes(plan)
+        elif chunks and plan.has_trees:
             plan.verifies = [
-                VerifyItem(item.request, item.start, min(accepted, most))
+                VerifyItem(item.request, item.start, min(accepted, self._max_chain))
                 for item, accepted in zip(plan.verifies, plan.most_accepted, strict=True)
             ]
+        self._drafts = None
 
     def num_tokens_beside_prompts(self, plan: Plan) -> int:
         """Number of new tokens that the plan will have besides the chunks, if it gets any."""
-        most = self._most_drafts_beside(plan)
-        if most is None:
+        if not plan.has_trees:
             return plan.num_tokens
-        num_drafts = sum(min(accepted, most) for accepted in plan.most_accepted) if most else 0
+        num_drafts = sum(min(accepted, self._max_chain) for accepted in plan.most_accepted)
         return len(plan.decodes) + len(plan.verifies) + num_drafts
-
-    def _most_drafts_beside(self, plan: Plan) -> int | None:
-        """Most drafts of a request beside prompts; None: as planned."""
-        num_requests = len(plan.decodes) + len(plan.verifies)
-        if self.drafts_on_device and plan.verifies and num_requests > MAX_DRAFTED_BESIDE:
-            return 0
-        return self._max_chain if plan.has_trees else None
 
     def _grow(self, request: Request, position: int) -> bool:
         """Makes room for one more token.

@@ -313,6 +313,12 @@ class Scheduler:
         for index in np.flatnonzero((plan.starts + 1) % page_size == 0).tolist():
             if plan.decodes[index].state is State.RUNNING:
                 self._publish_computed(plan.decodes[index])
+        if plan.is_late is not None:
+            for index in np.flatnonzero(plan.is_late).tolist():
+                request = plan.decodes[index]
+                num_pages = request.num_computed // page_size
+                if request.state is running and num_pages > request.num_published_pages:
+                    self._publish_computed(request)
         for item, most in zip(plan.verifies, plan.most_accepted, strict=True):
             request = item.request
             request.num_launched -= 1 + most

@@ -222,6 +222,8 @@ class MeasuredGate:
         self._has_prompts = bool(plan.chunks)
         if self._has_prompts or duration_s <= 0:
             return None
+        if plan.is_late is not None:
+            return None  # The first step behind those with drafts.
         if not plan.verifies:
             return StepTaken(num_requests, NO_DRAFTS, 0, duration_s, plan.drafting_s)
         shape = max(
@@ -230,7 +232,7 @@ class MeasuredGate:
         )
         num_drafts = sum([run.num_drafts for run in runs])
         if not shape.num_drafts:
-            return None  # The first step behind those with drafts.
+            return None
         if shape.is_tree and shape not in self._gains:
             return None  # Cut short by the end of its request, of which there are many kinds.
         return StepTaken(num_requests, shape, num_drafts, duration_s, plan.drafting_s)
