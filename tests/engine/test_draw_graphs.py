@@ -34,7 +34,9 @@ DECODE = GraphBucket(8, 8, "decode")
 VERIFY = GraphBucket(8 * (1 + DRAFTS), 8, "verify", drafts=DRAFTS)
 TREE = GraphBucket(4 * (1 + DRAFTS), 4, "tree", drafts=DRAFTS)
 RAGGED = GraphBucket(40, 8, "ragged", drafts=DRAFTS)
-BUCKETS = {bucket.kind: bucket for bucket in (DECODE, VERIFY, TREE, RAGGED)}
+LATE = GraphBucket(8 * 2, 8, "verify", drafts=1)
+"""Also of steps in which only the device knows where requests begin, and none has drafts."""
+BUCKETS = {bucket.kind: bucket for bucket in (DECODE, VERIFY, TREE, RAGGED)} | {"late": LATE}
 
 
 class States:
@@ -151,12 +153,15 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
     for way, params in ways():
         for _ in range(8):
             count = random.randint(1, 4)
-            num_decodes = count if kind == "decode" else random.randint(0, count - 1)
+            is_plain = kind in ("decode", "late")
+            num_decodes = count if is_plain else random.randint(0, count - 1)
             num_verified = count - num_decodes
             if kind == "ragged" and random.random() < 0.3:
                 num_verified = 0
             num_prompts = SLOTS - count if kind == "ragged" else 0
             plan = desk.plan(num_decodes, num_verified, num_prompts)
+            if kind == "late":
+                plan.is_late, plan.drafts = np.array([True, *[random.random() < 0.5] * 3])[:count], ()
             for slot in range(SLOTS):
                 desk.add(slot, params())
             desk.known.tokens.random_(0, VOCAB)
@@ -175,7 +180,7 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
                 assert (requests is not None) == (kind != "ragged")
                 if requests is not None:
                     check_limits(requests, plan)
-                if requests is None or random.random() < 0.5:
+                if requests is None or (kind != "late" and random.random() < 0.5):
                     desk.inputs.send_ragged(arrays, bucket.columns)
                 else:
                     desk.inputs.send_requests(requests, bucket.columns)
@@ -209,7 +214,7 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             )
             assert begun.are_kept
             assert begun.wait().token_ids.tolist() == expected.tolist()
-            verified = arrays.verify_rows
+            verified = np.arange(rows)[:, None] if kind == "late" else arrays.verify_rows
             num_verifying = 0 if verified is None else int((verified >= 0).sum())
             if num_verifying:
                 assert begun.rows is not None
@@ -228,7 +233,7 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             desk.keeper.keep(tokens[num_verifying:], torch.from_numpy(slots[num_verifying:]))
             for one, other in zip(found, desk.state(), strict=True):
                 assert torch.equal(one, other)
-    assert num_right or kind == "decode"
+    assert num_right or is_plain
 
 
 def test_a_graph_draws_for_nobody_who_needs_more() -> None:

@@ -103,10 +103,10 @@ class OverlapMachine:
 
     def _launch(self, plan: Plan, runs: list[Run], num_requests: int, depth: int) -> _Begun:
         count, has_prompts = max(1, num_requests), bool(plan.chunks)
-        host_s = 0.48e-3 + 5e-6 * count if depth else 0.28e-3 + 0.9e-6 * count
+        host_s = 0.3e-3 + 2.5e-6 * count if depth else 0.28e-3 + 0.9e-6 * count
         self._host_s += self._about(self.slowness * host_s + PROMPTS_S * has_prompts)
         rows = count * (1 + depth)
-        device_s = 0.43e-3 + 5.3e-6 * count + 2.2e-6 * rows
+        device_s = 0.43e-3 + 7.5e-6 * count + 0.7e-6 * rows
         device_s += (0.07e-3 + 0.05e-3 * depth) * (depth > 0) + PROMPTS_DEVICE_S * has_prompts
         self._device_s = max(self._host_s, self._device_s) + self._about(device_s)
         return _Begun(plan, runs, count, depth, self._device_s)
@@ -119,7 +119,7 @@ class OverlapMachine:
         self._host_s = max(self._host_s, begun.ends_at)
         before_s, self._ended_s = self._ended_s, self._host_s
         gate.observe(begun.plan, begun.runs, self._ended_s - before_s)
-        each_s = 5e-6 + 0.3e-6 * begun.depth if begun.depth else 0.5e-6
+        each_s = 3e-6 + 0.3e-6 * begun.depth if begun.depth else 0.5e-6
         taking_s = (0.07e-3 if begun.depth else 0.05e-3) + each_s * begun.num_requests
         self._host_s += self._about(self.slowness * taking_s)
 

@@ -128,7 +128,7 @@ class DrawGraphs:
             slots, positions = verified.slots[:rows], step.positions[drawn_from[:rows]]
         else:
             step, verified, _ = self._inputs.ragged_step(bucket.columns)
-            slots, positions = verified.slots, step.positions
+            slots, positions = verified.slots[:rows], step.positions[:rows]
         if way == "greedy":
             tokens = greedy_rows(logits)
         else:
@@ -148,9 +148,12 @@ class DrawGraphs:
 
 def _sizes(bucket: GraphBucket) -> list[int]:
     """Numbers of rows that drawing from such steps is captured for, ascending: beside prompts all
-    requests may have drafts, or none.
+    requests may have drafts, or none; and there are none in the first step behind drafts, which
+    takes the smallest graph for steps that have some.
     """
-    if bucket.kind != "ragged":
-        return [bucket.tokens]
-    most = bucket.columns.max_logits
-    return sorted({min(bucket.requests, most), most})
+    if bucket.kind == "ragged":
+        most = bucket.columns.max_logits
+        return sorted({min(bucket.requests, most), most})
+    if bucket.kind == "verify" and bucket.drafts == 1:
+        return [bucket.requests, bucket.tokens]
+    return [bucket.tokens]
