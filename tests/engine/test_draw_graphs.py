@@ -161,7 +161,7 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             num_prompts = SLOTS - count if kind == "ragged" else 0
             plan = desk.plan(num_decodes, num_verified, num_prompts)
             if kind == "late":
-                plan.is_late, plan.drafts = np.array([True, *[random.random() < 0.5] * 3])[:count], ()
+                plan.is_late = np.array([True, *[random.random() < 0.5] * 3])[:count]
             for slot in range(SLOTS):
                 desk.add(slot, params())
             desk.known.tokens.random_(0, VOCAB)
