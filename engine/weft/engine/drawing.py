@@ -31,6 +31,9 @@ Rows = Callable[[], npt.NDArray[np.int64]]
 """Waits for the tokens and the words of a step's rows, [2, T]."""
 
 
+_ZERO = np.zeros(1, np.int64)
+
+
 class Drawn(NamedTuple):
     """Tokens drawn in one step; requests without drafts come first."""
 
@@ -58,6 +61,8 @@ class Draw(NamedTuple):
     """Positions of the tokens, by row."""
     mask_errors: dict[int, WeftError]
     """Constraint errors by row."""
+    firsts: npt.NDArray[np.int64] = _ZERO
+    """Of a step with drafts: `first_rows`."""
     rows: Rows | None = None
     """Of a step whose drafts are on the device."""
 
@@ -80,7 +85,7 @@ class Draw(NamedTuple):
             found = [(requests[row], error) for row, error in errors.items()]
             return Drawn(requests, tokens, self.positions, output.logprobs, found)
         begin, behind = len(self.plan.decodes), len(self.plan.decodes) + len(self.plan.verifies)
-        firsts = first_rows(self.plan, len(requests))
+        firsts = self.firsts
         end = int(firsts[behind])
         runs = self._runs(output, tokens, firsts[begin : behind + 1])
         # An error behind drafts is met again where the request goes on from there.
@@ -140,9 +145,6 @@ def first_rows(plan: Plan, num_drawing: int) -> npt.NDArray[np.int64]:
     begin = len(plan.decodes)
     counts[begin : begin + len(plan.verifies)] += np.array(plan.draft_counts, np.int64)
     return np.concatenate([_ZERO, np.cumsum(counts)])
-
-
-_ZERO = np.zeros(1, np.int64)
 
 
 def _ends_of_chains(
@@ -293,7 +295,7 @@ class Drawing:
         """
         if not plan.verifies:
             errors = self._take_masks(requests)
-            samples = self._begin(drawable, self._prepared)
+            samples = self._begin(drawable)
             return Draw(plan, requests, samples, drawable.positions, errors)
         rows: Rows | None = None
         firsts = first_rows(plan, len(requests))
@@ -305,27 +307,36 @@ class Drawing:
                 plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
             return self._draw_in_turn(plan, requests, firsts, drawable)
         errors = {int(firsts[index]): e for index, e in self._take_masks(requests).items()}
-        samples = self._begin(drawable, np.repeat(self._prepared, np.diff(firsts)))
+        samples = self._begin(drawable, firsts)
         if isinstance(plan.drafts, LaterDrafts):
             rows = _kept(samples.rows or _fetch_rows(drawable))
             plan.drafts.come_with(partial(_drafts_of, plan, rows))
-        return Draw(plan, requests, samples, drawable.positions, errors, rows)
+        return Draw(plan, requests, samples, drawable.positions, errors, firsts, rows)
 
-    def _begin(self, drawable: Drawable, slots: npt.NDArray[np.int64]) -> SamplesUnderWay:
+    def _begin(
+        self, drawable: Drawable, firsts: npt.NDArray[np.int64] | None = None
+    ) -> SamplesUnderWay:
+        """Draws for the requests given to `prepare` last.
+
+        Args:
+            drawable: Their rows.
+            firsts: `first_rows` of them; None: each has one.
+        """
         positions = drawable.positions
-        if drawable.captured is None and drawable.on_device is None:
-            return self._sampler.begin(drawable.logits(), slots, positions)
         if drawable.captured is not None:
             # Rows of requests that have ended since are drawn, too: their slots are nobody's yet.
             own = drawable.slots
             way = self._sampler.common_way(own)
             if way is not None:
                 return self._sampler.begin_captured(drawable.captured, way, own, positions)
+        slots = self._prepared
+        if firsts is not None:
+            slots = np.repeat(slots, np.diff(firsts))
+        if drawable.on_device is None:
+            return self._sampler.begin(drawable.logits(), slots, positions)
         # Where somebody has ended since, a row draws from a slot of nobody.
         has_slots = np.array_equal(slots, drawable.slots)
-        on_device = drawable.on_device
-        if on_device is not None:
-            on_device = partial(on_device, has_slots=has_slots)
+        on_device = partial(drawable.on_device, has_slots=has_slots)
         return self._sampler.begin(drawable.logits(), slots, positions, on_device)
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
@@ -376,7 +387,7 @@ class Drawing:
         samples = SamplesUnderWay(
             torch.from_numpy(output.token_ids), lambda: output, drawable.positions
         )
-        return Draw(plan, requests, samples, drawable.positions, errors)
+        return Draw(plan, requests, samples, drawable.positions, errors, first_row_of)
 
     def _draw_rows(
         self,

@@ -25,7 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 FREE_ROWS = 64
-"""Rows that an LM head takes in little more time than one: so many may be drawn for nobody."""
+"""Rows that an LM head takes in little more time than one: beside prompts so many are drawn where
+there are no more.
+"""
+CHEAP_ROWS = 384
+"""So many may be drawn for nobody: about as many rows are multiplied while the weights are read,
+and what else they take is less than single launches take.
+"""
 MAX_PADDING = 1.5
 """Most rows drawn, of more than those, as a multiple of a step's own."""
 
@@ -96,7 +102,7 @@ class DrawGraphs:
     def has(self, bucket: GraphBucket, count: int) -> bool:
         """Whether a graph draws from `count` rows of such a step, and not from many more."""
         rows = next(size for size in _sizes(bucket) if size >= count)
-        is_near = rows <= max(FREE_ROWS, MAX_PADDING * count)
+        is_near = rows <= max(CHEAP_ROWS, MAX_PADDING * count)
         return is_near and DrawKey(bucket, rows, "greedy") in self._graphs
 
     def begin(self, bucket: GraphBucket, count: int, way: Way) -> CapturedDraws:
@@ -147,13 +153,13 @@ class DrawGraphs:
 
 
 def _sizes(bucket: GraphBucket) -> list[int]:
-    """Numbers of rows that drawing from such steps is captured for, ascending: beside prompts all
-    requests may have drafts, or none; and there are none in the first step behind drafts, which
-    takes the smallest graph for steps that have some.
+    """Numbers of rows that drawing from such steps is captured for, ascending: beside prompts there
+    may be a few requests or many, and all of them may have drafts, or none. There are none in the
+    first step behind drafts either, which takes the smallest graph for steps that have some.
     """
     if bucket.kind == "ragged":
         most = bucket.columns.max_logits
-        return sorted({min(bucket.requests, most), most})
+        return sorted({min(FREE_ROWS, bucket.requests, most), min(bucket.requests, most), most})
     if bucket.kind == "verify" and bucket.drafts == 1:
         return [bucket.requests, bucket.tokens]
     return [bucket.tokens]

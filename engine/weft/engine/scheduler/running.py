@@ -155,9 +155,6 @@ class RunningPlans:
             fixed, starts = fixed.of_rows(np.flatnonzero(chosen).tolist()), starts[chosen]
         plan.decodes, plan.slots, plan.starts = fixed.requests, fixed.slots, starts
         plan.adapter_slots, plan.columns = fixed.adapter_slots, fixed
-        if self.drafts_on_device and not self._num_plain:
-            is_late = np.array([r.num_verifying > 0 for r in fixed.requests], np.bool_)
-            plan.is_late = is_late if is_late.any() else None
 
     def launch(self, plan: Plan) -> None:
         """Notes that the step planned last begins."""
@@ -173,8 +170,8 @@ class RunningPlans:
             self._columns = columns.launched(chosen)
 
     def add_prompts(self, plan: Plan, chunks: Sequence[PlanItem]) -> None:
-        """Adds the chunks of a step, and where there are none the drafts that wait for that. Beside
-        many rows those of trees are not cheap: chains are drafted then.
+        """Completes a plan by its chunks, and where there are none by the drafts that wait for
+        that. Beside many rows those of trees are not cheap: chains are drafted then.
         """
         plan.chunks = chunks
         if self._drafts is not None and not chunks:
@@ -186,6 +183,9 @@ class RunningPlans:
                 for item, accepted in zip(plan.verifies, plan.most_accepted, strict=True)
             ]
         self._drafts = None
+        if self.drafts_on_device and not self._num_plain and plan.decodes:
+            is_late = np.array([r.num_verifying > 0 for r in plan.decodes], np.bool_)
+            plan.is_late = is_late if is_late.any() else None
 
     def num_tokens_beside_prompts(self, plan: Plan) -> int:
         """Number of new tokens that the plan will have besides the chunks, if it gets any."""
