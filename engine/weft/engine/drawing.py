@@ -87,7 +87,7 @@ class Draw(NamedTuple):
         begin, behind = len(self.plan.decodes), len(self.plan.decodes) + len(self.plan.verifies)
         firsts = self.firsts
         end = int(firsts[behind])
-        runs = self._runs(output, tokens, firsts[begin : behind + 1])
+        runs = self._runs(tokens, output.logprobs, firsts[begin : behind + 1])
         # An error behind drafts is met again where the request goes on from there.
         owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
         failed = [(owners[row], error) for row, error in errors.items() if row in owners]
@@ -101,16 +101,19 @@ class Draw(NamedTuple):
         )
 
     def _runs(
-        self, output: SampleOutput, tokens: list[int], firsts: npt.NDArray[np.int64]
+        self,
+        tokens: list[int],
+        logprobs: list[TokenLogprob | None],
+        firsts: npt.NDArray[np.int64],
     ) -> list[Run]:
         """Outcomes of the requests with drafts.
 
         Args:
-            output: What was drawn.
-            tokens: Its tokens.
+            tokens: What was drawn, by row.
+            logprobs: Of these.
             firsts: The first row of each of these requests, and the row behind the last one.
         """
-        plan, logprobs = self.plan, output.logprobs
+        plan = self.plan
         if plan.has_trees:
             return [
                 _run_of_tree(item, drafts, tokens[first:], logprobs[first:])
@@ -118,54 +121,33 @@ class Draw(NamedTuple):
                     plan.verifies, plan.drafts, firsts.tolist(), strict=False
                 )
             ]
-        if self.rows is not None:
-            drafted = self.rows()[0]
-        else:
-            drafted = np.full(int(firsts[-1]), -1, np.int64)
-            is_draft = np.ones(len(drafted), np.bool_)
-            is_draft[: firsts[0]] = is_draft[firsts[:-1]] = False
-            drafted[is_draft] = [token for drafts in plan.drafts for token in drafts]
         if not any(logprobs):
             logprobs = []
-        ends = _ends_of_chains(output.token_ids, drafted, firsts)
-        columns = zip(
-            plan.verifies, firsts.tolist(), ends.tolist(), plan.draft_counts, strict=False
-        )
-        return [
-            Run(item.request, tokens[first:end], logprobs[first:end], count)
-            for item, first, end, count in columns
-        ]
+        begins, runs = firsts.tolist(), []
+        if self.rows is not None:
+            drafted = self.rows()[0].tolist()
+        else:
+            drafted = [-1] * begins[0]
+            for drafts in plan.drafts:
+                drafted += [-1, *drafts]
+        columns = zip(plan.verifies, begins, begins[1:], plan.draft_counts, strict=False)
+        for item, first, behind, count in columns:
+            end = first + (tokens[first] >= 0)
+            # Behind an error there is none.
+            while first < end < behind and tokens[end - 1] == drafted[end] and tokens[end] >= 0:
+                end += 1
+            runs.append(Run(item.request, tokens[first:end], logprobs[first:end], count))
+        return runs
 
 
 def first_rows(plan: Plan, num_drawing: int) -> npt.NDArray[np.int64]:
     """[num_drawing + 1]: the first row of the logits of each request that draws in a step with
     drafts, and the number of rows.
     """
-    counts = np.ones(num_drawing, np.int64)
-    begin = len(plan.decodes)
-    counts[begin : begin + len(plan.verifies)] += np.array(plan.draft_counts, np.int64)
-    return np.concatenate([_ZERO, np.cumsum(counts)])
-
-
-def _ends_of_chains(
-    drawn: npt.NDArray[np.int64], drafted: npt.NDArray[np.int64], firsts: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """The row behind the last one whose token counts, of each request: behind the first row of it
-    whose token is not the draft that follows.
-
-    Args:
-        drawn: Token of each row; negative where there is none.
-        drafted: Draft of each row, at least those of these requests.
-        firsts: The first row of each request, and the row behind the last one.
-    """
-    begin, end = firsts[0], firsts[-1]
-    follows = np.zeros(end + 1 - begin, np.bool_)
-    own = drawn[begin:end]
-    follows[1:-1] = (drafted[begin + 1 : end] == own[:-1]) & (own[1:] >= 0)
-    follows[firsts - begin] = False
-    stops = np.flatnonzero(~follows) + begin
-    ends: npt.NDArray[np.int64] = stops[np.searchsorted(stops, firsts[:-1], side="right")]
-    return np.where(drawn[firsts[:-1]] < 0, firsts[:-1], ends)
+    counts, begin = np.ones(1 + num_drawing, np.int64), 1 + len(plan.decodes)
+    counts[0] = 0
+    counts[begin : begin + len(plan.verifies)] += plan.draft_counts
+    return counts.cumsum()
 
 
 def _run_of_tree(

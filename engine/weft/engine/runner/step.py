@@ -282,26 +282,27 @@ class StepRequests(NamedTuple):
     ) -> StepRequests:
         """Requests with these numbers of drafts; their new pages are entered into the table."""
         requests = [item.request for item in items]
-        slots = np.array([request.slot for request in requests], np.int64)
-        num_pages = np.array([len(request.pages) for request in requests], np.int64)
-        for index in np.flatnonzero(table.is_short(slots, num_pages - 1)).tolist():
-            table.extend(int(slots[index]), requests[index].pages)
-        bounds = np.array([item.start for item in items], np.int64)
-        is_late = [item.starts_late for item in items]
-        limits = np.ones_like(bounds)
-        max_count = 1 + max(counts)
-        if max_count > 1:
-            lasts = [request.num_prompt_tokens + request.max_tokens for request in requests]
-            limits = np.where(np.array(counts) > 0, np.minimum(num_pages * page_size, lasts), 1)
+        lasts = [request.num_prompt_tokens + request.max_tokens for request in requests]
+        found = (
+            [request.slot for request in requests],
+            [len(request.pages) for request in requests],
+            [item.start for item in items],
+            [item.starts_late for item in items],
+            [last if count else 1 for last, count in zip(lasts, counts, strict=True)],
+            counts,
+        )
+        slots, num_pages, bounds, is_late, limits, num_drafts = np.array(found, np.int64)
+        for index in table.is_short(slots, num_pages - 1).nonzero()[0].tolist():
+            table.extend(requests[index].slot, requests[index].pages)
         adapter_slots = [request.adapter_slot for request in requests]
         return cls(
             slots=slots,
             starts=np.where(is_late, LATE, bounds),
-            counts=1 + np.array(counts, np.int64),
-            limits=limits,
+            counts=1 + num_drafts,
+            limits=np.minimum(limits, num_pages * page_size),
             bounds=bounds,
             num_rows=len(items) + sum(counts),
-            max_count=max_count,
+            max_count=1 + max(counts),
             adapter_slots=np.array(adapter_slots, np.int32) if any(adapter_slots) else None,
             has_trees=items[0].tree is not None,
         )

@@ -216,16 +216,17 @@ class RunningPlans:
         """Plans the verification of the requests in these rows of the columns."""
         requests = [columns.fixed.requests[row] for row in rows]
         starts = columns.starts[rows]
-        num_left = columns.fixed.ends[rows] - starts - 1
+        num_left = (columns.fixed.ends[rows] - starts - 1).tolist()
+        each = zip(requests, starts.tolist(), num_left, columns.limits[rows].tolist(), strict=True)
         if shape.is_tree:
-            each = zip(requests, starts.tolist(), num_left.tolist(), strict=True)
-            return [self._verify_tree(one, start, shape, left) for one, start, left in each]
-        counts = np.minimum(shape.num_drafts, num_left)
-        for index in np.flatnonzero(starts + counts >= columns.limits[rows]).tolist():
-            counts[index] = self._grow_for_drafts(
-                requests[index], int(starts[index]), int(counts[index])
-            )
-        return list(map(VerifyItem, requests, starts.tolist(), counts.tolist()))
+            return [self._verify_tree(one, start, shape, left) for one, start, left, _ in each]
+        items, most = [], shape.num_drafts
+        for request, start, left, limit in each:
+            count = most if most < left else left
+            if start + count >= limit:
+                count = self._grow_for_drafts(request, start, count)
+            items.append(VerifyItem(request, start, count))
+        return items
 
     def _verify_tree(
         self, request: Request, start: int, shape: DraftShape, num_left: int
