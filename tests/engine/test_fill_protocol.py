@@ -117,7 +117,9 @@ def test_bytes_may_arrive_before_word_of_the_lease(pair: EnginePair) -> None:
 def test_pages_perturbed_before_the_digest_change_the_text(pair: EnginePair) -> None:
     """The shipped bytes are what the owner decodes from."""
     prompt = new_prompt()
-    expected = alone(pair, prompt)
+    # Some prompts are answered by one token again and again, whatever came before.
+    while len(set(expected := alone(pair, prompt))) < 3:
+        prompt = new_prompt()
 
     def perturb(pool: np.ndarray, chunk: Any) -> None:
         pool[chunk.local_pages] = np.roll(pool[chunk.local_pages], 64, axis=1)
