@@ -23,7 +23,6 @@ from weft.engine.llm import LLM
 from weft.engine.messages import Submit
 from weft.engine.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.runner.graphs import GraphBucket
-from weft.engine.runner.step import StepArrays
 from weft.engine.scheduler.running import DraftGate
 
 pytestmark = pytest.mark.needs("cuda")
@@ -137,15 +136,16 @@ def note_buckets(engine: Engine) -> Counter[tuple[str, bool]]:
     counts: Counter[tuple[str, bool]] = Counter()
     graphs = engine.pipeline._runner.graphs
     assert graphs is not None
-    of = graphs.buckets.of
+    buckets = graphs.buckets
+    of, of_requests = buckets.of, buckets.of_requests
 
-    def noted(arrays: StepArrays) -> GraphBucket | None:
-        bucket = of(arrays)
+    def noted(bucket: GraphBucket | None) -> GraphBucket | None:
         if bucket is not None:
             counts[bucket.kind, bucket.has_lora] += 1
         return bucket
 
-    graphs.buckets.of = noted  # type: ignore[method-assign]
+    buckets.of = lambda arrays: noted(of(arrays))  # type: ignore[method-assign]
+    buckets.of_requests = lambda requests: noted(of_requests(requests))  # type: ignore[method-assign]
     return counts
 
 
