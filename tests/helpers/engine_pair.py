@@ -129,8 +129,10 @@ class EnginePair:
         self._to_filler = {name: Inbox() for name in self.fillers}
 
     def close(self) -> None:
-        """Closes all engines."""
-        for engine in (self.owner, *self.fillers.values()):
+        """Closes all engines, fillers first: in one process NIXL may abort where an agent connects
+        while the one it connects to is destroyed.
+        """
+        for engine in (*self.fillers.values(), self.owner):
             engine.close()
 
     def candidate(self, name: str, epoch: int | None = None) -> FillCandidate:

@@ -197,7 +197,7 @@ def test_clients_that_leave_leave_nothing(mesh: TinyMesh) -> None:
     mesh.wait_empty()
     services = mesh.services()
     assert {"gateway", "decode-0", "decode-1", "prefill-0", "prefill-1"} <= set(services)
-    tasks = {name: mesh.tasks(name) for name in services}
+    before = {name: mesh.dump(name)["server"] for name in services}
     fds: list[dict[str, int]] = []
     while len(fds) < MAX_ROUNDS and not (
         len(fds) > 2 and is_steady(fds) and num_preemptions(mesh) > 0
@@ -209,9 +209,9 @@ def test_clients_that_leave_leave_nothing(mesh: TinyMesh) -> None:
     assert crowd.outcomes["left"] > NUM_REQUESTS / 10, crowd.outcomes
     assert crowd.outcomes["stayed"] > NUM_REQUESTS / 10
     wait_until(
-        lambda: all(mesh.tasks(name) <= tasks[name] + FEW_TASKS for name in services),
+        lambda: all(mesh.tasks(name) <= before[name]["tasks"] + FEW_TASKS for name in services),
         10,
-        lambda: f"{tasks}, now {[mesh.dump(name)['server'] for name in services]}",
+        lambda: f"{before}, now {[mesh.dump(name)['server'] for name in services]}",
     )
     # Workers can be done with a request before the gateway and the store are.
     wait_until(lambda: is_empty_gateway(mesh), 30, lambda: str(mesh.dump("gateway")))

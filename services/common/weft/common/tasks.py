@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -32,6 +33,14 @@ def start_logged(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     task = asyncio.create_task(work)
     task.add_done_callback(log_failure)
     return task
+
+
+def tasks_now() -> dict[str, object]:
+    """Number of the event loop's tasks, and of those of each kind: what a dump shows of a leak."""
+    kinds = Counter(
+        getattr(task.get_coro(), "__qualname__", "other") for task in asyncio.all_tasks()
+    )
+    return {"tasks": kinds.total(), "tasks_of": dict(kinds.most_common())}
 
 
 def has_returned(task: asyncio.Task[Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 from weft.common.settings import LogLevel
+from weft.common.tasks import tasks_now
 from weft.engine.faults import FaultSpec, FaultState
 from weft.gateway.adapters.calls import AdapterCalls
 from weft.gateway.fleet import Fleet
@@ -56,7 +57,7 @@ class GatewayAdmin:
             "adapter_generation": self._models.adapters.manifest.generation,
             "num_workers": len(workers),
             "workers": [worker.snapshot(now) for worker in workers[:max_entries]],
-            "server": {"tasks": len(asyncio.all_tasks())},
+            "server": tasks_now(),
         }
 
     async def order_faults(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 from weft.common.settings import LogLevel
+from weft.common.tasks import tasks_now
 from weft.engine.faults import FaultSpec, FaultState
 from weft.kvstore.store import KvStore
 
@@ -28,7 +28,7 @@ class StoreAdmin:
             "page_bytes": store.page_bytes,
             "pages": store.counts()._asdict(),
             "counters": store.all_counters(),
-            "server": {"tasks": len(asyncio.all_tasks())},
+            "server": tasks_now(),
         }
 
     async def order_faults(

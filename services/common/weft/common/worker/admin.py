@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Mapping
 
 from weft.common.settings import LogLevel
+from weft.common.tasks import tasks_now
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.service import Queries
 from weft.engine.errors import PeerUnavailable
@@ -40,7 +40,7 @@ class WorkerAdmin:
         engine = json.loads(await self._queries.dump_state(max_entries))
         return {
             "engine": engine,
-            "server": {"tasks": len(asyncio.all_tasks()), **self._sizes()},
+            "server": tasks_now() | dict(self._sizes()),
         }
 
     async def order_faults(
