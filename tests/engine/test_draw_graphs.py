@@ -16,15 +16,18 @@ from bare_request import bare_request
 from captured_drafts import capture
 from kernel_checks import fresh_seed
 from tree_cases import random_parents, words_of
+from weft.engine.device_copies import Mark
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.draw_graphs import DrawGraphs
 from weft.engine.runner.graphs import GraphBucket
 from weft.engine.runner.keeping import TokenKeeper
 from weft.engine.runner.step import PageTable, StepArrays, StepRequests
+from weft.engine.sampling.device import CapturedDraws, Way
 from weft.engine.sampling.sampler import Sampler, SampleRow
 from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
+from weft.kernels.device_sampling import Field
 from weft.kernels.step_rows import SlotTokens
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -253,3 +256,36 @@ def test_a_graph_draws_for_nobody_who_needs_more() -> None:
     assert sampler.common_way(np.array([0, sampler.null_slot])) == "any"
     for slot in (1, 2, 3):
         assert sampler.common_way(np.array([0, slot])) is None
+
+
+def test_a_graph_draws_for_a_slot_that_became_free_as_it_was() -> None:
+    """Not as the sample before it did, whose counts and biases have rows that graphs lack."""
+    sampler = Sampler(VOCAB, SLOTS, device=torch.device("cpu"))
+    logits, slots = torch.randn(1, VOCAB), np.array([0])
+
+    def add(**params: float) -> None:
+        row = SampleRow(
+            params=SamplingParams(temperature=0.7, **params),
+            stop=StopCriteria(max_tokens=9),
+            seed=1,
+            eos_token_ids=(),
+        )
+        sampler.add(0, row, (), ())
+
+    add(presence_penalty=0.5)
+    sampler.begin(logits, slots, np.array([1])).wait()
+    sampler.remove(0)
+    assert sampler.common_way(slots) is None
+    add(top_p=0.9)
+    sampler.remove(0)
+    tables, mark = sampler.plain_tables, Mark(torch.device("cpu"))
+    assert tables is not None
+    assert sampler.common_way(slots) == "any"
+    seen: list[int] = []
+
+    def draw(way: Way) -> CapturedDraws:
+        seen.append(int(tables.params[0, Field.COUNT_ROW]))
+        return CapturedDraws(torch.zeros(1, dtype=torch.int64), np.zeros((3, 1), np.int64), mark)
+
+    sampler.begin_captured(draw, "any", slots, np.array([2]))
+    assert seen == [-1]
