@@ -134,7 +134,7 @@ static long block_begin(const Weight *w, long rows, long block) {
   return block * AMX_ROWS < rows ? block * AMX_ROWS : rows;
 }
 
-static void prefetch_additions(const Weight *w, const Addition *add, long p) {
+INLINE void prefetch_additions(const Weight *w, const Addition *add, long p) {
   const long width = w->gated ? GATE : PANEL;
   prefetch_expand(add, w->is_bf16, p * width, width);
   if (w->gated) prefetch_expand(add, w->is_bf16, columns_of(w) + p * width, width);

@@ -169,7 +169,7 @@ INLINE void shrink_tokens(const int is_bf16, int tokens, const char *const *x, c
 }
 #undef SHRINK_CASE
 
-static void prefetch_bytes(const char *begin, long bytes) {
+INLINE void prefetch_bytes(const char *begin, long bytes) {
   for (long at = 0; at < bytes; at += 64) __builtin_prefetch(begin + at, 0, 2);
 }
 
@@ -323,8 +323,9 @@ INLINE void expand_piece(const int is_bf16, const Addition *add, const Piece *pi
 }
 
 /* Asks for what will be added to n columns from `column` of the product on: it lies in many short
- * pieces, which the memory's own prefetcher does not find. */
-static void prefetch_expand(const Addition *add, int is_bf16, long column, long n) {
+ * pieces, which the memory's own prefetcher does not find. Inlined, as all that only prefetches:
+ * compilers take such functions for ones without effects, and leave calls out. */
+INLINE void prefetch_expand(const Addition *add, int is_bf16, long column, long n) {
   const Lora *lora = add->lora;
   const long size = is_bf16 ? 2 : 4;
   for (long p = 0; p < add->group->count; p++) {
