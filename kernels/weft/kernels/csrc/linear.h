@@ -134,12 +134,6 @@ static long block_begin(const Weight *w, long rows, long block) {
   return block * AMX_ROWS < rows ? block * AMX_ROWS : rows;
 }
 
-INLINE void prefetch_additions(const Weight *w, const Addition *add, long p) {
-  const long width = w->gated ? GATE : PANEL;
-  prefetch_expand(add, w->is_bf16, p * width, width);
-  if (w->gated) prefetch_expand(add, w->is_bf16, columns_of(w) + p * width, width);
-}
-
 /* What adapters add to columns of panel p. */
 static void add_to_tiles(const Weight *w, const Addition *add, float *tiles, long p, long first_row,
                          long rows, Amx *amx) {
@@ -174,7 +168,6 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
   const long part = prefetch ? size * 4 / (last_block - first_block) : 0;
   const long first_row = block_begin(w, m, first_block), end_row = block_begin(w, m, last_block);
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
-  if (is_adding) prefetch_additions(w, add, p);
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
     const int rows = (int)(block_begin(w, m, block + 1) - first);

@@ -322,28 +322,4 @@ INLINE void expand_piece(const int is_bf16, const Addition *add, const Piece *pi
   }
 }
 
-/* Asks for what will be added to n columns from `column` of the product on: it lies in many short
- * pieces, which the memory's own prefetcher does not find. Inlined, as all that only prefetches:
- * compilers take such functions for ones without effects, and leave calls out. */
-INLINE void prefetch_expand(const Addition *add, int is_bf16, long column, long n) {
-  const Lora *lora = add->lora;
-  const long size = is_bf16 ? 2 : 4;
-  for (long p = 0; p < add->group->count; p++) {
-    const LoraPart *part = &add->group->parts[p];
-    const long out = part->out_features, first = column - part->column;
-    const long from = first > 0 ? first : 0, to = first + n < out ? first + n : out;
-    for (long s = 0; from < to && s < lora->segments; s++) {
-      if (lora->blocks[s + 1] == lora->blocks[s]) continue;
-      const int32_t *rows = lora_rows(part, part->b_table, add->layer, lora->slots[s]);
-      const long count = lora_count(part, add->layer, lora->slots[s]);
-      for (long i = 0; i < count; i++)
-        for (long j = 0; j < ROW_RANK; j++) {
-          const char *b = part->b + ((long)rows[i] * ROW_RANK + j) * out * size;
-          for (const char *at = b + from * size; at < b + to * size; at += 64)
-            __builtin_prefetch(at, 0, 2);
-        }
-    }
-  }
-}
-
 #endif
