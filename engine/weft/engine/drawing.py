@@ -16,6 +16,7 @@ from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
 from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
+from weft.engine.scheduler.columns import NO_NUMBERS
 from weft.engine.scheduler.plan import (
     DraftTree,
     LaterDrafts,
@@ -29,9 +30,6 @@ from weft.engine.speculative.trees import tree_of
 
 Rows = Callable[[], npt.NDArray[np.int64]]
 """Waits for the tokens and the words of a step's rows, [2, T]."""
-
-
-_ZERO = np.zeros(1, np.int64)
 
 
 class Drawn(NamedTuple):
@@ -61,7 +59,7 @@ class Draw(NamedTuple):
     """Positions of the tokens, by row."""
     mask_errors: dict[int, WeftError]
     """Constraint errors by row."""
-    firsts: npt.NDArray[np.int64] = _ZERO
+    firsts: npt.NDArray[np.int64] = NO_NUMBERS
     """Of a step with drafts: `first_rows`."""
     rows: Rows | None = None
     """Of a step whose drafts are on the device."""
@@ -279,7 +277,6 @@ class Drawing:
             errors = self._take_masks(requests)
             samples = self._begin(drawable)
             return Draw(plan, requests, samples, drawable.positions, errors)
-        rows: Rows | None = None
         firsts = first_rows(plan, len(requests))
         # Where tokens are drawn on the device no such requests are drafted for.
         if not self._sampler.is_on_device and any(
@@ -289,7 +286,7 @@ class Drawing:
                 plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
             return self._draw_in_turn(plan, requests, firsts, drawable)
         errors = {int(firsts[index]): e for index, e in self._take_masks(requests).items()}
-        samples = self._begin(drawable, firsts)
+        samples, rows = self._begin(drawable, firsts), None
         if isinstance(plan.drafts, LaterDrafts):
             rows = _kept(samples.rows or _fetch_rows(drawable))
             plan.drafts.come_with(partial(_drafts_of, plan, rows))

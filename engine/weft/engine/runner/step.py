@@ -145,8 +145,7 @@ class StepArrays:
     def of_plan(cls, plan: Plan, table: PageTable, page_size: int) -> StepArrays:
         """Flattens a started plan, and enters its requests' new pages into the table."""
         num_decodes = len(plan.decodes)
-        for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
-            table.extend(int(plan.slots[index]), plan.decodes[index].pages)
+        _enter_pages(plan, table, page_size)
         if not (plan.verifies or plan.chunks) and plan.is_late is None:
             return cls._of_decodes(plan, table, page_size)
         sources, owners = plan.slots, np.full(num_decodes, -1, np.int64)
@@ -310,8 +309,7 @@ class StepRequests(NamedTuple):
     @classmethod
     def _of_decodes(cls, plan: Plan, table: PageTable, page_size: int) -> StepRequests:
         """A plan's decodes, whose new pages are entered into the table."""
-        for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
-            table.extend(int(plan.slots[index]), plan.decodes[index].pages)
+        _enter_pages(plan, table, page_size)
         starts, ones, adapters = plan.starts, np.ones_like(plan.starts), plan.adapter_slots
         if plan.is_late is not None:
             starts = np.where(plan.is_late, LATE, starts)
@@ -360,6 +358,12 @@ class StepRequests(NamedTuple):
         firsts = np.cumsum(self.counts) - self.counts
         positions = behind + np.repeat(self.bounds - firsts, self.counts)
         return np.repeat(self.slots, self.counts), positions
+
+
+def _enter_pages(plan: Plan, table: PageTable, page_size: int) -> None:
+    """Enters new pages of a plan's decodes into the table."""
+    for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
+        table.extend(int(plan.slots[index]), plan.decodes[index].pages)
 
 
 def _places(

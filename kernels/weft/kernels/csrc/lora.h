@@ -169,7 +169,7 @@ INLINE void shrink_tokens(const int is_bf16, int tokens, const char *const *x, c
 }
 #undef SHRINK_CASE
 
-INLINE void prefetch_bytes(const char *begin, long bytes) {
+static void prefetch_bytes(const char *begin, long bytes) {
   for (long at = 0; at < bytes; at += 64) __builtin_prefetch(begin + at, 0, 2);
 }
 
