@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
+from weft.kernels.gpu.sliced_linear import NormBefore
 from weft.kernels.greedy import greedy_rows
 from weft.kernels.rope import rope_and_cache_reference
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
 EPS = 1e-5
+
+NormedProduct = Callable[..., None]
+"""Of x, weight, residual, out, whether it is gated, norm and tap."""
 
 
 def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -139,6 +145,97 @@ def test_sliced_linear(rows: int, n: int, k: int, slices: int, gated: bool, tmp_
         shape = module.SlicedShape(16, slices, tile=64)
         module.sliced_linear(x, weight, bias, residual, out, gated=gated, shape=shape)
     assert_as_exact(out, eager, exact)
+
+
+def check_norm_before(run: NormedProduct, rows: int, n: int, k: int, *, gated: bool) -> None:
+    """A product that takes the norm, and one that also adds to a stream and leaves copies."""
+    x, weight, gain = torch.randn(rows, k).half(), torch.randn(n, k).half(), torch.rand(k).half()
+    x *= torch.tensor([0.01, 1.0, 30.0])[torch.randint(3, (rows, 1))].half()
+    stream, wide = torch.randn(rows, n).half(), torch.full((rows, 3 * n), float("nan")).half()
+    normed, tap = torch.full_like(x, float("nan")), wide[:, n : 2 * n]
+    exact_normed = exact_norm(x, gain)
+    eager_normed = F.rms_norm(x, (k,), gain, EPS)
+    exact, eager = exact_normed @ weight.double().T, F.linear(eager_normed, weight)
+    if gated:
+        (gate, up), (exact_gate, exact_up) = eager.chunk(2, -1), exact.chunk(2, -1)
+        out = torch.full((rows, n // 2), float("nan")).half()
+        run(x, weight, None, out, True, NormBefore(gain, EPS), None)
+        assert_as_exact(out, F.silu(gate) * up, F.silu(exact_gate) * exact_up)
+        return
+    exact, eager = exact + stream.double(), eager + stream
+    run(x, weight, stream, stream, False, NormBefore(gain, EPS, normed), tap)
+    assert_as_exact(stream, eager, exact)
+    assert_as_exact(normed, eager_normed, exact_normed)
+    assert torch.equal(tap, stream)
+    assert wide[:, :n].isnan().all()
+    assert wide[:, 2 * n :].isnan().all()
+
+
+@contextmanager
+def normed_product(
+    name: str, folder: Path, change: tuple[str, str] | None = None
+) -> Iterator[NormedProduct]:
+    """The product of one of the modules of few rows."""
+    with kernel_module(name, folder, change) as module:
+
+        def run(
+            x: torch.Tensor,
+            weight: torch.Tensor,
+            residual: torch.Tensor | None,
+            out: torch.Tensor,
+            gated: bool,
+            norm: NormBefore,
+            tap: torch.Tensor | None,
+        ) -> None:
+            more = {"gated": gated, "norm": norm, "tap": tap}
+            if name == "small_linear":
+                module.small_linear(x, weight, None, residual, x.dtype, out=out, **more)
+            else:
+                shape = module.SlicedShape(16, slices=2, tile=64)
+                module.sliced_linear(x, weight, None, residual, out, shape=shape, **more)
+
+        yield run
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("name", "rows", "n", "k"),
+    [
+        ("small_linear", 1, 26, 700),
+        ("small_linear", 2, 6, 2100),
+        ("small_linear", 2, 10, 4104),
+        ("small_linear", 5, 20, 136),
+        ("sliced_linear", 3, 40, 512),
+        ("sliced_linear", 16, 6, 72),
+    ],
+)
+def test_products_take_the_norm_before(
+    name: str, rows: int, n: int, k: int, gated: bool, tmp_path: Path
+) -> None:
+    fresh_seed()
+    with normed_product(name, tmp_path) as run:
+        check_norm_before(run, rows, n, k, gated=gated)
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "change"),
+    [
+        ("small_linear", 700, ("squares = tl.where(row == number,", "squares = tl.where(row < 0,")),
+        ("small_linear", 4104, ("            square += more\n", "")),
+        ("small_linear", 700, ("values *= tl.load(gain + part, mask=part < K, other=0.0)"
+                               ".to(tl.float32)\n            found", "found")),
+        ("sliced_linear", 512, ("        squares += more\n", "")),
+        ("sliced_linear", 512, ("values = (wide * gains).to(values.dtype)", "pass")),
+        ("sliced_linear", 512, ("part = tl.program_id(0) * NORMED + tl.arange(0, NORMED)",
+                                "part = tl.program_id(0) + tl.arange(0, NORMED)")),
+    ],
+)  # fmt: skip
+def test_a_wrong_norm_before_is_noticed(
+    name: str, k: int, change: tuple[str, str], tmp_path: Path
+) -> None:
+    fresh_seed()
+    with normed_product(name, tmp_path, change) as run, pytest.raises(AssertionError):
+        check_norm_before(run, 2, 40, k, gated=False)
 
 
 def test_a_slice_that_is_left_out_is_noticed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from weft.kernels import cpu
 from weft.kernels.attention import fits_native, paged_attention
-from weft.kernels.linear import LinearWeight, gate_up_silu, linear
+from weft.kernels.linear import LinearWeight, linear, normed_linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import rms_norm
 from weft.kernels.rope import rope_and_cache
@@ -451,11 +451,10 @@ def draft_turn(
         earlier_rows=rows.earlier_rows,
     )
     state = linear(mixed, w.o, state, lora=addition_to(lora, "o", 0))
-    normed = rms_norm(state, w.post_norm, w.eps)
-    inner = gate_up_silu(normed, w.gate_up, addition_to(lora, "gate_up", 0))
+    to_gate_up = addition_to(lora, "gate_up", 0)
+    inner = normed_linear(state, w.post_norm, w.eps, w.gate_up, lora=to_gate_up)
     state = linear(inner, w.down, state, lora=addition_to(lora, "down", 0))
-    logits = linear(rms_norm(state, w.norm, w.eps), w.lm_head, out_dtype=torch.float32)
-    return state, logits
+    return state, normed_linear(state, w.norm, w.eps, w.lm_head, torch.float32)
 
 
 def _choose(logits: torch.Tensor, target_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul_reference
 from weft.kernels.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.memory import WeightArena
+from weft.kernels.norm import rms_norm
 
 _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
@@ -145,6 +146,42 @@ def gate_up_silu(
     if lora is not None:
         add_lora(both, x, lora)
     return silu_and_mul_reference(both)
+
+
+def normed_linear(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    w: LinearWeight,
+    out_dtype: torch.dtype | None = None,
+    lora: LoraAddition | None = None,
+) -> torch.Tensor:
+    """`linear` of the RMS norm of `x`, or `gate_up_silu` of it where `w` is of a gated pair.
+
+    Args:
+        x: [M, K], contiguous, the weight's dtype.
+        gain: Weight of the norm, [K].
+        eps: Epsilon of the norm.
+        w: From `pack_linear` or `pack_gate_up`.
+        out_dtype: As in `linear`; None where gated.
+        lora: As in `linear`.
+
+    Returns:
+        [M, N], or [M, I] where gated. Few rows on a GPU take the norm in the same launch, without
+        rounding its result by itself.
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    if x.is_cuda and lora is None:
+        from weft.kernels.gpu import linear as gpu
+
+        if gpu.takes_norm(x.shape[0], w):
+            return gpu.normed_linear(x, gain, eps, w, out_dtype)
+    normed = rms_norm(x, gain, eps)
+    if w.gated:
+        return gate_up_silu(normed, w, lora)
+    return linear(normed, w, out_dtype=out_dtype, lora=lora)
 
 
 def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:

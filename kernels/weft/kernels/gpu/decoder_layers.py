@@ -1,4 +1,5 @@
-"""A stack of decoder layers on a GPU: additions to the stream are fused with the norms."""
+"""A stack of decoder layers on a GPU: additions to the stream are fused with the norms, or, of few
+rows, with the products around them."""
 
 from __future__ import annotations
 
@@ -11,10 +12,17 @@ from weft.kernels.decoder_layer import GatedMlpWeight
 from weft.kernels.gpu.attention import are_few_rows, paged_attention
 from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS
 from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.linear import gate_up_silu_to_fold, linear_to_fold
+from weft.kernels.gpu.linear import (
+    add_product,
+    gate_up_silu_to_fold,
+    linear_to_fold,
+    normed_linear,
+    takes_norm,
+)
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
-from weft.kernels.gpu.moe import begin_ranks, routed_moe
+from weft.kernels.gpu.moe import MAX_DIRECT_ROWS, begin_ranks, moe, routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
+from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.norm import add_rms_norm, rms_norm
 from weft.kernels.gpu.rope import rope_and_cache
 from weft.kernels.linear import gate_up_silu, linear
@@ -41,6 +49,8 @@ def decoder_layers(
 ) -> torch.Tensor:
     """`weft.kernels.decoder_layer.decoder_layers` for CUDA tensors; `hidden` is the result."""
     _check(hidden, layers, step, first)
+    if _take_norms(hidden.shape[0], layers[0], step):
+        return _layers_of_few_rows(hidden, layers, step, first, taps)
     normed = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
     tap = None
     for index, w in enumerate(layers):
@@ -62,6 +72,48 @@ def decoder_layers(
             hidden.add_(out)
         else:
             normed = out
+    return hidden
+
+
+def _take_norms(rows: int, w: DecoderLayerWeight, step: DecoderStep) -> bool:
+    """Whether all products behind norms take these themselves, and products before them add to the
+    stream: two launches a layer less.
+    """
+    parts = [w.qkv, w.o]
+    if isinstance(w.mlp, GatedMlpWeight):
+        parts += [w.mlp.gate_up, w.mlp.down]
+    elif w.mlp.experts.is_fixed or rows > MAX_DIRECT_ROWS:
+        return False
+    else:
+        parts.append(w.mlp.router)
+    return step.lora is None and all(takes_norm(rows, part) for part in parts)
+
+
+def _layers_of_few_rows(
+    hidden: torch.Tensor,
+    layers: Sequence[DecoderLayerWeight],
+    step: DecoderStep,
+    first: int,
+    taps: Taps | None,
+) -> torch.Tensor:
+    """`decoder_layers` of rows for which `_take_norms` holds."""
+    tap = None
+    for index, w in enumerate(layers):
+        layer = first + index
+        if taps is not None and tap is None:
+            taps.take(layer, hidden)
+        qkv = normed_linear(hidden, w.input_norm, w.eps, w.qkv)
+        add_product(hidden, _attend(qkv, w, step, layer), w.o)
+        if isinstance(w.mlp, GatedMlpWeight):
+            inner = normed_linear(hidden, w.post_norm, w.eps, w.mlp.gate_up)
+            tap = _tap_of(taps, layer + 1) if index + 1 < len(layers) else None
+            add_product(hidden, inner, w.mlp.down, tap)
+        else:
+            assert w.mlp.experts.stacked is not None
+            normed = torch.empty_like(hidden)
+            logits = normed_linear(hidden, w.post_norm, w.eps, w.mlp.router, torch.float32, normed)
+            routed = route(logits, w.mlp.top_k, w.mlp.renormalise)
+            hidden = moe(normed, *routed, *w.mlp.experts.stacked, hidden)
     return hidden
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fixed_linear import fixed_linear
 from weft.kernels.gpu.lora import Ranks, add_fixed_lora
 from weft.kernels.gpu.lora_fold import Folded
-from weft.kernels.gpu.sliced_linear import MAX_ROWS
+from weft.kernels.gpu.sliced_linear import MAX_ROWS, NormBefore
 from weft.kernels.gpu.small_linear import MAX_SPREAD_ROWS, small_linear
 from weft.kernels.lora import LoraAddition
+
+if TYPE_CHECKING:
+    from weft.kernels.linear import LinearWeight
 
 _SMALL_WEIGHT = 1 << 23
 """Elements up to which cuBLAS is slower at 3 to 16 rows too (measured on an H200)."""
@@ -77,6 +82,49 @@ def _product(
     if bias is None:
         return torch.addmm(residual, x, weight.t())
     return F.linear(x, weight, bias).add_(residual)
+
+
+def takes_norm(rows: int, w: LinearWeight) -> bool:
+    """Whether products of so many rows take the norm of their input themselves.
+
+    Not in float16, in which the input times the norm's weight may be too large.
+    """
+    is_bfloat16 = w.data.dtype == torch.bfloat16
+    return is_bfloat16 and not w.is_fixed and _suits_small(rows, w.data)
+
+
+def normed_linear(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    w: LinearWeight,
+    out_dtype: torch.dtype | None = None,
+    normed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`weft.kernels.linear.normed_linear` of rows that `takes_norm` takes, in one launch.
+
+    `normed`, [M, K], contiguous, receives the norm's result.
+    """
+    _check(x, w.data, None)
+    if gain.shape != x.shape[1:] or gain.dtype != x.dtype:
+        raise ValueError(f"norm {tuple(gain.shape)} {gain.dtype} does not fit {tuple(x.shape)}")
+    norm = NormBefore(gain, eps, normed)
+    return small_linear(x, w.data, w.bias, None, out_dtype or x.dtype, gated=w.gated, norm=norm)
+
+
+def add_product(
+    stream: torch.Tensor, x: torch.Tensor, w: LinearWeight, tap: torch.Tensor | None = None
+) -> None:
+    """Adds x @ weight^T + bias to `stream` in one launch.
+
+    Args:
+        stream: [M, N], contiguous, dtype of `x`.
+        x: [M, K], contiguous, of rows that `takes_norm` takes.
+        w: The product's weight.
+        tap: [M, N] with rows of any stride: receives the sum as well; or None.
+    """
+    _check(x, w.data, stream)
+    small_linear(x, w.data, w.bias, stream, stream.dtype, out=stream, tap=tap)
 
 
 def linear_to_fold(
@@ -159,6 +207,9 @@ def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None)
 
 
 def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    rows = x.shape[0]
+    return x.dtype.itemsize == 2 and _suits_small(x.shape[0], weight)
+
+
+def _suits_small(rows: int, weight: torch.Tensor) -> bool:
     max_rows = MAX_ROWS if weight.numel() <= _SMALL_WEIGHT else MAX_SPREAD_ROWS
-    return 0 < rows <= max_rows and x.dtype.itemsize == 2 and weight.is_contiguous()
+    return 0 < rows <= max_rows and weight.is_contiguous()

@@ -12,7 +12,15 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.sliced_linear import MAX_ROWS, sliced_linear, store_product
+from weft.kernels.gpu.sliced_linear import (
+    MAX_ROWS,
+    NormBefore,
+    norm_arguments,
+    norm_scale,
+    normed_by_program,
+    sliced_linear,
+    store_product,
+)
 
 MAX_SPREAD_ROWS = 2
 """Most rows for plain multiplication: up to here it keeps up with memory, and tensor cores start
@@ -47,6 +55,9 @@ def small_linear(
     *,
     gated: bool = False,
     is_fixed: bool = False,
+    norm: NormBefore | None = None,
+    out: torch.Tensor | None = None,
+    tap: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight^T + bias + residual, or silu(gate) * up of a gated MLP's two projections.
 
@@ -59,24 +70,32 @@ def small_linear(
         gated: apply the activation.
         is_fixed: each element is one chain of tensor core instructions over K for any number of
             rows, and rounded before `residual` is added (`weft.kernels.gpu.fixed_linear`).
+        norm: Applied to `x` before, or None; not where fixed.
+        out: Receives the result, contiguous; may be `residual`. None: a tensor of its own.
+        tap: [M, N] with rows of any stride: receives the result as well; or None.
 
     Returns:
         [M, N], where gated [M, N / 2]; accumulated in float32, rounded once.
     """
     rows, k = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
+    if out is None:
+        out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     is_spread = not is_fixed and rows <= MAX_SPREAD_ROWS
     if not (is_spread or is_fixed):
-        sliced_linear(x, weight, bias, residual, out, gated=gated)
+        sliced_linear(x, weight, bias, residual, out, gated=gated, norm=norm, tap=tap)
         return out
     shape = _FIXED if is_fixed else launch_shape(columns, k, is_gated=gated)
-    _small_linear_kernel[(triton.cdiv(columns, shape.columns),)](
+    programs = triton.cdiv(columns, shape.columns)
+    _small_linear_kernel[(programs,)](
         out,
         x,
         weight,
         bias,
         residual,
+        *norm_arguments(norm),
+        tap,
+        0 if tap is None else tap.stride(0),
         rows,
         columns,
         K=k,
@@ -87,6 +106,7 @@ def small_linear(
         BLOCK_COLUMNS=shape.columns,
         TILE=shape.tile,
         STAGES=shape.stages,
+        NORMED=normed_by_program(k, programs),
         num_warps=shape.warps,
         **launch_options(x.device),
     )
@@ -113,6 +133,11 @@ def _small_linear_kernel(
     weight: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
+    gain: tl.tensor,
+    eps: float,
+    normed: tl.tensor,
+    tap: tl.tensor,
+    tap_stride: int,
     rows: int,
     columns: int,
     IS_DEPENDENT: tl.constexpr,
@@ -124,6 +149,7 @@ def _small_linear_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    NORMED: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -135,24 +161,32 @@ def _small_linear_kernel(
     if IS_GATED and K <= TILE:
         tile_up = _weight_tile(begin_up, 0, K, TILE)
     wait_for_last(IS_DEPENDENT)
-    product = _product(tile, x, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES)
+    product, squares = _product(
+        tile, x, gain, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
+    )
     up = product
     if IS_GATED:
         if K > TILE:
             tile_up = _weight_tile(begin_up, 0, K, TILE)
-        up = _product(
-            tile_up, x, begin_up, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
+        up, _ = _product(
+            tile_up, x, gain, begin_up, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
         )
     row = tl.arange(0, BLOCK_ROWS)
+    if gain is not None:
+        scale = norm_scale(squares, x, gain, eps, normed, row, rows, K, NORMED)
+        product *= scale[None, :]
+        up *= scale[None, :]
     store_product(
-        out, product, up, bias, residual, row, column, rows, columns, IS_GATED, ROUNDS_FIRST
-    )
+        out, product, up, bias, residual, tap, tap_stride, row, column, rows, columns,
+        IS_GATED, ROUNDS_FIRST,
+    )  # fmt: skip
 
 
 @triton.jit
 def _product(
     tile: tl.tensor,
     x: tl.tensor,
+    gain: tl.tensor,
     begin: tl.tensor,
     rows: int,
     K: tl.constexpr,
@@ -161,26 +195,35 @@ def _product(
     BLOCK_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-) -> tl.tensor:
-    """[BLOCK_COLUMNS, BLOCK_ROWS] float32; `tile` is the weight's first, from `begin`."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """[BLOCK_COLUMNS, BLOCK_ROWS] float32, without the scale of a norm; `tile` is the weight's
+    first, from `begin`. And the sums of the squares of plainly multiplied rows, [BLOCK_ROWS].
+    """
     part = tl.arange(0, TILE)
     row = tl.arange(0, BLOCK_ROWS)
+    squares = tl.zeros([BLOCK_ROWS], tl.float32)
     if IS_SPREAD and K <= TILE:
         total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
         for number in tl.static_range(BLOCK_ROWS):
             # Rows that do not exist read the first again, and are not stored.
             at = tl.where(number < rows, number, 0) * K + part
             values = tl.load(x + at, mask=part < K, other=0.0).to(tl.float32)
+            if gain is not None:
+                squares = tl.where(row == number, tl.sum(values * values, axis=0), squares)
+                values *= tl.load(gain + part, mask=part < K, other=0.0).to(tl.float32)
             found = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
             total = tl.where((row == number)[None, :], found[:, None], total)
     elif IS_SPREAD:
         # [BLOCK_ROWS, BLOCK_COLUMNS, TILE]
-        spread = tile.to(tl.float32)[None, :, :] * _row_tile(x, 0, rows, K, BLOCK_ROWS, TILE)
+        values, square = _row_tile(x, gain, 0, rows, K, BLOCK_ROWS, TILE)
+        spread = tile.to(tl.float32)[None, :, :] * values
         for start in tl.range(TILE, K, TILE, num_stages=STAGES):
             tile = _weight_tile(begin, start, K, TILE)
-            values = _row_tile(x, start, rows, K, BLOCK_ROWS, TILE)
+            values, more = _row_tile(x, gain, start, rows, K, BLOCK_ROWS, TILE)
             spread += tile.to(tl.float32)[None, :, :] * values
+            square += more
         total = tl.trans(tl.sum(spread, axis=2))
+        squares = tl.sum(tl.sum(square, axis=2), axis=1)
     else:
         total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
         for start in tl.range(0, K, TILE, num_stages=STAGES):
@@ -188,7 +231,7 @@ def _product(
             mask = (row < rows)[:, None] & (start + part < K)[None, :]
             values = tl.load(x + row[:, None] * K + (start + part)[None, :], mask=mask, other=0.0)
             total = tl.dot(tile, tl.trans(values), total)
-    return total
+    return total, squares
 
 
 @triton.jit
@@ -205,14 +248,21 @@ def _weight_tile(begin: tl.tensor, start: int, K: tl.constexpr, TILE: tl.constex
 @triton.jit
 def _row_tile(
     x: tl.tensor,
+    gain: tl.tensor,
     start: int,
     rows: int,
     K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     TILE: tl.constexpr,
-) -> tl.tensor:
-    """[BLOCK_ROWS, 1, TILE] float32, zero beyond the rows and beyond K."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """[BLOCK_ROWS, 1, TILE] float32, zero beyond the rows and beyond K, times the norm's weight;
+    and the squares of the same without it.
+    """
     row = tl.arange(0, BLOCK_ROWS)[:, None, None]
     part = start + tl.arange(0, TILE)[None, None, :]
     mask = (row < rows) & (part < K)
-    return tl.load(x + row * K + part, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + row * K + part, mask=mask, other=0.0).to(tl.float32)
+    squares = values * values
+    if gain is not None:
+        values *= tl.load(gain + part, mask=part < K, other=0.0).to(tl.float32)
+    return values, squares
