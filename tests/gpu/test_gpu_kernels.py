@@ -23,10 +23,17 @@ from kernel_checks import assert_as_exact, fresh_seed
 from weft.kernels.activation import silu_and_mul
 from weft.kernels.attention import paged_attention
 from weft.kernels.gpu import attention as gpu_attention
+from weft.kernels.gpu import linear as gpu_linear
 from weft.kernels.gpu.dense_attention import suits
 from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.greedy import greedy_rows, greedy_rows_reference
-from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.linear import (
+    gate_up_silu,
+    linear,
+    normed_linear,
+    pack_gate_up,
+    pack_linear,
+)
 from weft.kernels.norm import add_rms_norm, rms_norm
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
 
@@ -325,6 +332,40 @@ def test_linear(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
     wide_gate, wide_up = (product + bias.double()).chunk(2, dim=-1)
     assert_as_exact(gate_up_silu(x, both), F.silu(gate) * up, F.silu(wide_gate) * wide_up)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize(("n", "k"), [(960, 576), (3072, 1000), (1024, 3072), (6144, 4096)])
+def test_products_take_the_norm_before(rows: int, n: int, k: int) -> None:
+    """As `normed_linear`, and in a stack of layers with what it adds to and copies."""
+    fresh_seed()
+    x, weight = (randn(*shape, dtype=torch.bfloat16) for shape in ((rows, k), (n, k)))
+    x *= 10.0 ** torch.randint(-2, 3, (rows, 1), device=CUDA)
+    gain, stream = randn(k, dtype=torch.bfloat16), randn(rows, n, dtype=torch.bfloat16)
+    w, gated = pack_linear(weight), pack_gate_up(weight)
+    wide = x.double()
+    exact_normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
+    eager_normed = F.rms_norm(x, (k,), gain, 1e-5)
+    exact, eager = exact_normed @ weight.double().T, F.linear(eager_normed, weight)
+    assert_as_exact(normed_linear(x, gain, 1e-5, w), eager, exact)
+    (gate, up), (exact_gate, exact_up) = eager.chunk(2, -1), exact.chunk(2, -1)
+    out = normed_linear(x, gain, 1e-5, gated)
+    assert_as_exact(out, F.silu(gate) * up, F.silu(exact_gate) * exact_up)
+    if not gpu_linear.takes_norm(rows, w):
+        return
+    normed = torch.full_like(x, float("nan"))
+    logits = gpu_linear.normed_linear(x, gain, 1e-5, w, torch.float32, normed)
+    assert logits.dtype == torch.float32
+    assert_as_exact(normed, eager_normed, exact_normed)
+    taps, sum_of = (
+        torch.zeros(rows, 2 * n, dtype=x.dtype, device=CUDA),
+        stream + F.linear(x, weight),
+    )
+    exact = stream.double() + wide @ weight.double().T
+    gpu_linear.add_product(stream, x, w, taps[:, n:])
+    assert_as_exact(stream, sum_of, exact)
+    assert torch.equal(taps[:, n:], stream)
+    assert not taps[:, :n].any()
 
 
 def test_linear_refuses_what_does_not_fit() -> None:

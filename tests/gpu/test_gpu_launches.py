@@ -37,13 +37,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Layers of Llama-3.1-8B and Qwen3-30B-A3B: libraries choose kernels by size."""
 BATCHES = (1, 16, 64)
 LAUNCHES: dict[tuple[str, int], tuple[int, int]] = {
-    # qkv, rotation, attention in one or two, o, norm, gate and up, down, norm.
-    ("llama", 1): (8, 9),
+    # qkv, rotation, attention in one or two, o, gate and up, down: products take the norms.
+    ("llama", 1): (6, 7),
     # The four products are cuBLAS's, which may sum parts in a second launch; SiLU is one more.
     ("llama", 16): (9, 14),
     ("llama", 64): (9, 14),
-    # As above to the norm; router, choice, two of the experts, norm.
-    ("qwen3_moe", 1): (10, 11),
+    # As above to o; router, choice, two of the experts.
+    ("qwen3_moe", 1): (8, 9),
     # Choice and sorting in one, the experts in three of which the last is also the norm.
     ("qwen3_moe", 16): (10, 14),
     ("qwen3_moe", 64): (10, 16),
