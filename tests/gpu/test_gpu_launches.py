@@ -16,6 +16,13 @@ from weft.engine.runner.graphs import GraphBucket
 pytestmark = pytest.mark.needs("cuda")
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "small llama": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
     "llama": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -34,16 +41,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
-"""Layers of Llama-3.1-8B and Qwen3-30B-A3B: libraries choose kernels by size."""
+"""Layers of SmolLM2-135M, Llama-3.1-8B and Qwen3-30B-A3B: kernels are chosen by size."""
 BATCHES = (1, 16, 64)
 LAUNCHES: dict[tuple[str, int], tuple[int, int]] = {
     # qkv, rotation, attention in one or two, o, gate and up, down: products take the norms.
-    ("llama", 1): (6, 7),
+    ("small llama", 1): (6, 7),
+    # Norms of their own; of 64 rows SiLU, too.
+    ("small llama", 16): (8, 9),
+    ("small llama", 64): (9, 14),
+    # qkv, rotation, attention in one or two, o, norm, gate and up, down, norm.
+    ("llama", 1): (8, 9),
     # The four products are cuBLAS's, which may sum parts in a second launch; SiLU is one more.
     ("llama", 16): (9, 14),
     ("llama", 64): (9, 14),
-    # As above to o; router, choice, two of the experts.
-    ("qwen3_moe", 1): (8, 9),
+    # As above to the norm; router, choice, two of the experts, norm.
+    ("qwen3_moe", 1): (10, 11),
     # Choice and sorting in one, the experts in three of which the last is also the norm.
     ("qwen3_moe", 16): (10, 14),
     ("qwen3_moe", 64): (10, 16),
@@ -59,7 +71,7 @@ def nodes_by_batch(
 ) -> dict[int, int]:
     """Kernels, copies and fills of a decode step."""
     folder.mkdir()
-    shape = tiny_config(kind, num_hidden_layers=layers, vocab_size=1000, **SHAPES[kind])
+    shape = tiny_config(kind.split()[-1], num_hidden_layers=layers, vocab_size=1000, **SHAPES[kind])
     (folder / "config.json").write_text(json.dumps(shape))
     config = EngineConfig(
         model_dir=folder,

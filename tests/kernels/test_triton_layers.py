@@ -7,19 +7,25 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_checks import assert_as_exact, fresh_seed
-from layer_cases import DIM, EXPERT_INNER, EXPERTS, HEADS, HIDDEN, INNER, KV_HEADS, PAGE_SIZE, draw
-from layer_cases import make_step as step_over
+from layer_cases import (
+    DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    PAGE_SIZE,
+    draw,
+    make_step,
+)
 from lora_cases import poison_new_memory
 from weft.kernels.decoder_layer import (
     DecoderLayerWeight,
     GatedMlpWeight,
-    SparseMlpWeight,
     Taps,
     pack_decoder_layer,
 )
 from weft.kernels.gpu import decoder_layers as gpu
 from weft.kernels.linear import LinearWeight
-from weft.kernels.moe import ExpertWeights
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -30,26 +36,16 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeigh
     return LinearWeight(*weight.shape, weight.dtype, False, weight, bias)
 
 
-def make_layer(*, is_sparse: bool) -> DecoderLayerWeight:
+def make_layer() -> DecoderLayerWeight:
     """A layer in the form used on a GPU, in bfloat16."""
     dtype, width = torch.bfloat16, (HEADS + 2 * KV_HEADS) * DIM
-    gate_up = draw(2 * INNER, HIDDEN, dtype=dtype)
-    mlp: GatedMlpWeight | SparseMlpWeight = GatedMlpWeight(
-        replace(plain(gate_up), gated=True), plain(draw(HIDDEN, INNER, dtype=dtype))
-    )
-    if is_sparse:
-        stacked = (
-            draw(EXPERTS, 2 * EXPERT_INNER, HIDDEN, dtype=dtype),
-            draw(EXPERTS, HIDDEN, EXPERT_INNER, dtype=dtype),
-        )
-        experts = ExpertWeights(HIDDEN, EXPERT_INNER, dtype, (), (), stacked, None)
-        mlp = SparseMlpWeight(plain(draw(EXPERTS, HIDDEN, dtype=dtype)), experts, 2, True)
+    gate_up = replace(plain(draw(2 * INNER, HIDDEN, dtype=dtype)), gated=True)
     return pack_decoder_layer(
         input_norm=1 + draw(HIDDEN, dtype=dtype),
         qkv=plain(draw(width, HIDDEN, dtype=dtype), draw(width, dtype=dtype)),
         o=plain(draw(HIDDEN, HEADS * DIM, dtype=dtype)),
         post_norm=1 + draw(HIDDEN, dtype=dtype),
-        mlp=mlp,
+        mlp=GatedMlpWeight(gate_up, plain(draw(HIDDEN, INNER, dtype=dtype))),
         eps=1e-5,
     )
 
@@ -61,33 +57,23 @@ def widened(w: DecoderLayerWeight) -> DecoderLayerWeight:
         bias = None if part.bias is None else part.bias.float()
         return replace(part, dtype=torch.float32, data=part.data.float(), bias=bias)
 
-    mlp: GatedMlpWeight | SparseMlpWeight
-    if isinstance(w.mlp, GatedMlpWeight):
-        mlp = GatedMlpWeight(wide(w.mlp.gate_up), wide(w.mlp.down))
-    else:
-        assert w.mlp.experts.stacked is not None
-        w13, w2 = w.mlp.experts.stacked
-        experts = replace(w.mlp.experts, dtype=torch.float32, stacked=(w13.float(), w2.float()))
-        mlp = replace(w.mlp, router=wide(w.mlp.router), experts=experts)
+    assert isinstance(w.mlp, GatedMlpWeight)
     return replace(
         w,
         input_norm=w.input_norm.float(),
         qkv=wide(w.qkv),
         o=wide(w.o),
         post_norm=w.post_norm.float(),
-        mlp=mlp,
+        mlp=GatedMlpWeight(wide(w.mlp.gate_up), wide(w.mlp.down)),
     )
 
 
-@pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_products_that_take_their_norms(
-    rows: int, is_sparse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_that_take_their_norms(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As exact as with norms of their own, both in bfloat16; taps get what enters layers."""
     fresh_seed()
     poison_new_memory(monkeypatch)
-    layers = [make_layer(is_sparse=is_sparse) for _ in range(LAYERS)]
+    layers = [make_layer() for _ in range(LAYERS)]
     pool = torch.randn(6 * rows, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).bfloat16()
     hidden, lengths = torch.randn(rows, HIDDEN).bfloat16(), [(1, 40), (1, 7)][:rows]
     counts: list[int] = []
@@ -102,17 +88,17 @@ def test_products_that_take_their_norms(
             pool.to(dtype, copy=True),
             torch.full((rows, 2 * HIDDEN), float("nan")).to(dtype),
         )
-        step = step_over(layers[0], lengths, kv)
+        step = make_step(layers[0], lengths, kv)
         taps = Taps([0, 1], tapped)
         out = gpu.decoder_layers(hidden.to(dtype, copy=True), layers, step, 0, taps)
         return torch.cat([out, tapped], dim=1), kv
 
     out, kv = run(layers, torch.bfloat16)
-    assert len(counts) == LAYERS * (1 if is_sparse else 2)
+    assert len(counts) == 2 * LAYERS
     monkeypatch.setattr(gpu, "_take_norms", lambda *_: False)
     peer, peer_kv = run(layers, torch.bfloat16)
     exact, exact_kv = run([widened(layer) for layer in layers], torch.float32)
-    assert len(counts) == LAYERS * (1 if is_sparse else 2)
+    assert len(counts) == 2 * LAYERS
     assert_as_exact(out, peer, exact.double())
     assert_as_exact(kv, peer_kv, exact_kv.double())
     assert torch.equal(out[:, HIDDEN : 2 * HIDDEN], hidden)

@@ -167,8 +167,8 @@ def normed_linear(
         lora: As in `linear`.
 
     Returns:
-        [M, N], or [M, I] where gated. Few rows on a GPU take the norm in the same launch, without
-        rounding its result by itself.
+        [M, N], or [M, I] where gated. Small inputs on a GPU take the norm in the same launch,
+        without rounding its result by itself.
 
     Raises:
         ValueError: An argument does not fit.

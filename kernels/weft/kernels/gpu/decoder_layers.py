@@ -20,9 +20,8 @@ from weft.kernels.gpu.linear import (
     takes_norm,
 )
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
-from weft.kernels.gpu.moe import MAX_DIRECT_ROWS, begin_ranks, moe, routed_moe
+from weft.kernels.gpu.moe import begin_ranks, routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
-from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.norm import add_rms_norm, rms_norm
 from weft.kernels.gpu.rope import rope_and_cache
 from weft.kernels.linear import gate_up_silu, linear
@@ -76,17 +75,14 @@ def decoder_layers(
 
 
 def _take_norms(rows: int, w: DecoderLayerWeight, step: DecoderStep) -> bool:
-    """Whether all products behind norms take these themselves, and products before them add to the
-    stream: two launches a layer less.
+    """Whether products take the norms before them, and products before norms add to the stream:
+    two launches a layer less.
     """
-    parts = [w.qkv, w.o]
-    if isinstance(w.mlp, GatedMlpWeight):
-        parts += [w.mlp.gate_up, w.mlp.down]
-    elif w.mlp.experts.is_fixed or rows > MAX_DIRECT_ROWS:
+    if not isinstance(w.mlp, GatedMlpWeight) or step.lora is not None:
         return False
-    else:
-        parts.append(w.mlp.router)
-    return step.lora is None and all(takes_norm(rows, part) for part in parts)
+    parts = (w.o, w.mlp.down)
+    is_plain = all(part.data.is_contiguous() and not part.is_fixed for part in parts)
+    return is_plain and all(takes_norm(rows, part) for part in (w.qkv, w.mlp.gate_up))
 
 
 def _layers_of_few_rows(
@@ -104,16 +100,10 @@ def _layers_of_few_rows(
             taps.take(layer, hidden)
         qkv = normed_linear(hidden, w.input_norm, w.eps, w.qkv)
         add_product(hidden, _attend(qkv, w, step, layer), w.o)
-        if isinstance(w.mlp, GatedMlpWeight):
-            inner = normed_linear(hidden, w.post_norm, w.eps, w.mlp.gate_up)
-            tap = _tap_of(taps, layer + 1) if index + 1 < len(layers) else None
-            add_product(hidden, inner, w.mlp.down, tap)
-        else:
-            assert w.mlp.experts.stacked is not None
-            normed = torch.empty_like(hidden)
-            logits = normed_linear(hidden, w.post_norm, w.eps, w.mlp.router, torch.float32, normed)
-            routed = route(logits, w.mlp.top_k, w.mlp.renormalise)
-            hidden = moe(normed, *routed, *w.mlp.experts.stacked, hidden)
+        assert isinstance(w.mlp, GatedMlpWeight)
+        inner = normed_linear(hidden, w.post_norm, w.eps, w.mlp.gate_up)
+        tap = _tap_of(taps, layer + 1) if index + 1 < len(layers) else None
+        add_product(hidden, inner, w.mlp.down, tap)
     return hidden
 
 

@@ -10,8 +10,13 @@ from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fixed_linear import fixed_linear
 from weft.kernels.gpu.lora import Ranks, add_fixed_lora
 from weft.kernels.gpu.lora_fold import Folded
-from weft.kernels.gpu.sliced_linear import MAX_ROWS, NormBefore
-from weft.kernels.gpu.small_linear import MAX_SPREAD_ROWS, small_linear
+from weft.kernels.gpu.sliced_linear import MAX_ROWS
+from weft.kernels.gpu.small_linear import (
+    MAX_SPREAD_ROWS,
+    NormBefore,
+    can_take_norm,
+    small_linear,
+)
 from weft.kernels.lora import LoraAddition
 
 if TYPE_CHECKING:
@@ -85,12 +90,9 @@ def _product(
 
 
 def takes_norm(rows: int, w: LinearWeight) -> bool:
-    """Whether products of so many rows take the norm of their input themselves.
-
-    Not in float16, in which the input times the norm's weight may be too large.
-    """
-    is_bfloat16 = w.data.dtype == torch.bfloat16
-    return is_bfloat16 and not w.is_fixed and _suits_small(rows, w.data)
+    """Whether products of so many rows take the norm of their input themselves."""
+    is_small = w.data.dtype.itemsize == 2 and w.data.is_contiguous() and not w.is_fixed
+    return is_small and can_take_norm(rows, w.in_features)
 
 
 def normed_linear(
@@ -99,16 +101,12 @@ def normed_linear(
     eps: float,
     w: LinearWeight,
     out_dtype: torch.dtype | None = None,
-    normed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.linear.normed_linear` of rows that `takes_norm` takes, in one launch.
-
-    `normed`, [M, K], contiguous, receives the norm's result.
-    """
+    """`weft.kernels.linear.normed_linear` where `takes_norm` holds, in one launch."""
     _check(x, w.data, None)
     if gain.shape != x.shape[1:] or gain.dtype != x.dtype:
         raise ValueError(f"norm {tuple(gain.shape)} {gain.dtype} does not fit {tuple(x.shape)}")
-    norm = NormBefore(gain, eps, normed)
+    norm = NormBefore(gain, eps)
     return small_linear(x, w.data, w.bias, None, out_dtype or x.dtype, gated=w.gated, norm=norm)
 
 
@@ -119,7 +117,7 @@ def add_product(
 
     Args:
         stream: [M, N], contiguous, dtype of `x`.
-        x: [M, K], contiguous, of rows that `takes_norm` takes.
+        x: [M, K], contiguous, of few enough rows for plain multiplication.
         w: The product's weight.
         tap: [M, N] with rows of any stride: receives the sum as well; or None.
     """
@@ -207,9 +205,6 @@ def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None)
 
 
 def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return x.dtype.itemsize == 2 and _suits_small(x.shape[0], weight)
-
-
-def _suits_small(rows: int, weight: torch.Tensor) -> bool:
+    rows = x.shape[0]
     max_rows = MAX_ROWS if weight.numel() <= _SMALL_WEIGHT else MAX_SPREAD_ROWS
-    return 0 < rows <= max_rows and weight.is_contiguous()
+    return 0 < rows <= max_rows and x.dtype.itemsize == 2 and weight.is_contiguous()

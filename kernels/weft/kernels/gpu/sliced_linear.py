@@ -23,18 +23,6 @@ _LONG = 2048
 """K from which there are eight slices, unless those of a gated pair share the memory."""
 
 
-class NormBefore(NamedTuple):
-    """The RMS norm of a product's input, which each program of the product takes by itself: the
-    input is multiplied by the norm's weight, and the sums by the scale of their row.
-    """
-
-    weight: torch.Tensor
-    """Weight of the norm, [K]."""
-    eps: float
-    normed: torch.Tensor | None = None
-    """Receives the norm's result, [M, K], or None."""
-
-
 class SlicedShape(NamedTuple):
     """What a program computes, and how it covers K."""
 
@@ -62,8 +50,6 @@ def sliced_linear(
     out: torch.Tensor,
     *,
     gated: bool,
-    norm: NormBefore | None = None,
-    tap: torch.Tensor | None = None,
     shape: SlicedShape | None = None,
 ) -> None:
     """`small_linear` into `out`, [M, N] or where gated [M, N / 2]; 1 <= M <= MAX_ROWS.
@@ -73,24 +59,18 @@ def sliced_linear(
         weight: [N, K].
         bias: [N], or None.
         residual: [M, N], or None.
-        out: Receives the result; may be `residual`.
+        out: Receives the result.
         gated: Apply the activation.
-        norm: Applied to `x` before, or None.
-        tap: [M, N] with rows of any stride: receives the result as well; or None.
         shape: How to launch; None: what suits.
     """
     (rows, k), columns = x.shape, out.shape[1]
     shape = shape or launch_shape(columns, k, is_gated=gated)
-    programs = triton.cdiv(columns, shape.columns)
-    _sliced_linear_kernel[(programs,)](
+    _sliced_linear_kernel[(triton.cdiv(columns, shape.columns),)](
         out,
         x,
         weight,
         bias,
         residual,
-        *norm_arguments(norm),
-        tap,
-        0 if tap is None else tap.stride(0),
         rows,
         columns,
         K=k,
@@ -99,22 +79,9 @@ def sliced_linear(
         COLUMNS=shape.columns,
         TILE=shape.tile,
         SLICES=shape.slices,
-        NORMED=normed_by_program(k, programs),
         num_warps=shape.slices,
         **launch_options(x.device),
     )
-
-
-def norm_arguments(
-    norm: NormBefore | None,
-) -> tuple[torch.Tensor | None, float, torch.Tensor | None]:
-    """What kernels take as `gain`, `eps` and `normed`."""
-    return (None, 0.0, None) if norm is None else norm
-
-
-def normed_by_program(k: int, programs: int) -> int:
-    """Elements of a row of the norm's result that each of a product's programs stores."""
-    return int(triton.next_power_of_2(triton.cdiv(k, programs)))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -124,11 +91,6 @@ def _sliced_linear_kernel(
     weight: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
-    gain: tl.tensor,
-    eps: float,
-    normed: tl.tensor,
-    tap: tl.tensor,
-    tap_stride: int,
     rows: int,
     columns: int,
     IS_DEPENDENT: tl.constexpr,
@@ -138,7 +100,6 @@ def _sliced_linear_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     SLICES: tl.constexpr,
-    NORMED: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     STEP: tl.constexpr = SLICES * TILE
@@ -154,13 +115,12 @@ def _sliced_linear_kernel(
         tile_up = _tile(begin_up, part, 0, K, STEP)
     row = tl.arange(0, ROWS)
     wait_for_last(IS_DEPENDENT)
-    values, squares = _rows_turned(x, gain, row, rows, part, K)
+    values = _rows_turned(x, row, rows, part, K)
     product = tl.dot(tile, values, tl.zeros([SLICES, COLUMNS, ROWS], tl.float32))
     if IS_GATED:
         up = tl.dot(tile_up, values, tl.zeros([SLICES, COLUMNS, ROWS], tl.float32))
     for start in tl.static_range(STEP, K, STEP):
-        values, more = _rows_turned(x, gain, row, rows, part + start, K)
-        squares += more
+        values = _rows_turned(x, row, rows, part + start, K)
         product = tl.dot(_tile(begin, part, start, K, STEP), values, product)
         if IS_GATED:
             up = tl.dot(_tile(begin_up, part, start, K, STEP), values, up)
@@ -168,41 +128,9 @@ def _sliced_linear_kernel(
     total_up = total
     if IS_GATED:
         total_up = tl.sum(up, axis=0)
-    if gain is not None:
-        scale = norm_scale(tl.sum(squares, axis=0), x, gain, eps, normed, row, rows, K, NORMED)
-        total *= scale[None, :]
-        total_up *= scale[None, :]
     store_product(
-        out, total, total_up, bias, residual, tap, tap_stride, row, column, rows, columns,
-        IS_GATED, False,
-    )  # fmt: skip
-
-
-@triton.jit
-def norm_scale(
-    squares: tl.tensor,
-    x: tl.tensor,
-    gain: tl.tensor,
-    eps: float,
-    normed: tl.tensor,
-    row: tl.tensor,
-    rows: int,
-    K: tl.constexpr,
-    NORMED: tl.constexpr,
-) -> tl.tensor:
-    """The scale of each row, [ROWS], from the sum of its squares; stores the program's part of the
-    norm's result in `normed`, if there is one.
-    """
-    scale = tl.rsqrt(squares / K + eps)
-    if normed is not None:
-        part = tl.program_id(0) * NORMED + tl.arange(0, NORMED)
-        at = row[:, None] * K + part[None, :]
-        mask = (row < rows)[:, None] & (part < K)[None, :]
-        values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        gains = tl.load(gain + part, mask=part < K, other=0.0).to(tl.float32)
-        values = values * scale[:, None] * gains[None, :]
-        tl.store(normed + at, values.to(normed.dtype.element_ty), mask=mask)
-    return scale
+        out, total, total_up, bias, residual, None, 0, row, column, rows, columns, IS_GATED, False
+    )
 
 
 @triton.jit
@@ -262,16 +190,9 @@ def _tile(
 
 @triton.jit
 def _rows_turned(
-    x: tl.tensor, gain: tl.tensor, row: tl.tensor, rows: int, part: tl.tensor, K: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """[SLICES, TILE, ROWS] of the rows, zero beyond them and beyond K, times the norm's weight;
-    and the sums of their squares, [SLICES, ROWS], where there is a norm.
-    """
+    x: tl.tensor, row: tl.tensor, rows: int, part: tl.tensor, K: tl.constexpr
+) -> tl.tensor:
+    """[SLICES, TILE, ROWS] of the rows, zero beyond them and beyond K."""
     mask = (row < rows)[None, :, None] & (part < K)
     values = tl.load(x + row[None, :, None] * K + part, mask=mask, other=0.0)
-    wide = values.to(tl.float32)
-    squares = tl.sum(wide * wide, axis=2)
-    if gain is not None:
-        gains = tl.load(gain + part, mask=part < K, other=0.0).to(tl.float32)
-        values = (wide * gains).to(values.dtype)
-    return tl.permute(values, (0, 2, 1)), squares
+    return tl.permute(values, (0, 2, 1))

@@ -12,15 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.sliced_linear import (
-    MAX_ROWS,
-    NormBefore,
-    norm_arguments,
-    norm_scale,
-    normed_by_program,
-    sliced_linear,
-    store_product,
-)
+from weft.kernels.gpu.sliced_linear import MAX_ROWS, sliced_linear, store_product
 
 MAX_SPREAD_ROWS = 2
 """Most rows for plain multiplication: up to here it keeps up with memory, and tensor cores start
@@ -28,6 +20,20 @@ slower.
 """
 _WHOLE_BELOW = 4096
 """K below which a program takes its columns whole, all loads at once."""
+_NORMED_ELEMENTS = 1152
+"""Elements of an input up to which each program can take its norm in less time than a launch costs
+(measured on an H200: of 1,024 elements no difference, of 2,048 4 % slower).
+"""
+
+
+class NormBefore(NamedTuple):
+    """The RMS norm of a product's input, which each program of the product takes by itself: the
+    input is multiplied by the norm's weight, and the sums by the scale of their row.
+    """
+
+    weight: torch.Tensor
+    """Weight of the norm, [K], dtype of the input."""
+    eps: float
 
 
 class SmallLinearShape(NamedTuple):
@@ -70,9 +76,10 @@ def small_linear(
         gated: apply the activation.
         is_fixed: each element is one chain of tensor core instructions over K for any number of
             rows, and rounded before `residual` is added (`weft.kernels.gpu.fixed_linear`).
-        norm: Applied to `x` before, or None; not where fixed.
+        norm: Applied to `x` before, if `can_take_norm`; or None.
         out: Receives the result, contiguous; may be `residual`. None: a tensor of its own.
-        tap: [M, N] with rows of any stride: receives the result as well; or None.
+        tap: [M, N] with rows of any stride: receives the result as well, of plain
+            multiplication; or None.
 
     Returns:
         [M, N], where gated [M, N / 2]; accumulated in float32, rounded once.
@@ -83,17 +90,16 @@ def small_linear(
         out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     is_spread = not is_fixed and rows <= MAX_SPREAD_ROWS
     if not (is_spread or is_fixed):
-        sliced_linear(x, weight, bias, residual, out, gated=gated, norm=norm, tap=tap)
+        sliced_linear(x, weight, bias, residual, out, gated=gated)
         return out
     shape = _FIXED if is_fixed else launch_shape(columns, k, is_gated=gated)
-    programs = triton.cdiv(columns, shape.columns)
-    _small_linear_kernel[(programs,)](
+    _small_linear_kernel[(triton.cdiv(columns, shape.columns),)](
         out,
         x,
         weight,
         bias,
         residual,
-        *norm_arguments(norm),
+        *(norm or (None, 0.0)),
         tap,
         0 if tap is None else tap.stride(0),
         rows,
@@ -106,11 +112,17 @@ def small_linear(
         BLOCK_COLUMNS=shape.columns,
         TILE=shape.tile,
         STAGES=shape.stages,
-        NORMED=normed_by_program(k, programs),
         num_warps=shape.warps,
         **launch_options(x.device),
     )
     return out
+
+
+def can_take_norm(rows: int, k: int) -> bool:
+    """Whether a product of [rows, k] can take a norm before it, which it does in less time than a
+    launch of its own.
+    """
+    return 0 < rows <= MAX_SPREAD_ROWS and rows * k <= _NORMED_ELEMENTS
 
 
 def launch_shape(columns: int, k: int, *, is_gated: bool) -> SmallLinearShape:
@@ -135,7 +147,6 @@ def _small_linear_kernel(
     residual: tl.tensor,
     gain: tl.tensor,
     eps: float,
-    normed: tl.tensor,
     tap: tl.tensor,
     tap_stride: int,
     rows: int,
@@ -149,7 +160,6 @@ def _small_linear_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    NORMED: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -161,21 +171,21 @@ def _small_linear_kernel(
     if IS_GATED and K <= TILE:
         tile_up = _weight_tile(begin_up, 0, K, TILE)
     wait_for_last(IS_DEPENDENT)
-    product, squares = _product(
-        tile, x, gain, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
+    product, scale = _product(
+        tile, x, gain, eps, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
     )
     up = product
     if IS_GATED:
         if K > TILE:
             tile_up = _weight_tile(begin_up, 0, K, TILE)
         up, _ = _product(
-            tile_up, x, gain, begin_up, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
-        )
-    row = tl.arange(0, BLOCK_ROWS)
+            tile_up, x, gain, eps, begin_up, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE,
+            STAGES,
+        )  # fmt: skip
     if gain is not None:
-        scale = norm_scale(squares, x, gain, eps, normed, row, rows, K, NORMED)
         product *= scale[None, :]
         up *= scale[None, :]
+    row = tl.arange(0, BLOCK_ROWS)
     store_product(
         out, product, up, bias, residual, tap, tap_stride, row, column, rows, columns,
         IS_GATED, ROUNDS_FIRST,
@@ -187,6 +197,7 @@ def _product(
     tile: tl.tensor,
     x: tl.tensor,
     gain: tl.tensor,
+    eps: float,
     begin: tl.tensor,
     rows: int,
     K: tl.constexpr,
@@ -196,12 +207,13 @@ def _product(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """[BLOCK_COLUMNS, BLOCK_ROWS] float32, without the scale of a norm; `tile` is the weight's
-    first, from `begin`. And the sums of the squares of plainly multiplied rows, [BLOCK_ROWS].
+    """[BLOCK_COLUMNS, BLOCK_ROWS] float32; `tile` is the weight's first, from `begin`.
+
+    Where there is a norm, its scale of each row is still to be applied: [BLOCK_ROWS].
     """
     part = tl.arange(0, TILE)
     row = tl.arange(0, BLOCK_ROWS)
-    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    scale = tl.zeros([BLOCK_ROWS], tl.float32)
     if IS_SPREAD and K <= TILE:
         total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
         for number in tl.static_range(BLOCK_ROWS):
@@ -209,21 +221,19 @@ def _product(
             at = tl.where(number < rows, number, 0) * K + part
             values = tl.load(x + at, mask=part < K, other=0.0).to(tl.float32)
             if gain is not None:
-                squares = tl.where(row == number, tl.sum(values * values, axis=0), squares)
+                found = tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
+                scale = tl.where(row == number, found, scale)
                 values *= tl.load(gain + part, mask=part < K, other=0.0).to(tl.float32)
             found = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
             total = tl.where((row == number)[None, :], found[:, None], total)
     elif IS_SPREAD:
         # [BLOCK_ROWS, BLOCK_COLUMNS, TILE]
-        values, square = _row_tile(x, gain, 0, rows, K, BLOCK_ROWS, TILE)
-        spread = tile.to(tl.float32)[None, :, :] * values
+        spread = tile.to(tl.float32)[None, :, :] * _row_tile(x, 0, rows, K, BLOCK_ROWS, TILE)
         for start in tl.range(TILE, K, TILE, num_stages=STAGES):
             tile = _weight_tile(begin, start, K, TILE)
-            values, more = _row_tile(x, gain, start, rows, K, BLOCK_ROWS, TILE)
+            values = _row_tile(x, start, rows, K, BLOCK_ROWS, TILE)
             spread += tile.to(tl.float32)[None, :, :] * values
-            square += more
         total = tl.trans(tl.sum(spread, axis=2))
-        squares = tl.sum(tl.sum(square, axis=2), axis=1)
     else:
         total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
         for start in tl.range(0, K, TILE, num_stages=STAGES):
@@ -231,7 +241,7 @@ def _product(
             mask = (row < rows)[:, None] & (start + part < K)[None, :]
             values = tl.load(x + row[:, None] * K + (start + part)[None, :], mask=mask, other=0.0)
             total = tl.dot(tile, tl.trans(values), total)
-    return total, squares
+    return total, scale
 
 
 @triton.jit
@@ -248,21 +258,14 @@ def _weight_tile(begin: tl.tensor, start: int, K: tl.constexpr, TILE: tl.constex
 @triton.jit
 def _row_tile(
     x: tl.tensor,
-    gain: tl.tensor,
     start: int,
     rows: int,
     K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     TILE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """[BLOCK_ROWS, 1, TILE] float32, zero beyond the rows and beyond K, times the norm's weight;
-    and the squares of the same without it.
-    """
+) -> tl.tensor:
+    """[BLOCK_ROWS, 1, TILE] float32, zero beyond the rows and beyond K."""
     row = tl.arange(0, BLOCK_ROWS)[:, None, None]
     part = start + tl.arange(0, TILE)[None, None, :]
     mask = (row < rows) & (part < K)
-    values = tl.load(x + row * K + part, mask=mask, other=0.0).to(tl.float32)
-    squares = values * values
-    if gain is not None:
-        values *= tl.load(gain + part, mask=part < K, other=0.0).to(tl.float32)
-    return values, squares
+    return tl.load(x + row * K + part, mask=mask, other=0.0).to(tl.float32)
