@@ -52,6 +52,21 @@ MAX_FORKED_ROWS = 256
 MAX_PAIRED_ROWS = 256
 """Most rows whose low-rank additions are computed pair by pair between the products."""
 
+class _DirectShape(NamedTuple):
+    """How programs of the direct path cut the weights."""
+
+    columns: int
+    tile: int
+    """Elements of K taken at once."""
+    warps: int
+
+
+_INNER_SHAPE = _DirectShape(columns=4, tile=2048, warps=4)
+_OUT_SHAPE = _DirectShape(columns=2, tile=1024, warps=4)
+_MAX_AT_ONCE = 1 << 13
+"""Experts of a row times elements of K up to which all of a program's columns are loaded at once.
+"""
+
 TokenRanks = SideStreamWork[torch.Tensor]
 """Each token's ranks for gate and up, which all experts share, computed beside the router."""
 
@@ -186,17 +201,20 @@ def _direct(
     (rows, hidden), width, (pairs, top_k) = x.shape, w2.shape[2], (ids.numel(), ids.shape[1])
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    columns, options = 4, launch_options(x.device)
-    added = None
+    options, added = launch_options(x.device), None
     if lora is not None:
         added = gate_up_additions(x, ids, width, w2.shape[0], lora, options)
-    _direct_inner_kernel[(pairs, triton.cdiv(width, columns))](
-        inner, x, w13, ids, added, width, K=hidden, TOP_K=top_k, COLUMNS=columns,
-        TILE=min(1024, triton.next_power_of_2(hidden)), num_warps=4, **options,
+    shape = _INNER_SHAPE
+    _direct_inner_kernel[(pairs, triton.cdiv(width, shape.columns))](
+        inner, x, w13, ids, added, width, K=hidden, TOP_K=top_k, COLUMNS=shape.columns,
+        TILE=min(shape.tile, triton.next_power_of_2(hidden)), num_warps=shape.warps, **options,
     )  # fmt: skip
-    _direct_out_kernel[(rows, triton.cdiv(hidden, columns))](
-        out, inner, w2, ids, shares, residual, hidden, K=width, TOP_K=top_k, COLUMNS=columns,
-        TILE=min(1024, triton.next_power_of_2(width)), num_warps=4, **options,
+    shape, tile = _OUT_SHAPE, triton.next_power_of_2(width)
+    is_whole = x.dtype.itemsize == 2 and triton.next_power_of_2(top_k) * tile <= _MAX_AT_ONCE
+    _direct_out_kernel[(rows, triton.cdiv(hidden, shape.columns))](
+        out, inner, w2, ids, shares, residual, hidden, K=width, TOP_K=top_k,
+        BLOCK_K=triton.next_power_of_2(top_k) if is_whole else 1, COLUMNS=shape.columns,
+        TILE=tile if is_whole else min(shape.tile, tile), num_warps=shape.warps, **options,
     )  # fmt: skip
     if lora is not None:
         down_additions(inner, ids, shares, hidden, w2.shape[0], lora, options, out)
@@ -394,8 +412,9 @@ def _direct_inner_kernel(
     TILE: tl.constexpr,
 ) -> None:
     """inner[pair] = silu(gate of x[row]) * up of x[row], a few columns of it."""
-    release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
+    # Only now: the next kernel reads `ids` and shares before its own wait.
+    release_next(IS_DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, TILE)
@@ -406,7 +425,7 @@ def _direct_inner_kernel(
     up_at = gate_at + tl.cast(width, tl.int64) * K
     gate = tl.zeros([COLUMNS, TILE], tl.float32)
     up = tl.zeros([COLUMNS, TILE], tl.float32)
-    for start in range(0, K, TILE):
+    for start in tl.static_range(0, K, TILE):
         at = start + part
         values = tl.load(row + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
         mask = (at < K)[None, :]
@@ -433,27 +452,43 @@ def _direct_out_kernel(
     IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """out[row] = residual[row] + share * down of inner, over the row's experts."""
+    """out[row] = residual[row] + share * down of inner, over the row's experts; BLOCK_K of them at
+    a time, all of whose weights are then on their way before `inner` is there.
+    """
     release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     last = tl.minimum(column, hidden - 1)
     part = tl.arange(0, TILE)
-    total = tl.zeros([COLUMNS, TILE], tl.float32)
-    for number in range(TOP_K):
+    if BLOCK_K > 1:
+        number = tl.arange(0, BLOCK_K)
         pair = row * TOP_K + number
-        expert = tl.load(ids + pair).to(tl.int64)
-        share = tl.load(shares + pair)
-        begin = w2 + (expert * hidden + last) * K
-        for start in range(0, K, TILE):
-            at = start + part
-            values = tl.load(inner + pair * K + at, mask=at < K, other=0.0).to(tl.float32)
-            tile = tl.load(begin[:, None] + at[None, :], mask=(at < K)[None, :], other=0.0)
-            total += (values * share)[None, :] * tile
+        expert = tl.load(ids + pair, mask=number < TOP_K, other=0).to(tl.int64)
+        share = tl.load(shares + pair, mask=number < TOP_K, other=0.0)
+        mask = ((number < TOP_K)[:, None] & (part < K)[None, :])[:, None, :]
+        begin = w2 + (expert[:, None] * hidden + last[None, :]) * K
+        tiles = tl.load(begin[:, :, None] + part[None, None, :], mask=mask, other=0.0)
+        wait_for_last(IS_DEPENDENT)
+        at = (pair[:, None] * K + part[None, :])[:, None, :]
+        values = tl.load(inner + at, mask=mask, other=0.0).to(tl.float32)
+        total = tl.sum(tiles.to(tl.float32) * (values * share[:, None, None]), axis=0)
+    else:
+        wait_for_last(IS_DEPENDENT)
+        total = tl.zeros([COLUMNS, TILE], tl.float32)
+        for number in range(TOP_K):
+            pair = row * TOP_K + number
+            expert = tl.load(ids + pair).to(tl.int64)
+            share = tl.load(shares + pair)
+            begin = w2 + (expert * hidden + last) * K
+            for start in range(0, K, TILE):
+                at = start + part
+                values = tl.load(inner + pair * K + at, mask=at < K, other=0.0).to(tl.float32)
+                tile = tl.load(begin[:, None] + at[None, :], mask=(at < K)[None, :], other=0.0)
+                total += (values * share)[None, :] * tile
     result = tl.sum(total, axis=1)
     mask = column < hidden
     if residual is not None:
