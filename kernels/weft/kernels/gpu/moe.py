@@ -52,6 +52,7 @@ MAX_FORKED_ROWS = 256
 MAX_PAIRED_ROWS = 256
 """Most rows whose low-rank additions are computed pair by pair between the products."""
 
+
 class _DirectShape(NamedTuple):
     """How programs of the direct path cut the weights."""
 
@@ -61,7 +62,7 @@ class _DirectShape(NamedTuple):
     warps: int
 
 
-_INNER_SHAPE = _DirectShape(columns=4, tile=2048, warps=4)
+_INNER_SHAPE = _DirectShape(columns=2, tile=2048, warps=4)
 _OUT_SHAPE = _DirectShape(columns=2, tile=1024, warps=4)
 _MAX_AT_ONCE = 1 << 13
 """Experts of a row times elements of K up to which all of a program's columns are loaded at once.

@@ -11,8 +11,6 @@ from weft.kernels.gpu.moe_sort import Blocks, num_blocks
 
 _MAX_AT_ONCE = 1 << 13
 """Rows times experts that one program holds."""
-_RANKED_ROWS = 1 << 30
-_RANKED_WARPS = 4
 
 
 def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,8 +21,6 @@ def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Te
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
     shares = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
     if rows:
-        is_ranked, warps = rows <= _RANKED_ROWS and experts <= 256, 1 if experts <= 256 else 4
-        if is_ranked: warps = _RANKED_WARPS
         _route_kernel[(rows,)](
             ids,
             shares,
@@ -33,8 +29,7 @@ def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Te
             TOP_K=top_k,
             RENORMALISE=renormalise,
             BLOCK=triton.next_power_of_2(experts),
-            IS_RANKED=is_ranked,
-            num_warps=warps,
+            num_warps=1 if experts <= 256 else 4,
             **launch_options(logits.device),
         )
     return ids, shares
@@ -50,7 +45,6 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_RANKED: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -63,17 +57,11 @@ def _route_kernel(
     # Shares that are no numbers must not make an expert be chosen twice: places would stay empty.
     share = tl.where(share == share, share, 0.0)
     left = tl.where(exists, share, -1.0)
-    if IS_RANKED:
-        # How many are before each: one comparison of all with all, instead of a search for each.
-        is_same_and_before = (left[:, None] == left[None, :]) & (expert[:, None] < expert[None, :])
-        is_before = (left[:, None] > left[None, :]) | is_same_and_before
-        chosen = (tl.sum(is_before.to(tl.int32), axis=0) < TOP_K).to(tl.int32)
-    else:
-        chosen = tl.zeros([BLOCK], tl.int32)
-        for _ in range(TOP_K):
-            best = tl.argmax(left, axis=0)
-            chosen = tl.where(expert == best, 1, chosen)
-            left = tl.where(expert == best, -2.0, left)
+    chosen = tl.zeros([BLOCK], tl.int32)
+    for _ in range(TOP_K):
+        best = tl.argmax(left, axis=0)
+        chosen = tl.where(expert == best, 1, chosen)
+        left = tl.where(expert == best, -2.0, left)
     share = tl.where(chosen == 1, share, 0.0)
     if RENORMALISE:
         share = share / tl.sum(share, axis=0)

@@ -115,6 +115,7 @@ def _sliced_linear_kernel(
         tile_up = _tile(begin_up, part, 0, K, STEP)
     row = tl.arange(0, ROWS)
     wait_for_last(IS_DEPENDENT)
+    given = residual_of(residual, row, column, rows, columns, IS_GATED)
     values = _rows_turned(x, row, rows, part, K)
     product = tl.dot(tile, values, tl.zeros([SLICES, COLUMNS, ROWS], tl.float32))
     if IS_GATED:
@@ -129,8 +130,34 @@ def _sliced_linear_kernel(
     if IS_GATED:
         total_up = tl.sum(up, axis=0)
     store_product(
-        out, total, total_up, bias, residual, None, 0, row, column, rows, columns, IS_GATED, False
-    )
+        out, total, total_up, bias, residual, *given, None, 0, row, column, rows, columns,
+        IS_GATED, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def residual_of(
+    residual: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    rows: int,
+    columns: int,
+    IS_GATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """What is added to a product, and to the second one where gated: [COLUMNS, ROWS] float32 each.
+
+    Loaded before the product is computed: it would come late behind it.
+    """
+    given = tl.zeros([column.shape[0], row.shape[0]], tl.float32)
+    given_up = given
+    if residual is not None:
+        mask = (column < columns)[:, None] & (row < rows)[None, :]
+        stride = columns * 2 if IS_GATED else columns
+        at = residual + row[None, :].to(tl.int64) * stride + column[:, None]
+        given = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if IS_GATED:
+            given_up = tl.load(at + columns, mask=mask, other=0.0).to(tl.float32)
+    return given, given_up
 
 
 @triton.jit
@@ -140,6 +167,8 @@ def store_product(
     up: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
+    given: tl.tensor,
+    given_up: tl.tensor,
     tap: tl.tensor,
     tap_stride: int,
     row: tl.tensor,
@@ -150,7 +179,7 @@ def store_product(
     ROUNDS_FIRST: tl.constexpr,
 ) -> None:
     """Finishes `product` [COLUMNS, ROWS] float32 as `small_linear` says, and stores it; `up` is of
-    the second projection where gated.
+    the second projection where gated, `given` and `given_up` are what `residual_of` has loaded.
     """
     in_out = column < columns
     mask = in_out[:, None] & (row < rows)[None, :]
@@ -161,15 +190,14 @@ def store_product(
             beside = tl.load(bias + columns + column, mask=in_out, other=0.0)
             up += beside.to(tl.float32)[:, None]
         if residual is not None:
-            at = row[None, :].to(tl.int64) * 2 * columns + column[:, None]
-            product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-            up += tl.load(residual + at + columns, mask=mask, other=0.0).to(tl.float32)
+            product += given
+            up += given_up
         product = product / (1.0 + tl.exp(-product)) * up
     at = row[None, :].to(tl.int64) * columns + column[:, None]
     if residual is not None and not IS_GATED:
         if ROUNDS_FIRST:
             product = product.to(residual.dtype.element_ty).to(tl.float32)
-        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        product += given
     tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
     if tap is not None:
         at = row[None, :].to(tl.int64) * tap_stride + column[:, None]

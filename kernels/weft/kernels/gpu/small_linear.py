@@ -12,7 +12,12 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.sliced_linear import MAX_ROWS, sliced_linear, store_product
+from weft.kernels.gpu.sliced_linear import (
+    MAX_ROWS,
+    residual_of,
+    sliced_linear,
+    store_product,
+)
 
 MAX_SPREAD_ROWS = 2
 """Most rows for plain multiplication: up to here it keeps up with memory, and tensor cores start
@@ -171,6 +176,8 @@ def _small_linear_kernel(
     if IS_GATED and K <= TILE:
         tile_up = _weight_tile(begin_up, 0, K, TILE)
     wait_for_last(IS_DEPENDENT)
+    row = tl.arange(0, BLOCK_ROWS)
+    given = residual_of(residual, row, column, rows, columns, IS_GATED)
     product, scale = _product(
         tile, x, gain, eps, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
     )
@@ -185,9 +192,8 @@ def _small_linear_kernel(
     if gain is not None:
         product *= scale[None, :]
         up *= scale[None, :]
-    row = tl.arange(0, BLOCK_ROWS)
     store_product(
-        out, product, up, bias, residual, tap, tap_stride, row, column, rows, columns,
+        out, product, up, bias, residual, *given, tap, tap_stride, row, column, rows, columns,
         IS_GATED, ROUNDS_FIRST,
     )  # fmt: skip
 
