@@ -288,7 +288,7 @@ WALK = "for start in range(0, K, TILE):\n        at = (start"
 @pytest.mark.parametrize(
     ("shape", "name", "original", "replacement"),
     [
-        ((2, 40, 24, 6, 3), "moe", f"{LOOP}pair", f"{SHORT}pair"),
+        ((2, 40, 24, 6, 3), "moe", f"{LOOP}    pair", f"{SHORT}    pair"),
         ((12, 40, 24, 6, 3), "moe_combine", f"{LOOP}at", f"{SHORT}at"),
         ((40, 40, 300, 3, 2), "moe", WALK, WALK.replace("0, K,", "0, K - TILE,")),
     ],
@@ -311,6 +311,26 @@ def test_a_mutated_kernel_is_noticed(
     ):
         poison(patch, module)
         patch.setattr(module, "combine", sums.combine)
+        out = run(module, case, case.residual)
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, eager, exact)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("tl.load(shares + pair, mask=number < TOP_K,", "tl.load(shares + pair, mask=number < 2,"),
+        ("(number < TOP_K)[:, None] & (part < K)", "(number < TOP_K)[:, None] & (part < 16)"),
+    ],
+)  # fmt: skip
+def test_a_mutated_kernel_that_takes_all_experts_at_once_is_noticed(
+    change: tuple[str, str], tmp_path: Path
+) -> None:
+    case = moe_case(2, 40, 24, 6, 3, dtype=torch.float16)
+    exact, eager = case.compute(torch.float64), case.compute(torch.float16)
+    with kernel_module("moe", tmp_path) as module:
+        assert_as_exact(run(module, case, case.residual), eager, exact)
+    with kernel_module("moe", tmp_path, change) as module:
         out = run(module, case, case.residual)
     with pytest.raises(AssertionError):
         assert_as_exact(out, eager, exact)
