@@ -351,16 +351,21 @@ def bench_windows(bench: Bench, window: int = 4096) -> None:
 def main() -> None:
     """Runs everything and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["trees", "rows"], help="part to run; default: all")
+    parser.add_argument(
+        "--only", choices=["trees", "rows", "experts"], help="part to run; default: all"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
     with torch.inference_mode():
         bench = Bench()
-        if arguments.only != "trees":
+        if arguments.only in ("rows", None):
             bench_light(bench)
+        if arguments.only in ("experts", None):
+            for rows in (1, 2, 4, 8, 16, 64, 4096):
+                bench_experts(bench, rows)
         if arguments.only is None:
             bench_heavy(bench)
-        if arguments.only != "rows":
+        if arguments.only in ("trees", None):
             bench_trees(bench)
     report(bench, arguments.out)
 
@@ -377,8 +382,6 @@ def bench_heavy(bench: Bench) -> None:
     """Products and attention, at the sizes of models that are served."""
     for rows in (1, 16, 64):
         bench_linears(bench, rows)
-    for rows in (1, 16, 64, 4096):
-        bench_experts(bench, rows)
     for adapters in (1, 8, 32):
         bench_lora(bench, 64, adapters, 16)
     bench_lora(bench, 64, 8, 64)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
+from weft.kernels.gpu import small_linear
 from weft.kernels.greedy import greedy_rows
 from weft.kernels.rope import rope_and_cache_reference
 
@@ -191,6 +192,17 @@ def test_a_wrong_norm_before_is_noticed(change: tuple[str, str], tmp_path: Path)
             except AssertionError:
                 is_noticed = True
     assert is_noticed
+
+
+@pytest.mark.parametrize(("rows", "k"), [(3, 64), (1, 4096)])
+def test_a_norm_before_is_refused_where_it_is_not_taken(rows: int, k: int) -> None:
+    x, weight = torch.randn(rows, k).half(), torch.randn(4, k).half()
+    norm = small_linear.NormBefore(torch.ones(k).half(), EPS)
+    with pytest.raises(ValueError, match="take no norm"):
+        small_linear.small_linear(x, weight, None, None, x.dtype, norm=norm)
+    if rows > 2:
+        with pytest.raises(ValueError, match="no second copy"):
+            small_linear.small_linear(x, weight, None, None, x.dtype, tap=x.new_empty(rows, 4))
 
 
 def test_a_slice_that_is_left_out_is_noticed(tmp_path: Path) -> None:

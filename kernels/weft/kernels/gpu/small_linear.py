@@ -81,19 +81,26 @@ def small_linear(
         gated: apply the activation.
         is_fixed: each element is one chain of tensor core instructions over K for any number of
             rows, and rounded before `residual` is added (`weft.kernels.gpu.fixed_linear`).
-        norm: Applied to `x` before, if `can_take_norm`; or None.
+        norm: Applied to `x` before, for which see `can_take_norm`; or None.
         out: Receives the result, contiguous; may be `residual`. None: a tensor of its own.
         tap: [M, N] with rows of any stride: receives the result as well, of plain
             multiplication; or None.
 
     Returns:
         [M, N], where gated [M, N / 2]; accumulated in float32, rounded once.
+
+    Raises:
+        ValueError: So many rows, or such long ones, do not take a norm or leave a second copy.
     """
     rows, k = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
         out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     is_spread = not is_fixed and rows <= MAX_SPREAD_ROWS
+    if norm is not None and not (is_spread and k < _WHOLE_BELOW):
+        raise ValueError(f"products of {rows} rows of {k} take no norm")
+    if tap is not None and not is_spread:
+        raise ValueError(f"products of {rows} rows leave no second copy")
     if not (is_spread or is_fixed):
         sliced_linear(x, weight, bias, residual, out, gated=gated)
         return out
