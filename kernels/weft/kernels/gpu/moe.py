@@ -414,7 +414,7 @@ def _direct_inner_kernel(
 ) -> None:
     """inner[pair] = silu(gate of x[row]) * up of x[row], a few columns of it."""
     wait_for_last(IS_DEPENDENT)
-    # Only now: the next kernel reads `ids` and shares before its own wait.
+    # Only now: `_direct_out_kernel` reads ids and shares before its own wait.
     release_next(IS_DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
