@@ -63,6 +63,10 @@ class LoraCase:
                 columns += (x[token] @ a.T) @ b.T
         return out
 
+    def packed(self) -> LoraCase:
+        """The case for the native CPU operations."""
+        return LoraCase(self.weights.pack(), self.plain)
+
     def to(self, device: str) -> LoraCase:
         """Copies the case to a device."""
         w = self.weights

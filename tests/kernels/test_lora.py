@@ -51,7 +51,7 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def addition(cases: list[LoraCase], slots: list[int], layer: int = 0) -> LoraAddition:
-    return LoraAddition(tuple(case.weights for case in cases), layer, segments_of(slots))
+    return LoraAddition(tuple(c.packed().weights for c in cases), layer, segments_of(slots))
 
 
 def add_all(
@@ -187,7 +187,10 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     [
         ("if (rest > 0)", "if (rest < 0)"),
         ("first < num_tokens; first +=", "first < num_tokens - 1; first +="),
-        ("i < count; i++) {\n    const long begin", "i < count - 1; i++) {\n    const long begin"),
+        (
+            "i < count; i++) {\n    const char *words",
+            "i < count - 1; i++) {\n    const char *words",
+        ),
         ("done < count;) {", "done < count - 1;) {"),
         ("while (n > 0) {", "while (n >= VL) {"),
     ],
@@ -221,8 +224,9 @@ def test_ranks_rounded_once_are_noticed(tmp_path: Path, monkeypatch: pytest.Monk
     native = cpu.native_cpu()
     if native is None or not native.has_amx:
         pytest.skip("needs a CPU with AMX")
-    pair = "_mm512_or_si512(nearest, _mm512_slli_epi32(upper, 16))"
-    mutated = mutated_native_cpu(tmp_path, "lora_amx.h", pair, "nearest")
+    rest = "nearest_to(_mm512_maskz_sub_ps(is_finite, x, nearest))"
+    none = "_mm512_maskz_mov_ps(is_finite, _mm512_setzero_ps())"
+    mutated = mutated_native_cpu(tmp_path, "lora_amx.h", rest, none)
     monkeypatch.setattr(cpu, "native_cpu", lambda: mutated)
     with pytest.raises(AssertionError):
         check_many_and_few(64, 50)
@@ -250,8 +254,8 @@ def check_many_and_few(in_features: int, columns: int) -> None:
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [
-        ("if (r < e->num_ranks) {", "if (r + 1 < e->num_ranks) {"),
-        ("rank < e->num_ranks; rank++", "rank + 1 < e->num_ranks; rank++"),
+        ("is_there = i < e->num_rows", "is_there = i + 1 < e->num_rows"),
+        ("i < e->num_rows; i++) {", "i + 1 < e->num_rows; i++) {"),
         ("copy_end(end, from, ROW_RANK, bytes - 4 * whole);", "memset(end, 0, sizeof end);"),
         ("copy_end(end, from, 16, bytes - 4 * w);", "memset(end, 0, sizeof end);"),
         ("i < count; i += AMX_DEPTH / ROW_RANK", "i < count - 1; i += AMX_DEPTH / ROW_RANK"),
@@ -314,7 +318,7 @@ def test_rows_and_segments_that_do_not_exist_are_refused() -> None:
         )
         case = make_lora(16, 40, RANKS, torch.float32)
         with pytest.raises(IndexError, match="LoRA"):
-            linear(x, packed, lora=LoraAddition((case.weights,), 0, wrong))
+            linear(x, packed, lora=LoraAddition((case.packed().weights,), 0, wrong))
 
 
 def test_the_worked_example_of_sorting() -> None:

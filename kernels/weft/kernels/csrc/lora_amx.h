@@ -1,8 +1,9 @@
 /* The additions of lora.h on AMX, for bfloat16 and tokens that are sorted by adapter (those of
  * experts are not).
  *
- * A rank is kept as the sum of two bfloat16, some 16 bits of it: as a pair along K it is multiplied
- * by the pair of a weight and the same weight. */
+ * A rank is kept as the sum of two bfloat16, some 16 bits of it. Tokens' ranks lie in the order of
+ * adapters, so that those of one are loaded as a tile; a row of ranks is its pairs of neighbours
+ * nearest to them, then the pairs of the rests, and each are multiplied by the same words of b. */
 #ifndef WEFT_LORA_AMX_H
 #define WEFT_LORA_AMX_H
 
@@ -13,14 +14,21 @@
 
 #define TOKEN_WORDS 1024 /* of K, of 16 tokens, that lie packed at a time */
 
-/* As pairs: what is nearest to x, and what is nearest to the rest. */
-INLINE __m512i split_ranks(__m512 x) {
+/* What is nearest to x in bfloat16, as floats. */
+INLINE __m512 nearest_to(__m512 x) {
   const __m512i nearest = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
-  const __m512 rounded = (__m512)_mm512_slli_epi32(nearest, 16);
-  const __mmask16 is_finite = _mm512_cmp_ps_mask(rounded - rounded, rounded - rounded, _CMP_ORD_Q);
-  const __m512 rest = _mm512_maskz_sub_ps(is_finite, x, rounded);
-  const __m512i upper = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(rest));
-  return _mm512_or_si512(nearest, _mm512_slli_epi32(upper, 16));
+  return (__m512)_mm512_slli_epi32(nearest, 16);
+}
+
+/* And what is nearest to the rest. */
+INLINE __m512 rest_of(__m512 x, __m512 nearest) {
+  const __mmask16 is_finite = _mm512_cmp_ps_mask(nearest - nearest, nearest - nearest, _CMP_ORD_Q);
+  return nearest_to(_mm512_maskz_sub_ps(is_finite, x, nearest));
+}
+
+/* Of floats that are bfloat16. */
+INLINE __m512i pair_of(__m512 first, __m512 second) {
+  return _mm512_or_si512(_mm512_srli_epi32((__m512i)first, 16), (__m512i)second);
 }
 
 /* The ends of `count` rows of K, fewer bytes than a tile is deep, with zeros behind them. */
@@ -67,23 +75,29 @@ static void shrink_words(const char *a, long bytes, long first, long words,
   _tile_dpbf16ps(0, 4, 6);
 }
 
-/* Eight ranks of some tokens, from tile 0 to where the ranks of token 0 begin. */
-static void store_ranks(uint32_t *shrunk, long width, const int32_t *tokens, int num_tokens) {
+/* Eight ranks of some tokens, from tile 0 to the places of these tokens. */
+static void store_ranks(uint32_t *places, long width, int num_tokens) {
   ALIGNED float ranks[16][16];
-  ALIGNED uint32_t pairs[16][16];
+  ALIGNED uint32_t words[16][16], pairs[16][16];
   const char *rows[16];
   _tile_stored(0, ranks, 64);
-  for (int r = 0; r < 16; r++) rows[r] = (const char *)ranks[r % ROW_RANK];
-  for (int r = 0; r < ROW_RANK; r++)
-    _mm512_store_si512(ranks[r], split_ranks(_mm512_load_ps(ranks[r])));
+  for (int w = 0; w < ROW_RANK / 2; w++) {
+    const __m512 even = _mm512_load_ps(ranks[2 * w]), odd = _mm512_load_ps(ranks[2 * w + 1]);
+    const __m512 first = nearest_to(even), second = nearest_to(odd);
+    _mm512_store_si512(words[w], pair_of(first, second));
+    _mm512_store_si512(words[w + ROW_RANK / 2],
+                       pair_of(rest_of(even, first), rest_of(odd, second)));
+  }
+  for (int r = 0; r < 16; r++) rows[r] = (const char *)words[r % ROW_RANK];
   transpose_words(rows, 16, pairs[0], 16);
-  for (int t = 0; t < num_tokens; t++) memcpy(shrunk + tokens[t] * width, pairs[t], ROW_RANK * 4);
+  for (int t = 0; t < num_tokens; t++) memcpy(places + t * width, pairs[t], ROW_RANK * 4);
 }
 
-/* The ranks, as pairs, of up to 16 tokens of one adapter in one part. */
+/* The ranks, as pairs, of up to 16 tokens of one adapter in one part, from place `first` on. */
 static void shrink_block_amx(const Lora *lora, const LoraPart *part, const int32_t *rows,
-                             long count, const char *x, const int32_t *tokens, int num_tokens,
+                             long count, const char *x, long place, int num_tokens,
                              Amx *amx) {
+  const int32_t *tokens = lora->order + place;
   const long bytes = part->in_features * 2, words = (bytes + 3) / 4;
   ALIGNED uint32_t packed[TOKEN_WORDS * 16];
   const char *from[16];
@@ -103,120 +117,149 @@ static void shrink_block_amx(const Lora *lora, const LoraPart *part, const int32
         pack_tokens(from, bytes, first, some, packed, &this);
       shrink_words(a, bytes, first, some, packed, &next);
     }
-    store_ranks((uint32_t *)lora->shrunk + part->offset + i * ROW_RANK, lora->width, tokens,
-                num_tokens);
+    store_ranks((uint32_t *)lora->shrunk + place * lora->width + part->offset + i * ROW_RANK,
+                lora->width, num_tokens);
   }
 }
 
-/* Up to 16 ranks of a part and an adapter, and where they are added. */
+/* Up to two rows of ranks of an adapter in a part, and what they are added to. */
 typedef struct {
-  const Piece *piece;
-  const uint32_t *shrunk; /* of token 0 */
-  long width; /* of a token's */
+  const LoraPart *part;
   const int32_t *rows; /* of b */
-  int num_ranks;
+  int num_rows;
+  long ahead;             /* bytes from a piece of b to the same row's in the next panel */
+  const uint32_t *shrunk; /* of place 0 */
+  long width;             /* of a place's */
+  const int32_t *order;
+  long first_row; /* of the product, that row 0 of a slice belongs to */
 } Expansion;
 
-static float *sums_of(const Piece *piece, long token) {
-  return piece->c + (token - piece->first_row) * PANEL;
-}
+/* Columns of a piece that lie in one block of b. */
+typedef struct {
+  long column; /* of the part's: where the block begins */
+  __mmask16 wanted; /* of the block's */
+  float *c; /* [rows][PANEL]: where these begin */
+} Slice;
 
-/* b[rank][column] = the pair of a weight and itself; zeros elsewhere. */
-static void pack_ranks(const Expansion *e, uint32_t *b) {
-  const LoraPart *part = e->piece->part;
-  const bf16 *weights = (const bf16 *)part->b + e->piece->column;
-  const __mmask32 wanted = (__mmask32)(((uint64_t)1 << e->piece->n) - 1);
-  for (int r = 0; r < AMX_DEPTH; r++, b += PANEL) {
-    __m512i row = _mm512_setzero_si512();
-    if (r < e->num_ranks) {
-      const long rank = (long)e->rows[r / ROW_RANK] * ROW_RANK + r % ROW_RANK;
-      row = _mm512_maskz_loadu_epi16(wanted, weights + rank * part->out_features);
-    }
-    const __m512i lower = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(row));
-    const __m512i upper = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(row, 1));
-    _mm512_store_si512(b, _mm512_or_si512(lower, _mm512_slli_epi32(lower, 16)));
-    _mm512_store_si512(b + 16, _mm512_or_si512(upper, _mm512_slli_epi32(upper, 16)));
+#define MOST_SLICES 3 /* of a panel: it may begin and end within a block */
+
+static int slices_of(const Piece *piece, Slice *slices) {
+  int count = 0;
+  for (int done = 0; done < piece->n; count++) {
+    const int first = (int)((piece->column + done) % B_COLUMNS);
+    const int n = at_most(piece->n - done, B_COLUMNS - first);
+    slices[count] = (Slice){piece->column + done - first,
+                            (__mmask16)(((1u << n) - 1) << first), piece->c + done};
+    done += n;
   }
+  return count;
 }
 
-/* Adds to the rows `tokens`, at most AMX_ROWS; b as of pack_ranks. */
-static void expand_many(const Expansion *e, const int32_t *tokens, int rows, const uint32_t *b,
-                        Amx *amx) {
-  const Piece *piece = e->piece;
-  const uint32_t *first = e->shrunk + tokens[0] * e->width;
-  Prefetch none = {0};
-  if (tokens[rows - 1] - tokens[0] == rows - 1 && e->num_ranks == AMX_DEPTH && piece->n == PANEL) {
-    amx_tile(1, rows, 64, (const char *)first, e->width * 4, b, sums_of(piece, tokens[0]), PANEL,
-             &none, amx);
+/* Adds 16 columns' sums to what of them is wanted. */
+INLINE void add_to_slice(const Expansion *e, const Slice *slice, long place, __m512 sum) {
+  float *to = slice->c + (e->order[place] - e->first_row) * PANEL;
+  const __mmask16 all = 0xffff;
+  if (slice->wanted == all) {
+    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sum));
     return;
   }
-  ALIGNED uint32_t ranks[AMX_ROWS * AMX_DEPTH]; /* what lies behind the last row is not used */
-  ALIGNED float sums[AMX_ROWS * PANEL];
-  const __mmask16 wanted = (__mmask16)((1u << e->num_ranks) - 1);
-  for (int r = 0; r < rows; r++)
-    _mm512_store_si512(ranks + r * AMX_DEPTH,
-                       _mm512_maskz_loadu_epi32(wanted, e->shrunk + tokens[r] * e->width));
-  amx_tile(0, rows > AMX_DEPTH ? AMX_ROWS : AMX_DEPTH, 64, (const char *)ranks, 64, b, sums, PANEL,
-           &none, amx);
-  for (int r = 0; r < rows; r++)
-    for (int i = 0; i < piece->n; i += VL) {
-      float *to = sums_of(piece, tokens[r]) + i;
-      const int n = at_most(piece->n - i, VL);
-      store_some(to, 0, 0, n, load_some(to, 0, 0, n) + *(vf *)(sums + r * PANEL + i));
+  const __mmask16 some = (__mmask16)((1u << __builtin_popcount(slice->wanted)) - 1);
+  const __m512 added = _mm512_maskz_compress_ps(slice->wanted, sum);
+  _mm512_mask_storeu_ps(to, some, _mm512_add_ps(_mm512_maskz_loadu_ps(some, to), added));
+}
+
+/* The words of b twice, for the pairs of what is nearest and for those of the rests; zeros behind
+ * the last row. */
+static void pack_ranks(const Expansion *e, long column, uint32_t *b) {
+  for (int i = 0; i < AMX_DEPTH / ROW_RANK; i++, b += ROW_RANK * 16) {
+    const int is_there = i < e->num_rows;
+    const char *words = is_there ? words_of_b(1, e->part, e->rows[i], column) : NULL;
+    for (int w = 0; w < ROW_RANK / 2; w++) {
+      if (is_there) __builtin_prefetch(words + e->ahead + w * 64, 0, 2);
+      const __m512i word = is_there ? _mm512_loadu_si512(words + w * 64) : _mm512_setzero_si512();
+      _mm512_store_si512(b + w * 16, word);
+      _mm512_store_si512(b + (w + ROW_RANK / 2) * 16, word);
     }
+  }
+}
+
+/* Adds to the tokens at `count` places, 16 at a time. */
+static void expand_many(const Expansion *e, const Slice *slices, int num_slices, long first,
+                        long count, Amx *amx) {
+  ALIGNED uint32_t b[MOST_SLICES][AMX_DEPTH * 16];
+  ALIGNED uint32_t ranks[AMX_DEPTH * AMX_DEPTH];
+  ALIGNED float sums[AMX_DEPTH * 16];
+  for (int i = 0; i < num_slices; i++) pack_ranks(e, slices[i].column, b[i]);
+  set_up_amx(amx, AMX_DEPTH);
+  for (long done = 0; done < count; done += AMX_DEPTH) {
+    const int some = at_most(count - done, AMX_DEPTH);
+    /* Up to 16 places are loaded, of which those behind the last one do not matter. */
+    const uint32_t *from = e->shrunk + (first + done) * e->width;
+    complete_writes();
+    if (e->num_rows == 2) {
+      _tile_loadd(4, from, e->width * 4);
+    } else {
+      for (int t = 0; t < some; t++)
+        _mm512_store_si512(ranks + t * AMX_DEPTH,
+                           _mm512_maskz_loadu_epi32(0xff, from + t * e->width));
+      complete_writes();
+      _tile_loadd(4, ranks, 64);
+    }
+    for (int i = 0; i < num_slices; i++) {
+      _tile_loadd(6, b[i], 64);
+      _tile_zero(0);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_stored(0, sums, 64);
+      complete_writes();
+      for (int t = 0; t < some; t++)
+        add_to_slice(e, &slices[i], first + done + t, _mm512_load_ps(sums + t * 16));
+    }
+  }
 }
 
 #define FEW_ROWS 4
 
-/* The same for up to FEW_ROWS rows and 16 columns, by vectors, as amx_row does. */
-INLINE void expand_few(const Expansion *e, const int32_t *tokens, const int rows, int column) {
-  const LoraPart *part = e->piece->part;
-  const int n = at_most(e->piece->n - column, 16);
-  const __mmask16 wanted = (__mmask16)((1u << n) - 1);
-  const bf16 *weights = (const bf16 *)part->b + e->piece->column + column;
-  const uint32_t *pairs[FEW_ROWS];
-  __m512 first[FEW_ROWS], second[FEW_ROWS];
+/* The same for up to FEW_ROWS places and one slice, by vectors, as amx_row does. */
+INLINE void expand_few(const Expansion *e, const Slice *slice, const int rows, long first) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  __m512 even[FEW_ROWS], odd[FEW_ROWS];
 #pragma GCC unroll 4
-  for (int r = 0; r < rows; r++) {
-    pairs[r] = e->shrunk + tokens[r] * e->width;
-    first[r] = second[r] = _mm512_setzero_ps();
-  }
-  for (int rank = 0; rank < e->num_ranks; rank++) {
-    const long row = (long)e->rows[rank / ROW_RANK] * ROW_RANK + rank % ROW_RANK;
-    const __m256i words = _mm256_maskz_loadu_epi16(wanted, weights + row * part->out_features);
-    const __m512 b = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);
+  for (int r = 0; r < rows; r++) even[r] = odd[r] = _mm512_setzero_ps();
+  for (int i = 0; i < e->num_rows; i++) {
+    const char *words = words_of_b(1, e->part, e->rows[i], slice->column);
+    const uint32_t *pairs = e->shrunk + first * e->width + i * ROW_RANK;
+#pragma GCC unroll 8
+    for (int w = 0; w < ROW_RANK; w++) {
+      const __m512i word = _mm512_loadu_si512(words + w % (ROW_RANK / 2) * 64);
+      const __m512 lower = (__m512)_mm512_slli_epi32(word, 16);
+      const __m512 higher = (__m512)_mm512_and_si512(word, upper);
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) {
-      const __m512i pair = _mm512_set1_epi32((int)pairs[r][rank]);
-      first[r] = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(pair, 16), b, first[r]);
-      const __m512i upper = _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000u));
-      second[r] = _mm512_fmadd_ps((__m512)upper, b, second[r]);
+      for (int r = 0; r < rows; r++) {
+        const __m512i pair = _mm512_set1_epi32((int)pairs[r * e->width + w]);
+        even[r] = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(pair, 16), lower, even[r]);
+        odd[r] = _mm512_fmadd_ps((__m512)_mm512_and_si512(pair, upper), higher, odd[r]);
+      }
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < rows; r++) {
-    float *to = sums_of(e->piece, tokens[r]) + column;
-    const __m512 sum = _mm512_add_ps(first[r], second[r]);
-    _mm512_mask_storeu_ps(to, wanted, _mm512_add_ps(_mm512_maskz_loadu_ps(wanted, to), sum));
-  }
+  for (int r = 0; r < rows; r++)
+    add_to_slice(e, slice, first + r, _mm512_add_ps(even[r], odd[r]));
 }
 
-/* Adds to a segment's rows `tokens` of a unit of work. */
-static void expand_segment(const Expansion *e, const int32_t *tokens, long count, Amx *amx) {
+/* Adds to the tokens at `count` places. */
+static void expand_places(const Expansion *e, const Slice *slices, int num_slices, long first,
+                          long count, Amx *amx) {
   if (count >= 2 * FEW_ROWS) {
-    ALIGNED uint32_t b[AMX_DEPTH * PANEL];
-    pack_ranks(e, b);
-    for (long at = 0; at < count; at += AMX_ROWS)
-      expand_many(e, tokens + at, at_most(count - at, AMX_ROWS), b, amx);
+    expand_many(e, slices, num_slices, first, count, amx);
     return;
   }
-  for (long at = 0; at < count; at += FEW_ROWS)
-    for (int column = 0; column < e->piece->n; column += 16)
-      switch (at_most(count - at, FEW_ROWS)) {
-        case 1: expand_few(e, tokens + at, 1, column); break;
-        case 2: expand_few(e, tokens + at, 2, column); break;
-        case 3: expand_few(e, tokens + at, 3, column); break;
-        default: expand_few(e, tokens + at, 4, column);
+  for (const long end = first + count; first < end; first += FEW_ROWS)
+    for (int i = 0; i < num_slices; i++)
+      switch (at_most(end - first, FEW_ROWS)) {
+        case 1: expand_few(e, &slices[i], 1, first); break;
+        case 2: expand_few(e, &slices[i], 2, first); break;
+        case 3: expand_few(e, &slices[i], 3, first); break;
+        default: expand_few(e, &slices[i], 4, first);
       }
 }
 
@@ -225,6 +268,8 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
   const Lora *lora = add->lora;
   const LoraPart *part = piece->part;
   const long first = piece->first_row, last = first + rows;
+  Slice slices[MOST_SLICES];
+  const int num_slices = slices_of(piece, slices);
   flush_subnormals(amx);
   for (long s = 0; s < lora->segments; s++) {
     if (lora->blocks[s + 1] == lora->blocks[s]) continue;
@@ -233,10 +278,12 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
     const int32_t *table = lora_rows(part, part->b_table, add->layer, lora->slots[s]);
     const long count = lora_count(part, add->layer, lora->slots[s]);
     for (long i = 0; begin < end && i < count; i += AMX_DEPTH / ROW_RANK) {
-      const Expansion some = {.piece = piece, .width = lora->width, .rows = table + i,
+      const Expansion some = {.part = part, .rows = table + i,
+                              .num_rows = at_most(count - i, AMX_DEPTH / ROW_RANK),
+                              .ahead = (long)piece->n * ROW_RANK * 2,
                               .shrunk = (const uint32_t *)lora->shrunk + part->offset + i * ROW_RANK,
-                              .num_ranks = at_most(count - i, AMX_DEPTH / ROW_RANK) * ROW_RANK};
-      expand_segment(&some, lora->order + begin, end - begin, amx);
+                              .width = lora->width, .order = lora->order, .first_row = first};
+      expand_places(&some, slices, num_slices, begin, end - begin, amx);
     }
   }
 }
@@ -244,9 +291,9 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
 #else
 
 static void shrink_block_amx(const Lora *lora, const LoraPart *part, const int32_t *rows,
-                             long count, const char *x, const int32_t *tokens, int num_tokens,
+                             long count, const char *x, long place, int num_tokens,
                              Amx *amx) {
-  (void)lora, (void)part, (void)rows, (void)count, (void)x, (void)tokens, (void)num_tokens;
+  (void)lora, (void)part, (void)rows, (void)count, (void)x, (void)place, (void)num_tokens;
   (void)amx;
 }
 static void expand_piece_amx(const Addition *add, const Piece *piece, long rows, Amx *amx) {
@@ -272,7 +319,7 @@ static void shrink_share(const Addition *add, int is_bf16, const void *x, Range 
     const int32_t *rows = lora_rows(part, part->table, add->layer, lora->slots[s]);
     const long count = lora_count(part, add->layer, lora->slots[s]);
     if (uses_amx(is_bf16))
-      shrink_block_amx(lora, part, rows, count, x, lora->order + first, tokens, &amx);
+      shrink_block_amx(lora, part, rows, count, x, first, tokens, &amx);
     else
       shrink_block(lora, part, is_bf16, rows, count, x, lora->order + first, tokens);
   }
