@@ -10,6 +10,34 @@
 #include "amx.h"
 #include "lora.h"
 
+/* A unit of work: some tokens of one adapter, and a part that changes them. */
+typedef struct {
+  const LoraPart *part;
+  const int32_t *rows; /* of a */
+  long count;
+  long block; /* of tokens */
+  long first; /* place */
+  int tokens;
+} Shrinkage;
+
+static Shrinkage shrinkage_of(const Addition *add, int64_t unit) {
+  const Lora *lora = add->lora;
+  const LoraPart *part = &add->group->parts[unit % add->group->count];
+  const long block = unit / add->group->count;
+  long s = 0, last = lora->segments;
+  while (last - s > 1) { /* the last segment whose blocks begin at this one or before */
+    const long middle = (s + last) / 2;
+    if (lora->blocks[middle] <= block)
+      s = middle;
+    else
+      last = middle;
+  }
+  const long first = lora->starts[s] + (block - lora->blocks[s]) * block_tokens();
+  return (Shrinkage){part, lora_rows(part, part->table, add->layer, lora->slots[s]),
+                     lora_count(part, add->layer, lora->slots[s]), block, first,
+                     at_most(lora->starts[s + 1] - first, block_tokens())};
+}
+
 #if HAS_AMX
 
 #define TOKEN_WORDS 1024 /* of K, of 16 tokens, that lie packed at a time */
@@ -37,9 +65,16 @@ static void copy_end(char (*end)[64], const char *const *rows, int count, long b
   for (int r = 0; r < count; r++) memcpy(end[r], rows[r], (size_t)bytes);
 }
 
+/* 16 tokens of a unit of work, packed for all parts of its group. */
+typedef struct {
+  ALIGNED uint32_t words[TOKEN_WORDS * 16];
+  long block; /* of tokens; -1: none */
+  long first; /* word of K */
+} Packed;
+
 /* Words first .. first + words - 1 of 16 tokens' rows side by side; zeros up to a tile's depth. */
 static void pack_tokens(const char *const *rows, long bytes, long first, long words,
-                        uint32_t *packed, Prefetch *ahead) {
+                        uint32_t *packed) {
   ALIGNED char end[16][64];
   for (long w = first; w < first + words; w += AMX_DEPTH, packed += AMX_DEPTH * 16) {
     const char *from[16];
@@ -48,77 +83,84 @@ static void pack_tokens(const char *const *rows, long bytes, long first, long wo
       copy_end(end, from, 16, bytes - 4 * w);
       for (int t = 0; t < 16; t++) from[t] = end[t];
     }
-    ask_ahead(ahead, ROW_RANK);
     transpose_words(from, AMX_DEPTH, packed, 16);
   }
 }
 
-/* Eight ranks of 16 tokens: adds words first .. first + words - 1 of K to tile 0. */
-static void shrink_words(const char *a, long bytes, long first, long words,
-                         const uint32_t *packed, Prefetch *ahead) {
+/* Adds one tile's depth to tile 0 or 1, which take turns: a multiplication waits for the one before
+ * it that adds to the same tile. */
+INLINE void shrink_depth(long word, const char *a, long stride, const uint32_t *packed) {
+  _tile_loadd(6, packed, 64);
+  _tile_loadd(4, a, stride);
+  if (word / AMX_DEPTH % 2 == 0)
+    _tile_dpbf16ps(0, 4, 6);
+  else
+    _tile_dpbf16ps(1, 4, 6);
+}
+
+/* `ranks` ranks of 16 tokens: adds words first .. first + words - 1 of K to tiles 0 and 1. */
+static void shrink_words(const char *a, int ranks, long bytes, long first, long words,
+                         const uint32_t *packed) {
   const long deep = bytes / 64 * AMX_DEPTH, whole = deep < first + words ? deep : first + words;
   complete_writes();
-  for (long w = first; w < whole; w += AMX_DEPTH, packed += AMX_DEPTH * 16) {
-    _tile_loadd(6, packed, 64);
-    _tile_loadd(4, a + 4 * w, bytes);
-    ask_ahead(ahead, ROW_RANK);
-    _tile_dpbf16ps(0, 4, 6);
-  }
+  for (long w = first; w < whole; w += AMX_DEPTH, packed += AMX_DEPTH * 16)
+    shrink_depth(w, a + 4 * w, bytes, packed);
   if (whole == first + words) return;
-  ALIGNED char end[ROW_RANK][64];
-  const char *from[ROW_RANK];
-  for (int r = 0; r < ROW_RANK; r++) from[r] = a + r * bytes + 4 * whole;
-  copy_end(end, from, ROW_RANK, bytes - 4 * whole);
+  ALIGNED char end[2 * ROW_RANK][64];
+  const char *from[2 * ROW_RANK];
+  for (int r = 0; r < ranks; r++) from[r] = a + r * bytes + 4 * whole;
+  copy_end(end, from, ranks, bytes - 4 * whole);
   complete_writes();
-  _tile_loadd(6, packed, 64);
-  _tile_loadd(4, end, 64);
-  _tile_dpbf16ps(0, 4, 6);
+  shrink_depth(whole, end[0], 64, packed);
 }
 
-/* Eight ranks of some tokens, from tile 0 to the places of these tokens. */
-static void store_ranks(uint32_t *places, long width, int num_tokens) {
-  ALIGNED float ranks[16][16];
+/* The ranks of some tokens, from tiles 0 and 1 to these tokens' places. */
+static void store_ranks(uint32_t *places, long width, int ranks, int num_tokens) {
+  ALIGNED float sums[2][16][16];
   ALIGNED uint32_t words[16][16], pairs[16][16];
   const char *rows[16];
-  _tile_stored(0, ranks, 64);
-  for (int w = 0; w < ROW_RANK / 2; w++) {
-    const __m512 even = _mm512_load_ps(ranks[2 * w]), odd = _mm512_load_ps(ranks[2 * w + 1]);
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
+  complete_writes();
+  for (int r = 0; r < ranks; r += 2) {
+    const __m512 even = _mm512_add_ps(_mm512_load_ps(sums[0][r]), _mm512_load_ps(sums[1][r]));
+    const __m512 odd =
+        _mm512_add_ps(_mm512_load_ps(sums[0][r + 1]), _mm512_load_ps(sums[1][r + 1]));
     const __m512 first = nearest_to(even), second = nearest_to(odd);
-    _mm512_store_si512(words[w], pair_of(first, second));
-    _mm512_store_si512(words[w + ROW_RANK / 2],
+    const int word = r / ROW_RANK * ROW_RANK + r % ROW_RANK / 2;
+    _mm512_store_si512(words[word], pair_of(first, second));
+    _mm512_store_si512(words[word + ROW_RANK / 2],
                        pair_of(rest_of(even, first), rest_of(odd, second)));
   }
-  for (int r = 0; r < 16; r++) rows[r] = (const char *)words[r % ROW_RANK];
+  for (int r = 0; r < 16; r++) rows[r] = (const char *)words[r % ranks];
   transpose_words(rows, 16, pairs[0], 16);
-  for (int t = 0; t < num_tokens; t++) memcpy(places + t * width, pairs[t], ROW_RANK * 4);
+  for (int t = 0; t < num_tokens; t++) memcpy(places + t * width, pairs[t], (size_t)ranks * 4);
 }
 
-/* The ranks, as pairs, of up to 16 tokens of one adapter in one part, from place `first` on. */
-static void shrink_block_amx(const Lora *lora, const LoraPart *part, const int32_t *rows,
-                             long count, const char *x, long place, int num_tokens,
+/* The ranks, as pairs. Two rows of a that follow each other are multiplied at once. */
+static void shrink_block_amx(const Lora *lora, const Shrinkage *s, const char *x, Packed *packed,
                              Amx *amx) {
-  const int32_t *tokens = lora->order + place;
-  const long bytes = part->in_features * 2, words = (bytes + 3) / 4;
-  ALIGNED uint32_t packed[TOKEN_WORDS * 16];
+  const int32_t *tokens = lora->order + s->first;
+  const long bytes = s->part->in_features * 2, words = (bytes + 3) / 4;
+  uint32_t *places = (uint32_t *)lora->shrunk + s->first * lora->width + s->part->offset;
   const char *from[16];
-  for (int t = 0; t < 16; t++) from[t] = x + tokens[t < num_tokens ? t : 0] * bytes;
-  set_up_amx(amx, ROW_RANK);
-  for (long i = 0; i < count; i++) {
-    const char *a = part->a + rows[i] * ROW_RANK * bytes;
-    Prefetch this = {.now = {a, a + ROW_RANK * bytes}}, next = {0};
-    if (i + 1 < count) {
-      next.now.begin = part->a + rows[i + 1] * ROW_RANK * bytes;
-      next.now.end = next.now.begin + ROW_RANK * bytes;
-    }
+  for (int t = 0; t < 16; t++) from[t] = x + tokens[t < s->tokens ? t : 0] * bytes;
+  for (long i = 0; i < s->count;) {
+    const int rows = i + 1 < s->count && s->rows[i + 1] == s->rows[i] + 1 ? 2 : 1;
+    const char *a = s->part->a + s->rows[i] * ROW_RANK * bytes;
+    set_up_amx(amx, rows * ROW_RANK);
     _tile_zero(0);
+    _tile_zero(1);
     for (long first = 0; first < words; first += TOKEN_WORDS) {
       const long some = at_most(words - first, TOKEN_WORDS);
-      if (i == 0 || words > TOKEN_WORDS)
-        pack_tokens(from, bytes, first, some, packed, &this);
-      shrink_words(a, bytes, first, some, packed, &next);
+      if (packed->block != s->block || packed->first != first)
+        pack_tokens(from, bytes, first, some, packed->words);
+      packed->block = s->block;
+      packed->first = first;
+      shrink_words(a, rows * ROW_RANK, bytes, first, some, packed->words);
     }
-    store_ranks((uint32_t *)lora->shrunk + place * lora->width + part->offset + i * ROW_RANK,
-                lora->width, num_tokens);
+    store_ranks(places + i * ROW_RANK, lora->width, rows * ROW_RANK, s->tokens);
+    i += rows;
   }
 }
 
@@ -228,6 +270,7 @@ INLINE void expand_few(const Expansion *e, const Slice *slice, const int rows, l
   for (int i = 0; i < e->num_rows; i++) {
     const char *words = words_of_b(1, e->part, e->rows[i], slice->column);
     const uint32_t *pairs = e->shrunk + first * e->width + i * ROW_RANK;
+    for (int w = 0; w < ROW_RANK / 2; w++) __builtin_prefetch(words + e->ahead + w * 64, 0, 2);
 #pragma GCC unroll 8
     for (int w = 0; w < ROW_RANK; w++) {
       const __m512i word = _mm512_loadu_si512(words + w % (ROW_RANK / 2) * 64);
@@ -288,13 +331,25 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
   }
 }
 
+/* As shrink_share. */
+static void shrink_share_amx(const Addition *add, const char *x, Range *ranges, int threads,
+                             int thread) {
+  Packed packed;
+  packed.block = -1;
+  Amx amx = {0};
+  int at = 0;
+  for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;) {
+    const Shrinkage s = shrinkage_of(add, unit);
+    shrink_block_amx(add->lora, &s, x, &packed, &amx);
+  }
+  release_amx(&amx);
+}
+
 #else
 
-static void shrink_block_amx(const Lora *lora, const LoraPart *part, const int32_t *rows,
-                             long count, const char *x, long place, int num_tokens,
-                             Amx *amx) {
-  (void)lora, (void)part, (void)rows, (void)count, (void)x, (void)place, (void)num_tokens;
-  (void)amx;
+static void shrink_share_amx(const Addition *add, const char *x, Range *ranges, int threads,
+                             int thread) {
+  (void)add, (void)x, (void)ranges, (void)threads, (void)thread;
 }
 static void expand_piece_amx(const Addition *add, const Piece *piece, long rows, Amx *amx) {
   (void)add, (void)piece, (void)rows, (void)amx;
@@ -305,25 +360,16 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
 /* This thread's share of shrinking x [tokens, in_features]; `ranges` divide `shrink_units`. */
 static void shrink_share(const Addition *add, int is_bf16, const void *x, Range *ranges,
                          int threads, int thread) {
+  if (uses_amx(is_bf16)) {
+    shrink_share_amx(add, x, ranges, threads, thread);
+    return;
+  }
   const Lora *lora = add->lora;
   int at = 0;
-  long s = 0;
-  Amx amx = {0};
   for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;) {
-    const long block = unit / add->group->count;
-    const LoraPart *part = &add->group->parts[unit % add->group->count];
-    if (block < lora->blocks[s]) s = 0; /* taken from another thread */
-    while (block >= lora->blocks[s + 1]) s++;
-    const long first = lora->starts[s] + (block - lora->blocks[s]) * block_tokens();
-    const int tokens = at_most(lora->starts[s + 1] - first, block_tokens());
-    const int32_t *rows = lora_rows(part, part->table, add->layer, lora->slots[s]);
-    const long count = lora_count(part, add->layer, lora->slots[s]);
-    if (uses_amx(is_bf16))
-      shrink_block_amx(lora, part, rows, count, x, first, tokens, &amx);
-    else
-      shrink_block(lora, part, is_bf16, rows, count, x, lora->order + first, tokens);
+    const Shrinkage s = shrinkage_of(add, unit);
+    shrink_block(lora, s.part, is_bf16, s.rows, s.count, x, lora->order + s.first, s.tokens);
   }
-  release_amx(&amx);
 }
 
 /* Adds to tiles of `rows` rows: their n columns from c on are those from `column` of the product. */
