@@ -51,7 +51,7 @@ typedef struct {
   const int32_t *starts;      /* [segments + 1] */
   const int32_t *slots;       /* [segments] */
   int64_t *blocks;            /* [segments + 1]: blocks of tokens before each; set here */
-  float *shrunk;              /* [tokens, width]; pairs where lora_amx.h adds: see there */
+  float *shrunk;              /* [tokens + 15, width]; pairs where lora_amx.h adds: see there */
   int64_t tokens, segments, width;
 } Lora;
 
