@@ -140,7 +140,7 @@ class LoraPool:
         """Slots of the tables, including the one for no adapter."""
         try:
             self._weights = {part.name: self._new(part, device) for part in projections}
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"lora_memory_bytes: {limits.memory_bytes:,} bytes for adapters do not fit: {error}"
             ) from error
