@@ -366,7 +366,7 @@ def make_lora(num_adapters: int, rank: int, rows: int, dtype: torch.dtype) -> Lo
         a, b = (huge_zeros((size, 8, width), dtype) for width in (in_features, out_features))
         a.copy_(torch.randn(a.shape) / in_features**0.5)
         b.copy_(torch.randn(b.shape) / 50)
-        return LoraWeights(a, b, table, counts, column)
+        return LoraWeights(a, b, table, counts, column).pack()
 
     q, kv = HEADS * DIM, KV_HEADS * DIM
     of_rows = slots[torch.arange(rows) % num_adapters].int()

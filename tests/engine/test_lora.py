@@ -6,16 +6,25 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from adapter_orders import check_random_orders
 from engine_pair import EnginePair, ManualClock, make_engine
 from late_device import LateDevice
 from lora_reference import BASE, LAST_LAYER_MLP, PeftModels, load, settings_of, unload_all
-from tiny_adapters import LINEAR, make_adapter
+from tiny_adapters import (
+    LINEAR,
+    PREFIX,
+    adapter_tensors,
+    make_adapter,
+    vocabulary_tensors,
+    write_adapter,
+)
 from tiny_models import make_tiny, tiny_config
 from weft.engine.errors import AdapterError, AdapterNotFound, ConfigError, Overloaded
 from weft.engine.llm import LLM, GeneratedSample
+from weft.engine.lora.rows import DevicePlace
 from weft.engine.lora.weights import HostWeights
 from weft.engine.messages import AdapterOrder, Inbox, SampleProgress, SessionEnd, Submit
 from weft.engine.request import SamplingParams, StopCriteria
@@ -251,6 +260,40 @@ def test_nothing_of_a_former_adapter_is_left_in_its_rows(
     assert weights.a.isnan().any(), "rows that nobody took again may hold anything"
     unload_all(engine)
     pair.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_in_the_pool_are_the_adapters(dtype: str, tmp_path: Path) -> None:
+    """B is packed there; the vocabulary's columns leave its last block half empty."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    model_dir = make_tiny("llama", tmp_path / "model", seed=seed, vocab_size=VOCAB)
+    config = tiny_config("llama", vocab_size=VOCAB)
+    tensors = adapter_tensors(config, seed, rank=20) | vocabulary_tensors(config, seed, rank=20)
+    settings = {"r": 20, "lora_alpha": 20, "target_modules": [*LINEAR, "lm_head", "embed_tokens"]}
+    path = write_adapter(tmp_path / "adapter", tensors, **settings)
+    parts = ["q", "down", "lm_head", "embed_tokens", "k", "v", "o", "gate", "up"]
+    settings = {"dtype": dtype, "lora_projections": parts, "lora_memory_bytes": 64 << 20}
+    with LLM(model_dir, **{**SETTINGS, **settings}) as llm:
+        pool: Any = llm.engine.adapters.manager._store  # type: ignore[union-attr]
+        weights = pool.read(str(path), is_lenient=False)
+        assert isinstance(weights, HostWeights)
+        rows = {
+            kind: np.sort(random.sample(range(pool.limits.num_rows[kind]), count)).astype(np.int32)
+            for kind, count in weights.needs.items()
+        }
+        pool.write(DevicePlace(2, rows), weights)
+        for name, kind, layer in (
+            ("model.layers.1.mlp.down_proj", "down", 1),
+            ("model.layers.0.self_attn.k_proj", "k", 0),
+            ("lm_head", "lm_head", 0),
+        ):
+            part = pool._weights[kind]
+            assert part.counts[layer, 2] == 3
+            b = part.plain_b(part.table[layer, 2, :3].long()).flatten(0, 1)
+            expected = tensors[f"{PREFIX}{name}.lora_B.weight"].to(part.b.dtype)
+            assert torch.equal(b[:20].T, expected)
+            assert not b[20:].any()
 
 
 def test_random_loads_and_requests_give_the_right_text_and_leave_nothing(

@@ -63,6 +63,10 @@ class LoraCase:
                 columns += (x[token] @ a.T) @ b.T
         return out
 
+    def packed(self) -> LoraCase:
+        """The case for the native CPU operations."""
+        return LoraCase(self.weights.pack(), self.plain)
+
     def to(self, device: str) -> LoraCase:
         """Copies the case to a device."""
         w = self.weights
@@ -87,9 +91,10 @@ def make_lora(
     *,
     column: int = 0,
     layers: int = 1,
+    in_order: bool = False,
 ) -> LoraCase:
     """Creates one adapter per slot; rank 0 leaves the projection unchanged. The ranks rotate by
-    layer.
+    layer. `in_order`: rows follow each other, as in a pool that is not full.
     """
     by_layer = [ranks[:1] + _turned(ranks[1:], layer) for layer in range(layers)]
     counts = torch.tensor([[-(-rank // 8) for rank in ranks] for ranks in by_layer])
@@ -99,6 +104,8 @@ def make_lora(
     b = torch.full((num_rows, 8, out_features), float("nan"), dtype=dtype)
     table = torch.full((layers, len(ranks), max(max_rows, 1)), POISON_ROW, dtype=torch.int32)
     free = random.sample(range(num_rows), num_rows)
+    if in_order:
+        free.sort(reverse=True)
     plain = {}
     for layer, of_slots in enumerate(by_layer):
         for slot, rank in enumerate(of_slots):

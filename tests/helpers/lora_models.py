@@ -11,7 +11,7 @@ import torch
 from lora_cases import LoraCase, Shared, make_expert_lora, make_lora, segments_of
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
-from weft.kernels.lora import LoraStep
+from weft.kernels.lora import LoraStep, LoraWeights
 
 LAYERS = 3
 RANKS = [0, 8, 3, 20]
@@ -106,7 +106,10 @@ def lora_step(
     def parts(*names: str) -> tuple[Any, ...]:
         wanted = {f"self_attn.{n}_proj" for n in names} | {f"mlp.{n}_proj" for n in names}
         wanted |= set(names)
-        return tuple(case.weights for name, case in adapters.items() if name in wanted)
+        return tuple(weights(case) for name, case in adapters.items() if name in wanted)
+
+    def weights(case: LoraCase) -> LoraWeights:
+        return case.weights if case.weights.b.is_cuda else case.packed().weights
 
     return LoraStep(
         segments=segments_of(slots),
@@ -114,8 +117,8 @@ def lora_step(
         o=parts("o"),
         gate_up=parts("gate", "up"),
         down=parts("down"),
-        w13=tuple(experts[name].weights for name in ("gate_proj", "up_proj") if experts),
-        w2=tuple(experts[name].weights for name in ("down_proj",) if experts),
+        w13=tuple(weights(experts[name]) for name in ("gate_proj", "up_proj") if experts),
+        w2=tuple(weights(experts[name]) for name in ("down_proj",) if experts),
         embed=parts("embed_tokens"),
         lm_head=parts("lm_head"),
     )

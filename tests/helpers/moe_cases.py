@@ -22,6 +22,11 @@ class Adapters:
     w13: tuple[LoraCase, ...]
     w2: tuple[LoraCase, ...]
 
+    def packed(self) -> Adapters:
+        """The adapters for the native CPU operations."""
+        w13, w2 = (tuple(case.packed() for case in cases) for cases in (self.w13, self.w2))
+        return Adapters(self.slots, w13, w2)
+
     def addition(self, device: str = "cpu") -> ExpertAddition:
         """The additions in the operation's form."""
         return ExpertAddition(

@@ -61,7 +61,7 @@ def make_lora_step(
     def part(in_features: int, out_features: int, column: int = 0) -> LoraWeights:
         given = ranks or [0, 8, 3, 24]
         case = make_lora(in_features, out_features, given, dtype, column=column, layers=LAYERS)
-        return case.weights
+        return case.packed().weights
 
     q, kv = HEADS * DIM, KV_HEADS * DIM
     return LoraStep(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from weft.kernels.lora import (
     LoraWeights,
     add_embedding_lora,
     add_lora,
+    pack_b,
     rank_rows,
     sort_tokens,
 )
@@ -51,7 +53,7 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def addition(cases: list[LoraCase], slots: list[int], layer: int = 0) -> LoraAddition:
-    return LoraAddition(tuple(case.weights for case in cases), layer, segments_of(slots))
+    return LoraAddition(tuple(c.packed().weights for c in cases), layer, segments_of(slots))
 
 
 def add_all(
@@ -187,7 +189,10 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     [
         ("if (rest > 0)", "if (rest < 0)"),
         ("first < num_tokens; first +=", "first < num_tokens - 1; first +="),
-        ("i < count; i++) {\n    const long begin", "i < count - 1; i++) {\n    const long begin"),
+        (
+            "i < count; i++) {\n    const char *words",
+            "i < count - 1; i++) {\n    const char *words",
+        ),
         ("done < count;) {", "done < count - 1;) {"),
         ("while (n > 0) {", "while (n >= VL) {"),
     ],
@@ -221,8 +226,9 @@ def test_ranks_rounded_once_are_noticed(tmp_path: Path, monkeypatch: pytest.Monk
     native = cpu.native_cpu()
     if native is None or not native.has_amx:
         pytest.skip("needs a CPU with AMX")
-    pair = "_mm512_or_si512(nearest, _mm512_slli_epi32(upper, 16))"
-    mutated = mutated_native_cpu(tmp_path, "lora_amx.h", pair, "nearest")
+    rest = "nearest_to(_mm512_maskz_sub_ps(is_finite, x, nearest))"
+    none = "_mm512_maskz_mov_ps(is_finite, _mm512_setzero_ps())"
+    mutated = mutated_native_cpu(tmp_path, "lora_amx.h", rest, none)
     monkeypatch.setattr(cpu, "native_cpu", lambda: mutated)
     with pytest.raises(AssertionError):
         check_many_and_few(64, 50)
@@ -250,11 +256,14 @@ def check_many_and_few(in_features: int, columns: int) -> None:
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [
-        ("if (r < e->num_ranks) {", "if (r + 1 < e->num_ranks) {"),
-        ("rank < e->num_ranks; rank++", "rank + 1 < e->num_ranks; rank++"),
-        ("copy_end(end, from, ROW_RANK, bytes - 4 * whole);", "memset(end, 0, sizeof end);"),
+        ("is_there = i < e->num_rows", "is_there = i + 1 < e->num_rows"),
+        ("i < e->num_rows; i++) {", "i + 1 < e->num_rows; i++) {"),
+        ("copy_end(end, from, ranks, bytes - 4 * whole);", "memset(end, 0, sizeof end);"),
         ("copy_end(end, from, 16, bytes - 4 * w);", "memset(end, 0, sizeof end);"),
         ("i < count; i += AMX_DEPTH / ROW_RANK", "i < count - 1; i += AMX_DEPTH / ROW_RANK"),
+        ("packed->block != s->block", "packed->block < 0"),
+        ("_mm512_maskz_compress_ps(slice->wanted, sum)", "sum"),
+        ("i + 1 < s->count && s->rows[i + 1] == s->rows[i] + 1", "i + 1 < s->count"),
     ],
 )
 def test_a_mutated_operation_on_amx_is_noticed(
@@ -263,14 +272,15 @@ def test_a_mutated_operation_on_amx_is_noticed(
     native = cpu.native_cpu()
     if native is None or not native.has_amx:
         pytest.skip("needs a CPU with AMX")
-    case = make_lora(73, 37, [0, 40, 8], torch.bfloat16)
+    # The second part begins within a panel and within a block of B. All is done by one thread.
+    cases = [make_lora(41, 20, [0, 40, 8], torch.bfloat16, column=20 * part) for part in range(2)]
     slots = [1] * 9 + [2, 0, 2]
-    x, weight = torch.randn(12, 73).bfloat16(), draw(37, 73, dtype=torch.bfloat16)
+    x, weight = torch.randn(12, 41).bfloat16(), draw(40, 41, dtype=torch.bfloat16)
 
     def check() -> None:
-        out = linear(x, pack_linear(weight), lora=addition([case], slots))
-        exact = case.add(x.double() @ weight.double().T, x.double(), slots, 0)
-        assert_as_exact(out, case.add(F.linear(x, weight), x, slots, 0), exact)
+        out = linear(x, pack_linear(weight), lora=addition(cases, slots))
+        exact = add_all(cases, x.double() @ weight.double().T, x.double(), slots)
+        assert_as_exact(out, add_all(cases, F.linear(x, weight), x, slots), exact)
 
     check()
     mutated = mutated_native_cpu(tmp_path, "lora_amx.h", original, replacement)
@@ -314,7 +324,7 @@ def test_rows_and_segments_that_do_not_exist_are_refused() -> None:
         )
         case = make_lora(16, 40, RANKS, torch.float32)
         with pytest.raises(IndexError, match="LoRA"):
-            linear(x, packed, lora=LoraAddition((case.weights,), 0, wrong))
+            linear(x, packed, lora=LoraAddition((case.packed().weights,), 0, wrong))
 
 
 def test_the_worked_example_of_sorting() -> None:
@@ -351,6 +361,68 @@ def test_selected_rows_are_sorted_like_a_step_of_their_own(
     assert sorted(seen) == list(range(len(rows)))
 
 
+def test_the_worked_example_of_packing() -> None:
+    """Row 0 of B has 17 columns: rank 10 in column 3 is 1003."""
+    rows = (100 * torch.arange(8.0)[:, None] + torch.arange(17))[None]
+    floats, halves = pack_b(rows), pack_b(rows.half())
+    assert floats.shape == halves.shape == (1, 2, 128)
+    assert floats[0, 0, :18].tolist() == [*range(16), 100.0, 101.0]
+    assert halves[0, 0, :4].tolist() == [0.0, 100.0, 1.0, 101.0]
+    assert halves[0, 0, 32:36].tolist() == [200.0, 300.0, 201.0, 301.0]
+    assert floats[0, 1, ::16].tolist() == [16.0 + 100 * rank for rank in range(8)]
+    assert halves[0, 1, :3].tolist() == [16.0, 116.0, 0.0]
+    assert floats[0, 1].count_nonzero() == halves[0, 1].count_nonzero() == 8
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 32, 37, 96, 201])
+def test_packed_rows_are_read_back(width: int, dtype: torch.dtype) -> None:
+    b = torch.randn(5, ROW_RANK, width).to(dtype)
+    table, counts = torch.zeros(1, 2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    weights = LoraWeights(torch.zeros(5, ROW_RANK, 3, dtype=dtype), b, table, counts)
+    packed = weights.pack()
+    assert packed.out_features == width
+    rows = torch.tensor([4, 0, 4])
+    assert torch.equal(packed.plain_b(rows), b[rows])
+    assert torch.equal(weights.plain_b(rows), b[rows])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [[0, 8, 16, 24, 32], [0, 40, 48, 56, 64]])
+@pytest.mark.parametrize("widths", [(48, 16), (33, 1, 47), (5, 64), (31, 70)])
+def test_parts_that_begin_within_a_panel(
+    widths: tuple[int, ...], ranks: list[int], dtype: torch.dtype
+) -> None:
+    """Few tokens of an adapter and more than a tile's, rows in order and not."""
+    k = 1096 if widths == (5, 64) else 104
+    slots = [1] * 40 + [2, 3] * 9 + [4, 0] * 3
+    random.shuffle(slots)
+    weight, x = draw(sum(widths), k, dtype=dtype), torch.randn(len(slots), k).to(dtype)
+    cases = [
+        make_lora(k, width, ranks, dtype, column=sum(widths[:part]), in_order=part != 1)
+        for part, width in enumerate(widths)
+    ]
+    out = linear(x, pack_linear(weight), lora=addition(cases, slots))
+    exact = add_all(cases, x.double() @ weight.double().T, x.double(), slots)
+    assert_as_exact(out, add_all(cases, F.linear(x, weight), x, slots), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_place_of_rows_changes_nothing(dtype: torch.dtype) -> None:
+    """On AMX two rows of A that follow each other are multiplied at once."""
+    if cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    case = make_lora(136, 80, RANKS, dtype, in_order=True)
+    w, last = case.weights, len(case.weights.a) - 1
+    turned = replace(w, a=w.a.flip(0), b=w.b.flip(0), table=last - w.table)
+    slots = draw_slots(70, len(RANKS))
+    x, packed = torch.randn(70, 136).to(dtype), pack_linear(draw(80, 136, dtype=dtype))
+    out = linear(x, packed, lora=addition([case], slots))
+    other = linear(x, packed, lora=addition([LoraCase(turned, case.plain)], slots))
+    assert torch.equal(out, other)
+
+
 @pytest.mark.parametrize("rank", [1, 7, 8, 9, 24])
 def test_rank_rows_hold_all_ranks_and_zeros(rank: int) -> None:
     a, b = torch.randn(rank, 13), torch.randn(29, rank)
@@ -381,3 +453,16 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="LoRA"):
             LoraWeights(*wrong)
+    with pytest.raises(ValueError, match="LoRA"):
+        replace(weights.pack(), packed_width=33)
+    with pytest.raises(ValueError, match="LoRA"):
+        replace(weights, packed_width=32)
+
+
+def test_rows_that_are_not_packed_are_refused() -> None:
+    if cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    case = make_lora(16, 40, RANKS, torch.float32)
+    added = LoraAddition((case.weights,), 0, segments_of([1, 0, 1]))
+    with pytest.raises(ValueError, match="not packed"):
+        linear(torch.randn(3, 16), pack_linear(torch.randn(40, 16)), lora=added)

@@ -84,7 +84,7 @@ def test_additions_to_experts(
 ) -> None:
     fresh_seed()
     case = moe_case(*shape, dtype)
-    adapters, weights = make_adapters(case, is_shared), pack(case)
+    adapters, weights = make_adapters(case, is_shared).packed(), pack(case)
     exact, eager = case.compute(torch.float64, adapters), case.compute(dtype, adapters)
     call = (case.x, case.routing, weights, case.residual)
     out = moe(*call, adapters.addition())
@@ -100,7 +100,7 @@ def test_additions_to_experts(
 def test_additions_to_experts_that_do_not_fit_are_refused() -> None:
     case = moe_case(3, 24, 16, 4, 2)
     call = (case.x, case.routing, pack(case), case.residual)
-    adapters = replace(make_adapters(case, False), slots=[1, 2, 1])
+    adapters = replace(make_adapters(case, False).packed(), slots=[1, 2, 1])
     with pytest.raises(ValueError, match="of 3 rows"):
         moe(*call, replace(adapters, slots=[1, 1]).addition())
     with pytest.raises(ValueError, match="do not fit"):

@@ -120,7 +120,7 @@ def test_additions_of_adapters(dtype: torch.dtype) -> None:
     slots = draw_slots(130, 4)
     weight = (torch.randn(90, 72) / 72**0.5).to(dtype)
     x = torch.randn(130, 72).to(dtype)
-    added = LoraAddition(tuple(case.weights for case in cases), 0, segments_of(slots))
+    added = LoraAddition(tuple(case.packed().weights for case in cases), 0, segments_of(slots))
     expected = F.linear(x, weight)
     for case in cases:
         expected = case.add(expected, x, slots, 0)

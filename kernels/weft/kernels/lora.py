@@ -21,6 +21,9 @@ from weft.kernels import cpu
 ROW_RANK = 8
 """Number of ranks in a row of the pool."""
 
+B_COLUMNS = 16
+"""Columns in a block of packed B."""
+
 NO_SLOT = 0
 """The slot of tokens without an adapter."""
 
@@ -43,7 +46,8 @@ class LoraWeights:
     a: torch.Tensor
     """[num_rows, ROW_RANK, in_features], contiguous, dtype of the model."""
     b: torch.Tensor
-    """[num_rows, ROW_RANK, out_features], contiguous, dtype of the model: B transposed, scaled."""
+    """[num_rows, ROW_RANK, out_features], contiguous, dtype of the model: B transposed, scaled. For
+    the native operations these rows are packed (`pack_b`)."""
     table: torch.Tensor
     """[layers, num_slots, max_rows] int32: the rows of the slot's adapter in each layer. Entries
     from the count on are undefined. For experts a slot is slot * num_experts + expert."""
@@ -59,20 +63,24 @@ class LoraWeights:
     """Whether all experts of an adapter have the same rows of `a`."""
     is_b_shared: bool = False
     """Whether all experts of an adapter have the same rows of `b`."""
+    packed_width: int | None = None
+    """Width of the projection's output if `b` is packed; None: it is not."""
 
     def __post_init__(self) -> None:
         """Raises ValueError where the tensors do not fit together."""
-        (rows, rank, _), (b_rows, b_rank, _) = self.a.shape, self.b.shape
+        (rows, rank, _), (b_rows, *b_sizes) = self.a.shape, self.b.shape
         layers, slots, _ = self.table.shape
         have_one_table = self.b_table is None
         if (
-            {rank, b_rank} != {ROW_RANK}
+            rank != ROW_RANK
+            or b_sizes != self._sizes_of_b
             or self.b.dtype != self.a.dtype
             or (have_one_table and b_rows != rows)
         ):
             raise ValueError(
                 f"LoRA rows {tuple(self.a.shape)} {self.a.dtype} and {tuple(self.b.shape)} "
-                f"{self.b.dtype} do not fit: both are [rows, {ROW_RANK}, features] of one dtype"
+                f"{self.b.dtype} do not fit: both are [rows, {ROW_RANK}, features] of one dtype, "
+                f"or B is packed (width: {self.packed_width})"
             )
         dtypes = {self.table.dtype, self.counts.dtype, self.rows_of_b.dtype}
         fits = self.counts.shape == (layers, slots) and self.rows_of_b.shape == self.table.shape
@@ -98,7 +106,23 @@ class LoraWeights:
     @property
     def out_features(self) -> int:
         """Width of the projection's output."""
-        return self.b.shape[2]
+        return self.b.shape[2] if self.packed_width is None else self.packed_width
+
+    @property
+    def _sizes_of_b(self) -> list[int]:
+        """Sizes of a row of `b`."""
+        if self.packed_width is None:
+            return [ROW_RANK, self.b.shape[2]]
+        return list(packed_sizes(self.packed_width))
+
+    def plain_b(self, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of B ([n] int64), [n, ROW_RANK, out_features]."""
+        b = self.b.index_select(0, rows)
+        return b if self.packed_width is None else unpack_b(b, self.packed_width)
+
+    def pack(self) -> LoraWeights:
+        """The same parameters with a packed copy of `b`, which is not packed."""
+        return replace(self, b=pack_b(self.b), packed_width=self.out_features)
 
     @property
     def max_rank(self) -> int:
@@ -135,6 +159,54 @@ def rank_rows(a: torch.Tensor, b: torch.Tensor) -> LoraRows:
         return filled.reshape(-1, ROW_RANK, values.shape[1])
 
     return LoraRows(cut(a), cut(b.t()))
+
+
+def packed_sizes(width: int) -> tuple[int, int]:
+    """Sizes of a packed row of B of so many columns."""
+    return -(-width // B_COLUMNS), ROW_RANK * B_COLUMNS
+
+
+def pack_b(rows: torch.Tensor) -> torch.Tensor:
+    """Packs rows of B for the native operations, in which a product's columns are computed a few at
+    a time: what they take of a row is one piece of memory, and the next columns' follows it.
+
+    A block of B_COLUMNS columns is laid out as a panel of a weight (csrc/linear.h): in words of 32
+    bits, a float or two bfloat16 of neighbouring ranks, all columns' first words, then all second
+    ones. The last block is filled up with zeros.
+
+    Args:
+        rows: [n, ROW_RANK, out_features], on the CPU.
+
+    Returns:
+        [n, blocks, ROW_RANK * B_COLUMNS].
+    """
+    count, _, width = rows.shape
+    blocks, size = packed_sizes(width)
+    packed = torch.zeros((count, blocks, size), dtype=rows.dtype)
+    # By numpy: torch's threads are those that steps run on.
+    words, given = (t.view(_WORDS[rows.itemsize]).numpy() for t in (packed, rows))
+    ranks = words.reshape(count, blocks, -1, B_COLUMNS, 4 // rows.itemsize)
+    full = width // B_COLUMNS
+    for rank in range(ROW_RANK):
+        step, half = divmod(rank, 4 // rows.itemsize)
+        to, some = ranks[:, :, step, :, half], given[:, rank]
+        whole = some[:, : full * B_COLUMNS]
+        to[:, :full] = whole.reshape(count, full, B_COLUMNS)
+        if full < blocks:
+            to[:, full, : width % B_COLUMNS] = some[:, full * B_COLUMNS :]
+    return packed
+
+
+def unpack_b(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """Undoes `pack_b`; returns a new tensor, [n, ROW_RANK, width]."""
+    count, blocks, _ = packed.shape
+    per_word = 4 // packed.itemsize
+    ranks = packed.view(count, blocks, -1, B_COLUMNS, per_word).permute(0, 2, 4, 1, 3)
+    return ranks.reshape(count, ROW_RANK, blocks * B_COLUMNS)[:, :, :width].contiguous()
+
+
+_WORDS = {2: torch.int16, 4: torch.int32}
+"""Integer dtypes by size in bytes: numpy has no bfloat16."""
 
 
 class HostSegments(NamedTuple):
@@ -344,7 +416,7 @@ def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: Lor
         shrunk = given.transpose(1, 2).flatten(0, 1).float()
         added = torch.zeros((tokens.shape[0], part.out_features))
         # Rank by rank: how a product is cut, and so what it rounds, would depend on the tokens.
-        for ranks, b in zip(shrunk, part.b.index_select(0, b_rows).flatten(0, 1), strict=True):
+        for ranks, b in zip(shrunk, part.plain_b(b_rows).flatten(0, 1), strict=True):
             added += ranks[:, None] * b.float()
         _add(out, tokens, part, added)
 
@@ -358,7 +430,7 @@ def add_lora_reference(out: torch.Tensor, x: torch.Tensor, addition: LoraAdditio
             if count:
                 a_rows, b_rows = _rows_of(part, addition.layer, slot, count)
                 shrunk = given @ part.a.index_select(0, a_rows).flatten(0, 1).float().t()
-                b = part.b.index_select(0, b_rows).flatten(0, 1).float()
+                b = part.plain_b(b_rows).flatten(0, 1).float()
                 _add(out, tokens, part, shrunk @ b)
 
 
@@ -416,7 +488,8 @@ def describe_lora(
     num_layers = max(layers, default=0)
     width = max(sum(part.max_rank for part in group) for group in groups)
     blocks = torch.empty(num_segments + 1, dtype=torch.int64)
-    shrunk = torch.empty(tokens * width, dtype=torch.float32)
+    # On AMX the ranks of 16 tokens are read at a time, whatever their number.
+    shrunk = torch.empty((tokens + 15) * width, dtype=torch.float32)
     described = cpu.LoraStruct(
         (cpu.LoraGroupStruct * 4)(*(describe_group(group) for group in groups)),
         segments.token_slots.data_ptr(),
@@ -435,9 +508,15 @@ def describe_lora(
 
 
 def describe_group(parts: tuple[LoraWeights, ...]) -> cpu.LoraGroupStruct:
-    """The parts of one product for the native operations."""
+    """The parts of one product for the native operations.
+
+    Raises:
+        ValueError: B is not packed.
+    """
     described, offset = [], 0
     for part in parts:
+        if part.packed_width is None:
+            raise ValueError("LoRA rows of B are not packed for the native operations")
         described.append(
             cpu.LoraPartStruct(
                 *(t.data_ptr() for t in (part.a, part.b, part.table, part.rows_of_b, part.counts)),

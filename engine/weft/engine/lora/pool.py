@@ -28,7 +28,8 @@ from weft.engine.lora.rows import DevicePlace, Rows
 from weft.engine.lora.weights import Half, HostWeights, host_weights
 from weft.engine.models.checkpoint import Checkpoint
 from weft.engine.models.config import ModelConfig
-from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights
+from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights, packed_sizes
+from weft.kernels.memory import huge_zeros
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class LoraPool:
         """Slots of the tables, including the one for no adapter."""
         try:
             self._weights = {part.name: self._new(part, device) for part in projections}
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"lora_memory_bytes: {limits.memory_bytes:,} bytes for adapters do not fit: {error}"
             ) from error
@@ -156,22 +157,30 @@ class LoraPool:
         self._stream = _new_stream(device) if self._is_cuda else None
 
     def _new(self, part: Projection, device: torch.device) -> LoraWeights:
-        def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        def zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
+
+        def rows(*size: int) -> torch.Tensor:
+            if self._is_cuda:
+                return zeros(size, self._dtype)
+            return huge_zeros(size, self._dtype)
 
         counts, own_b = self.limits.num_rows, part.name + B_SUFFIX
         max_rows = -(-self._max_rank // ROW_RANK)
         slots = (part.num_layers, self.max_slots * part.num_experts)
         num_b = counts[own_b if part.is_expert else part.name]
+        width = part.out_features
+        sizes_of_b = (ROW_RANK, width) if self._is_cuda else packed_sizes(width)
         return LoraWeights(
-            a=zeros((counts[part.name], ROW_RANK, part.in_features), self._dtype),
-            b=zeros((num_b, ROW_RANK, part.out_features), self._dtype),
+            a=rows(counts[part.name], ROW_RANK, part.in_features),
+            b=rows(num_b, *sizes_of_b),
             table=zeros((*slots, max_rows), torch.int32),
             counts=zeros(slots, torch.int32),
             column=part.column,
             b_table=zeros((*slots, max_rows), torch.int32) if part.is_expert else None,
             is_a_shared=part.is_a_shared,
             is_b_shared=part.is_b_shared,
+            packed_width=None if self._is_cuda else width,
         )
 
     @property
@@ -207,7 +216,7 @@ class LoraPool:
             parts = tuple(self._projections.values())
             try:
                 weights = host_weights(
-                    adapter, parts, self._max_rank, self._own_weight, is_pinned=self._is_cuda
+                    adapter, parts, self._max_rank, self._own_weight, for_gpu=self._is_cuda
                 )
             except AdapterError as error:
                 raise AdapterError(f"adapter {directory}: {error.message}") from error
@@ -230,7 +239,7 @@ class LoraPool:
             return weights
         adapter = Adapter(digest=weights.digest, rank=0, modules=modules)
         drafts = host_weights(
-            adapter, parts, self._max_rank, self._own_weight, is_pinned=self._is_cuda
+            adapter, parts, self._max_rank, self._own_weight, for_gpu=self._is_cuda
         )
         if weights.num_bytes + drafts.num_bytes > self.limits.host_bytes:
             logger.warning(

@@ -12,7 +12,7 @@ from weft.engine.errors import AdapterError
 from weft.engine.lora.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.lora.projections import B_SUFFIX, EMBED_TOKENS, LM_HEAD, Projection
 from weft.engine.lora.words import words_of
-from weft.kernels.lora import ROW_RANK
+from weft.kernels.lora import ROW_RANK, pack_b
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -22,7 +22,7 @@ class Half:
     """All A matrices of one kind of projection, or all B matrices."""
 
     rows: torch.Tensor
-    """The rows, [n, ROW_RANK, features]."""
+    """The rows, [n, ROW_RANK, features]; of B for a CPU, packed (`weft.kernels.lora.pack_b`)."""
     index: Int32Array
     """Row numbers of each layer and expert, [layers, experts, max_rows], in order of rank; 0 beyond
     its count.
@@ -80,7 +80,7 @@ def host_weights(
     max_rank: int,
     own_weight: OwnWeight,
     *,
-    is_pinned: bool,
+    for_gpu: bool,
 ) -> HostWeights:
     """Cuts an adapter into rows.
 
@@ -89,7 +89,7 @@ def host_weights(
         projections: What it may change.
         max_rank: Largest rank of any adapter.
         own_weight: Looks into the model; asked where an adapter has whole rows.
-        is_pinned: In page-locked memory, from which a GPU copies by itself.
+        for_gpu: In page-locked memory, from which a GPU copies by itself; else B is packed.
 
     Raises:
         AdapterError: It changes something else, or in a way that is not served.
@@ -112,8 +112,10 @@ def host_weights(
         if not any(change is not None for change in changes):
             continue
         sizes = (part.num_experts, max_rows)
-        a = _half([c.a if c else None for c in changes], *sizes, is_pinned=is_pinned)
-        b = _half([c.b.mT if c else None for c in changes], *sizes, is_pinned=is_pinned)
+        a = _half([c.a if c else None for c in changes], *sizes, is_pinned=for_gpu)
+        b = _half([c.b.mT if c else None for c in changes], *sizes, is_pinned=for_gpu)
+        if not for_gpu:
+            b = Half(pack_b(b.rows), b.index)
         ranks = np.array([change.rank if change else 0 for change in changes], np.int32)
         most.append(int(ranks.max()))
         counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)

@@ -11,6 +11,7 @@
 #include "team.h"
 
 #define ROW_RANK 8
+#define B_COLUMNS 16 /* of a block of b */
 #define MAX_PARTS 3
 #define SHRINK_RANKS 4
 #define EXPAND_ROWS 8
@@ -28,7 +29,7 @@ typedef enum { TO_QKV, TO_O, TO_GATE_UP, TO_DOWN, GROUPS, TO_W13 = 0, TO_W2 = 1 
 /* All of these as laid out by weft/kernels/cpu.py. */
 typedef struct {
   const char *a;         /* [rows, ROW_RANK, in_features] */
-  const char *b;         /* [rows, ROW_RANK, out_features] */
+  const char *b;         /* [rows, blocks of 16 columns, steps along ranks, 16 words], see tile.h */
   const int32_t *table;  /* [layers, slots, max_rows]: rows of a */
   const int32_t *b_table; /* the same of b */
   const int32_t *counts; /* [layers, slots] */
@@ -50,7 +51,7 @@ typedef struct {
   const int32_t *starts;      /* [segments + 1] */
   const int32_t *slots;       /* [segments] */
   int64_t *blocks;            /* [segments + 1]: blocks of tokens before each; set here */
-  float *shrunk;              /* [tokens, width]; pairs where lora_amx.h adds: see there */
+  float *shrunk;              /* [tokens + 15, width]; pairs where lora_amx.h adds: see there */
   int64_t tokens, segments, width;
 } Lora;
 
@@ -204,23 +205,35 @@ static void shrink_block(const Lora *lora, const LoraPart *part, int is_bf16, co
   }
 }
 
+/* The words of a row of b from `column` on, up to the end of its block; B_COLUMNS a step. */
+INLINE const char *words_of_b(const int is_bf16, const LoraPart *part, long row, long column) {
+  const long blocks = (part->out_features + B_COLUMNS - 1) / B_COLUMNS;
+  const long steps = (row * blocks + column / B_COLUMNS) * (is_bf16 ? ROW_RANK / 2 : ROW_RANK);
+  return part->b + 4 * (steps * B_COLUMNS + column % B_COLUMNS);
+}
+
 /* to[r] += ranks[r] * b, for `vectors` vectors of n columns: n is VL, or less for a single one. */
 INLINE void expand_rows(const int is_bf16, const int rows, const int vectors, int n,
                         const LoraPart *part, const int32_t *table, long count, long column,
                         const float *const *ranks, float *const *to) {
-  const long out = part->out_features;
   vf sum[EXPAND_ROWS][2];
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) sum[r][v] = (vf){0};
   for (long i = 0; i < count; i++) {
-    const long begin = (long)table[i] * ROW_RANK * out + column;
+    const char *words[2];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++)
+      words[v] = words_of_b(is_bf16, part, table[i], column + v * VL);
     for (int j = 0; j < ROW_RANK; j++) {
       vf b[2];
 #pragma GCC unroll 2
-      for (int v = 0; v < vectors; v++)
-        b[v] = load_some(part->b, is_bf16, begin + j * out + v * VL, n);
+      for (int v = 0; v < vectors; v++) {
+        const long step = is_bf16 ? j / 2 : j;
+        b[v] = (vf)load_words(words[v] + 4 * B_COLUMNS * step, 4 * (size_t)n);
+        if (is_bf16) b[v] = j % 2 == 0 ? (vf)((vu)b[v] << 16) : (vf)((vu)b[v] & 0xffff0000u);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
@@ -234,12 +247,14 @@ INLINE void expand_rows(const int is_bf16, const int rows, const int vectors, in
       store_some(to[r], 0, v * VL, n, load_some(to[r], 0, v * VL, n) + sum[r][v]);
 }
 
-/* The same for n columns; moves `to` on. */
+/* The same for n columns; moves `to` on. A part may begin in the middle of a panel: then vectors
+ * end where blocks of b do. */
 INLINE void expand_columns(const int is_bf16, const int rows, int n, const LoraPart *part,
                            const int32_t *table, long count, long column,
                            const float *const *ranks, float **to) {
   while (n > 0) {
-    const int some = n >= 2 * VL ? 2 * VL : at_most(n, VL);
+    const int whole = VL - (int)(column % VL);
+    const int some = whole == VL && n >= 2 * VL ? 2 * VL : at_most(n, whole);
     if (some == 2 * VL)
       expand_rows(is_bf16, rows, 2, VL, part, table, count, column, ranks, to);
     else if (some == VL)

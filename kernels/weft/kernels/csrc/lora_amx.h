@@ -1,26 +1,62 @@
 /* The additions of lora.h on AMX, for bfloat16 and tokens that are sorted by adapter (those of
  * experts are not).
  *
- * A rank is kept as the sum of two bfloat16, some 16 bits of it: as a pair along K it is multiplied
- * by the pair of a weight and the same weight. */
+ * A rank is kept as the sum of two bfloat16, some 16 bits of it. Tokens' ranks lie in the order of
+ * adapters, so that those of one are loaded as a tile; a row of ranks is its pairs of neighbours
+ * nearest to them, then the pairs of the rests, and each are multiplied by the same words of b. */
 #ifndef WEFT_LORA_AMX_H
 #define WEFT_LORA_AMX_H
 
 #include "amx.h"
 #include "lora.h"
 
+/* A unit of work: some tokens of one adapter, and a part that changes them. */
+typedef struct {
+  const LoraPart *part;
+  const int32_t *rows; /* of a */
+  long count;
+  long block; /* of tokens */
+  long first; /* place */
+  int tokens;
+} Shrinkage;
+
+static Shrinkage shrinkage_of(const Addition *add, int64_t unit) {
+  const Lora *lora = add->lora;
+  const LoraPart *part = &add->group->parts[unit % add->group->count];
+  const long block = unit / add->group->count;
+  long s = 0, last = lora->segments;
+  while (last - s > 1) { /* the last segment whose blocks begin at this one or before */
+    const long middle = (s + last) / 2;
+    if (lora->blocks[middle] <= block)
+      s = middle;
+    else
+      last = middle;
+  }
+  const long first = lora->starts[s] + (block - lora->blocks[s]) * block_tokens();
+  return (Shrinkage){part, lora_rows(part, part->table, add->layer, lora->slots[s]),
+                     lora_count(part, add->layer, lora->slots[s]), block, first,
+                     at_most(lora->starts[s + 1] - first, block_tokens())};
+}
+
 #if HAS_AMX
 
 #define TOKEN_WORDS 1024 /* of K, of 16 tokens, that lie packed at a time */
 
-/* As pairs: what is nearest to x, and what is nearest to the rest. */
-INLINE __m512i split_ranks(__m512 x) {
+/* What is nearest to x in bfloat16, as floats. */
+INLINE __m512 nearest_to(__m512 x) {
   const __m512i nearest = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
-  const __m512 rounded = (__m512)_mm512_slli_epi32(nearest, 16);
-  const __mmask16 is_finite = _mm512_cmp_ps_mask(rounded - rounded, rounded - rounded, _CMP_ORD_Q);
-  const __m512 rest = _mm512_maskz_sub_ps(is_finite, x, rounded);
-  const __m512i upper = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(rest));
-  return _mm512_or_si512(nearest, _mm512_slli_epi32(upper, 16));
+  return (__m512)_mm512_slli_epi32(nearest, 16);
+}
+
+/* And what is nearest to the rest. */
+INLINE __m512 rest_of(__m512 x, __m512 nearest) {
+  const __mmask16 is_finite = _mm512_cmp_ps_mask(nearest - nearest, nearest - nearest, _CMP_ORD_Q);
+  return nearest_to(_mm512_maskz_sub_ps(is_finite, x, nearest));
+}
+
+/* Of floats that are bfloat16. */
+INLINE __m512i pair_of(__m512 first, __m512 second) {
+  return _mm512_or_si512(_mm512_srli_epi32((__m512i)first, 16), (__m512i)second);
 }
 
 /* The ends of `count` rows of K, fewer bytes than a tile is deep, with zeros behind them. */
@@ -29,9 +65,16 @@ static void copy_end(char (*end)[64], const char *const *rows, int count, long b
   for (int r = 0; r < count; r++) memcpy(end[r], rows[r], (size_t)bytes);
 }
 
+/* 16 tokens of a unit of work, packed for all parts of its group. */
+typedef struct {
+  ALIGNED uint32_t words[TOKEN_WORDS * 16];
+  long block; /* of tokens; -1: none */
+  long first; /* word of K */
+} Packed;
+
 /* Words first .. first + words - 1 of 16 tokens' rows side by side; zeros up to a tile's depth. */
 static void pack_tokens(const char *const *rows, long bytes, long first, long words,
-                        uint32_t *packed, Prefetch *ahead) {
+                        uint32_t *packed) {
   ALIGNED char end[16][64];
   for (long w = first; w < first + words; w += AMX_DEPTH, packed += AMX_DEPTH * 16) {
     const char *from[16];
@@ -40,183 +83,226 @@ static void pack_tokens(const char *const *rows, long bytes, long first, long wo
       copy_end(end, from, 16, bytes - 4 * w);
       for (int t = 0; t < 16; t++) from[t] = end[t];
     }
-    ask_ahead(ahead, ROW_RANK);
     transpose_words(from, AMX_DEPTH, packed, 16);
   }
 }
 
-/* Eight ranks of 16 tokens: adds words first .. first + words - 1 of K to tile 0. */
-static void shrink_words(const char *a, long bytes, long first, long words,
-                         const uint32_t *packed, Prefetch *ahead) {
+/* Adds one tile's depth to tile 0 or 1, which take turns: a multiplication waits for the one before
+ * it that adds to the same tile. */
+INLINE void shrink_depth(long word, const char *a, long stride, const uint32_t *packed) {
+  _tile_loadd(6, packed, 64);
+  _tile_loadd(4, a, stride);
+  if (word / AMX_DEPTH % 2 == 0)
+    _tile_dpbf16ps(0, 4, 6);
+  else
+    _tile_dpbf16ps(1, 4, 6);
+}
+
+/* `ranks` ranks of 16 tokens: adds words first .. first + words - 1 of K to tiles 0 and 1. */
+static void shrink_words(const char *a, int ranks, long bytes, long first, long words,
+                         const uint32_t *packed) {
   const long deep = bytes / 64 * AMX_DEPTH, whole = deep < first + words ? deep : first + words;
   complete_writes();
-  for (long w = first; w < whole; w += AMX_DEPTH, packed += AMX_DEPTH * 16) {
-    _tile_loadd(6, packed, 64);
-    _tile_loadd(4, a + 4 * w, bytes);
-    ask_ahead(ahead, ROW_RANK);
-    _tile_dpbf16ps(0, 4, 6);
-  }
+  for (long w = first; w < whole; w += AMX_DEPTH, packed += AMX_DEPTH * 16)
+    shrink_depth(w, a + 4 * w, bytes, packed);
   if (whole == first + words) return;
-  ALIGNED char end[ROW_RANK][64];
-  const char *from[ROW_RANK];
-  for (int r = 0; r < ROW_RANK; r++) from[r] = a + r * bytes + 4 * whole;
-  copy_end(end, from, ROW_RANK, bytes - 4 * whole);
+  ALIGNED char end[2 * ROW_RANK][64];
+  const char *from[2 * ROW_RANK];
+  for (int r = 0; r < ranks; r++) from[r] = a + r * bytes + 4 * whole;
+  copy_end(end, from, ranks, bytes - 4 * whole);
   complete_writes();
-  _tile_loadd(6, packed, 64);
-  _tile_loadd(4, end, 64);
-  _tile_dpbf16ps(0, 4, 6);
+  shrink_depth(whole, end[0], 64, packed);
 }
 
-/* Eight ranks of some tokens, from tile 0 to where the ranks of token 0 begin. */
-static void store_ranks(uint32_t *shrunk, long width, const int32_t *tokens, int num_tokens) {
-  ALIGNED float ranks[16][16];
-  ALIGNED uint32_t pairs[16][16];
+/* The ranks of some tokens, from tiles 0 and 1 to these tokens' places. */
+static void store_ranks(uint32_t *places, long width, int ranks, int num_tokens) {
+  ALIGNED float sums[2][16][16];
+  ALIGNED uint32_t words[16][16], pairs[16][16];
   const char *rows[16];
-  _tile_stored(0, ranks, 64);
-  for (int r = 0; r < 16; r++) rows[r] = (const char *)ranks[r % ROW_RANK];
-  for (int r = 0; r < ROW_RANK; r++)
-    _mm512_store_si512(ranks[r], split_ranks(_mm512_load_ps(ranks[r])));
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
+  complete_writes();
+  for (int r = 0; r < ranks; r += 2) {
+    const __m512 even = _mm512_add_ps(_mm512_load_ps(sums[0][r]), _mm512_load_ps(sums[1][r]));
+    const __m512 odd =
+        _mm512_add_ps(_mm512_load_ps(sums[0][r + 1]), _mm512_load_ps(sums[1][r + 1]));
+    const __m512 first = nearest_to(even), second = nearest_to(odd);
+    const int word = r / ROW_RANK * ROW_RANK + r % ROW_RANK / 2;
+    _mm512_store_si512(words[word], pair_of(first, second));
+    _mm512_store_si512(words[word + ROW_RANK / 2],
+                       pair_of(rest_of(even, first), rest_of(odd, second)));
+  }
+  for (int r = 0; r < 16; r++) rows[r] = (const char *)words[r % ranks];
   transpose_words(rows, 16, pairs[0], 16);
-  for (int t = 0; t < num_tokens; t++) memcpy(shrunk + tokens[t] * width, pairs[t], ROW_RANK * 4);
+  for (int t = 0; t < num_tokens; t++) memcpy(places + t * width, pairs[t], (size_t)ranks * 4);
 }
 
-/* The ranks, as pairs, of up to 16 tokens of one adapter in one part. */
-static void shrink_block_amx(const Lora *lora, const LoraPart *part, const int32_t *rows,
-                             long count, const char *x, const int32_t *tokens, int num_tokens,
+/* The ranks, as pairs. Two rows of a that follow each other are multiplied at once. */
+static void shrink_block_amx(const Lora *lora, const Shrinkage *s, const char *x, Packed *packed,
                              Amx *amx) {
-  const long bytes = part->in_features * 2, words = (bytes + 3) / 4;
-  ALIGNED uint32_t packed[TOKEN_WORDS * 16];
+  const int32_t *tokens = lora->order + s->first;
+  const long bytes = s->part->in_features * 2, words = (bytes + 3) / 4;
+  uint32_t *places = (uint32_t *)lora->shrunk + s->first * lora->width + s->part->offset;
   const char *from[16];
-  for (int t = 0; t < 16; t++) from[t] = x + tokens[t < num_tokens ? t : 0] * bytes;
-  set_up_amx(amx, ROW_RANK);
-  for (long i = 0; i < count; i++) {
-    const char *a = part->a + rows[i] * ROW_RANK * bytes;
-    Prefetch this = {.now = {a, a + ROW_RANK * bytes}}, next = {0};
-    if (i + 1 < count) {
-      next.now.begin = part->a + rows[i + 1] * ROW_RANK * bytes;
-      next.now.end = next.now.begin + ROW_RANK * bytes;
-    }
+  for (int t = 0; t < 16; t++) from[t] = x + tokens[t < s->tokens ? t : 0] * bytes;
+  for (long i = 0; i < s->count;) {
+    const int rows = i + 1 < s->count && s->rows[i + 1] == s->rows[i] + 1 ? 2 : 1;
+    const char *a = s->part->a + s->rows[i] * ROW_RANK * bytes;
+    set_up_amx(amx, rows * ROW_RANK);
     _tile_zero(0);
+    _tile_zero(1);
     for (long first = 0; first < words; first += TOKEN_WORDS) {
       const long some = at_most(words - first, TOKEN_WORDS);
-      if (i == 0 || words > TOKEN_WORDS)
-        pack_tokens(from, bytes, first, some, packed, &this);
-      shrink_words(a, bytes, first, some, packed, &next);
+      if (packed->block != s->block || packed->first != first)
+        pack_tokens(from, bytes, first, some, packed->words);
+      packed->block = s->block;
+      packed->first = first;
+      shrink_words(a, rows * ROW_RANK, bytes, first, some, packed->words);
     }
-    store_ranks((uint32_t *)lora->shrunk + part->offset + i * ROW_RANK, lora->width, tokens,
-                num_tokens);
+    store_ranks(places + i * ROW_RANK, lora->width, rows * ROW_RANK, s->tokens);
+    i += rows;
   }
 }
 
-/* Up to 16 ranks of a part and an adapter, and where they are added. */
+/* Up to two rows of ranks of an adapter in a part, and what they are added to. */
 typedef struct {
-  const Piece *piece;
-  const uint32_t *shrunk; /* of token 0 */
-  long width; /* of a token's */
+  const LoraPart *part;
   const int32_t *rows; /* of b */
-  int num_ranks;
+  int num_rows;
+  long ahead;             /* bytes from a piece of b to the same row's in the next panel */
+  const uint32_t *shrunk; /* of place 0 */
+  long width;             /* of a place's */
+  const int32_t *order;
+  long first_row; /* of the product, that row 0 of a slice belongs to */
 } Expansion;
 
-static float *sums_of(const Piece *piece, long token) {
-  return piece->c + (token - piece->first_row) * PANEL;
-}
+/* Columns of a piece that lie in one block of b. */
+typedef struct {
+  long column; /* of the part's: where the block begins */
+  __mmask16 wanted; /* of the block's */
+  float *c; /* [rows][PANEL]: where these begin */
+} Slice;
 
-/* b[rank][column] = the pair of a weight and itself; zeros elsewhere. */
-static void pack_ranks(const Expansion *e, uint32_t *b) {
-  const LoraPart *part = e->piece->part;
-  const bf16 *weights = (const bf16 *)part->b + e->piece->column;
-  const __mmask32 wanted = (__mmask32)(((uint64_t)1 << e->piece->n) - 1);
-  for (int r = 0; r < AMX_DEPTH; r++, b += PANEL) {
-    __m512i row = _mm512_setzero_si512();
-    if (r < e->num_ranks) {
-      const long rank = (long)e->rows[r / ROW_RANK] * ROW_RANK + r % ROW_RANK;
-      row = _mm512_maskz_loadu_epi16(wanted, weights + rank * part->out_features);
-    }
-    const __m512i lower = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(row));
-    const __m512i upper = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(row, 1));
-    _mm512_store_si512(b, _mm512_or_si512(lower, _mm512_slli_epi32(lower, 16)));
-    _mm512_store_si512(b + 16, _mm512_or_si512(upper, _mm512_slli_epi32(upper, 16)));
+#define MOST_SLICES 3 /* of a panel: it may begin and end within a block */
+
+static int slices_of(const Piece *piece, Slice *slices) {
+  int count = 0;
+  for (int done = 0; done < piece->n; count++) {
+    const int first = (int)((piece->column + done) % B_COLUMNS);
+    const int n = at_most(piece->n - done, B_COLUMNS - first);
+    slices[count] = (Slice){piece->column + done - first,
+                            (__mmask16)(((1u << n) - 1) << first), piece->c + done};
+    done += n;
   }
+  return count;
 }
 
-/* Adds to the rows `tokens`, at most AMX_ROWS; b as of pack_ranks. */
-static void expand_many(const Expansion *e, const int32_t *tokens, int rows, const uint32_t *b,
-                        Amx *amx) {
-  const Piece *piece = e->piece;
-  const uint32_t *first = e->shrunk + tokens[0] * e->width;
-  Prefetch none = {0};
-  if (tokens[rows - 1] - tokens[0] == rows - 1 && e->num_ranks == AMX_DEPTH && piece->n == PANEL) {
-    amx_tile(1, rows, 64, (const char *)first, e->width * 4, b, sums_of(piece, tokens[0]), PANEL,
-             &none, amx);
+/* Adds 16 columns' sums to what of them is wanted. */
+INLINE void add_to_slice(const Expansion *e, const Slice *slice, long place, __m512 sum) {
+  float *to = slice->c + (e->order[place] - e->first_row) * PANEL;
+  const __mmask16 all = 0xffff;
+  if (slice->wanted == all) {
+    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sum));
     return;
   }
-  ALIGNED uint32_t ranks[AMX_ROWS * AMX_DEPTH]; /* what lies behind the last row is not used */
-  ALIGNED float sums[AMX_ROWS * PANEL];
-  const __mmask16 wanted = (__mmask16)((1u << e->num_ranks) - 1);
-  for (int r = 0; r < rows; r++)
-    _mm512_store_si512(ranks + r * AMX_DEPTH,
-                       _mm512_maskz_loadu_epi32(wanted, e->shrunk + tokens[r] * e->width));
-  amx_tile(0, rows > AMX_DEPTH ? AMX_ROWS : AMX_DEPTH, 64, (const char *)ranks, 64, b, sums, PANEL,
-           &none, amx);
-  for (int r = 0; r < rows; r++)
-    for (int i = 0; i < piece->n; i += VL) {
-      float *to = sums_of(piece, tokens[r]) + i;
-      const int n = at_most(piece->n - i, VL);
-      store_some(to, 0, 0, n, load_some(to, 0, 0, n) + *(vf *)(sums + r * PANEL + i));
+  const __mmask16 some = (__mmask16)((1u << __builtin_popcount(slice->wanted)) - 1);
+  const __m512 added = _mm512_maskz_compress_ps(slice->wanted, sum);
+  _mm512_mask_storeu_ps(to, some, _mm512_add_ps(_mm512_maskz_loadu_ps(some, to), added));
+}
+
+/* The words of b twice, for the pairs of what is nearest and for those of the rests; zeros behind
+ * the last row. */
+static void pack_ranks(const Expansion *e, long column, uint32_t *b) {
+  for (int i = 0; i < AMX_DEPTH / ROW_RANK; i++, b += ROW_RANK * 16) {
+    const int is_there = i < e->num_rows;
+    const char *words = is_there ? words_of_b(1, e->part, e->rows[i], column) : NULL;
+    for (int w = 0; w < ROW_RANK / 2; w++) {
+      if (is_there) __builtin_prefetch(words + e->ahead + w * 64, 0, 2);
+      const __m512i word = is_there ? _mm512_loadu_si512(words + w * 64) : _mm512_setzero_si512();
+      _mm512_store_si512(b + w * 16, word);
+      _mm512_store_si512(b + (w + ROW_RANK / 2) * 16, word);
     }
+  }
+}
+
+/* Adds to the tokens at `count` places, 16 at a time. */
+static void expand_many(const Expansion *e, const Slice *slices, int num_slices, long first,
+                        long count, Amx *amx) {
+  ALIGNED uint32_t b[MOST_SLICES][AMX_DEPTH * 16];
+  ALIGNED uint32_t ranks[AMX_DEPTH * AMX_DEPTH];
+  ALIGNED float sums[AMX_DEPTH * 16];
+  for (int i = 0; i < num_slices; i++) pack_ranks(e, slices[i].column, b[i]);
+  set_up_amx(amx, AMX_DEPTH);
+  for (long done = 0; done < count; done += AMX_DEPTH) {
+    const int some = at_most(count - done, AMX_DEPTH);
+    /* Up to 16 places are loaded, of which those behind the last one do not matter. */
+    const uint32_t *from = e->shrunk + (first + done) * e->width;
+    complete_writes();
+    if (e->num_rows == 2) {
+      _tile_loadd(4, from, e->width * 4);
+    } else {
+      for (int t = 0; t < some; t++)
+        _mm512_store_si512(ranks + t * AMX_DEPTH,
+                           _mm512_maskz_loadu_epi32(0xff, from + t * e->width));
+      complete_writes();
+      _tile_loadd(4, ranks, 64);
+    }
+    for (int i = 0; i < num_slices; i++) {
+      _tile_loadd(6, b[i], 64);
+      _tile_zero(0);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_stored(0, sums, 64);
+      complete_writes();
+      for (int t = 0; t < some; t++)
+        add_to_slice(e, &slices[i], first + done + t, _mm512_load_ps(sums + t * 16));
+    }
+  }
 }
 
 #define FEW_ROWS 4
 
-/* The same for up to FEW_ROWS rows and 16 columns, by vectors, as amx_row does. */
-INLINE void expand_few(const Expansion *e, const int32_t *tokens, const int rows, int column) {
-  const LoraPart *part = e->piece->part;
-  const int n = at_most(e->piece->n - column, 16);
-  const __mmask16 wanted = (__mmask16)((1u << n) - 1);
-  const bf16 *weights = (const bf16 *)part->b + e->piece->column + column;
-  const uint32_t *pairs[FEW_ROWS];
-  __m512 first[FEW_ROWS], second[FEW_ROWS];
+/* The same for up to FEW_ROWS places and one slice, by vectors, as amx_row does. */
+INLINE void expand_few(const Expansion *e, const Slice *slice, const int rows, long first) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  __m512 even[FEW_ROWS], odd[FEW_ROWS];
 #pragma GCC unroll 4
-  for (int r = 0; r < rows; r++) {
-    pairs[r] = e->shrunk + tokens[r] * e->width;
-    first[r] = second[r] = _mm512_setzero_ps();
-  }
-  for (int rank = 0; rank < e->num_ranks; rank++) {
-    const long row = (long)e->rows[rank / ROW_RANK] * ROW_RANK + rank % ROW_RANK;
-    const __m256i words = _mm256_maskz_loadu_epi16(wanted, weights + row * part->out_features);
-    const __m512 b = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);
+  for (int r = 0; r < rows; r++) even[r] = odd[r] = _mm512_setzero_ps();
+  for (int i = 0; i < e->num_rows; i++) {
+    const char *words = words_of_b(1, e->part, e->rows[i], slice->column);
+    const uint32_t *pairs = e->shrunk + first * e->width + i * ROW_RANK;
+    for (int w = 0; w < ROW_RANK / 2; w++) __builtin_prefetch(words + e->ahead + w * 64, 0, 2);
+#pragma GCC unroll 8
+    for (int w = 0; w < ROW_RANK; w++) {
+      const __m512i word = _mm512_loadu_si512(words + w % (ROW_RANK / 2) * 64);
+      const __m512 lower = (__m512)_mm512_slli_epi32(word, 16);
+      const __m512 higher = (__m512)_mm512_and_si512(word, upper);
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) {
-      const __m512i pair = _mm512_set1_epi32((int)pairs[r][rank]);
-      first[r] = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(pair, 16), b, first[r]);
-      const __m512i upper = _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000u));
-      second[r] = _mm512_fmadd_ps((__m512)upper, b, second[r]);
+      for (int r = 0; r < rows; r++) {
+        const __m512i pair = _mm512_set1_epi32((int)pairs[r * e->width + w]);
+        even[r] = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(pair, 16), lower, even[r]);
+        odd[r] = _mm512_fmadd_ps((__m512)_mm512_and_si512(pair, upper), higher, odd[r]);
+      }
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < rows; r++) {
-    float *to = sums_of(e->piece, tokens[r]) + column;
-    const __m512 sum = _mm512_add_ps(first[r], second[r]);
-    _mm512_mask_storeu_ps(to, wanted, _mm512_add_ps(_mm512_maskz_loadu_ps(wanted, to), sum));
-  }
+  for (int r = 0; r < rows; r++)
+    add_to_slice(e, slice, first + r, _mm512_add_ps(even[r], odd[r]));
 }
 
-/* Adds to a segment's rows `tokens` of a unit of work. */
-static void expand_segment(const Expansion *e, const int32_t *tokens, long count, Amx *amx) {
+/* Adds to the tokens at `count` places. */
+static void expand_places(const Expansion *e, const Slice *slices, int num_slices, long first,
+                          long count, Amx *amx) {
   if (count >= 2 * FEW_ROWS) {
-    ALIGNED uint32_t b[AMX_DEPTH * PANEL];
-    pack_ranks(e, b);
-    for (long at = 0; at < count; at += AMX_ROWS)
-      expand_many(e, tokens + at, at_most(count - at, AMX_ROWS), b, amx);
+    expand_many(e, slices, num_slices, first, count, amx);
     return;
   }
-  for (long at = 0; at < count; at += FEW_ROWS)
-    for (int column = 0; column < e->piece->n; column += 16)
-      switch (at_most(count - at, FEW_ROWS)) {
-        case 1: expand_few(e, tokens + at, 1, column); break;
-        case 2: expand_few(e, tokens + at, 2, column); break;
-        case 3: expand_few(e, tokens + at, 3, column); break;
-        default: expand_few(e, tokens + at, 4, column);
+  for (const long end = first + count; first < end; first += FEW_ROWS)
+    for (int i = 0; i < num_slices; i++)
+      switch (at_most(end - first, FEW_ROWS)) {
+        case 1: expand_few(e, &slices[i], 1, first); break;
+        case 2: expand_few(e, &slices[i], 2, first); break;
+        case 3: expand_few(e, &slices[i], 3, first); break;
+        default: expand_few(e, &slices[i], 4, first);
       }
 }
 
@@ -225,6 +311,8 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
   const Lora *lora = add->lora;
   const LoraPart *part = piece->part;
   const long first = piece->first_row, last = first + rows;
+  Slice slices[MOST_SLICES];
+  const int num_slices = slices_of(piece, slices);
   flush_subnormals(amx);
   for (long s = 0; s < lora->segments; s++) {
     if (lora->blocks[s + 1] == lora->blocks[s]) continue;
@@ -233,21 +321,35 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
     const int32_t *table = lora_rows(part, part->b_table, add->layer, lora->slots[s]);
     const long count = lora_count(part, add->layer, lora->slots[s]);
     for (long i = 0; begin < end && i < count; i += AMX_DEPTH / ROW_RANK) {
-      const Expansion some = {.piece = piece, .width = lora->width, .rows = table + i,
+      const Expansion some = {.part = part, .rows = table + i,
+                              .num_rows = at_most(count - i, AMX_DEPTH / ROW_RANK),
+                              .ahead = (long)piece->n * ROW_RANK * 2,
                               .shrunk = (const uint32_t *)lora->shrunk + part->offset + i * ROW_RANK,
-                              .num_ranks = at_most(count - i, AMX_DEPTH / ROW_RANK) * ROW_RANK};
-      expand_segment(&some, lora->order + begin, end - begin, amx);
+                              .width = lora->width, .order = lora->order, .first_row = first};
+      expand_places(&some, slices, num_slices, begin, end - begin, amx);
     }
   }
 }
 
+/* As shrink_share. */
+static void shrink_share_amx(const Addition *add, const char *x, Range *ranges, int threads,
+                             int thread) {
+  Packed packed;
+  packed.block = -1;
+  Amx amx = {0};
+  int at = 0;
+  for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;) {
+    const Shrinkage s = shrinkage_of(add, unit);
+    shrink_block_amx(add->lora, &s, x, &packed, &amx);
+  }
+  release_amx(&amx);
+}
+
 #else
 
-static void shrink_block_amx(const Lora *lora, const LoraPart *part, const int32_t *rows,
-                             long count, const char *x, const int32_t *tokens, int num_tokens,
-                             Amx *amx) {
-  (void)lora, (void)part, (void)rows, (void)count, (void)x, (void)tokens, (void)num_tokens;
-  (void)amx;
+static void shrink_share_amx(const Addition *add, const char *x, Range *ranges, int threads,
+                             int thread) {
+  (void)add, (void)x, (void)ranges, (void)threads, (void)thread;
 }
 static void expand_piece_amx(const Addition *add, const Piece *piece, long rows, Amx *amx) {
   (void)add, (void)piece, (void)rows, (void)amx;
@@ -258,25 +360,16 @@ static void expand_piece_amx(const Addition *add, const Piece *piece, long rows,
 /* This thread's share of shrinking x [tokens, in_features]; `ranges` divide `shrink_units`. */
 static void shrink_share(const Addition *add, int is_bf16, const void *x, Range *ranges,
                          int threads, int thread) {
+  if (uses_amx(is_bf16)) {
+    shrink_share_amx(add, x, ranges, threads, thread);
+    return;
+  }
   const Lora *lora = add->lora;
   int at = 0;
-  long s = 0;
-  Amx amx = {0};
   for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;) {
-    const long block = unit / add->group->count;
-    const LoraPart *part = &add->group->parts[unit % add->group->count];
-    if (block < lora->blocks[s]) s = 0; /* taken from another thread */
-    while (block >= lora->blocks[s + 1]) s++;
-    const long first = lora->starts[s] + (block - lora->blocks[s]) * block_tokens();
-    const int tokens = at_most(lora->starts[s + 1] - first, block_tokens());
-    const int32_t *rows = lora_rows(part, part->table, add->layer, lora->slots[s]);
-    const long count = lora_count(part, add->layer, lora->slots[s]);
-    if (uses_amx(is_bf16))
-      shrink_block_amx(lora, part, rows, count, x, lora->order + first, tokens, &amx);
-    else
-      shrink_block(lora, part, is_bf16, rows, count, x, lora->order + first, tokens);
+    const Shrinkage s = shrinkage_of(add, unit);
+    shrink_block(lora, s.part, is_bf16, s.rows, s.count, x, lora->order + s.first, s.tokens);
   }
-  release_amx(&amx);
 }
 
 /* Adds to tiles of `rows` rows: their n columns from c on are those from `column` of the product. */
