@@ -87,14 +87,22 @@ def gpu_kernels() -> Iterator[None]:
         *common, first_position = arguments
         return attention.paged_attention(*common, first_position=first_position, **trees)
 
-    def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: None) -> torch.Tensor:
+    def normed_linear(
+        x: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        w: LinearWeight,
+        out_dtype: torch.dtype | None = None,
+        lora: None = None,
+    ) -> torch.Tensor:
         assert lora is None
-        return activation.silu_and_mul(x @ w.data.t())
+        product = norm.rms_norm(x, gain, eps) @ w.data.t()
+        return activation.silu_and_mul(product) if w.gated else product.to(out_dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_head, "rope_and_cache", rope_and_cache)
         patch.setattr(draft_head, "paged_attention", paged_attention)
-        patch.setattr(draft_head, "gate_up_silu", gate_up_silu)
+        patch.setattr(draft_head, "normed_linear", normed_linear)
         patch.setattr(draft_head, "rms_norm", norm.rms_norm)
         patch.setattr(draft_head, "_join", draft_rows.join_rows)
         patch.setattr(draft_head, "_join_shifted", draft_rows.join_shifted)
