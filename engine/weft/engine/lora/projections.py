@@ -10,6 +10,8 @@ from weft.engine.models.config import ModelConfig
 
 ROW_RANK = 8
 """Ranks per row (`weft.kernels.lora.ROW_RANK`)."""
+B_COLUMNS = 16
+"""Columns in a block of packed B (`weft.kernels.lora.B_COLUMNS`)."""
 EXPERTS = "experts"
 SHARED_EXPERTS = "shared_experts"
 """Experts that share one A for gate and up, and one B for down."""
@@ -53,7 +55,9 @@ class Projection:
         Args:
             item_bytes: Bytes of a number.
         """
-        a, b = (ROW_RANK * size * item_bytes for size in (self.in_features, self.out_features))
+        # On a CPU blocks of columns are filled up.
+        columns = -(-self.out_features // B_COLUMNS) * B_COLUMNS
+        a, b = (ROW_RANK * size * item_bytes for size in (self.in_features, columns))
         if not self.is_expert:
             return {self.name: (self.num_layers, a + b)}
         all_experts = self.num_layers * self.num_experts
