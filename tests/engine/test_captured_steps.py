@@ -79,6 +79,45 @@ def test_graphs_change_no_token(
         assert bool(counters["accepted_tokens"]) or drafter != "known"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_requests_with_penalties_are_drafted_for(
+    temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts and what is drawn count on the device, before the host knows what was accepted."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))] for _ in range(6)]
+    # Some tokens alone are likely, so that penalties choose among them.
+    few = dict.fromkeys(random.sample(range(3, VOCAB), 5), 30.0)
+    penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.4, "logit_bias": few}
+    params = [
+        SamplingParams(temperature=temperature, seed=5, **(penalties if index % 3 else {}))
+        for index in range(len(prompts))
+    ]
+    stop = StopCriteria(max_tokens=18, ignore_eos=True)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, params, stop)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, DRAFTS)
+        texts = texts_of(prompts, [[sample] for sample in expected], 5)
+        graphs = KnownGraphs(engine, texts, VOCAB, 0.7)
+        found = captured.generate(prompts, params, stop)
+        for sample, wanted in zip(found, expected, strict=True):
+            assert sample.token_ids == wanted.token_ids
+        assert graphs.num_late > 5
+        num_accepted = engine.counters()["accepted_tokens"]
+        # Requests without penalties alone have no more.
+        assert num_accepted > 2 * stop.max_tokens
+    for sample in expected[1:3]:
+        assert 1 < len(set(sample.token_ids)) <= len(few)
+
+
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_chains_that_read_a_steps_requests_are_the_heads(
     overlap: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,14 @@ from device_sampling_cases import DrawCase, draw_on_host, make_case, tables_of
 from gpu_kernels import PoisonedTorch, kernel_module
 from naive_sampling import NaiveParams
 from weft.kernels import noise
-from weft.kernels.device_sampling import SlotTables, draw_rows, pack_slot, top_logits
+from weft.kernels.device_sampling import (
+    DraftedRows,
+    Field,
+    SlotTables,
+    draw_rows,
+    pack_slot,
+    top_logits,
+)
 from weft.kernels.gpu import sampling as gpu_sampling
 from weft.kernels.sampling_reference import (
     ERROR_NO_CANDIDATE,
@@ -142,6 +150,58 @@ def test_drawing_counts_and_rows_may_be_a_part() -> None:
     assert len(set(output)) > 1
     assert tables.counts[1].tolist() == [2 * output.count(i) for i in range(vocab)]
     assert not tables.counts[0].any()
+
+
+def penalised_tables(rng: np.random.Generator, vocab: int) -> SlotTables:
+    """Three slots that count what they draw, and have drawn something."""
+    rows = [
+        pack_slot(
+            temperature=temperature, top_p=top_p, min_p=0.0, seed=int(rng.integers(2**63)), top_k=0,
+            count_row=count_row, frequency=0.9, presence=0.4, repetition=1.3,
+        )
+        for count_row, temperature, top_p in ((0, 1.0, 1.0), (1, 0.0, 1.0), (2, 0.8, 0.9))
+    ]  # fmt: skip
+    counts = torch.from_numpy(rng.integers(0, 4, (len(rows), vocab))).int()
+    return plain_tables(vocab, rows)._replace(counts=counts)
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+def test_rows_behind_drafts_count_those_before_them(chance: float, has_trees: bool) -> None:
+    """As if each was drawn by itself, with the drafts before it as its text; what is drawn counts
+    up to a wrong draft.
+    """
+    rng, vocab, num_drafts = np.random.default_rng(), 70, 5
+    tables, slots = penalised_tables(rng, vocab), torch.tensor([2, *[0] * (num_drafts + 1), 1])
+    parents = [-1, -1, *range(1, 1 + num_drafts), -1]
+    if has_trees:
+        parents[4:7] = [2, 1, 5]
+    # Few tokens are likely: drafts repeat each other, and what was drawn before.
+    logits = torch.from_numpy(rng.normal(0, 1, (len(slots), vocab)).astype(np.float32))
+    logits[:, :6] += 4.0
+    positions, row_tokens = torch.arange(40, 40 + len(slots)), torch.zeros_like(slots)
+    counted = tables.counts.clone()
+    paths: list[list[int]] = []
+    expected: list[int] = []
+    for row, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), row])
+        is_right = rng.random() < chance
+        row_tokens[row] = expected[parent] if is_right and parent >= 0 else int(rng.integers(6))
+        at, mine = slice(row, row + 1), tables.counts.clone()
+        count_row = int(tables.params[slots[row], Field.COUNT_ROW])
+        for draft in paths[row][1:]:
+            mine[count_row, row_tokens[draft]] += 2
+        alone = tables._replace(counts=mine)
+        expected.append(int(draw_rows(logits[at], slots[at], positions[at], alone)))
+        if all(expected[p] == row_tokens[draft] for p, draft in pairwise(paths[row])):
+            counted[count_row, expected[row]] += 2
+    num_counted = int((counted - tables.counts).sum()) // 2
+    assert chance < 1.0 or num_counted == len(slots)
+    words = torch.tensor([sum(1 << row - path[0] for row in path) for path in paths])
+    firsts = torch.tensor([path[0] for path in paths])
+    drafted = DraftedRows(firsts, row_tokens, words if has_trees else None)
+    assert draw_rows(logits, slots, positions, tables, drafted).tolist() == expected
+    assert torch.equal(tables.counts, counted)
 
 
 @pytest.mark.parametrize(("vocab", "num_top"), [(1, 1), (19, 19), (1100, 0), (1100, 5), (2100, 20)])

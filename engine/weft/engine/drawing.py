@@ -15,6 +15,7 @@ from weft.engine.errors import WeftError
 from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
+from weft.engine.sampling.device import RowsBehindDrafts
 from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
 from weft.engine.scheduler.columns import NO_NUMBERS
 from weft.engine.scheduler.plan import (
@@ -286,20 +287,25 @@ class Drawing:
                 plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
             return self._draw_in_turn(plan, requests, firsts, drawable)
         errors = {int(firsts[index]): e for index, e in self._take_masks(requests).items()}
-        samples, rows = self._begin(drawable, firsts), None
+        samples, rows = self._begin(drawable, firsts, has_trees=plan.has_trees), None
         if isinstance(plan.drafts, LaterDrafts):
             rows = _kept(samples.rows or _fetch_rows(drawable))
             plan.drafts.come_with(partial(_drafts_of, plan, rows))
         return Draw(plan, requests, samples, drawable.positions, errors, firsts, rows)
 
     def _begin(
-        self, drawable: Drawable, firsts: npt.NDArray[np.int64] | None = None
+        self,
+        drawable: Drawable,
+        firsts: npt.NDArray[np.int64] | None = None,
+        *,
+        has_trees: bool = False,
     ) -> SamplesUnderWay:
         """Draws for the requests given to `prepare` last.
 
         Args:
             drawable: Their rows.
             firsts: `first_rows` of them; None: each has one.
+            has_trees: Drafts form trees.
         """
         positions = drawable.positions
         if drawable.captured is not None:
@@ -308,15 +314,19 @@ class Drawing:
             way = self._sampler.common_way(own)
             if way is not None:
                 return self._sampler.begin_captured(drawable.captured, way, own, positions)
-        slots = self._prepared
+        slots, drafted = self._prepared, None
         if firsts is not None:
+            if self._sampler.is_on_device and self._sampler.counts_tokens(slots):
+                assert drawable.rows is not None, "the step verifies no drafts"
+                of_rows = np.repeat(firsts[:-1], np.diff(firsts))
+                drafted = RowsBehindDrafts(of_rows, drawable.rows(), has_trees)
             slots = np.repeat(slots, np.diff(firsts))
         if drawable.on_device is None:
-            return self._sampler.begin(drawable.logits(), slots, positions)
+            return self._sampler.begin(drawable.logits(), slots, positions, drafted=drafted)
         # Where somebody has ended since, a row draws from a slot of nobody.
         has_slots = np.array_equal(slots, drawable.slots)
         on_device = partial(drawable.on_device, has_slots=has_slots)
-        return self._sampler.begin(drawable.logits(), slots, positions, on_device)
+        return self._sampler.begin(drawable.logits(), slots, positions, on_device, drafted)
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
         """Passes the computed masks to the sampler; returns errors by first row."""

@@ -94,6 +94,18 @@ class SlotTables(NamedTuple):
     has it; num_rows >= 1. Drawing counts."""
 
 
+class DraftedRows(NamedTuple):
+    """Rows behind drafts, several of a slot: each draws as if the drafts before it were text."""
+
+    firsts: torch.Tensor
+    """[L] int64: the first row of each row's request; of a request without drafts the row."""
+    tokens: torch.Tensor
+    """[T] int64: the tokens that rows took in, of all rows behind drafts."""
+    words: torch.Tensor | None
+    """[T] int64: bit i says that the i-th row of the request is before this one, or is this one; as
+    in `weft.kernels.attention.paged_attention`. None: chains."""
+
+
 class TopLogits(NamedTuple):
     """Inputs of log-probabilities: log_softmax(row)[i] = row[i] - log_sum."""
 
@@ -108,15 +120,23 @@ class TopLogits(NamedTuple):
 
 
 def draw_rows(
-    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tables: SlotTables
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tables: SlotTables,
+    drafted: DraftedRows | None = None,
 ) -> torch.Tensor:
     """Draws one token a row and counts it; nothing waits for the device.
 
+    Behind drafts, tokens are counted of rows up to the first draft that is not what was drawn.
+
     Args:
         logits: [L, vocab_size] float32, rows contiguous; not changed.
-        slots: [L] int64, distinct: whose parameters a row uses.
+        slots: [L] int64: whose parameters a row uses. Rows of a slot with counts are `drafted`, or
+            there is one.
         positions: [L] int64, absolute position of the token to be drawn.
         tables: Parameters by slot; `counts` is changed.
+        drafted: Of rows behind drafts, if any of their slots has counts; or None.
 
     Returns:
         [L] int64 on the device: token ids, ERROR_NOT_FINITE or ERROR_NO_CANDIDATE, as of
@@ -137,7 +157,9 @@ def draw_rows(
     for rows in (tables.biases, tables.counts):
         if rows.shape[1:] != (vocab_size,) or len(rows) < 1:
             raise ValueError(f"rows of tables are {tuple(rows.shape)}, vocabulary {vocab_size}")
-    return sampling.draw_rows(logits, slots, positions, tables)
+    if drafted is not None and drafted.firsts.shape != slots.shape:
+        raise ValueError(f"{tuple(drafted.firsts.shape)} first rows of {tuple(slots.shape)} rows")
+    return sampling.draw_rows(logits, slots, positions, tables, drafted)
 
 
 def top_logits(

@@ -17,6 +17,7 @@ from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
 from weft.kernels.device_sampling import (
     NUM_FIELDS,
+    DraftedRows,
     Field,
     SlotTables,
     TopLogits,
@@ -53,6 +54,16 @@ class RowsOnDevice(NamedTuple):
     """[L] int64; None: they have to be sent."""
     positions: torch.Tensor
     """[L] int64, of the tokens to be drawn."""
+
+
+class RowsBehindDrafts(NamedTuple):
+    """Rows of a step that verifies drafts, some of whose requests count their tokens."""
+
+    firsts: Int64Array
+    """[L]: the first row of each row's request."""
+    rows: torch.Tensor
+    """[2, T] int64 on the device: the rows' tokens, and where they form trees their words."""
+    are_trees: bool
 
 
 class CapturedDraws(NamedTuple):
@@ -155,7 +166,7 @@ class DeviceSampler:
     def send_changes(self) -> None:
         """Applies all changes made so far, as `draw` does."""
         nothing = np.zeros(0, np.int64)
-        self._send(nothing, nothing, nothing)
+        self._send(nothing)
 
     def draw(
         self,
@@ -164,8 +175,9 @@ class DeviceSampler:
         positions: Int64Array,
         num_tops: Mapping[int, int],
         on_device: RowsOnDevice | None = None,
+        drafted: RowsBehindDrafts | None = None,
     ) -> DeviceDraw:
-        """Draws one token per row and counts it.
+        """Draws one token per row and counts it; behind drafts, those of accepted rows.
 
         Args:
             logits: [L, vocab_size] float32 on the device; unchanged.
@@ -175,45 +187,49 @@ class DeviceSampler:
             num_tops: By row: how many most likely tokens are wanted beside the log-probability of
                 the drawn one.
             on_device: Slots, where they are there, and positions, which take the place of these.
+            drafted: Of a step with drafts, if any slot counts its tokens; or None.
         """
         rows, nothing = np.fromiter(num_tops, np.int64), slots[:0]
-        if on_device is None:
-            device_slots, device_positions, device_rows = self._send(slots, positions, rows)
-        elif on_device.slots is None:
-            device_slots, _, device_rows = self._send(slots, nothing, rows)
+        firsts = nothing if drafted is None else drafted.firsts
+        if on_device is not None:
+            positions = nothing
+            slots = slots if on_device.slots is None else nothing
+        sent = self._send(slots, positions, rows, firsts)
+        device_slots, device_positions, device_rows, device_firsts = sent
+        if on_device is not None:
             device_positions = on_device.positions
-        else:
-            _, _, device_rows = self._send(nothing, nothing, rows)
-            device_slots, device_positions = on_device.slots, on_device.positions
+            device_slots = device_slots if on_device.slots is None else on_device.slots
+        behind = None
+        if drafted is not None:
+            row_tokens, words = drafted.rows
+            behind = DraftedRows(device_firsts, row_tokens, words if drafted.are_trees else None)
         tables = SlotTables(self._params, self._masks, self._biases.tensor, self._counts.tensor)
-        tokens = draw_rows(logits, device_slots, device_positions, tables)
+        tokens = draw_rows(logits, device_slots, device_positions, tables, behind)
         if not num_tops:
             return DeviceDraw(tokens, Fetched(tokens), {})
         top = top_logits(logits, device_rows, tokens, max(num_tops.values()))
         return DeviceDraw(tokens, Fetched(torch.cat([tokens, *_as_int64(top)])), dict(num_tops))
 
-    def _send(
-        self, slots: Int64Array, positions: Int64Array, rows: Int64Array
-    ) -> list[torch.Tensor]:
+    def _send(self, *columns: Int64Array) -> list[torch.Tensor]:
         """Sends a step's columns with all that changed, and applies the changes."""
         has_rows = self._biases.has_changes or self._counts.has_changes
         if not (self._changed or self._new_masks or has_rows):
-            if not (len(slots) or len(positions) or len(rows)):
-                return [self._nothing] * 3
-            return self._copies.send((slots, positions, rows))
+            if not any(map(len, columns)):
+                return [self._nothing] * len(columns)
+            return self._copies.send(columns)
         changed = np.fromiter(self._changed, np.int64)
         masked = np.fromiter(self._new_masks, np.int64)
         words = [*self._new_masks.values()] or [np.zeros(0, np.uint32)]
         sent = self._copies.send(
             (
-                *(slots, positions, rows),
+                *columns,
                 *(changed, self._host_params[changed]),
                 *(masked, np.concatenate(words).view(np.int32)),
                 *self._biases.take_changes(),
                 *self._counts.take_changes(),
             )
         )
-        columns, changes = sent[:3], sent[3:]
+        changes = sent[len(columns) :]
         if len(changed):
             self._params.index_copy_(0, changes[0], changes[1].view(-1, NUM_FIELDS))
         if len(masked):
@@ -222,7 +238,7 @@ class DeviceSampler:
         self._counts.apply(changes[6], changes[7])
         self._changed.clear()
         self._new_masks.clear()
-        return columns
+        return sent[: len(columns)]
 
 
 class _Rows:

@@ -14,6 +14,7 @@ from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.sampling.device import (
     CapturedDraws,
     DeviceSampler,
+    RowsBehindDrafts,
     RowsOnDevice,
     SlotParams,
     Way,
@@ -138,6 +139,8 @@ class Sampler:
         self._device = DeviceSampler(vocab_size, num_slots, device) if device is not None else None
         self._masking: set[int] = set()
         """Slots whose stop tokens are masked on the device."""
+        self._counting: set[int] = set()
+        """Slots with penalties."""
         self._columns = SamplingColumns(vocab_size, num_slots, use_native=use_native)
         self._num_generated = np.zeros(num_slots, np.int64)
         self._is_special = np.zeros(num_slots, np.bool_)
@@ -186,6 +189,8 @@ class Sampler:
         has_edits = bool(params.logit_bias) or params.has_penalties or bool(stop_ids)
         if has_edits:
             self._edits[slot] = LogitEdits(params, stop_ids, prompt_ids, output_ids)
+        if params.has_penalties:
+            self._counting.add(slot)
         columns.temperature[slot] = params.temperature
         columns.top_k[slot] = params.top_k
         columns.top_p[slot] = params.top_p
@@ -216,6 +221,7 @@ class Sampler:
         del self._rows[slot]
         self._columns.is_masked[slot] = False
         self._edits.pop(slot, None)
+        self._counting.discard(slot)
         if self._device is not None:
             self._masking.discard(slot)
             self._device.remove(slot)
@@ -235,6 +241,10 @@ class Sampler:
         if self._device is not None:
             self._send_mask(slot)
 
+    def counts_tokens(self, slots: Int64Array) -> bool:
+        """Whether what any of these slots draws depends on what it has drawn."""
+        return not self._counting.isdisjoint(slots.tolist())
+
     def sample(
         self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
     ) -> SampleOutput:
@@ -247,17 +257,19 @@ class Sampler:
         slots: Int64Array,
         positions: Int64Array,
         on_device: Callable[[], RowsOnDevice] | None = None,
+        drafted: RowsBehindDrafts | None = None,
     ) -> SamplesUnderWay:
         """Draws one token per row and counts it; does not wait for a device.
 
         Args:
             logits: [L, vocab_size] float32; unchanged once the tokens are there.
             slots: [L], distinct but for `null_slot`, and those whose tokens do not depend on the
-                ones before (no penalties, mask or min_tokens).
+                ones before (no mask or min_tokens, penalties only where `drafted`).
             positions: [L], absolute position of the token to be drawn (prompt length + number of
                 tokens generated before it).
             on_device: Gives the same on the device of the logits, as far as it is there, and
                 positions that only the device knows; a sampler on the host cannot use it.
+            drafted: Of a step with drafts, if `counts_tokens`; like `on_device`.
 
         Raises:
             ValueError: Shapes or dtype are wrong.
@@ -266,7 +278,7 @@ class Sampler:
             tokens, output = self._draw_greedily(logits)
         elif self._device is not None:
             found = None if on_device is None else on_device()
-            tokens, output = self._draw_on_device(logits, slots, positions, found)
+            tokens, output = self._draw_on_device(logits, slots, positions, found, drafted)
         else:
             drawn = self._draw(Fetched(logits).wait(), slots, positions)
             tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
@@ -335,13 +347,15 @@ class Sampler:
         slots: Int64Array,
         positions: Int64Array,
         on_device: RowsOnDevice | None,
+        drafted: RowsBehindDrafts | None,
     ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
         assert self._device is not None
         for slot in self._masking.intersection(slots.tolist()):
             if not self._is_masking(slot):
                 self._masking.discard(slot)
                 self._send_mask(slot)
-        draw = self._device.draw(logits, slots, positions, self._num_tops(slots), on_device)
+        num_tops = self._num_tops(slots)
+        draw = self._device.draw(logits, slots, positions, num_tops, on_device, drafted)
 
         def output() -> SampleOutput:
             tokens, found = draw.wait()

@@ -60,7 +60,7 @@ class Drafting:
         """Whether tokens of a new request may be drafted."""
         if self.drafter is None or not request.params.speculates:
             return False
-        return not (self._draws_on_device and request.draws_in_turn)
+        return not (self._draws_on_device and request.is_masked_in_turn)
 
     def forget(self, slot: int) -> None:
         """Frees the state of a slot whose request is gone."""

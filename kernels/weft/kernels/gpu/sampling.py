@@ -10,7 +10,8 @@ have nothing to do for it:
 4. decide: filters and draws among these few. Rows whose nucleus is larger, or with too many equal
    logits, go on to
 5. search: the exact threshold, by dividing the range of keys.
-6. draw, finish: rows without a list, tile by tile.
+6. draw, finish: rows without a list, tile by tile; tokens are counted.
+7. count: of rows behind drafts, whose tokens count only once those of the rows before are known.
 
 A key is a float32 logit as an integer of the same order (`key_of`). What is drawn does not depend
 on the order in which programs run.
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.device_sampling import Field, SlotTables
+from weft.kernels.device_sampling import DraftedRows, Field, SlotTables
 from weft.kernels.gpu.sampling_noise import (
     exp_of_negative,
     gumbel_noise,
@@ -32,7 +33,17 @@ from weft.kernels.gpu.sampling_noise import (
     natural_log,
     value_of,
 )
-from weft.kernels.gpu.sampling_row import Source, load_keys, load_logits, real_field, whole_field
+from weft.kernels.gpu.sampling_row import (
+    CHAINS,
+    NOT_DRAFTED,
+    TREES,
+    Source,
+    is_before,
+    load_keys,
+    load_logits,
+    real_field,
+    whole_field,
+)
 from weft.kernels.sampling_reference import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
@@ -55,6 +66,7 @@ _TOP_K = tl.constexpr(int(Field.TOP_K))
 _COUNT_ROW = tl.constexpr(int(Field.COUNT_ROW))
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _MASKED = tl.constexpr(MASKED_LOGIT)
+_NOT_DRAFTED = tl.constexpr(NOT_DRAFTED)
 _NOT_FINITE = tl.constexpr(ERROR_NOT_FINITE)
 _NO_CANDIDATE = tl.constexpr(ERROR_NO_CANDIDATE)
 _SPREAD = tl.constexpr(NOISE_SPREAD)
@@ -89,7 +101,11 @@ class Work(NamedTuple):
 
 
 def draw_rows(
-    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tables: SlotTables
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tables: SlotTables,
+    drafted: DraftedRows | None = None,
 ) -> torch.Tensor:
     """`weft.kernels.device_sampling.draw_rows` for CUDA tensors, or in Triton's interpreter."""
     rows, vocab = logits.shape
@@ -97,7 +113,12 @@ def draw_rows(
     if rows == 0:
         return tokens
     tiles = triton.cdiv(vocab, TILE)
-    source = Source(logits, logits.stride(0), vocab, slots, *tables)
+    rows_before = DraftedRows(slots, slots, None) if drafted is None else drafted
+    has_words, words = rows_before.words is not None, rows_before.words
+    kind = NOT_DRAFTED if drafted is None else TREES if has_words else CHAINS
+    # What is not of this kind is not read.
+    rest = (rows_before.firsts, rows_before.tokens, slots if words is None else words, kind)
+    source = Source(logits, logits.stride(0), vocab, slots, *tables, *rest)
     work = _new_work(rows, tiles, logits.device)
     tiled, padded_tiles = (rows, tiles), triton.next_power_of_2(tiles)
     exact = {"enable_fp_fusion": False}
@@ -114,6 +135,8 @@ def draw_rows(
     _search_kernel[(rows,)](source, work, TILE=SEARCH_TILE, num_warps=16, **exact)
     _draw_kernel[tiled](source, work, positions, TILE=TILE, **exact)
     _finish_kernel[(rows,)](source, work, tokens, tiles, TILES=padded_tiles, num_warps=1, **exact)
+    if drafted is not None:
+        _count_kernel[(rows,)](source, tokens, num_warps=1)
     return tokens
 
 
@@ -443,6 +466,23 @@ def _finish_kernel(
         token = tl.min(tl.where(scores == best, ids, _LARGEST_INT), axis=0).to(tl.int64)
         tl.store(tokens + row, token)
     count_row = whole_field(source, tl.load(source.slots + row), _COUNT_ROW)
-    if (count_row >= 0) & (token >= 0):
+    if (count_row >= 0) & (token >= 0) & (source.drafted == _NOT_DRAFTED):
         count = source.counts + count_row * source.vocab + token
         tl.store(count, tl.load(count) + 2)
+
+
+@triton.jit
+def _count_kernel(source: Source, tokens: tl.tensor) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    count_row = whole_field(source, tl.load(source.slots + row), _COUNT_ROW)
+    token = tl.load(tokens + row)
+    if (count_row >= 0) & (token >= 0):
+        first = tl.load(source.firsts + row)
+        last, is_accepted = first, token >= 0
+        for at in range(first + 1, row + 1):
+            is_its = is_before(source, row, first, at)
+            is_right = tl.load(tokens + last) == tl.load(source.row_tokens + at)
+            is_accepted = is_accepted & (is_right | (is_its == 0))
+            last = tl.where(is_its, at, last)
+        # Several rows may draw the same token.
+        tl.atomic_add(source.counts + count_row * source.vocab + token, 2, mask=is_accepted)

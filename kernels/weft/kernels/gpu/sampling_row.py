@@ -21,8 +21,15 @@ _PRESENCE = tl.constexpr(int(Field.PRESENCE))
 _MASKED = tl.constexpr(MASKED_LOGIT)
 
 
+NOT_DRAFTED, CHAINS, TREES = 0, 1, 2
+"""Values of `Source.drafted`."""
+_NOT_DRAFTED, _TREES = tl.constexpr(NOT_DRAFTED), tl.constexpr(TREES)
+
+
 class Source(NamedTuple):
-    """Logits [L, vocab] float32 with `stride` between rows, each row's slot, and `SlotTables`."""
+    """Logits [L, vocab] float32 with `stride` between rows, each row's slot, `SlotTables` and, if
+    rows are `drafted`, `DraftedRows`.
+    """
 
     logits: torch.Tensor
     stride: int
@@ -32,6 +39,10 @@ class Source(NamedTuple):
     masks: torch.Tensor
     biases: torch.Tensor
     counts: torch.Tensor
+    firsts: torch.Tensor
+    row_tokens: torch.Tensor
+    words: torch.Tensor
+    drafted: int
 
 
 @triton.jit
@@ -64,6 +75,8 @@ def load_logits(
     if count_row >= 0:
         at = source.counts + count_row * source.vocab + column
         words = tl.load(at, mask=inside, other=0)
+        if source.drafted != _NOT_DRAFTED:
+            words += 2 * _drafts_before(source, row, column)
         logits = tl.where(words != 0, _penalised(source, slot, logits, words >> 1), logits)
     # x - x is 0 for finite numbers alone.
     is_bad = inside & (logits - logits != 0.0)
@@ -72,6 +85,27 @@ def load_logits(
         words = tl.load(at, mask=inside, other=0)
         logits = tl.where((words >> (column % 32)) & 1 != 0, logits, _MASKED)
     return logits, is_bad
+
+
+@triton.jit
+def _drafts_before(source: Source, row: tl.tensor, column: tl.tensor) -> tl.tensor:
+    """How often each of some tokens is a draft that a row is behind."""
+    first = tl.load(source.firsts + row)
+    counts = tl.zeros_like(column)
+    for at in range(first + 1, row + 1):
+        is_same = column == tl.load(source.row_tokens + at)
+        counts += (is_same & is_before(source, row, first, at)).to(tl.int32)
+    return counts
+
+
+@triton.jit
+def is_before(source: Source, row: tl.tensor, first: tl.tensor, at: tl.tensor) -> tl.tensor:
+    """Whether a row, not after `row`, is one of those that this one follows, or itself."""
+    found = at <= row
+    if source.drafted == _TREES:
+        word = tl.load(source.words + row)
+        found = (at == row) | ((word >> (at - first)) & 1 != 0)
+    return found
 
 
 @triton.jit
