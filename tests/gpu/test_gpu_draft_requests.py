@@ -59,7 +59,7 @@ KINDS = {
     "adapter, seeded": Kind(SEEDED, adapter=1),
     "opted out": Kind({**SEEDED, "speculates": False}, is_drafted=False),
     "penalties": Kind({**SEEDED, "repetition_penalty": 1.3, "frequency_penalty": 0.3}),
-    "min_tokens": Kind({}, min_tokens=9, is_drafted=False),
+    "min_tokens": Kind({}, min_tokens=9),
     "grammar": Kind({**SEEDED, "constraint": DIGITS}, is_drafted=False),
 }
 

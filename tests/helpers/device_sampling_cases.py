@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from naive_sampling import NaiveParams, edited_logits
-from weft.kernels.device_sampling import SlotTables, pack_slot
+from weft.kernels.device_sampling import ALWAYS_MASKED, SlotTables, pack_slot
 from weft.kernels.sampling import SamplingColumns, sample_rows
 
 Int64Array = npt.NDArray[np.int64]
@@ -111,7 +111,7 @@ def tables_of(case: DrawCase, device: torch.device) -> SlotTables:
                 min_p=params.min_p,
                 seed=case.seeds[slot],
                 top_k=params.top_k,
-                is_masked=bool(case.is_masked[slot]),
+                mask_end=ALWAYS_MASKED if case.is_masked[slot] else 0,
                 bias_row=slot if params.logit_bias else -1,
                 count_row=slot if params.prompt else -1,
                 repetition=params.repetition_penalty,

@@ -117,8 +117,8 @@ def test_rows_without_a_token_say_why_and_none_is_none() -> None:
     logits[0, 1499] = float("nan")
     logits[1, 0] = float("-inf")
     logits[2] = MASKED_LOGIT
-    row = pack_slot(temperature=1.0, top_p=0.9, min_p=0.0, seed=3, top_k=7, is_masked=False)
-    masked = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, seed=3, top_k=0, is_masked=True)
+    row = pack_slot(temperature=1.0, top_p=0.9, min_p=0.0, seed=3, top_k=7)
+    masked = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, seed=3, top_k=0, mask_end=5)
     tables = plain_tables(vocab, [row, row, row, masked, masked])
     logits[4, 1400] = float("inf")  # A forbidden token's fault counts too.
     tables.masks[4, 0] = 1
@@ -127,6 +127,18 @@ def test_rows_without_a_token_say_why_and_none_is_none() -> None:
     bad, empty = ERROR_NOT_FINITE, ERROR_NO_CANDIDATE
     assert tokens.tolist() == [bad, bad, empty, empty, bad]
     assert draw_rows(logits[:0], slots[:0], positions[:0], tables).shape == (0,)
+
+
+def test_a_mask_ends_at_its_position() -> None:
+    """Rows of one slot, as behind drafts: those before it draw what is allowed, others any."""
+    vocab, allowed = 90, 37
+    logits = torch.randn(4, vocab)
+    logits[:, allowed] = -9.0
+    row = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, seed=0, top_k=0, mask_end=22)
+    tables = plain_tables(vocab, [row])
+    tables.masks[0, allowed // 32] = 1 << allowed % 32
+    tokens = draw_rows(logits, torch.zeros(4, dtype=torch.int64), torch.arange(20, 24), tables)
+    assert tokens.tolist() == [allowed, allowed, *logits[2:].argmax(dim=1).tolist()]
 
 
 def test_drawing_counts_and_rows_may_be_a_part() -> None:
@@ -228,8 +240,8 @@ def test_top_logits_equal_log_softmax(vocab: int, num_top: int) -> None:
             ("(column < source.vocab) & (keys >= bound)\n            kept = kept",
              "(column < source.vocab - 1500)\n            kept = kept"),
         ),
-        (2100, NaiveParams(), ("tl.load(positions + row), first, TILE)",
-                               "tl.load(positions + row), 0, TILE)")),
+        (2100, NaiveParams(), ("tl.load(source.positions + row), first, TILE)",
+                               "tl.load(source.positions + row), 0, TILE)")),
         (900, NaiveParams(top_p=0.9), ("limit = top_p * tl.where(has_top_k",
                                        "limit = 0.1 * top_p * tl.where(has_top_k")),
         (2500, NaiveParams(top_k=700), ("below, best, top_k.to(tl.float64), largest",

@@ -26,7 +26,8 @@ class Field(IntEnum):
     """ln(min_p); minus infinity = off."""
     SEED = 3
     TOP_K = 4
-    IS_MASKED = 5
+    MASK_END = 5
+    """Position from which on the slot's mask does not count; 0: it never does."""
     BIAS_ROW = 6
     """Row of `SlotTables.biases`; -1: none."""
     COUNT_ROW = 7
@@ -37,6 +38,8 @@ class Field(IntEnum):
 
 
 NUM_FIELDS = len(Field)
+ALWAYS_MASKED = 1 << 62
+"""As `Field.MASK_END`: the mask counts at each position."""
 
 
 def pack_slot(
@@ -46,7 +49,7 @@ def pack_slot(
     min_p: float,
     seed: int,
     top_k: int,
-    is_masked: bool = False,
+    mask_end: int = 0,
     bias_row: int = -1,
     count_row: int = -1,
     repetition: float = 1.0,
@@ -61,7 +64,7 @@ def pack_slot(
         min_p: In [0, 1]; 0 = off.
         seed: Unsigned 64 bits.
         top_k: 0 = off.
-        is_masked: Only tokens of the slot's mask may be drawn.
+        mask_end: Before this position only tokens of the slot's mask may be drawn.
         bias_row: Row of the biases; -1 = none.
         count_row: Row of the counts, for the penalties; -1 = none.
         repetition: Divides positive logits of tokens that occurred, multiplies others.
@@ -73,7 +76,7 @@ def pack_slot(
     reals = row.view(np.float64)
     reals[Field.TEMPERATURE], reals[Field.TOP_P], reals[Field.MIN_P_GAP] = temperature, top_p, gap
     row[Field.SEED] = np.uint64(seed).astype(np.int64)
-    row[Field.TOP_K], row[Field.IS_MASKED] = top_k, is_masked
+    row[Field.TOP_K], row[Field.MASK_END] = top_k, mask_end
     row[Field.BIAS_ROW], row[Field.COUNT_ROW] = bias_row, count_row
     reals[Field.REPETITION], reals[Field.FREQUENCY] = repetition, frequency
     reals[Field.PRESENCE] = presence

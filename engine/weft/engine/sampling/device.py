@@ -16,6 +16,7 @@ from weft.engine.request import TokenLogprob
 from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
 from weft.kernels.device_sampling import (
+    ALWAYS_MASKED,
     NUM_FIELDS,
     DraftedRows,
     Field,
@@ -142,16 +143,19 @@ class DeviceSampler:
         self._biases.give_back(slot)
         self._counts.give_back(slot)
 
-    def set_mask(self, slot: int, words: npt.NDArray[np.uint32] | None) -> None:
+    def set_mask(
+        self, slot: int, words: npt.NDArray[np.uint32] | None, end: int = ALWAYS_MASKED
+    ) -> None:
         """Sets the tokens that the slot may draw from now on; see `SlotTables.masks`.
 
         Args:
             slot: Slot of a sample.
             words: [ceil(vocab_size / 32)], copied; None = all tokens.
+            end: Position from which on it may draw all.
         """
-        is_masked = int(words is not None)
-        if self._host_params[slot, Field.IS_MASKED] != is_masked:
-            self._host_params[slot, Field.IS_MASKED] = is_masked
+        mask_end = 0 if words is None else end
+        if self._host_params[slot, Field.MASK_END] != mask_end:
+            self._host_params[slot, Field.MASK_END] = mask_end
             self._changed.add(slot)
         if words is not None:
             self._new_masks[slot] = words.copy()

@@ -137,8 +137,8 @@ class Sampler:
         """
         num_slots = max_rows + 1
         self._device = DeviceSampler(vocab_size, num_slots, device) if device is not None else None
-        self._masking: set[int] = set()
-        """Slots whose stop tokens are masked on the device."""
+        self._stops_from = np.zeros(num_slots, np.int64)
+        """Position from which on a slot may draw its stop tokens."""
         self._counting: set[int] = set()
         """Slots with penalties."""
         self._columns = SamplingColumns(vocab_size, num_slots, use_native=use_native)
@@ -197,6 +197,7 @@ class Sampler:
         columns.min_p[slot] = params.min_p
         columns.seed[slot] = row.seed
         self._num_generated[slot] = len(output_ids)
+        self._stops_from[slot] = len(prompt_ids) + row.stop.min_tokens
         self._is_special[slot] = has_edits or row.top_logprobs is not None
         self._rows[slot] = row
         self._note_greedy(slot)
@@ -213,7 +214,6 @@ class Sampler:
             )
             self._device.add(slot, own, self._edits.get(slot))
             if stop_ids:
-                self._masking.add(slot)
                 self._send_mask(slot)
 
     def remove(self, slot: int) -> None:
@@ -223,7 +223,6 @@ class Sampler:
         self._edits.pop(slot, None)
         self._counting.discard(slot)
         if self._device is not None:
-            self._masking.discard(slot)
             self._device.remove(slot)
 
     def set_mask(self, slot: int, mask: npt.NDArray[np.uint32] | None) -> None:
@@ -264,7 +263,7 @@ class Sampler:
         Args:
             logits: [L, vocab_size] float32; unchanged once the tokens are there.
             slots: [L], distinct but for `null_slot`, and those whose tokens do not depend on the
-                ones before (no mask or min_tokens, penalties only where `drafted`).
+                ones before (no mask, penalties only where `drafted`).
             positions: [L], absolute position of the token to be drawn (prompt length + number of
                 tokens generated before it).
             on_device: Gives the same on the device of the logits, as far as it is there, and
@@ -350,10 +349,6 @@ class Sampler:
         drafted: RowsBehindDrafts | None,
     ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
         assert self._device is not None
-        for slot in self._masking.intersection(slots.tolist()):
-            if not self._is_masking(slot):
-                self._masking.discard(slot)
-                self._send_mask(slot)
         num_tops = self._num_tops(slots)
         draw = self._device.draw(logits, slots, positions, num_tops, on_device, drafted)
 
@@ -367,13 +362,19 @@ class Sampler:
         return draw.tokens, output
 
     def _send_mask(self, slot: int) -> None:
-        """Copies the slot's mask to the device: the constraint's mask without stop tokens."""
+        """Copies the slot's mask to the device: the constraint's mask without stop tokens. Where
+        there is no constraint, the device knows up to which position these are masked.
+        """
         assert self._device is not None
-        is_masked = bool(self._columns.is_masked[slot])
-        words = self._columns.masks[slot] if is_masked else None
-        if slot in self._edits and self._is_masking(slot):
-            words = self._without_stops(slot)
-        self._device.set_mask(slot, words)
+        has_stops = slot in self._edits and len(self._edits[slot].stop_ids) > 0
+        if has_stops and not self._columns.is_masked[slot]:
+            end = int(self._stops_from[slot])
+            self._device.set_mask(slot, self._without_stops(slot), end)
+        elif has_stops and self._is_masking(slot):
+            self._device.set_mask(slot, self._without_stops(slot))
+        else:
+            is_masked = bool(self._columns.is_masked[slot])
+            self._device.set_mask(slot, self._columns.masks[slot] if is_masked else None)
 
     def _sample_special(
         self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array

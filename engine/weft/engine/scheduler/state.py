@@ -249,12 +249,8 @@ class Request:
         """Whether a draw depends on the tokens just before it, so that tokens are drawn one after
         another.
         """
-        return self.params.has_penalties or self.is_masked_in_turn
-
-    @property
-    def is_masked_in_turn(self) -> bool:
-        """Whether the host masks tokens of a draw by the tokens just before it."""
-        return self.params.constraint is not None or self.stop.min_tokens > 0
+        params = self.params
+        return params.has_penalties or params.constraint is not None or self.stop.min_tokens > 0
 
     @property
     def num_tokens(self) -> int:

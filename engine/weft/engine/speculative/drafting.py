@@ -60,7 +60,8 @@ class Drafting:
         """Whether tokens of a new request may be drafted."""
         if self.drafter is None or not request.params.speculates:
             return False
-        return not (self._draws_on_device and request.is_masked_in_turn)
+        # The host makes a constraint's mask from all tokens before, which it knows too late.
+        return not (self._draws_on_device and request.params.constraint is not None)
 
     def forget(self, slot: int) -> None:
         """Frees the state of a slot whose request is gone."""

@@ -118,7 +118,7 @@ def draw_rows(
     kind = NOT_DRAFTED if drafted is None else TREES if has_words else CHAINS
     # What is not of this kind is not read.
     rest = (rows_before.firsts, rows_before.tokens, slots if words is None else words, kind)
-    source = Source(logits, logits.stride(0), vocab, slots, *tables, *rest)
+    source = Source(logits, logits.stride(0), vocab, slots, positions, *tables, *rest)
     work = _new_work(rows, tiles, logits.device)
     tiled, padded_tiles = (rows, tiles), triton.next_power_of_2(tiles)
     exact = {"enable_fp_fusion": False}
@@ -129,11 +129,9 @@ def draw_rows(
         CAPACITY=CAPACITY, NUCLEUS=NUCLEUS, num_warps=8, **exact,
     )  # fmt: skip
     _collect_kernel[tiled](source, work, TILE=TILE, CAPACITY=CAPACITY, **exact)
-    _decide_kernel[(rows,)](
-        source, work, tokens, positions, CAPACITY=CAPACITY, num_warps=8, **exact
-    )
+    _decide_kernel[(rows,)](source, work, tokens, CAPACITY=CAPACITY, num_warps=8, **exact)
     _search_kernel[(rows,)](source, work, TILE=SEARCH_TILE, num_warps=16, **exact)
-    _draw_kernel[tiled](source, work, positions, TILE=TILE, **exact)
+    _draw_kernel[tiled](source, work, TILE=TILE, **exact)
     _finish_kernel[(rows,)](source, work, tokens, tiles, TILES=padded_tiles, num_warps=1, **exact)
     if drafted is not None:
         _count_kernel[(rows,)](source, tokens, num_warps=1)
@@ -278,9 +276,7 @@ def _collect_kernel(source: Source, work: Work, TILE: tl.constexpr, CAPACITY: tl
 
 
 @triton.jit
-def _decide_kernel(
-    source: Source, work: Work, tokens: tl.tensor, positions: tl.tensor, CAPACITY: tl.constexpr
-) -> None:
+def _decide_kernel(source: Source, work: Work, tokens: tl.tensor, CAPACITY: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     if _state(work, row, _MODE) == _LIST:
         slot = tl.load(source.slots + row)
@@ -310,7 +306,7 @@ def _decide_kernel(
             is_whole = is_whole & (mass >= limit)
             kept = kept & (keys >= _threshold_of_few(keys, weights, below, best, limit))
         kept = kept & ((logits - largest) / temperature >= real_field(source, slot, _MIN_P_GAP))
-        noise = gumbel_noise(whole_field(source, slot, _SEED), tl.load(positions + row), ids)
+        noise = gumbel_noise(whole_field(source, slot, _SEED), tl.load(source.positions + row), ids)
         scores = tl.where(kept, logits / temperature + noise, float("-inf"))
         best = tl.max(scores, axis=0)
         token = tl.min(tl.where(kept & (scores == best), ids, _LARGEST_INT), axis=0)
@@ -423,7 +419,7 @@ def _mass_above(
 
 
 @triton.jit
-def _draw_kernel(source: Source, work: Work, positions: tl.tensor, TILE: tl.constexpr) -> None:
+def _draw_kernel(source: Source, work: Work, TILE: tl.constexpr) -> None:
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if _state(work, row, _MODE) == _ALL:
         slot = tl.load(source.slots + row)
@@ -443,7 +439,7 @@ def _draw_kernel(source: Source, work: Work, positions: tl.tensor, TILE: tl.cons
             kept = (column < source.vocab) & (keys >= bound)
             kept = kept & ((logits - largest) / temperature >= gap)
             seed = whole_field(source, slot, _SEED)
-            noise = gumbel_run(seed, tl.load(positions + row), first, TILE)
+            noise = gumbel_run(seed, tl.load(source.positions + row), first, TILE)
             scores = tl.where(kept, logits / temperature + noise, float("-inf"))
             best = tl.max(scores, axis=0)
             token = tl.min(tl.where(kept & (scores == best), column, _LARGEST_INT), axis=0)

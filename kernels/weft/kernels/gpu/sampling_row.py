@@ -12,7 +12,7 @@ from weft.kernels.gpu.sampling_noise import key_of
 from weft.kernels.sampling_reference import MASKED_LOGIT
 
 _NUM_FIELDS = tl.constexpr(NUM_FIELDS)
-_IS_MASKED = tl.constexpr(int(Field.IS_MASKED))
+_MASK_END = tl.constexpr(int(Field.MASK_END))
 _BIAS_ROW = tl.constexpr(int(Field.BIAS_ROW))
 _COUNT_ROW = tl.constexpr(int(Field.COUNT_ROW))
 _REPETITION = tl.constexpr(int(Field.REPETITION))
@@ -27,14 +27,15 @@ _NOT_DRAFTED, _TREES = tl.constexpr(NOT_DRAFTED), tl.constexpr(TREES)
 
 
 class Source(NamedTuple):
-    """Logits [L, vocab] float32 with `stride` between rows, each row's slot, `SlotTables` and, if
-    rows are `drafted`, `DraftedRows`.
+    """Logits [L, vocab] float32 with `stride` between rows, each row's slot and position,
+    `SlotTables` and, if rows are `drafted`, `DraftedRows`.
     """
 
     logits: torch.Tensor
     stride: int
     vocab: int
     slots: torch.Tensor
+    positions: torch.Tensor
     params: torch.Tensor
     masks: torch.Tensor
     biases: torch.Tensor
@@ -80,7 +81,7 @@ def load_logits(
         logits = tl.where(words != 0, _penalised(source, slot, logits, words >> 1), logits)
     # x - x is 0 for finite numbers alone.
     is_bad = inside & (logits - logits != 0.0)
-    if whole_field(source, slot, _IS_MASKED) != 0:
+    if tl.load(source.positions + row) < whole_field(source, slot, _MASK_END):
         at = source.masks + slot * tl.cdiv(source.vocab, 32) + column // 32
         words = tl.load(at, mask=inside, other=0)
         logits = tl.where((words >> (column % 32)) & 1 != 0, logits, _MASKED)
