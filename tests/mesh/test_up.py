@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -71,7 +72,8 @@ class LocalMesh:
         done = subprocess.run(
             command, input=f"{text}\n", capture_output=True, text=True, timeout=120
         )
-        assert "3 tokens" in done.stdout, done.stdout + done.stderr
+        # A model of random weights may end its answer before.
+        assert re.search(r"^[1-3] tokens, ", done.stdout, re.M), done.stdout + done.stderr
 
     def status(self) -> dict[str, dict[str, Any]]:
         command = [*WEFT, "status", "--json", "--address", f"127.0.0.1:{self.grpc_port}"]
