@@ -1,0 +1,297 @@
+"""Compiles the GPU's kernels for compute capability 9.0 on a machine without a GPU.
+
+    python tests/helpers/sm90_kernels.py GROUP
+
+The operations run on CPU tensors, and each launch only compiles: results are not computed. Triton's
+interpreter, which computes them in other tests, takes much that the compiler does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from lora_layers import Sizes, make_layers
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from weft.kernels.attention import MAX_TREE_ROWS
+from weft.kernels.decoder_layer import (
+    DecoderLayerWeight,
+    DecoderStep,
+    GatedMlpWeight,
+    SparseMlpWeight,
+    Taps,
+    pack_decoder_layer,
+    prepare_step,
+)
+from weft.kernels.device_sampling import NUM_FIELDS, DraftedRows, SlotTables
+from weft.kernels.draft_head import (
+    DraftChains,
+    DraftRows,
+    draft_chain_reference,
+    draft_entries_reference,
+    pack_draft_head,
+)
+from weft.kernels.gpu import (
+    copied_tiles,
+    decoder_layers,
+    dependent_launch,
+    greedy,
+    page_digest,
+    page_ops,
+    sampling,
+    sampling_top,
+    step_rows,
+    tree_rows,
+)
+from weft.kernels.linear import LinearWeight
+from weft.kernels.moe import ExpertWeights
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified
+
+BF16, PAGE_SIZE, MAX_CONTEXT = torch.bfloat16, 16, 256
+
+
+class NoDevice:
+    """What Triton asks of a device when it only compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        """Compute capability 9.0."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """The only one."""
+        return 0
+
+
+def weight(rows: int, columns: int, *, gated: bool = False, is_fixed: bool = False) -> LinearWeight:
+    data = torch.zeros(rows, columns, dtype=BF16)
+    return LinearWeight(rows, columns, BF16, gated, data, None, is_fixed=is_fixed)
+
+
+def make_layer(
+    hidden: int, inner: int, heads: int, dim: int, *, experts: int = 0, is_fixed: bool = False
+) -> DecoderLayerWeight:
+    """A layer with twice as many heads as KV heads, and a norm of each head."""
+    gain = torch.ones(hidden, dtype=BF16)
+    mlp: GatedMlpWeight | SparseMlpWeight = GatedMlpWeight(
+        weight(2 * inner, hidden, gated=True, is_fixed=is_fixed),
+        weight(hidden, inner, is_fixed=is_fixed),
+    )
+    if experts:
+        stacked = (
+            torch.zeros(experts, 2 * inner, hidden, dtype=BF16),
+            torch.zeros(experts, hidden, inner, dtype=BF16),
+        )
+        packed = ExpertWeights(hidden, inner, BF16, (), (), stacked, None, is_fixed)
+        mlp = SparseMlpWeight(weight(experts, hidden, is_fixed=is_fixed), packed, 4, True)
+    return pack_decoder_layer(
+        input_norm=gain,
+        qkv=weight(2 * heads * dim, hidden, is_fixed=is_fixed),
+        o=weight(hidden, heads * dim, is_fixed=is_fixed),
+        post_norm=gain,
+        mlp=mlp,
+        eps=1e-5,
+        q_norm=torch.ones(dim, dtype=BF16),
+        k_norm=torch.ones(dim, dtype=BF16),
+    )
+
+
+def make_step(
+    w: DecoderLayerWeight, heads: int, dim: int, q_lens: list[int], *, has_trees: bool = False
+) -> DecoderStep:
+    """Requests of so many new rows each."""
+    requests, rows = len(q_lens), sum(q_lens)
+    pages = MAX_CONTEXT // PAGE_SIZE
+    return prepare_step(
+        w,
+        pool=torch.zeros(requests * pages, heads // 2, 2, 2, PAGE_SIZE, dim, dtype=BF16),
+        positions=torch.zeros(rows, dtype=torch.int64),
+        slots=torch.zeros(rows, dtype=torch.int64),
+        cos_sin=torch.zeros(MAX_CONTEXT, dim),
+        page_table=torch.zeros(requests, pages, dtype=torch.int32),
+        cu_q_lens=torch.tensor([0, *q_lens]).cumsum(0).int(),
+        kv_lens=torch.full((requests,), MAX_CONTEXT, dtype=torch.int32),
+        num_heads=heads,
+        scale=1.0,
+        max_q_len=max(q_lens),
+        max_kv_len=MAX_CONTEXT,
+        ancestors=torch.full((rows,), -1) if has_trees else None,
+    )
+
+
+def run_layers(
+    sizes: tuple[int, int, int, int], q_lens: list[int], has_trees: bool = False, **options: Any
+) -> None:
+    """Two layers; what enters the second one is wanted."""
+    hidden, _, heads, dim = sizes
+    w = make_layer(*sizes, **options)
+    step = make_step(w, heads, dim, q_lens, has_trees=has_trees)
+    stream = torch.zeros(sum(q_lens), hidden, dtype=BF16)
+    taps = Taps([1], torch.empty_like(stream))
+    decoder_layers.decoder_layers(stream, [w, w], step, 0, taps)
+
+
+SMALL, WIDE = (576, 1536, 8, 64), (1024, 3072, 16, 128)
+"""Hidden and inner size, heads and their width."""
+
+
+def compile_layers() -> None:
+    """Dense layers: few rows, more, prompts, trees."""
+    for q_lens in ([1], [4, 4]):
+        run_layers(SMALL, q_lens)
+    for q_lens in ([1] * 32, [40, 1]):
+        run_layers(WIDE, q_lens)
+    run_layers(WIDE, [6, 6], has_trees=True)
+
+
+def compile_experts() -> None:
+    """Experts directly, sorted, and for prompts."""
+    for rows in (1, 12, 80):
+        run_layers((1024, 768, 16, 128), [1] * rows, experts=8)
+
+
+def compile_fixed() -> None:
+    """What computes the same bits for any number of rows."""
+    for q_lens in ([1] * 3, [40, 1]):
+        run_layers(WIDE, q_lens, is_fixed=True)
+    run_layers((1024, 768, 16, 128), [1] * 3, experts=8, is_fixed=True)
+
+
+def compile_adapters() -> None:
+    """Layers with adapters: rows that decode, and prompts."""
+    for rows in (5, 200):
+        case = make_layers(Sizes(256, 512, 4, 2, 64), rows, [0, 8, 16, 40], BF16, "cpu")
+        decoder_layers.decoder_layers(case.hidden, case.stack.layers, case.step(case.lora), 0)
+
+
+def compile_drafts() -> None:
+    """A head's entries and chains."""
+    hidden, inner, heads, dim = SMALL
+    vocab, requests = 900, 3
+    qkv, norms = weight(2 * heads * dim, 2 * hidden), torch.ones(4, hidden, dtype=BF16)
+    head = pack_draft_head(
+        fc=weight(hidden, 3 * hidden),
+        qkv=qkv,
+        kv=weight(heads * dim, 2 * hidden),
+        o=weight(hidden, heads * dim),
+        gate_up=weight(2 * inner, hidden, gated=True),
+        down=weight(hidden, inner),
+        lm_head=weight(vocab, hidden),
+        input_norm=norms[0],
+        hidden_norm=norms[1],
+        post_norm=norms[2],
+        norm=norms[3],
+        embedding=torch.zeros(vocab, hidden, dtype=BF16),
+        target_ids=torch.zeros(vocab, dtype=torch.int64),
+        cos_sin=torch.zeros(MAX_CONTEXT, dim),
+        num_heads=heads,
+        eps=1e-5,
+    )
+    numbers, offsets = torch.zeros(requests, dtype=torch.int64), torch.arange(requests + 1).int()
+    pool = torch.zeros(20, heads // 2, 1, 2, PAGE_SIZE, dim, dtype=BF16)
+    states = torch.zeros(requests, hidden, dtype=BF16)
+    rows = DraftRows(
+        token_ids=numbers,
+        positions=numbers,
+        slots=numbers,
+        cu_q_lens=offsets,
+        request_slots=numbers,
+    )
+    draft_entries_reference(states.repeat(1, 3), head, rows, states, pool, 0)
+    chains = DraftChains(
+        positions=numbers.repeat(2, 1),
+        slots=numbers.repeat(2, 1),
+        kv_lens=torch.full((2, requests), 9, dtype=torch.int32),
+        counts=[requests] * 2,
+        page_table=torch.zeros(requests, 16, dtype=torch.int32),
+        one_row_each=offsets,
+        max_kv_len=MAX_CONTEXT,
+    )
+    draft_chain_reference(states, numbers, head, chains, pool, 0)
+
+
+def compile_drawing() -> None:
+    """Drawing tokens, with drafts and without."""
+    slots, vocab = torch.zeros(3, dtype=torch.int64), 5000
+    tables = SlotTables(
+        torch.zeros(3, NUM_FIELDS, dtype=torch.int64),
+        torch.zeros(3, -(-vocab // 32), dtype=torch.int32),
+        torch.zeros(1, vocab),
+        torch.zeros(1, vocab, dtype=torch.int32),
+    )
+    logits = torch.zeros(3, vocab)
+    for drafted in (None, DraftedRows(slots, slots, slots)):
+        sampling.draw_rows(logits, slots, slots, tables, drafted)
+    greedy.greedy_rows(logits)
+    sampling_top.top_logits(logits, slots, slots, 5)
+
+
+def compile_steps() -> None:
+    """What a step's rows and its pages need beside the layers."""
+    numbers, table = torch.zeros(8, dtype=torch.int64), torch.zeros(3, 16, dtype=torch.int32)
+    offsets, lengths = torch.tensor([0, 4, 8]).int(), torch.tensor([9, 9]).int()
+    known = SlotTokens(
+        torch.zeros(1 + MAX_TREE_ROWS, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64),
+        torch.zeros(1 + MAX_TREE_ROWS, 3, dtype=torch.int64),
+    )  # fmt: skip
+    verified = Verified(torch.zeros(2, 4, dtype=torch.int64), numbers)
+    for ancestors in (None, numbers):
+        step = StepRows(numbers, numbers, numbers, offsets, lengths, ancestors)
+        step_rows.resolve_rows(step, numbers, numbers, known, table, PAGE_SIZE)
+    step_rows.accept_drafts(numbers, step._replace(ancestors=None), verified, known)
+    *_, paths = tree_rows.accept_trees(numbers, step, verified, known)
+    pool = torch.zeros(4, 2, 2, 2, PAGE_SIZE, 64, dtype=BF16)
+    tree_rows.move_paths(pool, numbers, verified.rows, paths)
+    rows = torch.zeros(4, 4096, dtype=torch.int64)
+    page_digest.row_digests(rows, numbers[:2], 0)
+    page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096))
+    page_ops.scatter_rows(rows[:2], numbers[:2], rows)
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    "layers": compile_layers,
+    "experts": compile_experts,
+    "fixed": compile_fixed,
+    "adapters": compile_adapters,
+    "drafts": compile_drafts,
+    "drawing": compile_drawing,
+    "steps": compile_steps,
+}
+
+
+def main() -> None:
+    """Compiles a group, and prints the kernels of it."""
+    launch, compiled = JITFunction.run, set()
+
+    def only_compile(
+        kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any
+    ) -> Any:
+        compiled.add(kernel.fn.__name__)
+        return launch(kernel, *args, grid=grid, warmup=True, **options)
+
+    def product(x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        """`torch.mm`, which has no such argument on a CPU."""
+        return (x @ y).to(out_dtype)
+
+    driver.set_active(NoDevice())
+    with (
+        mock.patch.object(JITFunction, "run", only_compile),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(torch, "mm", product),
+        mock.patch.object(dependent_launch, "is_dependent", return_value=True),
+        mock.patch.object(copied_tiles, "is_dependent", return_value=True),
+    ):
+        GROUPS[sys.argv[1]]()
+    print(*sorted(compiled))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The GPU's kernels compile for compute capability 9.0, as their operations launch them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sm90_kernels
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+KERNELS = {
+    "layers": "_small_linear _sliced_linear _decode _merge _extend _rms_norm _rope_and_cache",
+    "experts": "_direct_inner _direct_out _sorted _route _route_and_sort _combine",
+    "fixed": "_fixed _fixed_linear _sorted",
+    "adapters": "_shrink _expand _expand_silu _sliced_linear",
+    "drafts": "_join _keep _largest_of_row _sliced_linear",
+    "drawing": "_scan _bound _collect _decide _search _draw _finish _count _top_of_row",
+    "steps": "_resolve _accept _move _digest _gather _scatter",
+}
+"""Some that each group must have launched; it prints all."""
+
+
+@pytest.mark.parametrize("group", sm90_kernels.GROUPS)
+def test_kernels_compile(group: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    # That it is set decides what a kernel is when its module is imported.
+    del environment["TRITON_INTERPRET"]
+    done = subprocess.run(
+        [sys.executable, sm90_kernels.__file__, group],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled = done.stdout.split()
+    print(compiled)
+    assert {f"{name}_kernel" for name in KERNELS[group].split()} <= set(compiled)
+    # Machine code of each was made, not only Triton's own forms of it.
+    assert len(list(tmp_path.rglob("*.cubin"))) >= len(compiled)
