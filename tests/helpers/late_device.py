@@ -116,7 +116,14 @@ class LateDevice:
         later: Any = logits
         return Drawable(lambda: later, arrays.drawing_slots, arrays.drawing_positions)
 
-    def begin(self, logits: _Later, slots: np.ndarray, positions: np.ndarray) -> _Samples:
+    def begin(
+        self,
+        logits: _Later,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        on_device: None = None,
+        drafted: None = None,
+    ) -> _Samples:
         """See `Sampler.begin`."""
         sampler = Sampler(self._sampler._columns.vocab_size, len(slots))
         for row, slot in enumerate(slots.tolist()):

@@ -322,7 +322,7 @@ class Drawing:
                 drafted = RowsBehindDrafts(of_rows, drawable.rows(), has_trees)
             slots = np.repeat(slots, np.diff(firsts))
         if drawable.on_device is None:
-            return self._sampler.begin(drawable.logits(), slots, positions, drafted=drafted)
+            return self._sampler.begin(drawable.logits(), slots, positions, None, drafted)
         # Where somebody has ended since, a row draws from a slot of nobody.
         has_slots = np.array_equal(slots, drawable.slots)
         on_device = partial(drawable.on_device, has_slots=has_slots)
