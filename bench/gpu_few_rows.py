@@ -1,6 +1,6 @@
 """Decoder layers of few rows in a CUDA graph: norms taken by products, or by launches of their own.
 
-python bench/gpu_few_rows.py                    SmolLM2-135M and Qwen3-0.6B, 1 to 16 rows
+python bench/gpu_few_rows.py                    SmolLM2-135M and Qwen3-0.6B, one and two rows
 """
 
 from __future__ import annotations

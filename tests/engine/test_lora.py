@@ -290,6 +290,9 @@ def test_rows_in_the_pool_are_the_adapters(dtype: str, tmp_path: Path) -> None:
         ):
             part = pool._weights[kind]
             assert part.counts[layer, 2] == 3
+            # The bytes that the memory is divided by.
+            planned = pool.limits.num_rows[kind] * pool.limits.row_bytes[kind]
+            assert part.a.nbytes + part.b.nbytes == planned
             b = part.plain_b(part.table[layer, 2, :3].long()).flatten(0, 1)
             expected = tensors[f"{PREFIX}{name}.lora_B.weight"].to(part.b.dtype)
             assert torch.equal(b[:20].T, expected)

@@ -54,7 +54,7 @@ MAX_PAIRED_ROWS = 256
 
 
 class _DirectShape(NamedTuple):
-    """How programs of the direct path cut the weights."""
+    """How programs of the direct path cut the weights (measured on an H200, 1 to 8 rows)."""
 
     columns: int
     tile: int

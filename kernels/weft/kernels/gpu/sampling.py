@@ -113,11 +113,10 @@ def draw_rows(
     if rows == 0:
         return tokens
     tiles = triton.cdiv(vocab, TILE)
-    rows_before = DraftedRows(slots, slots, None) if drafted is None else drafted
-    has_words, words = rows_before.words is not None, rows_before.words
-    kind = NOT_DRAFTED if drafted is None else TREES if has_words else CHAINS
     # What is not of this kind is not read.
-    rest = (rows_before.firsts, rows_before.tokens, slots if words is None else words, kind)
+    firsts, row_tokens, words = drafted or (slots, slots, None)
+    kind = NOT_DRAFTED if drafted is None else CHAINS if words is None else TREES
+    rest = (firsts, row_tokens, slots if words is None else words, kind)
     source = Source(logits, logits.stride(0), vocab, slots, positions, *tables, *rest)
     work = _new_work(rows, tiles, logits.device)
     tiled, padded_tiles = (rows, tiles), triton.next_power_of_2(tiles)
