@@ -16,6 +16,8 @@ from weft.engine.errors import WeftError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 NUM_ASKS = 24
+_NUM_CHOICES, _BIAS = 3, 100.0
+"""Tokens of an answer that repeats itself, and what their logits gain over those of others."""
 GRACE_S = 10.0
 """Seconds beyond its deadline after which a client considers a request lost."""
 
@@ -32,6 +34,9 @@ class ChaosRequest:
     n: int
     stop: str = ""
     """A stop string; empty = none."""
+    choices: tuple[int, ...] = ()
+    """Token ids that the answer consists of; empty = all. A text of few repeats itself, so that
+    drafts from the text so far are often right."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +78,8 @@ class Pace:
 
 
 def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[ChaosRequest]:
-    """Greedy, seeded and n = 2 requests over prompts of all lengths, some with a stop string; some
-    share their beginning.
+    """Greedy, seeded and n = 2 requests over prompts of all lengths, some with a stop string, some
+    whose answers repeat themselves; some share their beginning.
 
     Args:
         seed: The same seed, the same requests.
@@ -98,6 +103,7 @@ def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[Ch
                 seed=draw.randrange(1 << 32),
                 n=2 if number % 6 == 5 else 1,
                 stop=draw.choice(string.ascii_letters) if number % 4 == 1 else "",
+                choices=tuple(draw.sample(range(40, 100), _NUM_CHOICES)) if number % 4 == 3 else (),
             )
         )
     return asks
@@ -119,7 +125,12 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
     request = gateway_pb2.CompleteRequest(
         model=model,
         token_ids=common_pb2.TokenIds(ids=ask.prompt),
-        sampling=common_pb2.SamplingParams(temperature=ask.temperature, seed=ask.seed, n=ask.n),
+        sampling=common_pb2.SamplingParams(
+            temperature=ask.temperature,
+            seed=ask.seed,
+            n=ask.n,
+            logit_bias=dict.fromkeys(ask.choices, _BIAS),
+        ),
         stop=common_pb2.StopCriteria(
             max_tokens=ask.max_tokens, ignore_eos=True, stop=[ask.stop] if ask.stop else []
         ),
