@@ -45,6 +45,7 @@ from weft.kernels.gpu import (
     page_ops,
     sampling,
     sampling_top,
+    slot_rows,
     step_rows,
     tree_rows,
 )
@@ -220,7 +221,7 @@ def compile_drafts() -> None:
 
 def compile_drawing() -> None:
     """Drawing tokens, with drafts and without."""
-    slots, vocab = torch.zeros(3, dtype=torch.int64), 5000
+    slots, vocab = torch.zeros(3, dtype=torch.int64), 9000
     tables = SlotTables(
         torch.zeros(3, NUM_FIELDS, dtype=torch.int64),
         torch.zeros(3, -(-vocab // 32), dtype=torch.int32),
@@ -230,7 +231,8 @@ def compile_drawing() -> None:
     logits = torch.zeros(3, vocab)
     for drafted in (None, DraftedRows(slots, slots, slots)):
         sampling.draw_rows(logits, slots, slots, tables, drafted)
-    greedy.greedy_rows(logits)
+    for size in (5000, vocab):
+        greedy.greedy_rows(torch.zeros(3, size))
     sampling_top.top_logits(logits, slots, slots, 5)
 
 
@@ -254,6 +256,9 @@ def compile_steps() -> None:
     page_digest.row_digests(rows, numbers[:2], 0)
     page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096))
     page_ops.scatter_rows(rows[:2], numbers[:2], rows)
+    states = torch.zeros(4, 64, dtype=BF16)
+    slot_rows.take_rows(numbers[:2], table, states, known.tokens[0])
+    slot_rows.put_rows(states, numbers[:2], states.clone(), numbers[:2])
 
 
 GROUPS: dict[str, Callable[[], None]] = {

@@ -17,9 +17,10 @@ KERNELS = {
     "experts": "_direct_inner _direct_out _sorted _route _route_and_sort _combine",
     "fixed": "_fixed _fixed_linear _sorted",
     "adapters": "_shrink _expand _expand_silu _sliced_linear",
-    "drafts": "_join _keep _largest_of_row _sliced_linear",
-    "drawing": "_scan _bound _collect _decide _search _draw _finish _count _top_of_row",
-    "steps": "_resolve _accept _move _digest _gather _scatter",
+    "drafts": "_join _keep _largest _sliced_linear",
+    "drawing": "_scan _bound _collect _decide _search _draw _finish _count _top_of_row _largest "
+    "_largest_of_row",
+    "steps": "_resolve _accept _move _digest _gather _scatter _take _put",
 }
 """Some that each group must have launched; it prints all."""
 

@@ -40,12 +40,13 @@ def check_rope(module: ModuleType) -> None:
 
 
 def check_greedy(module: ModuleType) -> None:
-    """Two tiles, the second of them not full; equals in one and in both; what is not finite."""
-    logits = torch.randn(6, 5000)
-    logits[0, [70, 80]] = logits[1, [90, 4500]] = logits[2, 4999] = 9.0
-    logits[3, 4321], logits[4, 7] = float("nan"), float("inf")
-    tokens = module.greedy_rows(logits)
-    assert tokens.tolist() == [70, 90, 4999, -1, -1, int(logits[5].argmax())]
+    """One tile and three, of which the last is not full; equals; what is not finite."""
+    for size in (5000, 9000):
+        logits = torch.randn(6, size)
+        logits[0, [70, 80]] = logits[1, [90, 4500]] = logits[2, size - 1] = 9.0
+        logits[3, 4321], logits[4, 7] = float("nan"), float("inf")
+        tokens = module.greedy_rows(logits)
+        assert tokens.tolist() == [70, 90, size - 1, -1, -1, int(logits[5].argmax())]
 
 
 def check_route(module: ModuleType) -> None:

@@ -217,23 +217,28 @@ def test_a_slice_that_is_left_out_is_noticed(tmp_path: Path) -> None:
         assert_as_exact(out, F.linear(x, weight), x.double() @ weight.double().T)
 
 
-def test_greedy_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [5000, 9000])
+def test_greedy_rows(size: int, tmp_path: Path) -> None:
+    """A vocabulary that one program takes whole, and one of several tiles."""
     fresh_seed()
-    logits = torch.randn(9, 5000)
+    logits = torch.randn(9, size)
     logits[0, [70, 4500]] = 9.0  # The lower id of equals.
     logits[1] = torch.finfo(torch.float32).min
-    logits[2, 4999] = 9.0
+    logits[2, -1] = 9.0
     for row, bad in enumerate((float("nan"), float("inf"), float("-inf")), 3):
         logits[row, 4321] = bad
-    wide = torch.full((9, 5003), 99.0)
-    wide[:, :5000] = logits
+    wide = torch.full((9, size + 3), 99.0)
+    wide[:, :size] = logits
+    names = 7 + torch.randperm(size)
     with kernel_module("greedy", tmp_path) as module:
-        tokens = module.greedy_rows(wide[:, :5000])
+        tokens = module.greedy_rows(wide[:, :size])
+        named = module.greedy_rows(wide[:, :size], names)
         assert module.greedy_rows(logits[:0]).shape == (0,)
-    assert tokens[:3].tolist() == [70, 0, 4999]
+    assert tokens[:3].tolist() == [70, 0, size - 1]
     assert tokens[3:6].tolist() == [-1, -1, -1]
     assert torch.equal(tokens[6:], logits[6:].argmax(dim=1))
-    assert torch.equal(tokens, greedy_rows(wide[:, :5000]))
+    assert torch.equal(tokens, greedy_rows(wide[:, :size]))
+    assert torch.equal(named, names[tokens.clamp(min=0)])
 
 
 @pytest.mark.parametrize(

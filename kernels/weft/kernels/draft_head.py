@@ -374,7 +374,10 @@ def draft_chain_reference(
     layer: int,
 ) -> torch.Tensor:
     """`draft_chain` as its single operations; `state` is not changed, no device is waited for."""
-    tokens = torch.zeros(chains.positions.shape, dtype=torch.int64, device=state.device)
+    # Of all requests in each step all is written.
+    is_whole = chains.counts[-1] == state.shape[0]
+    make = torch.empty if is_whole else torch.zeros
+    tokens = make(chains.positions.shape, dtype=torch.int64, device=state.device)
     for step, count in enumerate(chains.counts):
         rows = TurnRows(
             positions=chains.positions[step, :count],

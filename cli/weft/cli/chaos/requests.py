@@ -99,7 +99,7 @@ def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[Ch
                 number=number,
                 prompt=tuple(prompt),
                 max_tokens=draw.randrange(4, max_new_tokens),
-                temperature=draw.choice((0.0, 0.0, 1.0)),
+                temperature=1.0 if number % 3 == 2 else 0.0,
                 seed=draw.randrange(1 << 32),
                 n=2 if number % 6 == 5 else 1,
                 stop=draw.choice(string.ascii_letters) if number % 4 == 1 else "",

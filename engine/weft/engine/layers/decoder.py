@@ -121,6 +121,8 @@ class DecoderStack:
         """Runs a step: [L, hidden], the normalised hidden states of `batch.logits_rows`."""
         hidden = self._embed(batch)
         last, num_rows = self.layers[-1], batch.logits_rows.shape[0]
+        if batch.wants_all:
+            return self.norm(self._run(hidden, batch, pool, taps, is_whole=True))
         # Rows of a tree are not requests of their own.
         if 2 * num_rows > hidden.shape[0] or batch.ancestors is not None:
             hidden = self._run(hidden, batch, pool, taps, is_whole=True)

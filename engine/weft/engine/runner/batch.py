@@ -32,6 +32,8 @@ class ForwardBatch:
     """[L] int64: rows of T whose logits are wanted; empty if nothing is sampled."""
     max_q_len: int
     max_kv_len: int
+    wants_all: bool = False
+    """`logits_rows` are all rows, in their order."""
     lora: LoraStep | None = None
     """The step's adapters; None if no token uses one."""
     request_slots: torch.Tensor | None = None

@@ -404,6 +404,8 @@ class StepGraphs:
             batch = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
         if bucket.kind in ("verify", "tree"):
             batch.max_q_len = 1 + bucket.drafts
+        # Beside trees there may be prompts.
+        batch.wants_all = bucket.kind in ("decode", "verify")
         if bucket.kind == "cold":
             # With one request, as many positions as rows say that nothing is before them. Rows of
             # padding come after all others, which therefore do not see them.

@@ -20,6 +20,7 @@ from weft.engine.speculative.draft_rows import AdapterRows
 from weft.engine.speculative.drafted import DraftedModel
 from weft.engine.speculative.gate import depths_up_to
 from weft.kernels.draft_head import DraftChains
+from weft.kernels.slot_rows import take_rows
 from weft.kernels.step_rows import SlotTokens, chain_places
 
 _NOTHING = np.zeros(0, np.int64)
@@ -116,7 +117,7 @@ class StaticChains:
         # Requests that do not exist are at position 0, where a head has no entries.
         slots, starts, _, limits = self._inputs.request_rows(shape.requests)
         pages, known = self._inputs.pages, self._known
-        table = pages.index_select(0, slots)
+        table, state, last = take_rows(slots, pages, self._model.kept, known.tokens[0])
         positions, places, kv_lens = chain_places(
             slots, starts, limits, known.starts, pages, shape.depth, self._page_size
         )
@@ -133,8 +134,6 @@ class StaticChains:
             max_kv_len=pages.shape[1] * self._page_size,
             lora=lora,
         )
-        state = self._model.kept.index_select(0, slots)
-        last = known.tokens[0].index_select(0, slots)
         found = self._model.head.chain(state, last, chains, self._pool)
         known.tokens[1 : 1 + shape.depth].index_copy_(1, slots, found)
         return found

@@ -20,6 +20,7 @@ from weft.engine.models.loader import LoadedModel
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.speculative.draft_adapter import read_draft_adapter
 from weft.kernels.lora import LoraStep
+from weft.kernels.slot_rows import put_rows
 
 
 def load_drafted(
@@ -119,4 +120,4 @@ class DraftedModel:
             rows: [R] int64, on the device: of the last step, whose order of rows they follow.
             slots: [R] int64, on the device: the requests' slots, all different.
         """
-        self.kept.index_copy_(0, slots, self._last.index_select(0, rows))
+        put_rows(self.kept, slots, self._last, rows)

@@ -20,6 +20,7 @@ from weft.engine.speculative.captured import (
 from weft.engine.speculative.draft_rows import AdapterRows
 from weft.engine.speculative.drafted import DraftedModel
 from weft.kernels.draft_tree import DraftTrees
+from weft.kernels.slot_rows import take_rows
 from weft.kernels.step_rows import SlotTokens, chain_places
 
 
@@ -122,7 +123,7 @@ class StaticTrees:
         positions, places, _ = chain_places(
             slots, starts, limits, known.starts, pages, num_places, self._page_size
         )
-        table = pages.index_select(0, slots)
+        table, state, last = take_rows(slots, pages, self._kept, known.tokens[0])
         # Trees without places of their own have rows in the null page.
         lacking = num_places // self._page_size + 1 - table.shape[1]
         if lacking > 0:
@@ -144,8 +145,6 @@ class StaticTrees:
             root_lora=root_lora,
             lora=lora,
         )
-        state = self._kept.index_select(0, slots)
-        last = known.tokens[0].index_select(0, slots)
         tokens, words = self._head.tree(state, last, trees, self._pool)
         assert known.words is not None, "trees are kept with their words"
         known.tokens[1 : 1 + len(tokens)].index_copy_(1, slots, tokens)

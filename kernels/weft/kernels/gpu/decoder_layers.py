@@ -46,17 +46,17 @@ def decoder_layers(
     first: int,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.decoder_layer.decoder_layers` for CUDA tensors; `hidden` is the result."""
+    """`weft.kernels.decoder_layer.decoder_layers` for CUDA tensors; `hidden` is overwritten."""
     _check(hidden, layers, step, first)
     if _take_norms(hidden.shape[0], layers[0], step):
         return _layers_of_few_rows(hidden, layers, step, first, taps)
-    normed = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
+    x = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
     tap = None
     for index, w in enumerate(layers):
         layer = first + index
         if taps is not None and tap is None:
             taps.take(layer, hidden)
-        qkv = linear(normed, w.qkv, lora=addition_to(step.lora, "qkv", layer))
+        qkv = linear(x, w.qkv, lora=addition_to(step.lora, "qkv", layer))
         mixed = _attend(qkv, w, step, layer)
         out, added = _product(mixed, w.o, addition_to(step.lora, "o", layer))
         normed, _ = add_rms_norm(out, hidden, w.post_norm, w.eps, added)
@@ -66,12 +66,8 @@ def decoder_layers(
             after = NormAfter(hidden, following.input_norm, following.eps)
         has_tap = after is not None and isinstance(w.mlp, GatedMlpWeight)
         tap = _tap_of(taps, layer + 1) if has_tap else None
-        out = _mlp(normed, w.mlp, after, step.lora, layer, tap)
-        if after is None:
-            hidden.add_(out)
-        else:
-            normed = out
-    return hidden
+        x = _mlp(normed, w.mlp, hidden, after, step.lora, layer, tap)
+    return x
 
 
 def _take_norms(rows: int, w: DecoderLayerWeight, step: DecoderStep) -> bool:
@@ -188,25 +184,26 @@ def _attend(
 def _mlp(
     x: torch.Tensor,
     w: GatedMlpWeight | SparseMlpWeight,
+    hidden: torch.Tensor,
     after: NormAfter | None,
     lora: LoraStep | None,
     layer: int,
     tap: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes the MLP's addition to the residual stream; if a norm follows, adds it and applies
-    the norm as well. `tap`, if given, gets the sum too: of a gated MLP.
+    """Computes the residual stream `hidden` with what the MLP adds to it; if a norm follows, leaves
+    that there and returns the norm's result. `tap`, if given, gets the sum too: of a gated MLP.
     """
     if isinstance(w, GatedMlpWeight):
         if after is None:
             inner = gate_up_silu(x, w.gate_up, addition_to(lora, "gate_up", layer))
-            return linear(inner, w.down, lora=addition_to(lora, "down", layer))
+            return linear(inner, w.down, hidden, lora=addition_to(lora, "down", layer))
         out, added = _gated_mlp(x, w, lora, layer)
         return add_rms_norm(out, *after, added, tap)[0]
     experts, to_experts = w.experts, experts_addition(lora, layer)
     assert experts.stacked is not None
     sizes, is_fixed = (experts.num_experts, experts.inner_size), experts.is_fixed
     ranks = begin_ranks(x, to_experts, *sizes, is_fixed=is_fixed)
-    return routed_moe(
+    out = routed_moe(
         x,
         linear(x, w.router, out_dtype=torch.float32),
         w.top_k,
@@ -217,6 +214,7 @@ def _mlp(
         renormalise=w.renormalise,
         is_fixed=is_fixed,
     )
+    return hidden.add_(out) if after is None else out
 
 
 def _check(

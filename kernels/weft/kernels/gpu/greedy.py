@@ -8,6 +8,8 @@ import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 _TILE = 4096
+_MOST_AT_ONCE = 8192
+"""Tokens of a vocabulary that one program takes whole, in one launch for two."""
 
 
 def greedy_rows(
@@ -26,6 +28,18 @@ def greedy_rows(
     if tokens is None:
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
+        return tokens
+    if vocab_size <= _MOST_AT_ONCE:
+        _largest_kernel[(rows,)](
+            tokens,
+            logits,
+            names,
+            logits.stride(0),
+            vocab_size,
+            BLOCK=triton.next_power_of_2(vocab_size),
+            num_warps=8,
+            **launch_options(logits.device),
+        )
         return tokens
     tiles = triton.cdiv(vocab_size, _TILE)
     largest = torch.empty((rows, tiles), dtype=torch.float32, device=logits.device)
@@ -54,6 +68,23 @@ def greedy_rows(
 
 
 @triton.jit
+def _largest_kernel(
+    tokens: tl.tensor,
+    logits: tl.tensor,
+    names: tl.tensor,
+    stride: int,
+    vocab_size: int,
+    IS_DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    _, token = _largest(logits + row * stride, 0, vocab_size, BLOCK)
+    tl.store(tokens + row, _name(token, token < 0, names))
+
+
+@triton.jit
 def _largest_of_tile_kernel(
     largest: tl.tensor,
     ids: tl.tensor,
@@ -67,16 +98,10 @@ def _largest_of_tile_kernel(
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    column = tile * TILE + tl.arange(0, TILE)
-    mask = column < vocab_size
-    values = tl.load(logits + row * stride + column, mask=mask, other=float("-inf"))
-    # x - x is 0 for finite numbers alone.
-    num_bad = tl.sum((mask & (values - values != 0.0)).to(tl.int32), axis=0)
-    best = tl.max(values, axis=0)
-    token = tl.min(tl.where(values == best, column, vocab_size), axis=0)
+    best, token = _largest(logits + row * stride, tile * TILE, vocab_size, TILE)
     at = row * tl.num_programs(1) + tile
     tl.store(largest + at, best)
-    tl.store(ids + at, tl.where(num_bad > 0, -1, token))
+    tl.store(ids + at, token)
 
 
 @triton.jit
@@ -97,9 +122,29 @@ def _largest_of_row_kernel(
     value = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     best = tl.max(value, axis=0)
     first = tl.min(tl.where(value == best, token, 2147483647), axis=0)
-    is_bad = tl.min(token, axis=0) < 0
+    tl.store(tokens + row, _name(first, tl.min(token, axis=0) < 0, names))
+
+
+@triton.jit
+def _largest(
+    begin: tl.tensor, first: int, vocab_size: int, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The largest of a row's logits from `first` on, and its token; -1: some are not finite."""
+    column = first + tl.arange(0, TILE)
+    mask = column < vocab_size
+    values = tl.load(begin + column, mask=mask, other=float("-inf"))
+    # x - x is 0 for finite numbers alone.
+    num_bad = tl.sum((mask & (values - values != 0.0)).to(tl.int32), axis=0)
+    best = tl.max(values, axis=0)
+    token = tl.min(tl.where(values == best, column, vocab_size), axis=0)
+    return best, tl.where(num_bad > 0, -1, token)
+
+
+@triton.jit
+def _name(token: tl.tensor, is_bad: tl.tensor, names: tl.tensor) -> tl.tensor:
+    """What a token is called in the result."""
     if names is None:
-        chosen = tl.where(is_bad, -1, first).to(tl.int64)
+        chosen = tl.where(is_bad, -1, token).to(tl.int64)
     else:
-        chosen = tl.load(names + tl.where(is_bad, 0, first))
-    tl.store(tokens + row, chosen)
+        chosen = tl.load(names + tl.where(is_bad, 0, token))
+    return chosen
