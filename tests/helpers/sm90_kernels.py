@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -167,10 +168,12 @@ def compile_fixed() -> None:
 
 
 def compile_adapters() -> None:
-    """Layers with adapters: rows that decode, and prompts."""
-    for rows in (5, 200):
-        case = make_layers(Sizes(256, 512, 4, 2, 64), rows, [0, 8, 16, 40], BF16, "cpu")
-        decoder_layers.decoder_layers(case.hidden, case.stack.layers, case.step(case.lora), 0)
+    """Layers with adapters: rows that decode, and prompts; those of small layers and of large."""
+    small, large = Sizes(256, 512, 4, 2, 64), Sizes(4096, 512, 4, 2, 64)
+    for sizes, rows in ((small, 1), (small, 5), (small, 200), (large, 1)):
+        case = make_layers(sizes, rows, [0, 8, 16, 40], BF16, "cpu")
+        for lora in (case.lora, replace(case.lora, are_given=True)):
+            decoder_layers.decoder_layers(case.hidden, case.stack.layers, case.step(lora), 0)
 
 
 def compile_drafts() -> None:

@@ -148,7 +148,7 @@ def check_norm_before(module: ModuleType, rows: int, *, gated: bool) -> None:
     n, k = 26, 500
     x, weight, gain = torch.randn(rows, k).half(), torch.randn(n, k).half(), torch.rand(k).half()
     x *= torch.tensor([0.01, 1.0, 30.0])[torch.randint(3, (rows, 1))].half()
-    norm = module.NormBefore(gain, EPS)
+    norm = module.NormOfRows(gain, EPS)
     exact = exact_norm(x, gain) @ weight.double().T
     eager = F.linear(F.rms_norm(x, (k,), gain, EPS), weight)
     assert module.can_take_norm(rows, k)
@@ -197,7 +197,7 @@ def test_a_wrong_norm_before_is_noticed(change: tuple[str, str], tmp_path: Path)
 @pytest.mark.parametrize(("rows", "k"), [(3, 64), (1, 4096)])
 def test_a_norm_before_is_refused_where_it_is_not_taken(rows: int, k: int) -> None:
     x, weight = torch.randn(rows, k).half(), torch.randn(4, k).half()
-    norm = small_linear.NormBefore(torch.ones(k).half(), EPS)
+    norm = small_linear.NormOfRows(torch.ones(k).half(), EPS)
     with pytest.raises(ValueError, match="take no norm"):
         small_linear.small_linear(x, weight, None, None, x.dtype, norm=norm)
     if rows > 2:

@@ -173,11 +173,11 @@ def normed_linear(
     Raises:
         ValueError: An argument does not fit.
     """
-    if x.is_cuda and lora is None:
+    if x.is_cuda:
         from weft.kernels.gpu import linear as gpu
 
-        if gpu.takes_norm(x.shape[0], w):
-            return gpu.normed_linear(x, gain, eps, w, out_dtype)
+        if gpu.takes_norm(x.shape[0], w, lora):
+            return gpu.normed_linear(x, gain, eps, w, out_dtype, lora)
     normed = rms_norm(x, gain, eps)
     if w.gated:
         return gate_up_silu(normed, w, lora)

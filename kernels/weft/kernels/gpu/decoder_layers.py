@@ -14,6 +14,7 @@ from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS
 from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.gpu.linear import (
     add_product,
+    adds_within,
     gate_up_silu_to_fold,
     linear_to_fold,
     normed_linear,
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
         Taps,
     )
     from weft.kernels.linear import LinearWeight
-    from weft.kernels.lora import LoraAddition, LoraStep
+    from weft.kernels.lora import Group, LoraAddition, LoraStep
+
+_GROUPS: tuple[Group, ...] = ("qkv", "o", "gate_up", "down")
 
 
 def decoder_layers(
@@ -48,7 +51,7 @@ def decoder_layers(
 ) -> torch.Tensor:
     """`weft.kernels.decoder_layer.decoder_layers` for CUDA tensors; `hidden` is overwritten."""
     _check(hidden, layers, step, first)
-    if _take_norms(hidden.shape[0], layers[0], step):
+    if _take_norms(hidden.shape[0], layers[0], step, first):
         return _layers_of_few_rows(hidden, layers, step, first, taps)
     x = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
     tap = None
@@ -70,15 +73,22 @@ def decoder_layers(
     return x
 
 
-def _take_norms(rows: int, w: DecoderLayerWeight, step: DecoderStep) -> bool:
+def _take_norms(rows: int, w: DecoderLayerWeight, step: DecoderStep, layer: int) -> bool:
     """Whether products take the norms before them, and products before norms add to the stream:
     two launches a layer less.
     """
-    if not isinstance(w.mlp, GatedMlpWeight) or step.lora is not None:
+    if not isinstance(w.mlp, GatedMlpWeight):
         return False
     parts = (w.o, w.mlp.down)
     is_plain = all(part.data.is_contiguous() and not part.is_fixed for part in parts)
-    return is_plain and all(takes_norm(rows, part) for part in (w.qkv, w.mlp.gate_up))
+    to_qkv, to_o, to_gate_up, to_down = (addition_to(step.lora, group, layer) for group in _GROUPS)
+    return (
+        is_plain
+        and takes_norm(rows, w.qkv, to_qkv)
+        and takes_norm(rows, w.mlp.gate_up, to_gate_up)
+        and adds_within(rows, w.o, to_o)
+        and adds_within(rows, w.mlp.down, to_down)
+    )
 
 
 def _layers_of_few_rows(
@@ -94,12 +104,15 @@ def _layers_of_few_rows(
         layer = first + index
         if taps is not None and tap is None:
             taps.take(layer, hidden)
-        qkv = normed_linear(hidden, w.input_norm, w.eps, w.qkv)
-        add_product(hidden, _attend(qkv, w, step, layer), w.o)
+        to_qkv, to_o, to_gate_up, to_down = (
+            addition_to(step.lora, group, layer) for group in _GROUPS
+        )
+        qkv = normed_linear(hidden, w.input_norm, w.eps, w.qkv, lora=to_qkv)
+        add_product(hidden, _attend(qkv, w, step, layer), w.o, to_o)
         assert isinstance(w.mlp, GatedMlpWeight)
-        inner = normed_linear(hidden, w.post_norm, w.eps, w.mlp.gate_up)
+        inner = normed_linear(hidden, w.post_norm, w.eps, w.mlp.gate_up, lora=to_gate_up)
         tap = _tap_of(taps, layer + 1) if index + 1 < len(layers) else None
-        add_product(hidden, inner, w.mlp.down, tap)
+        add_product(hidden, inner, w.mlp.down, to_down, tap)
     return hidden
 
 

@@ -10,11 +10,13 @@ from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fixed_linear import fixed_linear
 from weft.kernels.gpu.lora import Ranks, add_fixed_lora
 from weft.kernels.gpu.lora_fold import Folded
+from weft.kernels.gpu.lora_product import added_within, can_add_within
+from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.gpu.sliced_linear import MAX_ROWS
 from weft.kernels.gpu.small_linear import (
     MAX_SPREAD_ROWS,
-    NormBefore,
     can_take_norm,
+    columns_at_once,
     small_linear,
 )
 from weft.kernels.lora import LoraAddition
@@ -45,6 +47,9 @@ def linear(
         return _fixed(x, weight, bias, residual, out_dtype or x.dtype, lora)
     if lora is None:
         return _product(x, weight, bias, residual, out_dtype)
+    if _adds_within(x.shape[0], weight, lora):
+        added = added_within(x, lora)
+        return small_linear(x, weight, bias, residual, out_dtype or x.dtype, added=added)
     ranks = Ranks(x, lora, is_ahead=True)
     out = _product(x, weight, bias, residual, out_dtype)
     ranks.add_to(out)
@@ -89,10 +94,12 @@ def _product(
     return F.linear(x, weight, bias).add_(residual)
 
 
-def takes_norm(rows: int, w: LinearWeight) -> bool:
+def takes_norm(rows: int, w: LinearWeight, lora: LoraAddition | None = None) -> bool:
     """Whether products of so many rows take the norm of their input themselves."""
     is_small = w.data.dtype.itemsize == 2 and w.data.is_contiguous() and not w.is_fixed
-    return is_small and can_take_norm(rows, w.in_features)
+    if not is_small or not can_take_norm(rows, w.in_features):
+        return False
+    return lora is None or _adds_within(rows, w.data, lora, is_gated=w.gated)
 
 
 def normed_linear(
@@ -101,35 +108,67 @@ def normed_linear(
     eps: float,
     w: LinearWeight,
     out_dtype: torch.dtype | None = None,
+    lora: LoraAddition | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.linear.normed_linear` where `takes_norm` holds, in one launch."""
+    """`weft.kernels.linear.normed_linear` where `takes_norm` holds, in one launch, or two with
+    adapters.
+    """
     _check(x, w.data, None)
     if gain.shape != x.shape[1:] or gain.dtype != x.dtype:
         raise ValueError(f"norm {tuple(gain.shape)} {gain.dtype} does not fit {tuple(x.shape)}")
-    norm = NormBefore(gain, eps)
-    return small_linear(x, w.data, w.bias, None, out_dtype or x.dtype, gated=w.gated, norm=norm)
+    norm = NormOfRows(gain, eps)
+    added = None if lora is None else added_within(x, lora, norm)
+    dtype = out_dtype or x.dtype
+    return small_linear(x, w.data, w.bias, None, dtype, gated=w.gated, norm=norm, added=added)
 
 
 def add_product(
-    stream: torch.Tensor, x: torch.Tensor, w: LinearWeight, tap: torch.Tensor | None = None
+    stream: torch.Tensor,
+    x: torch.Tensor,
+    w: LinearWeight,
+    lora: LoraAddition | None = None,
+    tap: torch.Tensor | None = None,
 ) -> None:
-    """Adds x @ weight^T + bias to `stream` in one launch.
+    """Adds x @ weight^T + bias to `stream` in one launch, or two with adapters.
 
     Args:
         stream: [M, N], contiguous, dtype of `x`.
         x: [M, K], contiguous, of few enough rows for plain multiplication.
         w: The product's weight.
+        lora: What adapters add as well, where `adds_within` holds; or None.
         tap: [M, N] with rows of any stride: receives the sum as well; or None.
     """
     _check(x, w.data, stream)
-    small_linear(x, w.data, w.bias, stream, stream.dtype, out=stream, tap=tap)
+    added = None if lora is None else added_within(x, lora)
+    small_linear(x, w.data, w.bias, stream, stream.dtype, out=stream, tap=tap, added=added)
+
+
+def adds_within(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
+    """Whether a product of so many rows adds what adapters add in its own launch, behind one for
+    their ranks; also if there is nothing to add.
+    """
+    if lora is None:
+        return True
+    return not w.is_fixed and _adds_within(rows, w.data, lora, is_gated=w.gated)
+
+
+def _adds_within(
+    rows: int, weight: torch.Tensor, lora: LoraAddition, *, is_gated: bool = False
+) -> bool:
+    (n, k), is_narrow = weight.shape, weight.dtype.itemsize == 2
+    if weight.numel() > _SMALL_WEIGHT or not (is_narrow and weight.is_contiguous()):
+        return False
+    columns = n // 2 if is_gated else n
+    return can_add_within(rows, columns_at_once(rows, columns, k, is_gated=is_gated), lora)
 
 
 def linear_to_fold(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: LoraAddition
-) -> tuple[torch.Tensor, Folded]:
-    """`linear` of at most MAX_FOLDED_ROWS, and what is still to be added to it."""
+) -> tuple[torch.Tensor, Folded | None]:
+    """`linear` of at most MAX_FOLDED_ROWS, and what is still to be added to it, if anything is."""
     _check(x, weight, None)
+    if _adds_within(x.shape[0], weight, lora):
+        return small_linear(x, weight, bias, None, x.dtype, added=added_within(x, lora)), None
     ranks = Ranks(x, lora, is_ahead=True, is_folded=True)
     return _product(x, weight, bias, None, None), ranks.folded()
 
@@ -174,6 +213,9 @@ def _gate_up_silu(
     lora: LoraAddition | None,
     down: LoraAddition | None,
 ) -> tuple[torch.Tensor, Folded | None]:
+    if lora is not None and _adds_within(x.shape[0], weight, lora, is_gated=True):
+        within = added_within(x, lora)
+        return small_linear(x, weight, bias, None, x.dtype, gated=True, added=within), None
     ranks = None if lora is None else Ranks(x, lora, down)
     if _is_small(x, weight):
         added = None

@@ -30,6 +30,8 @@ from weft.kernels.gpu.lora_parts import (
 from weft.kernels.lora import LoraAddition
 
 _COLUMNS = 256
+_TILE = 1024
+"""Elements of K that a program takes at once."""
 _PROGRAMS = 1024
 """Enough to keep the memory busy with one row of the pool each after another."""
 _MIN_SPLIT_K = 512
@@ -50,6 +52,16 @@ class RowSlots(NamedTuple):
     """Rows a token: pair p is one of token p // k."""
     are_equal: bool = False
     """Experts share what is used; `ids` are not read."""
+
+
+class NormOfRows(NamedTuple):
+    """The RMS norm of an input, which each program takes by itself: the input is multiplied by the
+    norm's weight, and the sums by the scale of their row.
+    """
+
+    weight: torch.Tensor
+    """Weight of the norm, [K], dtype of the input."""
+    eps: float
 
 
 def of_tokens(token_slots: torch.Tensor) -> RowSlots:
@@ -75,6 +87,8 @@ def shrink_rows(
     x_top_k: int = 1,
     entries: torch.Tensor | None = None,
     *,
+    norm: NormOfRows | None = None,
+    is_early: bool = False,
     is_fixed: bool = False,
 ) -> torch.Tensor:
     """The ranks of each row by itself.
@@ -87,6 +101,9 @@ def shrink_rows(
         options: Options of the launch.
         x_top_k: Rows that have one input.
         entries: Are written, if given.
+        norm: Applied to `x` before; or None.
+        is_early: The rows are tokens, and what names their slots was written before a launch that
+            was not dependent: A is fetched while the kernel ahead still computes x.
         is_fixed: How a row's sums are cut does not depend on how many rows there are: not at all.
 
     Returns:
@@ -98,13 +115,16 @@ def shrink_rows(
     splits = splits_of(rows * len(parts) * places, depth, _MIN_SPLIT_K, _MAX_SPLITS)
     if is_fixed:
         places, splits = 1, 1
+    if norm is not None:
+        splits = 1
     ranks = new_ranks(rows, parts, splits, x.device)
     _shrink_kernel[(rows, len(parts) * places, splits)](
         ranks, entries, x, slots.token_slots, slots.ids, *three([p.a for p in parts]),
         *tables(parts, [p.table for p in parts]), layer, parts[0].table.shape[1], ranks.shape[2],
-        0 if entries is None else entries.shape[2], K=depth, EXPERTS=slots.experts,
-        TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal, X_TOP_K=x_top_k, SPLITS=splits, PLACES=places,
-        TILE=min(1024, triton.next_power_of_2(triton.cdiv(depth, splits))),
+        0 if entries is None else entries.shape[2], *(norm or (None, 0.0)), K=depth,
+        EXPERTS=slots.experts, TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal, X_TOP_K=x_top_k,
+        SPLITS=splits, PLACES=places, IS_EARLY=is_early,
+        TILE=min(_TILE, triton.next_power_of_2(triton.cdiv(depth, splits))),
         num_warps=4, **options,
     )  # fmt: skip
     return ranks
@@ -202,6 +222,8 @@ def _shrink_kernel(
     slots: int,
     width: int,
     entry_width: int,
+    gain: tl.tensor,
+    eps: float,
     IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -210,20 +232,16 @@ def _shrink_kernel(
     X_TOP_K: tl.constexpr,
     SPLITS: tl.constexpr,
     PLACES: tl.constexpr,
+    IS_EARLY: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """The ranks of some of a slot's rows for one row of x, over a part of K."""
     release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    if not IS_EARLY:
+        wait_for_last(IS_DEPENDENT)
     token, split = tl.program_id(0), tl.program_id(2)
     part, place = tl.program_id(1) // PLACES, tl.program_id(1) % PLACES
     slot = slot_of(token, token_slots, ids, EXPERTS, TOP_K, ARE_EQUAL)
-    if entries is not None:
-        entry = entries + (part * tl.num_programs(0) + token) * entry_width
-    if slot == 0:
-        if entries is not None:
-            tl.store(entry, 0)
-        return
     at = layer * slots + slot
     table = pick(part, table0, table1, table2)
     table += at * pick(part, max_rows0, max_rows1, max_rows2)
@@ -233,22 +251,65 @@ def _shrink_kernel(
     given_at = x + (token // X_TOP_K).to(tl.int64) * K
     to = ranks + (split * tl.num_programs(0) + token) * width
     to += 8 * before(part, max_rows0, max_rows1)
-    count = tl.load(pick(part, counts0, counts1, counts2) + at)
+    count = tl.load(pick(part, counts0, counts1, counts2) + at, mask=slot > 0, other=0)
+    one = tl.load(table + place, mask=count > place, other=0)
+    a = pick(part, a0, a1, a2)
+    column = split * PART + step
+    tile = _tile_of_a(a, one, rank, column, K, count > place)
+    if IS_EARLY:
+        # Only what was there before the step is read ahead, and nothing is written.
+        wait_for_last(IS_DEPENDENT)
     if entries is not None:
+        entry = entries + (part * tl.num_programs(0) + token) * entry_width
         tl.store(entry, count)
+    scale = 1.0
+    if gain is not None:
+        scale = _scale_of(given_at, eps, K, TILE)
     for index in range(place, count, PLACES):
-        one = tl.load(table + index)
+        if index > place:
+            one = tl.load(table + index)
+            tile = _tile_of_a(a, one, rank, column, K, count > index)
         if entries is not None:
             tl.store(entry + 1 + index, one)
-        row = one.to(tl.int64)
-        begin = pick(part, a0, a1, a2) + (row * 8 + rank[:, None]) * K
-        total = tl.zeros([8, TILE], tl.float32)
-        for start in range(split * PART, (split + 1) * PART, TILE):
-            inside = start + step < K
-            given = tl.load(given_at + start + step, mask=inside, other=0.0)
-            tile = tl.load(begin + (start + step)[None, :], mask=inside[None, :], other=0.0)
-            total += tile.to(tl.float32) * given.to(tl.float32)[None, :]
-        tl.store(to + index * 8 + rank, tl.sum(total, axis=1))
+        total = tile.to(tl.float32) * _given(given_at, gain, column, K)[None, :]
+        for start in range(TILE, PART, TILE):
+            more = _tile_of_a(a, one, rank, column + start, K, count > index)
+            total += more.to(tl.float32) * _given(given_at, gain, column + start, K)[None, :]
+        tl.store(to + index * 8 + rank, tl.sum(total, axis=1) * scale)
+
+
+@triton.jit
+def _tile_of_a(
+    a: tl.tensor,
+    row: tl.tensor,
+    rank: tl.tensor,
+    column: tl.tensor,
+    K: tl.constexpr,
+    is_there: tl.tensor,
+) -> tl.tensor:
+    """[8, TILE] of a row of the pool, zero beyond K or if it is not there."""
+    at = a + (row.to(tl.int64) * 8 + rank[:, None]) * K + column[None, :]
+    depth = tl.where(is_there, K, 0)
+    return tl.load(at, mask=(column < depth)[None, :], other=0.0)
+
+
+@triton.jit
+def _given(begin: tl.tensor, gain: tl.tensor, column: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """[TILE] float32 of a row of the input, before the scale of its norm if it has one."""
+    values = tl.load(begin + column, mask=column < K, other=0.0).to(tl.float32)
+    if gain is not None:
+        values *= tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _scale_of(begin: tl.tensor, eps: float, K: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """What the norm of a row multiplies it by."""
+    total = tl.zeros([TILE], tl.float32)
+    for start in range(0, K, TILE):
+        values = _given(begin, None, start + tl.arange(0, TILE), K)
+        total += values * values
+    return tl.rsqrt(tl.sum(total, axis=0) / K + eps)
 
 
 @triton.jit(do_not_specialize=FREE)

@@ -13,6 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.lora_product import (
+    NOTHING,
+    ProductAddition,
+    ToColumns,
+    added_to_columns,
+    first_ranks,
+    rows_of_b,
+)
 
 MAX_ROWS = 16
 """Rows of a tensor core instruction; more are worth tiling: that is cuBLAS's."""
@@ -51,6 +59,7 @@ def sliced_linear(
     *,
     gated: bool,
     shape: SlicedShape | None = None,
+    added: ProductAddition | None = None,
 ) -> None:
     """`small_linear` into `out`, [M, N] or where gated [M, N / 2]; 1 <= M <= MAX_ROWS.
 
@@ -62,6 +71,7 @@ def sliced_linear(
         out: Receives the result.
         gated: Apply the activation.
         shape: How to launch; None: what suits.
+        added: What adapters add, where gated before the activation; or None.
     """
     (rows, k), columns = x.shape, out.shape[1]
     shape = shape or launch_shape(columns, k, is_gated=gated)
@@ -75,6 +85,7 @@ def sliced_linear(
         columns,
         K=k,
         IS_GATED=gated,
+        **(NOTHING if added is None else added.arguments()),
         ROWS=MAX_ROWS if rows > MAX_ROWS // 2 else MAX_ROWS // 2,
         COLUMNS=shape.columns,
         TILE=shape.tile,
@@ -84,7 +95,7 @@ def sliced_linear(
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "layer"])
 def _sliced_linear_kernel(
     out: tl.tensor,
     x: tl.tensor,
@@ -93,9 +104,12 @@ def _sliced_linear_kernel(
     residual: tl.tensor,
     rows: int,
     columns: int,
+    added: ToColumns | None,
+    layer: int,
     IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
+    ADDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
@@ -114,7 +128,19 @@ def _sliced_linear_kernel(
     if IS_GATED:
         tile_up = _tile(begin_up, part, 0, K, STEP)
     row = tl.arange(0, ROWS)
+    if added is not None and ADDED.is_early:
+        found = rows_of_b(added, layer, row, rows, column, ADDED)
+        if IS_GATED:
+            found_up = rows_of_b(added, layer, row, rows, column + columns, ADDED)
     wait_for_last(IS_DEPENDENT)
+    if added is not None and not ADDED.is_early:
+        found = rows_of_b(added, layer, row, rows, column, ADDED)
+        if IS_GATED:
+            found_up = rows_of_b(added, layer, row, rows, column + columns, ADDED)
+    if added is not None:
+        ranks = first_ranks(added, found[0], found[2], row, rows, ADDED)
+        if IS_GATED:
+            ranks_up = first_ranks(added, found_up[0], found_up[2], row, rows, ADDED)
     given = residual_of(residual, row, column, rows, columns, IS_GATED)
     values = _rows_turned(x, row, rows, part, K)
     product = tl.dot(tile, values, tl.zeros([SLICES, COLUMNS, ROWS], tl.float32))
@@ -129,6 +155,11 @@ def _sliced_linear_kernel(
     total_up = total
     if IS_GATED:
         total_up = tl.sum(up, axis=0)
+    if added is not None:
+        total += added_to_columns(added, *found, ranks, row, rows, column, ADDED)
+        if IS_GATED:
+            beside = column + columns
+            total_up += added_to_columns(added, *found_up, ranks_up, row, rows, beside, ADDED)
     store_product(
         out, total, total_up, bias, residual, *given, None, 0, row, column, rows, columns,
         IS_GATED, False,

@@ -12,12 +12,22 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.lora_product import (
+    NOTHING,
+    ProductAddition,
+    ToColumns,
+    added_to_columns,
+    first_ranks,
+    rows_of_b,
+)
+from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.gpu.sliced_linear import (
     MAX_ROWS,
     residual_of,
     sliced_linear,
     store_product,
 )
+from weft.kernels.gpu.sliced_linear import launch_shape as sliced_shape
 
 MAX_SPREAD_ROWS = 2
 """Most rows for plain multiplication: up to here it keeps up with memory, and tensor cores start
@@ -29,16 +39,6 @@ _NORMED_ELEMENTS = 1152
 """Elements of an input up to which each program can take its norm in less time than a launch costs
 (measured on an H200: of 1,024 elements no difference, of 2,048 4 % slower).
 """
-
-
-class NormBefore(NamedTuple):
-    """The RMS norm of a product's input, which each program of the product takes by itself: the
-    input is multiplied by the norm's weight, and the sums by the scale of their row.
-    """
-
-    weight: torch.Tensor
-    """Weight of the norm, [K], dtype of the input."""
-    eps: float
 
 
 class SmallLinearShape(NamedTuple):
@@ -66,9 +66,10 @@ def small_linear(
     *,
     gated: bool = False,
     is_fixed: bool = False,
-    norm: NormBefore | None = None,
+    norm: NormOfRows | None = None,
     out: torch.Tensor | None = None,
     tap: torch.Tensor | None = None,
+    added: ProductAddition | None = None,
 ) -> torch.Tensor:
     """x @ weight^T + bias + residual, or silu(gate) * up of a gated MLP's two projections.
 
@@ -85,6 +86,7 @@ def small_linear(
         out: Receives the result, contiguous; may be `residual`. None: a tensor of its own.
         tap: [M, N] with rows of any stride: receives the result as well, of plain
             multiplication; or None.
+        added: What adapters add, where gated before the activation; or None.
 
     Returns:
         [M, N], where gated [M, N / 2]; accumulated in float32, rounded once.
@@ -102,8 +104,10 @@ def small_linear(
     if tap is not None and not is_spread:
         raise ValueError(f"products of {rows} rows leave no second copy")
     if not (is_spread or is_fixed):
-        sliced_linear(x, weight, bias, residual, out, gated=gated)
+        sliced_linear(x, weight, bias, residual, out, gated=gated, added=added)
         return out
+    if is_fixed and added is not None:
+        raise ValueError("what adapters add to products of fixed bits comes behind them")
     shape = _FIXED if is_fixed else launch_shape(columns, k, is_gated=gated)
     _small_linear_kernel[(triton.cdiv(columns, shape.columns),)](
         out,
@@ -118,6 +122,7 @@ def small_linear(
         columns,
         K=k,
         IS_GATED=gated,
+        **(NOTHING if added is None else added.arguments()),
         BLOCK_ROWS=triton.next_power_of_2(rows) if is_spread else MAX_ROWS,
         IS_SPREAD=is_spread,
         ROUNDS_FIRST=is_fixed,
@@ -137,6 +142,13 @@ def can_take_norm(rows: int, k: int) -> bool:
     return 0 < rows <= MAX_SPREAD_ROWS and rows * k <= _NORMED_ELEMENTS
 
 
+def columns_at_once(rows: int, columns: int, k: int, *, is_gated: bool) -> int:
+    """Columns that a program of such a product computes, of a gated pair in each half."""
+    if rows <= MAX_SPREAD_ROWS:
+        return launch_shape(columns, k, is_gated=is_gated).columns
+    return sliced_shape(columns, k, is_gated=is_gated).columns
+
+
 def launch_shape(columns: int, k: int, *, is_gated: bool) -> SmallLinearShape:
     """The launch shape of a plain product: enough programs for all multiprocessors, with many loads
     in flight each. Of short columns the sums over threads cost most: one warp has the fewest.
@@ -150,7 +162,7 @@ def launch_shape(columns: int, k: int, *, is_gated: bool) -> SmallLinearShape:
     return SmallLinearShape(2, fitting[0] if fitting else 2048, warps=4, stages=1)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "layer"])
 def _small_linear_kernel(
     out: tl.tensor,
     x: tl.tensor,
@@ -163,9 +175,12 @@ def _small_linear_kernel(
     tap_stride: int,
     rows: int,
     columns: int,
+    added: ToColumns | None,
+    layer: int,
     IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     IS_SPREAD: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
@@ -182,8 +197,20 @@ def _small_linear_kernel(
     tile = _weight_tile(begin, 0, K, TILE)
     if IS_GATED and K <= TILE:
         tile_up = _weight_tile(begin_up, 0, K, TILE)
-    wait_for_last(IS_DEPENDENT)
     row = tl.arange(0, BLOCK_ROWS)
+    if added is not None and ADDED.is_early:
+        found = rows_of_b(added, layer, row, rows, column, ADDED)
+        if IS_GATED:
+            found_up = rows_of_b(added, layer, row, rows, column + columns, ADDED)
+    wait_for_last(IS_DEPENDENT)
+    if added is not None and not ADDED.is_early:
+        found = rows_of_b(added, layer, row, rows, column, ADDED)
+        if IS_GATED:
+            found_up = rows_of_b(added, layer, row, rows, column + columns, ADDED)
+    if added is not None:
+        ranks = first_ranks(added, found[0], found[2], row, rows, ADDED)
+        if IS_GATED:
+            ranks_up = first_ranks(added, found_up[0], found_up[2], row, rows, ADDED)
     given = residual_of(residual, row, column, rows, columns, IS_GATED)
     product, scale = _product(
         tile, x, gain, eps, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
@@ -199,6 +226,10 @@ def _small_linear_kernel(
     if gain is not None:
         product *= scale[None, :]
         up *= scale[None, :]
+    if added is not None:
+        product += added_to_columns(added, *found, ranks, row, rows, column, ADDED)
+        if IS_GATED:
+            up += added_to_columns(added, *found_up, ranks_up, row, rows, column + columns, ADDED)
     store_product(
         out, product, up, bias, residual, *given, tap, tap_stride, row, column, rows, columns,
         IS_GATED, ROUNDS_FIRST,

@@ -1,0 +1,277 @@
+"""Low-rank additions of few rows in the kernel of the product itself, which takes their ranks.
+
+The ranks come from a launch before it. Beside small weights, which are read in less time than a
+launch takes, that is faster than ranks computed on a second stream and launches that add them: a
+graph's branches begin later than what follows in one. Each row takes its own rows of B, which are
+on their way before the ranks are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options
+from weft.kernels.gpu.lora_parts import before, max_rows, pick, three
+from weft.kernels.gpu.lora_rows import NormOfRows, of_tokens, shrink_rows
+from weft.kernels.lora import LoraAddition
+
+MAX_ROWS = 8
+"""Most rows: up to here tokens rarely share an adapter."""
+_AT_ONCE = tl.constexpr(16)
+"""Ranks that are multiplied with B at once."""
+
+
+class ToColumns(NamedTuple):
+    """What adapters add to the columns of a product of T rows: the tensors that its kernel reads.
+
+    Of a product's parts that do not exist the first stands there.
+    """
+
+    ranks: torch.Tensor
+    """[sums, T, ranks of all parts] float32, to be added up."""
+    token_slots: torch.Tensor
+    """Adapter slot of each row, [T] int32."""
+    b0: torch.Tensor
+    b1: torch.Tensor
+    b2: torch.Tensor
+    table0: torch.Tensor
+    """The rows of each slot, [layers, slots, most rows] int32."""
+    table1: torch.Tensor
+    table2: torch.Tensor
+    counts0: torch.Tensor
+    """How many rows, [layers, slots] int32."""
+    counts1: torch.Tensor
+    counts2: torch.Tensor
+
+
+class AddedShape(NamedTuple):
+    """Sizes of an addition, which kernels are compiled for."""
+
+    slots: int
+    sums: int
+    width: int
+    """Ranks of all parts."""
+    parts: int
+    columns: tuple[int, ...]
+    """First column of each part."""
+    widths: tuple[int, ...]
+    """Columns of each part."""
+    max_rows: tuple[int, ...]
+    """The most rows of an adapter in each part."""
+    is_early: bool
+    """What says where B is may be read before the last kernel has ended."""
+
+
+class ProductAddition(NamedTuple):
+    """What adapters add to a product, for its kernel."""
+
+    tensors: ToColumns
+    layer: int
+    shape: AddedShape
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments for the kernel."""
+        return {"added": self.tensors, "layer": self.layer, "ADDED": self.shape}
+
+
+NOTHING: dict[str, Any] = {"added": None, "layer": 0, "ADDED": None}
+"""The arguments where nothing is added."""
+
+
+def can_add_within(rows: int, columns_at_once: int, addition: LoraAddition) -> bool:
+    """Whether a product's kernel can add what adapters add to so many rows.
+
+    Args:
+        rows: T.
+        columns_at_once: Columns of a program: all of them are of one part, or of none.
+        addition: To the product.
+    """
+    places = [place for p in addition.parts for place in (p.column, p.out_features)]
+    are_whole = all(place % columns_at_once == 0 for place in places)
+    have_one_table = all(part.b_table is None for part in addition.parts)
+    return 0 < rows <= MAX_ROWS and are_whole and have_one_table
+
+
+def added_within(
+    x: torch.Tensor, addition: LoraAddition, norm: NormOfRows | None = None
+) -> ProductAddition:
+    """Computes the ranks of each row, in a launch of its own.
+
+    Args:
+        x: [T, K], contiguous: the product's input.
+        addition: To the product; one that `can_add_within`.
+        norm: Applied to `x` before, as by the product; or None.
+    """
+    parts, layer, slots = addition.parts, addition.layer, addition.segments.token_slots
+    options = launch_options(x.device)
+    is_early = addition.are_given
+    ranks = shrink_rows(x, parts, layer, of_tokens(slots), options, norm=norm, is_early=is_early)
+    tensors = ToColumns(
+        ranks,
+        slots,
+        *three([part.b for part in parts]),
+        *three([part.table for part in parts]),
+        *three([part.counts for part in parts]),
+    )
+    shape = AddedShape(
+        parts[0].table.shape[1],
+        ranks.shape[0],
+        ranks.shape[2],
+        len(parts),
+        tuple(three([part.column for part in parts])),
+        tuple(three([part.out_features for part in parts])),
+        tuple(three([max_rows(part) for part in parts])),
+        is_early,
+    )
+    return ProductAddition(tensors, layer, shape)
+
+
+@triton.jit
+def rows_of_b(
+    added: ToColumns,
+    layer: int,
+    row: tl.tensor,
+    rows: int,
+    column: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """What is read of adapters before the ranks: for `added_to_columns`.
+
+    Args:
+        added: The addition.
+        layer: Of the adapters.
+        row: [ROWS].
+        rows: Rows that there are.
+        column: [COLUMNS]: columns of the product, all of one part, or of none.
+        SHAPE: Its `AddedShape`.
+
+    Returns:
+        The number of the part; the place of each row's slot in the part's tables, and how many rows
+        of B it has there, [ROWS]; and the first ranks' elements of B, [ROWS, _AT_ONCE, COLUMNS].
+    """
+    first = tl.min(column, axis=0)
+    part = 0
+    is_there = first < 0
+    PARTS: tl.constexpr = SHAPE.parts
+    for number in tl.static_range(PARTS):
+        end = SHAPE.columns[number] + SHAPE.widths[number]
+        inside = (first >= SHAPE.columns[number]) & (first < end)
+        part = tl.where(inside, number, part)
+        is_there = is_there | inside
+    slot = tl.load(added.token_slots + row, mask=row < rows, other=0)
+    counts = pick(part, added.counts0, added.counts1, added.counts2)
+    begin = layer * SHAPE.slots
+    # Columns of no part are as those of no adapter.
+    slot = tl.where(is_there, slot, 0)
+    count = tl.load(counts + begin + slot, mask=slot > 0, other=0)
+    slot += begin
+    return part, slot, count, _elements_of_b(added, part, slot, count, column, 0, SHAPE)
+
+
+@triton.jit
+def _elements_of_b(
+    added: ToColumns,
+    part: tl.tensor,
+    slot: tl.tensor,
+    count: tl.tensor,
+    column: tl.tensor,
+    start: int,
+    SHAPE: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS, _AT_ONCE, COLUMNS], of the ranks from `start` on."""
+    rank = start + tl.arange(0, _AT_ONCE)
+    most = pick(part, SHAPE.max_rows[0], SHAPE.max_rows[1], SHAPE.max_rows[2])
+    width = pick(part, SHAPE.widths[0], SHAPE.widths[1], SHAPE.widths[2])
+    begin = pick(part, SHAPE.columns[0], SHAPE.columns[1], SHAPE.columns[2])
+    is_rank = rank[None, :] < 8 * count[:, None]
+    at = pick(part, added.table0, added.table1, added.table2)
+    at += slot[:, None] * most + (rank // 8)[None, :]
+    place = tl.load(at, mask=is_rank, other=0).to(tl.int64) * 8 + (rank % 8)[None, :]
+    at = pick(part, added.b0, added.b1, added.b2)
+    at += place[:, :, None] * width + (column - begin)[None, None, :]
+    inside = is_rank[:, :, None] & (column - begin < width)[None, None, :]
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def first_ranks(
+    added: ToColumns,
+    part: tl.tensor,
+    count: tl.tensor,
+    row: tl.tensor,
+    rows: int,
+    SHAPE: tl.constexpr,
+) -> tl.tensor:
+    """The ranks that are multiplied with the elements of `rows_of_b`: [ROWS, _AT_ONCE] float32.
+
+    To be read before the product is computed: they would come late behind it.
+
+    Args:
+        added: The addition.
+        part: From `rows_of_b`.
+        count: Likewise.
+        row: As there.
+        rows: As there.
+        SHAPE: As there.
+    """
+    return _some_ranks(added, part, count, row, rows, 0, SHAPE)
+
+
+@triton.jit
+def _some_ranks(
+    added: ToColumns,
+    part: tl.tensor,
+    count: tl.tensor,
+    row: tl.tensor,
+    rows: int,
+    start: int,
+    SHAPE: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS, _AT_ONCE] float32, from `start` on."""
+    rank = start + tl.arange(0, _AT_ONCE)[None, :]
+    is_rank = rank < 8 * count[:, None]
+    at = added.ranks + row[:, None] * SHAPE.width + rank
+    at += 8 * before(part, SHAPE.max_rows[0], SHAPE.max_rows[1])
+    given = tl.zeros([row.shape[0], _AT_ONCE], tl.float32)
+    SUMS: tl.constexpr = SHAPE.sums
+    for number in tl.static_range(SUMS):
+        given += tl.load(at + number * rows * SHAPE.width, mask=is_rank, other=0.0)
+    return given
+
+
+@triton.jit
+def added_to_columns(
+    added: ToColumns,
+    part: tl.tensor,
+    slot: tl.tensor,
+    count: tl.tensor,
+    elements: tl.tensor,
+    ranks: tl.tensor,
+    row: tl.tensor,
+    rows: int,
+    column: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> tl.tensor:
+    """The addition to some columns of each row: [COLUMNS, ROWS] float32.
+
+    Args:
+        added: The addition.
+        part: From `rows_of_b`.
+        slot: Likewise: the place in the tables.
+        count: Likewise.
+        elements: Likewise.
+        ranks: From `first_ranks`.
+        row: As there.
+        rows: As there.
+        column: As there.
+        SHAPE: As there.
+    """
+    total = tl.sum(elements.to(tl.float32) * ranks[:, :, None], axis=1)
+    for start in range(_AT_ONCE, 8 * tl.max(count, axis=0), _AT_ONCE):
+        elements = _elements_of_b(added, part, slot, count, column, start, SHAPE)
+        ranks = _some_ranks(added, part, count, row, rows, start, SHAPE)
+        total += tl.sum(elements.to(tl.float32) * ranks[:, :, None], axis=1)
+    return tl.trans(total)
