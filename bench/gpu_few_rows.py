@@ -1,17 +1,21 @@
-"""Decoder layers of few rows in a CUDA graph: norms taken by products, or by launches of their own.
+"""Decoder layers of few rows in a CUDA graph: norms taken by products, and what adapters add made
+by products, or each by launches of their own.
 
 python bench/gpu_few_rows.py                    SmolLM2-135M and Qwen3-0.6B, one and two rows
+python bench/gpu_few_rows.py --rows 1 2 4 8 --rank 16       with an adapter for each row
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from model_shapes import MODELS
 from weft.kernels.decoder_layer import (
@@ -22,11 +26,27 @@ from weft.kernels.decoder_layer import (
     prepare_step,
 )
 from weft.kernels.gpu import decoder_layers as gpu
+from weft.kernels.gpu import linear as gpu_linear
 from weft.kernels.linear import pack_gate_up, pack_linear
+from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights, sort_tokens
+from weft.kernels.side_stream import rehearsal
 
 CONTEXT, PAGE_SIZE, REPLAYS, ROUNDS = 512, 16, 4, 30
 MIN_WEIGHT_BYTES = 200 << 20
 """All layers together are no less: what the device's cache holds would be too fast."""
+
+
+def never(*arguments: object, **options: object) -> bool:
+    """In place of a choice."""
+    return False
+
+
+NORMS, ADDITIONS = (gpu, "_take_norms"), (gpu_linear, "_adds_within")
+WAYS = {
+    "as it is": (),
+    "norms by themselves": (NORMS,),
+    "additions and norms by themselves": (NORMS, ADDITIONS),
+}
 
 
 def numbers(rows: int, columns: int) -> torch.Tensor:
@@ -51,7 +71,36 @@ def make_layer(shape: dict[str, Any]) -> DecoderLayerWeight:
     )
 
 
-def make_step(w: DecoderLayerWeight, shape: dict[str, Any], layers: int, rows: int) -> DecoderStep:
+def make_adapters(shape: dict[str, Any], layers: int, rows: int, rank: int) -> LoraStep:
+    """An adapter for each row, of all products."""
+    hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = (shape[f"num_{name}_heads"] * dim for name in ("attention", "key_value"))
+    widths = {
+        "qkv": ((hidden, q, 0), (hidden, kv, q), (hidden, kv, q + kv)),
+        "o": ((q, hidden, 0),),
+        "gate_up": ((hidden, inner, 0), (hidden, inner, inner)),
+        "down": ((inner, hidden, 0),),
+    }
+    used = rank // ROW_RANK
+    counts = torch.full((layers, rows + 1), used, device="cuda", dtype=torch.int32)
+    counts[:, 0] = 0
+
+    def part(depth: int, columns: int, first: int) -> LoraWeights:
+        size = layers * rows * used
+        table = torch.zeros(layers, rows + 1, used, device="cuda", dtype=torch.int32)
+        table[:, 1:] = torch.randperm(size, device="cuda").int().view(layers, rows, used)
+        a, b = (numbers(size * ROW_RANK, n).view(size, ROW_RANK, n) for n in (depth, columns))
+        return LoraWeights(a, b, table, counts, first)
+
+    host = sort_tokens(np.arange(1, rows + 1, dtype=np.int32), rows + 1)
+    segments = LoraSegments(*(torch.from_numpy(array).cuda() for array in host))
+    groups = {name: tuple(part(*sizes) for sizes in parts) for name, parts in widths.items()}
+    return LoraStep(segments=segments, **groups, are_given=True)
+
+
+def make_step(
+    w: DecoderLayerWeight, shape: dict[str, Any], layers: int, rows: int, lora: LoraStep | None
+) -> DecoderStep:
     """Requests that bring one row each and see 512 positions."""
     pages, dim = CONTEXT // PAGE_SIZE, shape["head_dim"]
     size = (rows * pages, shape["num_key_value_heads"], layers, 2, PAGE_SIZE, dim)
@@ -69,12 +118,14 @@ def make_step(w: DecoderLayerWeight, shape: dict[str, Any], layers: int, rows: i
         scale=dim**-0.5,
         max_q_len=1,
         max_kv_len=CONTEXT,
+        lora=lora,
     )
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """The work as a graph, after it ran once."""
-    run()
+    with rehearsal():
+        run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -94,12 +145,13 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def main() -> None:
-    """Times both ways in turn and prints a line for each number of rows."""
+    """Times the ways in turn and prints a line for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m", "qwen3-0.6b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rank", type=int, help="of an adapter for each row; 0: none", default=0)
     arguments = parser.parse_args()
-    print(torch.cuda.get_device_name(), "us a layer: norms by themselves, by products")
+    print(torch.cuda.get_device_name(), "us a layer:", ", ".join(WAYS))
     for name in arguments.models:
         shape = MODELS[name]
         first = make_layer(shape)
@@ -107,16 +159,21 @@ def main() -> None:
         layers = -(-MIN_WEIGHT_BYTES // sum(part.data.nbytes for part in parts))
         stack = [first, *(make_layer(shape) for _ in range(layers - 1))]
         for rows in arguments.rows:
-            step = make_step(first, shape, layers, rows)
+            rank, lora = arguments.rank, None
+            if rank:
+                lora = make_adapters(shape, layers, rows, rank)
+            step = make_step(first, shape, layers, rows, lora)
             hidden = numbers(rows, shape["hidden_size"])
             run = partial(gpu.decoder_layers, hidden, stack, step, 0)
             graphs = []
-            for takes_norms in (False, True):
-                with mock.patch.object(gpu, "_take_norms", lambda *_, it=takes_norms: it):
+            for patches in WAYS.values():
+                with contextlib.ExitStack() as changes:
+                    for module, function in patches:
+                        changes.enter_context(mock.patch.object(module, function, never))
                     graphs.append(captured(run))
             times = [[replay_us(graph) / layers for graph in graphs] for _ in range(ROUNDS)]
-            apart, together = (statistics.median(way) for way in zip(*times[5:], strict=True))
-            print(f"{name}, {rows} rows: {apart:.2f}, {together:.2f} ({apart / together:.3f})")
+            medians = (statistics.median(way) for way in zip(*times[5:], strict=True))
+            print(f"{name}, {rows} rows:", ", ".join(f"{median:.2f}" for median in medians))
 
 
 if __name__ == "__main__":
