@@ -52,6 +52,7 @@ class AddedShape(NamedTuple):
 
     slots: int
     sums: int
+    """A power of two."""
     width: int
     """Ranks of all parts."""
     parts: int
@@ -231,15 +232,13 @@ def _some_ranks(
     SHAPE: tl.constexpr,
 ) -> tl.tensor:
     """[ROWS, _AT_ONCE] float32, from `start` on."""
-    rank = start + tl.arange(0, _AT_ONCE)[None, :]
-    is_rank = rank < 8 * count[:, None]
-    at = added.ranks + row[:, None] * SHAPE.width + rank
+    rank = start + tl.arange(0, _AT_ONCE)[None, None, :]
+    is_rank = rank < 8 * count[None, :, None]
+    number = tl.arange(0, SHAPE.sums)[:, None, None]
+    at = added.ranks + (number * rows + row[None, :, None]) * SHAPE.width + rank
     at += 8 * before(part, SHAPE.max_rows[0], SHAPE.max_rows[1])
-    given = tl.zeros([row.shape[0], _AT_ONCE], tl.float32)
-    SUMS: tl.constexpr = SHAPE.sums
-    for number in tl.static_range(SUMS):
-        given += tl.load(at + number * rows * SHAPE.width, mask=is_rank, other=0.0)
-    return given
+    # One load of all sums: several would each wait for the one before.
+    return tl.sum(tl.load(at, mask=is_rank, other=0.0), axis=0)
 
 
 @triton.jit
