@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -20,6 +21,7 @@ class FakeState:
         self.error = error
         self.wait = wait
         self.num_calls = 0
+        self.is_lost = False
 
     def next_mask(self, tokens: Sequence[int]) -> Mask | None:
         self.num_calls += 1
@@ -53,7 +55,7 @@ def test_a_grammar_that_never_answers_fails_alone(monkeypatch: pytest.MonkeyPatc
     release = threading.Event()
     lost, behind = FakeState(wait=release), FakeState()
     maker = MaskMaker()
-    for _ in range(2):
+    for _ in range(2):  # What is lost stays so: its thread is still there.
         maker.begin([job(FakeState(), 1), job(lost), job(behind, 2), job(FakeState(), 3)])
         first, second, third, fourth = maker.take()
         assert isinstance(second, InvalidRequest)
@@ -66,4 +68,19 @@ def test_a_grammar_that_never_answers_fails_alone(monkeypatch: pytest.MonkeyPatc
     assert isinstance(mask, np.ndarray)
     # What was given up did not go on with the samples behind it.
     assert behind.num_calls == 2
+    assert lost.num_calls == 1
+    maker.close()
+
+
+def test_many_masks_may_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "TIMEOUT_S", 1.0)
+
+    class Slow(FakeState):
+        def next_mask(self, tokens: Sequence[int]) -> Mask | None:
+            time.sleep(0.4)
+            return super().next_mask(tokens)
+
+    maker = MaskMaker()
+    maker.begin([job(Slow(), number) for number in range(6)])
+    assert [mask[0] for mask in maker.take() if isinstance(mask, np.ndarray)] == list(range(6))
     maker.close()

@@ -51,7 +51,11 @@ class Faulty(gateway_pb2_grpc.GatewayServiceServicer):
     """Fails as the model name says."""
 
     async def Chat(self, request, context):  # type: ignore[no-untyped-def]
+        if request.model == "slow":
+            await asyncio.sleep(6)
         yield gateway_pb2.ChatResponse(request_id="one")
+        if request.model == "slow":
+            return
         if request.model == "hang":
             await asyncio.sleep(60)
         raise [*FAILURES, *LONG][int(request.model)]
@@ -90,6 +94,15 @@ async def test_health_reflection_and_metrics(server: ServiceServer) -> None:
     url = f"http://{server.metrics_address}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
     assert "demo_total 3.0" in text
+
+
+async def test_a_client_may_ping_while_it_waits(server: ServiceServer) -> None:
+    """As the REST edge does, for as long as a request takes: gRPC's default is five minutes."""
+    pings = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0)]
+    async with grpc.aio.insecure_channel(server.address, options=pings) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        call = stub.Chat(gateway_pb2.ChatRequest(model="slow"), timeout=60)
+        assert [answer.request_id async for answer in call] == ["one"]
 
 
 @pytest.mark.parametrize("index", range(len(FAILURES)))

@@ -193,7 +193,17 @@ def test_template_features() -> None:
     assert render("{{ thinking }}", variables={"thinking": 3}) == "3"
     assert render("{% if tools %}t{% endif %}{{ messages[1].content.strip() }}") == "b"
     assert render("{% if true %}\n  x\n{% endif %}\ny") == "  x\ny"
-    assert render(CHATML, continue_final_message=True, add_generation_prompt=False).endswith(" b")
+
+
+@pytest.mark.parametrize("content", ["b", "<", "|", "i", "end", "", "Sure, ", "\n", "im_end"])
+def test_a_message_is_continued_where_it_ends(content: str) -> None:
+    """Also where the template's own text behind it has the same characters."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    template = ChatTemplate(CHATML, {})
+    whole = template.render(messages, add_generation_prompt=False)
+    begin, _, _ = whole.rpartition("assistant\n")
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == f"{begin}assistant\n{content}"
 
 
 def test_template_equals_transformers() -> None:

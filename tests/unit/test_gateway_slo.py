@@ -62,6 +62,28 @@ def test_a_worker_that_became_slower_is_noticed() -> None:
     assert model.step_s(20) == pytest.approx(0.09, rel=0.05)
 
 
+def test_steps_of_a_slow_time_are_forgotten() -> None:
+    """Where requests are refused for slow steps, none would show that they are fast again."""
+    now = 0.0
+    model = StepModel(lambda: now)
+    for number in range(60):
+        now += 1.0
+        model.observe(1 + number % 3, 0.6 + 1e-5 * number)
+    assert model.step_s(1) == pytest.approx(0.6, rel=0.01)
+    last = (1 + 59 % 3, 0.6 + 1e-5 * 59)
+    now += 8.0
+    model.observe(*last)
+    assert model.step_s(1) > 0.5
+    now += 8.0
+    model.observe(*last)  # An idle worker repeats its last report.
+    assert model.step_s(1) == 0
+    now += 20.0
+    for number in range(10):
+        now += 1.0
+        model.observe(1, 0.02 + 1e-5 * number)
+    assert model.step_s(1) < 0.15
+
+
 # Forecasts
 
 

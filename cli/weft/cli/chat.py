@@ -22,7 +22,7 @@ from weft.cli.channel import (
     explain,
     open_blocking_channel,
 )
-from weft.cli.numbers import whole_number
+from weft.cli.numbers import number, whole_number
 from weft.engine.errors import ConfigError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_address_flag(parser)
     parser.add_argument("--model", help="name of the model; default: the first that is served")
-    parser.add_argument("--temperature", type=float, help="0 = always the likeliest token")
+    parser.add_argument("--temperature", type=number(0, 100), help="0 = always the likeliest token")
     parser.add_argument(
         "--max-tokens", type=whole_number(1, 2**31 - 1), help="longest answer, in tokens"
     )

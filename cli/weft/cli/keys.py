@@ -65,11 +65,12 @@ def _without(entries: Sequence[KeyEntry], key_id: str) -> list[KeyEntry]:
 
 def _show(entries: Sequence[KeyEntry]) -> None:
     table = Table(box=None, pad_edge=False)
-    for name in ("key", "tenant", "cache group", "created", "expires"):
+    for name in ("key", "tenant", "cache group", "adapters", "created", "expires"):
         table.add_column(name, no_wrap=True)
     for entry in entries:
         dates = [f"{day:%Y-%m-%d}" if day else "never" for day in (entry.created, entry.expires)]
-        table.add_row(entry.id, entry.tenant, entry.cache_group or "its own", *dates)
+        adapters = "manages" if entry.manages_adapters else ""
+        table.add_row(entry.id, entry.tenant, entry.cache_group or "its own", adapters, *dates)
     Console().print(table)
 
 

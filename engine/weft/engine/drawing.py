@@ -355,7 +355,7 @@ class Drawing:
         mask_errors, logits = self._take_masks(requests), drawable.logits()
         self._draw_rows(requests, rows, logits, drawable.positions, output)
         paths = [[0] for _ in plan.verifies]
-        going_on = list(range(len(plan.verifies)))
+        going_on = [i for i in range(len(plan.verifies)) if begin + i not in mask_errors]
         while going_on := [
             index
             for index in going_on

@@ -17,6 +17,7 @@ from weft.cli.chaos.report import show, write
 from weft.cli.chaos.run import ChaosPlan, ChaosResult, run_chaos
 from weft.cli.chaos.sabotage import SABOTAGES
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
+from weft.cli.numbers import number, whole_number
 from weft.cli.up.ports import free_run
 from weft.cli.up.process import ExitedEarly
 from weft.cli.up.settings import UpSettings
@@ -29,6 +30,7 @@ _TINY_WORKERS = f"--num-pages 160 --prefill-chunk-tokens 64 --num-threads 1 {_WO
 _DEMO_WORKERS = f"--num-pages 200 --prefill-chunk-tokens 64 {_WORKERS}"
 
 ALL = "all"
+_MOST = 100_000
 
 
 def main(argv: Sequence[str]) -> int:
@@ -174,26 +176,39 @@ def _parser() -> argparse.ArgumentParser:
         "status is 0 when it did, 1 when not.",
     )
     parser.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
-    parser.add_argument("--faults", type=int, metavar="K", help="end after K faults (default 20)")
-    parser.add_argument("--minutes", type=float, metavar="M", help="end after M minutes")
+    parser.add_argument(
+        "--faults", type=whole_number(1, _MOST), metavar="K", help="end after K faults (default 20)"
+    )
+    parser.add_argument(
+        "--minutes", type=number(0.1, _MOST), metavar="M", help="end after M minutes"
+    )
     parser.add_argument(
         "--model", default=TINY_NAME, help="tiny (random, the default), demo, or a directory"
     )
     parser.add_argument(
         "--transport", choices=("auto", "nixl", "data"), default="auto", help="how pages travel"
     )
-    parser.add_argument("--gateways", type=int, default=2, help="gateways (default 2)")
     parser.add_argument(
-        "--workers", type=int, default=2, help="prefill and decode workers, each (default 2)"
+        "--gateways", type=whole_number(1, 64), default=2, help="gateways (default 2)"
     )
-    parser.add_argument("--kvstore", type=int, default=2, help="KV stores (default 2)")
+    parser.add_argument(
+        "--workers",
+        type=whole_number(1, 64),
+        default=2,
+        help="prefill and decode workers, each (default 2)",
+    )
+    parser.add_argument(
+        "--kvstore", type=whole_number(0, 64), default=2, help="KV stores (default 2)"
+    )
     parser.add_argument(
         "--draft-dir",
         type=Path,
         metavar="DIR",
         help="EAGLE-3 head that drafts; without one drafts come from the text so far",
     )
-    parser.add_argument("--clients", type=int, default=6, help="that ask at once (default 6)")
+    parser.add_argument(
+        "--clients", type=whole_number(1, 1000), default=6, help="that ask at once (default 6)"
+    )
     parser.add_argument(
         "--sabotage",
         choices=[*sorted(SABOTAGES), ALL],

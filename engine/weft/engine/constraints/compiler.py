@@ -139,6 +139,11 @@ def _answer(order: CompileOrder, pipe: int, config: CompilerConfig, compile_one:
             result = CompileResult(number=order.number, grammar=compile_one(order.constraint))
         except (ValueError, RuntimeError) as error:
             result = CompileResult(number=order.number, problem=str(error))
+        except MemoryError:
+            raise
+        except Exception as error:
+            problem = f"cannot be compiled: {type(error).__name__}: {error}"
+            result = CompileResult(number=order.number, problem=problem)
         with open(pipe, "wb", closefd=True) as out:
             out.write(encode(result))
         os._exit(0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import xgrammar
 from weft.engine.constraints.schema import prepare_schema
+from weft.engine.constraints.strings import exact_strings
 from weft.engine.request import Constraint
 
 MAX_WHITESPACE = 32
@@ -47,6 +48,8 @@ class GrammarSource:
             compiled = compiler.compile_grammar(_grammar(constraint))
         except RuntimeError as error:
             raise ValueError(_ORIGIN.sub("", str(error)).strip()) from error
+        if not _has_text(compiled):
+            raise ValueError("no text satisfies it")
         size, limit = compiled.memory_size_bytes, self._max_grammar_bytes
         if size > limit:
             raise ValueError(f"is too large: {size:,} bytes when compiled, at most {limit:,}")
@@ -57,10 +60,18 @@ class GrammarSource:
         return xgrammar.CompiledGrammar.deserialize_json(serialised, self._vocabulary)
 
 
+def _has_text(grammar: xgrammar.CompiledGrammar) -> bool:
+    """Whether anything may begin a text."""
+    words = xgrammar.allocate_token_bitmask(1, grammar.tokenizer_info.vocab_size)
+    is_restricted = xgrammar.GrammarMatcher(grammar).fill_next_token_bitmask(words)
+    return not is_restricted or bool(words.any())
+
+
 def _grammar(constraint: Constraint) -> xgrammar.Grammar:
     if constraint.kind == "json_schema":
         schema = prepare_schema(constraint.text)
-        return xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        plain = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        return xgrammar.Grammar.from_ebnf(exact_strings(str(plain)))
     if constraint.kind == "regex":
         return xgrammar.Grammar.from_regex(constraint.text)
     if constraint.kind == "ebnf":

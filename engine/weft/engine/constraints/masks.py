@@ -23,7 +23,7 @@ SLOW_MASK_S = 0.05
 MAX_SLOW_MASKS = 16
 """Number of slow masks beyond which a sample is ended."""
 TIMEOUT_S = 3.0
-"""Seconds that a step waits for a mask."""
+"""Seconds after which a mask is given up; up to twice as many pass until that is noticed."""
 
 
 class ConstraintState:
@@ -39,6 +39,8 @@ class ConstraintState:
         self._vocab_size = vocab_size
         self.num_accepted = 0
         """Number of tokens that it has followed."""
+        self.is_lost = False
+        """A thread is still computing its mask, and must not meet another one there."""
         self._num_slow = 0
 
     def next_mask(self, tokens: Sequence[int]) -> Mask | None:
@@ -99,13 +101,23 @@ class MaskMaker:
         """Waits for the masks, one per job; an error for each that failed."""
         work, self._work = self._work, None
         assert work is not None
-        if work.is_done.wait(TIMEOUT_S):
-            return work.results
-        # The thread is lost in a grammar: that one has failed, another thread goes on behind it.
-        logger.warning("a mask took more than %g s", TIMEOUT_S)
-        work.is_abandoned = True
+        num_done = -1
+        while not work.is_done.wait(TIMEOUT_S):
+            if len(work.results) == num_done:
+                return self._give_up(work)
+            num_done = len(work.results)
+        return work.results
+
+    def _give_up(self, work: _Work) -> list[Mask | WeftError | None]:
+        """Leaves the thread alone with the mask that it is lost in; another one goes on behind."""
+        with work.lock:
+            work.is_abandoned = True
+            done, is_lost = list(work.results), work.num_begun > len(work.results)
         self.close()
-        done = [*work.results, _too_slow()]
+        if is_lost:
+            logger.warning("a mask took more than %g s", TIMEOUT_S)
+            work.jobs[len(done)].state.is_lost = True
+            done.append(_too_slow())
         self.begin(work.jobs[len(done) :])
         return done + self.take()
 
@@ -120,9 +132,19 @@ class _Work:
     def __init__(self, jobs: Sequence[MaskJob]) -> None:
         self.jobs = jobs
         self.results: list[Mask | WeftError | None] = []
+        self.num_begun = 0
+        """Number of jobs whose masks are computed, or have been."""
         self.is_done = threading.Event()
+        self.lock = threading.Lock()
         self.is_abandoned = False
         """Whether the jobs behind the current one are computed elsewhere."""
+
+
+def _mask_of(job: MaskJob) -> Mask | None:
+    """The mask of a job's next token, unless its state is another thread's for good."""
+    if job.state.is_lost:
+        raise _too_slow()
+    return job.state.next_mask(job.tokens)
 
 
 class _MaskThread:
@@ -143,10 +165,12 @@ class _MaskThread:
             if work is None:
                 return
             for job in work.jobs:
-                if work.is_abandoned:
-                    return
+                with work.lock:
+                    if work.is_abandoned:
+                        return
+                    work.num_begun += 1
                 try:
-                    work.results.append(job.state.next_mask(job.tokens))
+                    work.results.append(_mask_of(job))
                 except WeftError as error:
                     work.results.append(error)
                 except RuntimeError as error:

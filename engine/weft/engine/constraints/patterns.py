@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import re
 
-# Characters that stand for themselves in a JSON string, as ranges: a negated class would admit
-# the bytes of lone surrogates, which are no UTF-8. Written out and not as escapes: a pattern with
-# other characters than ASCII is taken literally, so that the escapes of JSON can be spelled.
-_PLAIN = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
-_HEX = "[0-9a-fA-F]"
-_ESCAPE = f'\\\\(?:["\\\\/bfnrt]|u(?:[0-9a-cA-CefEF]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}))'
 _UNSPELLABLE = "a pattern that spells a quote, a backslash or a control character is not supported"
 _ASSERTIONS = ("(?=", "(?!", "(?<=", "(?<!")
 _NOT_ASCII = re.compile(r"\\?([^\x00-\x7f])")
 _CONTROL_ESCAPES = "nrtfv0c"
-
-
-def bounded_string(least: int, most: int | None) -> str:
-    """A pattern for the JSON form of strings of `least` to `most` characters."""
-    return f"^(?:{_PLAIN}|{_ESCAPE}){{{least},{'' if most is None else most}}}$"
 
 
 def prepare_pattern(pattern: str, where: str) -> str:

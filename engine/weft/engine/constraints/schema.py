@@ -13,7 +13,7 @@ from typing import Any
 from jsonschema import validators
 from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
-from weft.engine.constraints.patterns import bounded_string, prepare_pattern
+from weft.engine.constraints.patterns import prepare_pattern
 
 Json = Any
 """A parsed JSON value of any type."""
@@ -79,6 +79,8 @@ class _Preparer:
     """Rewrites one JSON schema into the subset that the grammar compiler supports."""
 
     def __init__(self, root: Json) -> None:
+        if isinstance(root, dict) and not isinstance(root.get("$schema", ""), str):
+            raise ValueError(_at("$.$schema", "a string is expected"))
         draft: type[Validator] = validators.validator_for(
             root, default=validators.Draft202012Validator
         )
@@ -223,7 +225,9 @@ def _prepare_string(schema: dict[str, Json], where: str) -> None:
     elif "format" not in schema:
         if most is not None and most < least:
             raise ValueError(_at(f"{where}.maxLength", f"{most} is below minLength, {least}"))
-        schema["pattern"] = bounded_string(least, most)
+        # Counted by `exact_strings`.
+        schema |= {"minLength": least} if least else {}
+        schema |= {"maxLength": most} if most is not None else {}
 
 
 def _prepare_object(schema: dict[str, Json], where: str) -> None:

@@ -105,8 +105,8 @@ class ServiceServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_send_message_length", settings.max_message_bytes),
-                # Peers may ping once a second without being cut off.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+                # Peers may ping once a second, for as long as a call takes, and are not cut off.
+                ("grpc.http2.min_ping_interval_without_data_ms", 500),
                 *options,
             ),
         )

@@ -14,6 +14,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from weft.engine.errors import InvalidRequest, ModelError
 
+_MARK = "\U0010fffd continued here \U0010fffd"
+"""Ends the message that is to be continued, of which templates may cut off blanks, and which may
+be part of what they write behind it.
+"""
+
 
 class _GenerationTag(Extension):
     """Accepts `{% generation %}...{% endgeneration %}`, which marks the assistant's own text for
@@ -77,12 +82,13 @@ class ChatTemplate:
         Raises:
             InvalidRequest: The template refuses the conversation.
         """
+        given = _with_mark(messages) if continue_final_message else list(messages)
         names: dict[str, Any] = {
             **self._special_tokens,
             "tools": None,
             "documents": None,
             **(variables or {}),
-            "messages": list(messages),
+            "messages": given,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -93,20 +99,25 @@ class ChatTemplate:
                 stage="prepare",
                 param="messages",
             ) from error
-        return _open_last(text, messages) if continue_final_message else text
+        return _open_last(text) if continue_final_message else text
 
 
-def _open_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Cuts off the text after the last message's content."""
-    last = str(messages[-1].get("content") or "").strip()
-    position = text.rfind(last)
-    if position < 0:
+def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, of which the last one's content ends in a mark."""
+    *before, last = messages
+    return [*before, {**last, "content": f"{last.get('content') or ''}{_MARK}"}]
+
+
+def _open_last(text: str) -> str:
+    """Cuts off the text from the mark on."""
+    begin, mark, _ = text.rpartition(_MARK)
+    if not mark:
         raise InvalidRequest(
-            "continue_final_message: the chat template changes the last message",
+            "continue_final_message: the chat template leaves out the last message",
             stage="prepare",
             param="continue_final_message",
         )
-    return text[: position + len(last)]
+    return begin
 
 
 def _to_json(

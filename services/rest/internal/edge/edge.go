@@ -8,6 +8,7 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"strconv"
 	"strings"
 	"unicode/utf8"
 
@@ -64,8 +65,12 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 	if err := weftv1.RegisterOpenAIServiceHandlerClient(ctx, e.mux, client); err != nil {
 		return nil, fmt.Errorf("registering the REST routes: %w", err)
 	}
-	if err := e.mux.HandlePath(http.MethodGet, "/healthz", alive); err != nil {
-		return nil, fmt.Errorf("registering /healthz: %w", err)
+	for _, path := range []string{"/healthz", "/health"} {
+		for _, method := range []string{http.MethodGet, http.MethodHead} {
+			if err := e.mux.HandlePath(method, path, alive); err != nil {
+				return nil, fmt.Errorf("registering %s: %w", path, err)
+			}
+		}
 	}
 	return e, nil
 }
@@ -84,6 +89,12 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 	if !utf8.ValidString(r.URL.Path) {
 		apierror.New(http.StatusBadRequest, "invalid_path", "The path is not valid UTF-8.").
+			Write(recorder)
+		return
+	}
+	if encoding := r.Header.Get("Content-Encoding"); encoding != "" && encoding != "identity" {
+		apierror.New(http.StatusUnsupportedMediaType, "unsupported_encoding",
+			"The body is encoded as "+strconv.Quote(encoding)+"; send it without Content-Encoding.").
 			Write(recorder)
 		return
 	}

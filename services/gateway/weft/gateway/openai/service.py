@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.common.adapters.manifest import Entry
-from weft.engine.errors import Draining, PeerUnavailable
+from weft.engine.errors import Draining, InvalidRequest, PeerUnavailable
 from weft.gateway.adapters.calls import AdapterCalls
 from weft.gateway.edge import Context, begin_answer, call_facts
 from weft.gateway.end_session import end_session
@@ -216,14 +217,17 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         """See openai.proto."""
         self._adapters.check_caller()
         _, order = await self._bodies.parse(LoadAdapterBody, request.data, load_order)
-        entry = await self._adapters.load_order(replace(order, timeout_s=context.time_remaining()))
+        with _as_in_the_body():
+            order = replace(order, timeout_s=context.time_remaining())
+            entry = await self._adapters.load_order(order)
         return _json(_adapter_json(entry, "loaded"))
 
     async def UnloadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         self._adapters.check_caller()
         body, _ = await self._bodies.parse(UnloadAdapterBody, request.data, lambda body: None)
-        entry = await self._adapters.unload_name(body.lora_name, context.time_remaining())
+        with _as_in_the_body():
+            entry = await self._adapters.unload_name(body.lora_name, context.time_remaining())
         return _json(_adapter_json(entry, "unloaded"))
 
     async def EndSession(self, request: HttpBody, context: Context) -> HttpBody:
@@ -269,6 +273,19 @@ def _describe(meant: ResolvedModel) -> dict[str, object]:
         "root": served.model.name if entry is None else entry.path,
         "parent": None if entry is None else entry.model,
     }
+
+
+@contextmanager
+def _as_in_the_body() -> Iterator[None]:
+    """Names fields at fault as the body of an adapter's call does."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param not in ("name", "path"):
+            raise
+        message = error.message.removeprefix(f"{error.param}: ")
+        name = f"lora_{error.param}"
+        raise InvalidRequest(f"{name}: {message}", stage=error.stage, param=name) from error
 
 
 def _adapter_json(entry: Entry, what: str) -> dict[str, object]:

@@ -254,4 +254,4 @@ def _text_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
 
 
 def _unsupported(param: str, what: str) -> InvalidRequest:
-    return invalid(param, f"{what} is not supported by this server; leave it out")
+    return invalid(param, f"{what}: not supported by this server; leave it out")

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 _KEPT = 0.98
 """Factor on the weight of earlier reports with every new one."""
+_HALF_LIFE_S = 10.0
+"""Time in which the weight of a report halves as well, however few come after it."""
+_LIFE_S = 10.0
+"""Time without steps after which nothing is known: whoever refuses requests because steps are slow
+has to try some."""
 _MIN_SPREAD = 0.25
 """Variance of the number of requests, in requests squared, from which a slope is trusted."""
 
@@ -14,28 +22,42 @@ class StepModel:
     Reading the weights once a step costs the same for any number of requests, each request adds
     its own part: `base_s + request_s * requests`. Neither is taken to be negative. While the
     number of requests hardly changes the line is level.
+
+    Args:
+        clock: Monotonic, in seconds.
     """
 
-    __slots__ = ("_last", "_n", "_nn", "_ns", "_s", "_weight", "base_s", "request_s")
+    __slots__ = (
+        *("_clock", "_last", "_last_at", "_n", "_nn", "_ns", "_s", "_weight"),
+        *("base_s", "request_s"),
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._weight = self._n = self._nn = self._s = self._ns = 0.0
         self._last = (0.0, 0.0)
+        self._last_at = clock()
         self.base_s = 0.0
         """Time of a step without requests; 0, with `request_s`, if not known yet."""
         self.request_s = 0.0
         """Time that each request adds."""
 
     def observe(self, num_requests: float, step_s: float) -> None:
-        """Records the mean step time with this many requests; repeated reports count once."""
+        """Records the mean step time with this many requests; repeated reports count once, and say
+        that there were no steps since.
+        """
+        now = self._clock()
         if step_s <= 0 or (num_requests, step_s) == self._last:
+            if now - self._last_at > _LIFE_S:
+                self.base_s = self.request_s = 0.0
             return
-        self._last = (num_requests, step_s)
-        self._weight = _KEPT * self._weight + 1
-        self._n = _KEPT * self._n + num_requests
-        self._nn = _KEPT * self._nn + num_requests * num_requests
-        self._s = _KEPT * self._s + step_s
-        self._ns = _KEPT * self._ns + num_requests * step_s
+        kept = _KEPT * 0.5 ** ((now - self._last_at) / _HALF_LIFE_S)
+        self._last, self._last_at = (num_requests, step_s), now
+        self._weight = kept * self._weight + 1
+        self._n = kept * self._n + num_requests
+        self._nn = kept * self._nn + num_requests * num_requests
+        self._s = kept * self._s + step_s
+        self._ns = kept * self._ns + num_requests * step_s
         mean_n, mean_s = self._n / self._weight, self._s / self._weight
         spread = self._nn / self._weight - mean_n * mean_n
         slope = 0.0
