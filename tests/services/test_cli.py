@@ -123,11 +123,12 @@ async def test_chat_says_what_is_wrong(tmp_path: Path) -> None:
     async with gateway(tmp_path, echo) as harness:
         echo.harness = harness
         address = harness.app.server.address
-        status, out, _ = await run(
-            "chat", "--address", address, "--temperature", "-1", typed="hello\n"
-        )
+        status, out, _ = await run("chat", "--address", address, "--model", "no", typed="hello\n")
+        refused, _, err = await run("chat", "--address", address, "--temperature", "-1")
     assert status == 0
-    assert "temperature" in out
+    assert "the model `no` does not exist" in out
+    assert refused == 2
+    assert "must be a number from 0 to 100" in err
 
 
 @pytest.mark.parametrize("command", ["chat", "status"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import numpy as np
 import xgrammar
 from weft.engine.constraints.schema import prepare_schema
 from weft.engine.constraints.strings import exact_strings
@@ -62,7 +63,8 @@ class GrammarSource:
 
 def _has_text(grammar: xgrammar.CompiledGrammar) -> bool:
     """Whether anything may begin a text."""
-    words = xgrammar.allocate_token_bitmask(1, grammar.tokenizer_info.vocab_size)
+    # Not the compiler's own, which takes torch.
+    words = np.zeros((1, -(-grammar.tokenizer_info.vocab_size // 32)), np.int32)
     is_restricted = xgrammar.GrammarMatcher(grammar).fill_next_token_bitmask(words)
     return not is_restricted or bool(words.any())
 

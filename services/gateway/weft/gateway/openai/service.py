@@ -285,7 +285,7 @@ def _as_in_the_body() -> Iterator[None]:
             raise
         message = error.message.removeprefix(f"{error.param}: ")
         name = f"lora_{error.param}"
-        raise InvalidRequest(f"{name}: {message}", stage=error.stage, param=name) from error
+        raise type(error)(f"{name}: {message}", stage=error.stage, param=name) from error
 
 
 def _adapter_json(entry: Entry, what: str) -> dict[str, object]:
