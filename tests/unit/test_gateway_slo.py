@@ -72,15 +72,17 @@ def test_steps_of_a_slow_time_are_forgotten() -> None:
     assert model.step_s(1) == pytest.approx(0.6, rel=0.01)
     last = (1 + 59 % 3, 0.6 + 1e-5 * 59)
     now += 8.0
-    model.observe(*last)
-    assert model.step_s(1) > 0.5
-    now += 8.0
     model.observe(*last)  # An idle worker repeats its last report.
-    assert model.step_s(1) == 0
+    assert model.is_recent
+    now += 8.0
+    model.observe(*last)
+    assert not model.is_recent
+    assert model.step_s(1) > 0.5  # For who asks how many fit.
     now += 20.0
     for number in range(10):
         now += 1.0
         model.observe(1, 0.02 + 1e-5 * number)
+    assert model.is_recent
     assert model.step_s(1) < 0.15
 
 

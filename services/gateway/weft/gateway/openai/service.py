@@ -285,7 +285,8 @@ def _as_in_the_body() -> Iterator[None]:
             raise
         message = error.message.removeprefix(f"{error.param}: ")
         name = f"lora_{error.param}"
-        raise type(error)(f"{name}: {message}", stage=error.stage, param=name) from error
+        message, facts = f"{name}: {message}", error.metadata
+        raise type(error)(message, stage=error.stage, param=name, metadata=facts) from error
 
 
 def _adapter_json(entry: Entry, what: str) -> dict[str, object]:

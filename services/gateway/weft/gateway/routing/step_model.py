@@ -9,9 +9,8 @@ _KEPT = 0.98
 """Factor on the weight of earlier reports with every new one."""
 _HALF_LIFE_S = 10.0
 """Time in which the weight of a report halves as well, however few come after it."""
-_LIFE_S = 10.0
-"""Time without steps after which nothing is known: whoever refuses requests because steps are slow
-has to try some."""
+_RECENT_S = 10.0
+"""Time without steps after which what is known is not recent."""
 _MIN_SPREAD = 0.25
 """Variance of the number of requests, in requests squared, from which a slope is trusted."""
 
@@ -29,7 +28,7 @@ class StepModel:
 
     __slots__ = (
         *("_clock", "_last", "_last_at", "_n", "_nn", "_ns", "_s", "_weight"),
-        *("base_s", "request_s"),
+        *("base_s", "is_recent", "request_s"),
     )
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,6 +40,9 @@ class StepModel:
         """Time of a step without requests; 0, with `request_s`, if not known yet."""
         self.request_s = 0.0
         """Time that each request adds."""
+        self.is_recent = False
+        """There were steps lately. Whoever refuses requests because steps are slow has to try some
+        when there were none."""
 
     def observe(self, num_requests: float, step_s: float) -> None:
         """Records the mean step time with this many requests; repeated reports count once, and say
@@ -48,9 +50,10 @@ class StepModel:
         """
         now = self._clock()
         if step_s <= 0 or (num_requests, step_s) == self._last:
-            if now - self._last_at > _LIFE_S:
-                self.base_s = self.request_s = 0.0
+            if now - self._last_at > _RECENT_S:
+                self.is_recent = False
             return
+        self.is_recent = True
         kept = _KEPT * 0.5 ** ((now - self._last_at) / _HALF_LIFE_S)
         self._last, self._last_at = (num_requests, step_s), now
         self._weight = kept * self._weight + 1

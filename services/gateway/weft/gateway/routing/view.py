@@ -49,7 +49,7 @@ class PoolView:
     place, so a decision costs no pass over the workers in Python.
     """
 
-    __slots__ = (*LOADS, *UNREPORTED, *SPEEDS, "total_pages", "workers")
+    __slots__ = (*LOADS, *UNREPORTED, *SPEEDS, "has_recent_steps", "total_pages", "workers")
 
     def __init__(self, workers: Sequence[WorkerView]) -> None:
         """Creates a view of idle workers.
@@ -76,6 +76,8 @@ class PoolView:
         """Time of a decode step without requests; 0, with the next column: not known."""
         self.step_request_s: Rates = np.zeros(len(workers))
         """Time that each request adds to it."""
+        self.has_recent_steps: NDArray[np.bool_] = np.zeros(len(workers), np.bool_)
+        """Whether the worker has run decode steps lately."""
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -96,12 +98,13 @@ class PoolView:
         self.tokens_per_s[position] = tokens_per_s
         self.step_base_s[position] = steps.base_s
         self.step_request_s[position] = steps.request_s
+        self.has_recent_steps[position] = steps.is_recent
 
     def without(self, positions: Collection[int]) -> tuple[PoolView, list[int]]:
         """A copy without some workers, with the members' positions in this one."""
         kept = [position for position in range(len(self.workers)) if position not in positions]
         view = PoolView([self.workers[position] for position in kept])
-        for name in (*LOADS, *UNREPORTED, *SPEEDS):
+        for name in (*LOADS, *UNREPORTED, *SPEEDS, "has_recent_steps"):
             getattr(view, name)[:] = getattr(self, name)[kept]
         return view, kept
 

@@ -97,11 +97,13 @@ class LatencyForecaster:
         return spare / self._num_replicas - float(unreported.sum())
 
     def least_step_s(self) -> float | None:
-        """Time between tokens of a request alone on the best decode worker; None: not known."""
+        """Time between tokens of a request alone on the best decode worker; None: not known, or not
+        of all workers lately.
+        """
         view = self._decode().view
         steps = view.step_base_s + view.step_request_s
-        steps = steps[steps > 0]
-        return float(steps.min()) if len(steps) else None
+        is_known = (steps > 0) & view.has_recent_steps
+        return float(steps.min()) if len(steps) and is_known.all() else None
 
     def backlog_s(self) -> float | None:
         """Time in which all workers together compute their queues; None: unknown."""
