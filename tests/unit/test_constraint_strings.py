@@ -97,6 +97,15 @@ def test_a_schema_of_no_value_is_refused(schema: dict[str, Any]) -> None:
         matcher_of(schema)
 
 
+@pytest.mark.parametrize(
+    ("least", "most"),
+    [("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum")],
+)
+def test_bounds_that_exclude_each_other_are_refused_with_their_place(least: str, most: str) -> None:
+    with pytest.raises(ValueError, match=rf"at \$\.properties\.a\.{most}: 2 is below {least}, 3"):
+        matcher_of({"properties": {"a": {least: 3, most: 2}}})
+
+
 @pytest.mark.parametrize("given", [5, [], None])
 def test_a_broken_draft_is_refused_with_its_place(given: object) -> None:
     with pytest.raises(ValueError, match=r"at \$\.\$schema: a string is expected"):

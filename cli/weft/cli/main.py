@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         sys.stderr.write(f"weft: no command {name!r}\n\n{_help()}")
         return 2
-    run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
     try:
+        run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
         return run(arguments[1:])
     except ConfigError as error:
         sys.stderr.write(f"weft {name}: {error}\n")

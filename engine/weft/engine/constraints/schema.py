@@ -35,6 +35,10 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
+_BOUNDS = (
+    *(("minLength", "maxLength"), ("minItems", "maxItems")),
+    *(("minProperties", "maxProperties"), ("minimum", "maximum")),
+)
 _DECISIVE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
 """Keywords beside which the compiler ignores all others."""
 _FORMATS = (
@@ -189,6 +193,10 @@ class _Preparer:
             if not implied:
                 return schema
             schema["type"] = implied[0] if len(implied) == 1 else implied
+        for least, most in _BOUNDS:
+            if least in schema and most in schema and schema[least] > schema[most]:
+                message = f"{schema[most]} is below {least}, {schema[least]}"
+                raise ValueError(_at(f"{where}.{most}", message))
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         if "string" in types:
             _prepare_string(schema, where)
@@ -223,8 +231,6 @@ def _prepare_string(schema: dict[str, Json], where: str) -> None:
         if "format" in schema:
             raise ValueError(_at(f"{where}.format", "is not supported beside a pattern"))
     elif "format" not in schema:
-        if most is not None and most < least:
-            raise ValueError(_at(f"{where}.maxLength", f"{most} is below minLength, {least}"))
         # Counted by `exact_strings`.
         schema |= {"minLength": least} if least else {}
         schema |= {"maxLength": most} if most is not None else {}
