@@ -140,14 +140,14 @@ def test_sums_of_gate_and_up_before_the_activation(monkeypatch: pytest.MonkeyPat
     assert_as_exact(out, silu(peer_gate) * peer_up, silu(gate) * up)
 
 
-WALK = "range(TILE, PART, TILE)"
+WALK = "range(split * PART, (split + 1) * PART, TILE)"
 SHORT = WALK.replace("PART, TILE", "PART - TILE, TILE")
 
 
 @pytest.mark.parametrize(
     ("name", "original", "replacement"),
     [
-        ("lora_rows", WALK, SHORT),
+        ("lora_rows", "range(TILE, PART, TILE)", "range(TILE, PART - TILE, TILE)"),
         ("lora_rows", "for index in range(count):", "for index in range(count - 1):"),
         ("lora_shrink", WALK, SHORT),
         ("lora_shrink", "(job - 1) // SPLITS * GROUP", "(job - 1) // SPLITS * GROUP + RANKS"),

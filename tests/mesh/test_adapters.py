@@ -569,5 +569,5 @@ def test_paths_out_of_the_root_are_refused(mesh: TinyMesh, root: Path, path: str
         linked.symlink_to(root / "third")
     answer = load(mesh, "trick", path)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "path"
+    assert answer.json()["error"]["param"] == "lora_path"
     assert "trick" not in serving(mesh)
