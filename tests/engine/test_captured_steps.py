@@ -116,7 +116,7 @@ def test_requests_with_penalties_and_min_tokens_are_drafted_for(
             assert sample.token_ids == wanted.token_ids
         assert graphs.num_late > 5
         num_made = sum(len(sample.token_ids) for sample in expected)
-        assert engine.counters()["accepted_tokens"] > num_made // 3
+        assert engine.counters()["accepted_tokens"] > num_made // 5
     for index, sample in enumerate(expected):
         assert len(sample.token_ids) >= stop.min_tokens
         if index % 3:
