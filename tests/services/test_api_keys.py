@@ -191,6 +191,10 @@ async def test_keys_come_and_go_without_a_restart(
         await becomes(second, good=True)
         listed = await asyncio.to_thread(weft_keys, "list")
         assert listed.count("acme") == 2
+        assert "manages" not in listed
+        await asyncio.to_thread(weft_keys, "add", "other", "--adapters")
+        lines = (await asyncio.to_thread(weft_keys, "list")).splitlines()
+        assert ["other" in line for line in lines] == ["manages" in line for line in lines]
         assert second not in listed
         await asyncio.to_thread(weft_keys, "revoke", first.split("-")[2])
         await becomes(first, good=False)

@@ -164,12 +164,14 @@ async def test_rest_loads_and_unloads(mesh: Harness) -> None:
         mesh.post("LoadLoraAdapter", {"lora_name": "pirate", "lora_path": "other"})
     )
     assert (error.http_status, error.reason) == (400, "ADAPTER_EXISTS")
+    assert error.param == "lora_name"
     body = {"lora_name": "pirate", "lora_path": "other", "load_inplace": True}
     replaced = await mesh.json("LoadLoraAdapter", body)
     assert replaced["digest"] != answer["digest"]
     await mesh.json("UnloadLoraAdapter", {"lora_name": "pirate"})
     error = await error_of(mesh.post("UnloadLoraAdapter", {"lora_name": "pirate"}))
     assert (error.http_status, error.reason) == (404, "ADAPTER_NOT_FOUND")
+    assert error.param == "lora_name"
 
 
 def copies(mesh: Harness) -> list[str]:

@@ -1,6 +1,7 @@
 """The built Go edge between the real `openai` SDK and a gateway made for tests."""
 
 import asyncio
+import gzip
 import json
 import secrets
 import signal
@@ -212,6 +213,22 @@ async def test_raw_garbage_is_refused_and_harms_nobody(rest: Rest) -> None:
         writer.close()
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"{rest.url}/healthz")).json() == {"status": "ok"}
+
+
+async def test_probes_of_other_servers_work(rest: Rest) -> None:
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{rest.url}/health")).json() == {"status": "ok"}
+        for path in ("health", "healthz"):
+            assert (await http.head(f"{rest.url}/{path}")).status_code == 200
+
+
+async def test_an_encoded_body_is_refused_as_such(rest: Rest) -> None:
+    body, headers = gzip.compress(b'{"prompt": "x"}'), {"Content-Encoding": "gzip"}
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(f"{rest.url}/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["code"] == "unsupported_encoding"
+    assert '"gzip"' in answer.json()["error"]["message"]
 
 
 async def test_a_lost_gateway_is_a_503_without_addresses(rest: Rest) -> None:

@@ -18,6 +18,11 @@ BAD_NUMBERS = [
     (["replay", "DIR/log", "--limit", "-1"], "--limit"),
     (["replay", "DIR/log", "--timeout", "nan"], "--timeout"),
     (["adapter", "load", "x", "x", "--timeout", "-1"], "--timeout"),
+    (["chat", "--temperature", "-1"], "--temperature"),
+    (["chaos", "--faults", "0"], "--faults"),
+    (["chaos", "--minutes", "-1"], "--minutes"),
+    (["chaos", "--workers", "0"], "--workers"),
+    (["chaos", "--clients", "0"], "--clients"),
 ]
 
 

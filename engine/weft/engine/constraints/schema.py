@@ -219,8 +219,7 @@ def _with_prefix_items(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _prepare_string(schema: dict[str, Json], where: str) -> None:
-    least, most = schema.pop("minLength", 0), schema.pop("maxLength", None)
-    is_bounded = least > 0 or most is not None
+    is_bounded = schema.get("minLength", 0) > 0 or "maxLength" in schema
     if schema.get("format") not in _FORMATS:
         schema.pop("format", None)
     for name in ("pattern", "format"):
@@ -230,10 +229,6 @@ def _prepare_string(schema: dict[str, Json], where: str) -> None:
         schema["pattern"] = prepare_pattern(schema["pattern"], f"{where}.pattern")
         if "format" in schema:
             raise ValueError(_at(f"{where}.format", "is not supported beside a pattern"))
-    elif "format" not in schema:
-        # Counted by `exact_strings`.
-        schema |= {"minLength": least} if least else {}
-        schema |= {"maxLength": most} if most is not None else {}
 
 
 def _prepare_object(schema: dict[str, Json], where: str) -> None:

@@ -198,31 +198,7 @@ def _elements_of_b(
 
 
 @triton.jit
-def first_ranks(
-    added: ToColumns,
-    part: tl.tensor,
-    count: tl.tensor,
-    row: tl.tensor,
-    rows: int,
-    SHAPE: tl.constexpr,
-) -> tl.tensor:
-    """The ranks that are multiplied with the elements of `rows_of_b`: [ROWS, _AT_ONCE] float32.
-
-    To be read before the product is computed: they would come late behind it.
-
-    Args:
-        added: The addition.
-        part: From `rows_of_b`.
-        count: Likewise.
-        row: As there.
-        rows: As there.
-        SHAPE: As there.
-    """
-    return _some_ranks(added, part, count, row, rows, 0, SHAPE)
-
-
-@triton.jit
-def _some_ranks(
+def some_ranks(
     added: ToColumns,
     part: tl.tensor,
     count: tl.tensor,
@@ -231,7 +207,19 @@ def _some_ranks(
     start: int,
     SHAPE: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS, _AT_ONCE] float32, from `start` on."""
+    """The ranks of each row from `start` on: [ROWS, _AT_ONCE] float32.
+
+    The first are to be read before the product is computed: they would come late behind it.
+
+    Args:
+        added: The addition.
+        part: From `rows_of_b`.
+        count: Likewise.
+        row: As there.
+        rows: As there.
+        start: The first rank.
+        SHAPE: As there.
+    """
     rank = start + tl.arange(0, _AT_ONCE)[None, None, :]
     is_rank = rank < 8 * count[None, :, None]
     number = tl.arange(0, SHAPE.sums)[:, None, None]
@@ -262,7 +250,7 @@ def added_to_columns(
         slot: Likewise: the place in the tables.
         count: Likewise.
         elements: Likewise.
-        ranks: From `first_ranks`.
+        ranks: The first ones, from `some_ranks`.
         row: As there.
         rows: As there.
         column: As there.
@@ -271,6 +259,6 @@ def added_to_columns(
     total = tl.sum(elements.to(tl.float32) * ranks[:, :, None], axis=1)
     for start in range(_AT_ONCE, 8 * tl.max(count, axis=0), _AT_ONCE):
         elements = _elements_of_b(added, part, slot, count, column, start, SHAPE)
-        ranks = _some_ranks(added, part, count, row, rows, start, SHAPE)
+        ranks = some_ranks(added, part, count, row, rows, start, SHAPE)
         total += tl.sum(elements.to(tl.float32) * ranks[:, :, None], axis=1)
     return tl.trans(total)

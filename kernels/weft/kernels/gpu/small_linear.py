@@ -17,8 +17,8 @@ from weft.kernels.gpu.lora_product import (
     ProductAddition,
     ToColumns,
     added_to_columns,
-    first_ranks,
     rows_of_b,
+    some_ranks,
 )
 from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.gpu.sliced_linear import (
@@ -208,9 +208,9 @@ def _small_linear_kernel(
         if IS_GATED:
             found_up = rows_of_b(added, layer, row, rows, column + columns, ADDED)
     if added is not None:
-        ranks = first_ranks(added, found[0], found[2], row, rows, ADDED)
+        ranks = some_ranks(added, found[0], found[2], row, rows, 0, ADDED)
         if IS_GATED:
-            ranks_up = first_ranks(added, found_up[0], found_up[2], row, rows, ADDED)
+            ranks_up = some_ranks(added, found_up[0], found_up[2], row, rows, 0, ADDED)
     given = residual_of(residual, row, column, rows, columns, IS_GATED)
     product, scale = _product(
         tile, x, gain, eps, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES

@@ -11,7 +11,7 @@ from functools import cached_property
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.common.adapters.manifest import Entry
-from weft.engine.errors import Draining, InvalidRequest, PeerUnavailable
+from weft.engine.errors import Draining, PeerUnavailable, WeftError
 from weft.gateway.adapters.calls import AdapterCalls
 from weft.gateway.edge import Context, begin_answer, call_facts
 from weft.gateway.end_session import end_session
@@ -280,13 +280,11 @@ def _as_in_the_body() -> Iterator[None]:
     """Names fields at fault as the body of an adapter's call does."""
     try:
         yield
-    except InvalidRequest as error:
-        if error.param not in ("name", "path"):
-            raise
-        message = error.message.removeprefix(f"{error.param}: ")
-        name = f"lora_{error.param}"
-        message, facts = f"{name}: {message}", error.metadata
-        raise type(error)(message, stage=error.stage, param=name, metadata=facts) from error
+    except WeftError as error:
+        if error.param in ("name", "path"):
+            error.message = error.message.replace(f"{error.param}: ", f"lora_{error.param}: ", 1)
+            error.param = f"lora_{error.param}"
+        raise
 
 
 def _adapter_json(entry: Entry, what: str) -> dict[str, object]:
