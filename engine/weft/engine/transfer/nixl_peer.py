@@ -177,16 +177,21 @@ class Peer:
             agent = self._connected(target)
             if self._operation == "READ":
                 self._require_one_sided_reads(agent)
+            # NIXL's handle refers to the agent, which a local variable would keep from being
+            # destroyed by another thread once the lock is free.
             with self._binding.calls(f"preparing {self._doing}"):
-                handle = agent.agent.make_prepped_xfer(
-                    self._operation,
-                    agent.local_pages,
-                    pages[0],
-                    agent.remote_pages,
-                    pages[1],
-                    notification,
+                transfer = TransferHandle(
+                    self,
+                    agent.agent.make_prepped_xfer(
+                        self._operation,
+                        agent.local_pages,
+                        pages[0],
+                        agent.remote_pages,
+                        pages[1],
+                        notification,
+                    ),
+                    len(pages[0]) * target.page_bytes,
                 )
-            transfer = TransferHandle(self, handle, len(pages[0]) * target.page_bytes)
             if check is not None:
                 try:
                     check()
@@ -194,7 +199,7 @@ class Peer:
                     self._settle(transfer, error.message)
                     raise
             self._transfers.add(transfer)
-            self._update(transfer, lambda: agent.agent.transfer(handle))
+            self._update(transfer, lambda: agent.agent.transfer(transfer._handle))
             return transfer
 
     def poll(self, transfer: TransferHandle) -> None:
