@@ -239,13 +239,15 @@ class Operations:
         threads = [threading.Thread(target=write, args=(pages,)) for pages in both]
         for thread in threads:
             thread.start()
-        for _ in range(rounds):
-            time.sleep(random.random() * 0.05)
-            outcomes["closed"] += 1
-            self.send_agents.close_peer(("a", EPOCH))
-        is_over.set()
-        for thread in threads:
-            thread.join()
+        try:
+            for _ in range(rounds):
+                time.sleep(random.random() * 0.05)
+                self.send_agents.close_peer(("a", EPOCH))
+                outcomes["closed"] += 1
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
         return outcomes
 
     def poll(self, number: int) -> str:

@@ -59,7 +59,8 @@ class _PeerAgent:
         self.region = region
         self.reads_one_sided = False
         """Whether reads are known to be one-sided; see ONE_SIDED_READ_LANES."""
-        self.agent: Any = binding.create_agent(new_agent_name(name))
+        self.name = new_agent_name(name)
+        self.agent: Any = binding.create_agent(self.name)
         agent = self.agent
         agent.register_memory(
             [(region.address, region.num_bytes, region.device_id, "")], region.memory_type
@@ -250,14 +251,14 @@ class Peer:
     def lanes(self) -> str:
         """Lanes over which bytes travel to this peer."""
         agent = self._agent
-        lanes = self._binding.lanes(agent.agent.name) if agent else None
+        lanes = self._binding.lanes(agent.name) if agent else None
         return lanes or "lanes unknown"
 
     def _require_one_sided_reads(self, agent: _PeerAgent) -> None:
         """Refuses reads in which the other process would have to take part."""
         if agent.reads_one_sided:
             return
-        lanes = self._binding.lanes(agent.agent.name)
+        lanes = self._binding.lanes(agent.name)
         names = {lane.partition("/")[0] for lane in (lanes or "").split()}
         agent.reads_one_sided = not names.isdisjoint(ONE_SIDED_READ_LANES)
         if not agent.reads_one_sided:
