@@ -45,7 +45,7 @@ type edge struct {
 // New builds the handler.
 func New(ctx context.Context, config Config) (http.Handler, error) {
 	e := &edge{config: config}
-	middlewares := []runtime.Middleware{recordRoute}
+	middlewares := []runtime.Middleware{answerProbes, recordRoute}
 	if config.Tracing != nil {
 		middlewares = append(middlewares, config.Tracing.wrap)
 	}
@@ -113,6 +113,9 @@ func (e *edge) handleError(
 	r *http.Request,
 	err error,
 ) {
+	if probeOf(ctx) != nil {
+		return
+	}
 	forward.CopyHeader(ctx, w)
 	if body, ok := r.Body.(*limitedBody); ok {
 		if failure, failed := body.problem(); failed {
@@ -131,13 +134,16 @@ func (e *edge) handleError(
 
 // handleRoutingError answers a request that no route takes.
 func (e *edge) handleRoutingError(
-	_ context.Context,
+	ctx context.Context,
 	_ *runtime.ServeMux,
 	_ runtime.Marshaler,
 	w http.ResponseWriter,
 	r *http.Request,
 	httpStatus int,
 ) {
+	if probeOf(ctx) != nil {
+		return
+	}
 	failure := apierror.New(httpStatus, "invalid_path", "The path is malformed.")
 	switch httpStatus {
 	case http.StatusNotFound:
@@ -145,6 +151,7 @@ func (e *edge) handleRoutingError(
 	case http.StatusMethodNotAllowed:
 		failure.Code = "method_not_allowed"
 		failure.Message = r.Method + " is not allowed for " + r.URL.Path
+		w.Header().Set("Allow", e.allowed(r))
 	}
 	failure.Write(w)
 }

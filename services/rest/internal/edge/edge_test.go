@@ -426,6 +426,23 @@ func TestRouting(t *testing.T) {
 	}
 }
 
+func TestRefusedMethodsAreToldWhatIsAllowed(t *testing.T) {
+	gateway := &fakeGateway{}
+	url := start(t, gateway)
+	cases := []struct{ method, path, allow string }{
+		{http.MethodPut, "/healthz", "GET, HEAD"},
+		{http.MethodGet, "/v1/chat/completions", "POST"},
+		{http.MethodPost, "/v1/models/org/name", "GET"},
+		{http.MethodGet, "/nowhere", ""},
+	}
+	for _, c := range cases {
+		got := do(t, c.method, url+c.path, nil)
+		if allow := got.header.Get("Allow"); allow != c.allow {
+			t.Fatalf("%s %s: %d Allow %q", c.method, c.path, got.status, allow)
+		}
+	}
+}
+
 func TestHeadersPassByAllowList(t *testing.T) {
 	seen := make(chan metadata.MD, 1)
 	url := start(t, &fakeGateway{chat: func(
