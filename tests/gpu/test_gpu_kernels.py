@@ -360,7 +360,7 @@ def test_products_take_the_norm_before(rows: int, n: int, k: int) -> None:
     stream = randn(rows, n, dtype=torch.bfloat16)
     taps = torch.zeros(rows, 2 * n, dtype=x.dtype, device=CUDA)
     eager, exact = stream + F.linear(x, weight), stream.double() + wide @ weight.double().T
-    gpu_linear.add_product(stream, x, w, taps[:, n:])
+    gpu_linear.add_product(stream, x, w, tap=taps[:, n:])
     assert_as_exact(stream, eager, exact)
     assert torch.equal(taps[:, n:], stream)
     assert not taps[:, :n].any()

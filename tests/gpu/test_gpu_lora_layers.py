@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from kernel_checks import assert_as_exact, fresh_seed
-from lora_cases import poison_new_memory
+from lora_cases import draw_slots, poison_new_memory
 from lora_layers import LayersCase, Sizes, make_layers
 from weft.kernels.decoder_layer import decoder_layers
+from weft.kernels.lora import sort_tokens
 from weft.kernels.side_stream import rehearsal
 
 pytestmark = pytest.mark.needs("cuda")
 
 RANKS = [0, 8, 16, 5, 0, 64, 32, 1, 16]
 """By slot."""
+DEMO = Sizes(hidden=576, inner=1536, heads=9, kv_heads=3, dim=64)
 SMALL = Sizes(hidden=1024, inner=2816, heads=8, kv_heads=2, dim=128)
 WIDE = Sizes(hidden=5120, inner=3456, heads=8, kv_heads=1, dim=128)
 
@@ -22,9 +27,19 @@ def run(case: LayersCase) -> torch.Tensor:
     return decoder_layers(case.hidden.clone(), case.stack, case.step(case.lora))
 
 
+def with_other_slots(case: LayersCase) -> LayersCase:
+    """The same rows with other adapters, written to where a captured step finds them."""
+    slots = draw_slots(len(case.slots), len(RANKS))
+    segments, host = case.lora.segments, sort_tokens(np.array(slots, np.int32), len(RANKS))
+    for name, array in host._asdict().items():
+        getattr(segments, name).copy_(torch.from_numpy(array))
+    return replace(case, slots=slots)
+
+
 @pytest.mark.parametrize(
     ("sizes", "rows"),
     [
+        *((sizes, rows) for sizes in (DEMO, SMALL) for rows in (1, 2, 3, 4)),
         *((sizes, rows) for sizes in (SMALL, WIDE) for rows in (5, 8, 9, 16, 64, 128, 129)),
         *((SMALL, rows) for rows in (256, 257, 1024, 1025)),
     ],
@@ -49,3 +64,7 @@ def test_rows_with_adapters(sizes: Sizes, rows: int, monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patch:
             poison_new_memory(patch)
             assert torch.equal(run(case), captured)
+        for _ in range(3):
+            case = with_other_slots(case)
+            graph.replay()
+            assert_as_exact(out, case.written_out(torch.bfloat16), case.written_out(torch.float64))

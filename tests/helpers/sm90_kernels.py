@@ -232,7 +232,7 @@ def compile_drawing() -> None:
         torch.zeros(1, vocab, dtype=torch.int32),
     )
     logits = torch.zeros(3, vocab)
-    for drafted in (None, DraftedRows(slots, slots, slots)):
+    for drafted in (None, DraftedRows(slots, slots, None), DraftedRows(slots, slots, slots)):
         sampling.draw_rows(logits, slots, slots, tables, drafted)
     for size in (5000, vocab):
         greedy.greedy_rows(torch.zeros(3, size))

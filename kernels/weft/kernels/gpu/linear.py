@@ -19,7 +19,7 @@ from weft.kernels.gpu.small_linear import (
     columns_at_once,
     small_linear,
 )
-from weft.kernels.lora import LoraAddition
+from weft.kernels.lora import LoraAddition, check_addition
 
 if TYPE_CHECKING:
     from weft.kernels.linear import LinearWeight
@@ -116,6 +116,8 @@ def normed_linear(
     _check(x, w.data, None)
     if gain.shape != x.shape[1:] or gain.dtype != x.dtype:
         raise ValueError(f"norm {tuple(gain.shape)} {gain.dtype} does not fit {tuple(x.shape)}")
+    if lora is not None:
+        check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
     norm = NormOfRows(gain, eps)
     added = None if lora is None else added_within(x, lora, norm)
     dtype = out_dtype or x.dtype
@@ -139,6 +141,8 @@ def add_product(
         tap: [M, N] with rows of any stride: receives the sum as well; or None.
     """
     _check(x, w.data, stream)
+    if lora is not None:
+        check_addition(stream.shape, x.shape, x.dtype, lora)
     added = None if lora is None else added_within(x, lora)
     small_linear(x, w.data, w.bias, stream, stream.dtype, out=stream, tap=tap, added=added)
 

@@ -21,8 +21,8 @@ _PRESENCE = tl.constexpr(int(Field.PRESENCE))
 _MASKED = tl.constexpr(MASKED_LOGIT)
 
 
-NOT_DRAFTED, CHAINS, TREES = 0, 1, 2
-"""Values of `Source.drafted`."""
+NOT_DRAFTED, CHAINS, TREES = 2, 3, 4
+"""Values of `Source.drafted`: not 0 or 1, for which Triton would compile kernels of their own."""
 _NOT_DRAFTED, _TREES = tl.constexpr(NOT_DRAFTED), tl.constexpr(TREES)
 
 
