@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from adapter_orders import check_random_orders
+from float32_reference import ties_with
 from lora_reference import PeftModels
-from tiny_adapters import make_adapter, make_expert_adapter
+from tiny_adapters import make_adapter, make_expert_adapter, peft_model
 from tiny_models import make_tiny
 from weft.engine.engine import Engine
 from weft.engine.llm import LLM
@@ -87,6 +89,34 @@ def test_tokens_of_a_large_batch(tmp_path: Path) -> None:
     adapters = [make_adapter(tmp_path / f"a{i}", config, seed + i, rank=16) for i in range(6)]
     steps = {"max_running_requests": 64, "max_step_tokens": 1024, "prefill_chunk_tokens": 512}
     check_like_cpu(model_dir, adapters, 100, max_loras=6, num_pages=2000, **steps)
+
+
+def test_few_requests_in_bfloat16_differ_at_near_ties_only(tmp_path: Path) -> None:
+    """In 16 bits products of few rows add what adapters add themselves."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    model_dir = make_tiny("llama", tmp_path / "model", seed, head_dim=64, vocab_size=VOCAB)
+    models = [peft_model(model_dir, seed + rank, r=rank, lora_alpha=8) for rank in (8, 16, 64)]
+    for index, model in enumerate(models):
+        model.save_pretrained(tmp_path / f"a{index}")
+    prompts: list[list[list[int]]] = [[] for _ in models]
+    answers: list[list[list[int]]] = [[] for _ in models]
+    with LLM(model_dir, device="cuda", **(SETTINGS | {"dtype": "bfloat16", "max_loras": 3})) as llm:
+        names = [llm.load_adapter(tmp_path / f"a{index}") for index in range(len(models))]
+        stop = StopCriteria(max_tokens=24, ignore_eos=True)
+        for count in (1, 2, 3, 4, 8):
+            chosen = random.choices(range(len(models)), k=count)
+            asked = [random.choices(range(3, VOCAB), k=random.randint(1, 60)) for _ in chosen]
+            # One of a larger batch has no adapter.
+            adapters = [names[index] for index in chosen] + [b""] * (count > 1)
+            samples = llm.generate([*asked, *asked[: count > 1]], stop=stop, adapters=adapters)
+            for index, prompt, sample in zip(chosen, asked, samples, strict=False):
+                prompts[index].append(prompt)
+                answers[index].append(sample.token_ids)
+    for model, asked, given in zip(models, prompts, answers, strict=True):
+        rounded = model.to(torch.bfloat16).float().cuda()
+        if asked:
+            ties_with(rounded, asked, given).check(is_moe=False)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

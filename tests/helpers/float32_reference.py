@@ -31,7 +31,7 @@ def reference_model(
 @torch.inference_mode()
 def reference_logits(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """[len(tokens), vocab]: what each of the tokens was chosen from."""
-    ids = torch.tensor([prompt + tokens[:-1]], device="cuda")
+    ids = torch.tensor([prompt + tokens[:-1]], device=next(model.parameters()).device)
     return model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
 
 
@@ -59,12 +59,18 @@ def ties_of(path: Path, prompts: Sequence[list[int]], answers: Sequence[list[int
         prompts: Of the answers.
         answers: Chosen greedily.
     """
-    model = reference_model(path, torch.bfloat16)
+    return ties_with(reference_model(path, torch.bfloat16), prompts, answers)
+
+
+def ties_with(
+    model: torch.nn.Module, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> Ties:
+    """`ties_of` a model in float32 whose weights are rounded to bfloat16."""
     gaps: list[float] = []
     for prompt, tokens in zip(prompts, answers, strict=True):
         logits = reference_logits(model, prompt, tokens)
         best = logits.max(dim=-1).values
-        chosen = torch.tensor(tokens, device="cuda").unsqueeze(1)
+        chosen = torch.tensor(tokens, device=logits.device).unsqueeze(1)
         ulp = 2.0 ** (torch.floor(torch.log2(best.abs())) - 7)
         gaps += ((best - logits.gather(1, chosen).squeeze(1)) / ulp).tolist()
     num_far = sum(gap > BFLOAT16_ULPS for gap in gaps)
