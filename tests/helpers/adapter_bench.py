@@ -31,6 +31,7 @@ class FakeWeights:
     digest: bytes
     rank: int
     needs: Mapping[str, int]
+    left_out: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:

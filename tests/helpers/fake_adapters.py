@@ -23,6 +23,9 @@ from weft.engine.messages import (
 
 POLL_S = 0.02
 
+LEFT_OUT = ("base_model.model.model.norm.weight",)
+"""Of adapters that are read leniently."""
+
 
 class FakeAdapters:
     """Obeys the orders of a follower.
@@ -88,7 +91,13 @@ class FakeAdapters:
             failure = Failure(reason="ADAPTER_INVALID", message=problem)
         else:
             self.states[order.digest] = AdapterState(
-                digest=order.digest, name=order.name, state=self.place, rank=8, num_bytes=1000
+                digest=order.digest,
+                name=order.name,
+                state=self.place,
+                rank=8,
+                num_bytes=1000,
+                is_pinned=order.is_pinned,
+                left_out=LEFT_OUT if order.is_lenient else (),
             )
         reply = AdapterReply(query=order.query, failure=failure)
         self.follower.on_outbox(Outbox(adapter_replies=[reply]))

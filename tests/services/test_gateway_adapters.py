@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from adapter_files import WEIGHTS, write_adapter
-from fake_adapters import FakeAdapters
+from fake_adapters import LEFT_OUT, FakeAdapters
 from fake_decode import FakeWorker, Script
 from gateway_harness import MODEL, Harness, gateway
 from google.protobuf.duration_pb2 import Duration
@@ -196,6 +196,42 @@ async def test_a_load_that_fails_on_one_worker_leaves_the_old_state(
     adapters(mesh.workers[1]).problem = lambda order: ""
     await load(mesh, "json")
     await complete(mesh, "json")
+
+
+async def test_what_serves_already_is_pinned_by_all_workers_or_not(mesh: Harness) -> None:
+    await load(mesh, "pirate")
+    adapters(mesh.workers[1]).problem = lambda order: "no room" if order.is_pinned else ""
+    error = await error_of(load(mesh, "pirate", pinned=True))
+    assert (error.http_status, error.reason) == (400, "ADAPTER_INVALID")
+    assert "decode-1: no room" in error.message
+    assert await listed(mesh) == {"pirate": ["serving"]}
+    await complete(mesh, "pirate")
+    again = await load(mesh, "pirate")
+    assert not again.pinned
+    async with asyncio.timeout(30):
+        while any(one.error for one in (await load(mesh, "pirate")).holders):
+            await asyncio.sleep(0.02)
+    adapters(mesh.workers[1]).problem = lambda order: ""
+    assert (await load(mesh, "pirate", pinned=True)).pinned
+    assert await listed(mesh) == {"pirate": ["serving"]}
+    for worker in mesh.workers:
+        assert adapters(worker).orders[-1].is_pinned
+
+
+async def test_callers_who_load_the_same_share_one_load(mesh: Harness) -> None:
+    loads = [load(mesh, "pirate") for _ in range(5)]
+    found = await asyncio.gather(*loads)
+    assert len({(one.adapter.digest, one.generation) for one in found}) == 1
+    for worker in mesh.workers:
+        assert len(adapters(worker).orders) == 1
+
+
+async def test_a_lenient_load_tells_what_was_left_out(mesh: Harness) -> None:
+    body = {"lora_name": "pirate", "lora_path": "pirate", "lenient": True}
+    answer = await mesh.json("LoadLoraAdapter", body)
+    assert answer["left_out"] == list(LEFT_OUT)
+    loaded = await load(mesh, "pirate", lenient=True)
+    assert {tuple(one.left_out) for one in loaded.holders} == {LEFT_OUT}
 
 
 async def test_a_load_waits_no_longer_than_it_is_given(mesh: Harness) -> None:

@@ -206,6 +206,28 @@ async def test_a_second_name_does_not_disturb_the_first(engine: Engine, tmp_path
     assert {order.action for order in engine.orders} == {"load"}
 
 
+async def test_what_failed_before_says_nothing_of_a_new_try(engine: Engine, tmp_path: Path) -> None:
+    write(tmp_path, ("a", ONE, {}))
+    await engine.until(1)
+    engine.report(AdapterState(digest=ONE, name="a", state="failed", error="no room"))
+    engine.answer(engine.orders[0], "no room")
+    write(tmp_path, ("a", ONE, {"generation": 2}))
+    await engine.until(2)
+    engine.answer(engine.orders[1])
+    assert engine.statuses() == {ONE: ("host", "")}
+    # And where it stays as it was, until the answer comes.
+    write(tmp_path, ("a", ONE, {"generation": 3, "is_pinned": True}))
+    await engine.until(3)
+    engine.answer(engine.orders[2], "no room for a pinned one")
+    write(tmp_path, ("a", ONE, {"generation": 4, "is_pinned": True}))
+    await engine.until(4)
+    assert engine.statuses() == {ONE: ("host", "")}
+    engine.answer(engine.orders[3])
+    engine.report(AdapterState(digest=ONE, name="a", state="device", is_pinned=True))
+    (status,) = engine.follower.statuses()
+    assert status.pinned
+
+
 async def test_what_is_retired_is_pinned_no_more(engine: Engine, tmp_path: Path) -> None:
     """Its place is for what is loaded next."""
     write(tmp_path, ("a", ONE, {"is_pinned": True}))

@@ -175,7 +175,7 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path: Path, seed: int) -> N
         add(registry, "piped")
     large = write_adapter(tmp_path / "large", seed)
     with (large / WEIGHTS).open("r+b") as file:
-        file.truncate(MAX_BYTES + 1)
+        file.truncate(1 << 40)  # Which nobody waits for to be copied.
     with pytest.raises(InvalidRequest, match="too large"):
         add(registry, "large")
     (write_adapter(tmp_path / "half", seed) / CONFIG).unlink()
@@ -229,10 +229,18 @@ def test_the_same_content_need_not_be_loaded_again() -> None:
 def test_a_load_of_what_serves_already_can_pin_it() -> None:
     manifest = Manifest().begin(entry(), replaces=False, now=0)
     manifest = manifest.commit(manifest.entries[0], now=0)
-    pinned = manifest.begin(entry(is_pinned=True), replaces=False, now=1)
+    begun = manifest.begin(entry(is_pinned=True), replaces=False, now=1)
+    states = [(one.state, one.is_pinned) for one in begun.entries]
+    assert states == [("serving", False), ("loading", True)], "workers may have no room"
+    assert begun.generation > manifest.generation, "or workers would not see it"
+    loading = begun.of("pirate", "loading")
+    assert loading is not None
+    assert begun.drop([loading]).entries == manifest.entries
+    pinned = begun.commit(loading, now=2)
     assert [(one.state, one.is_pinned) for one in pinned.entries] == [("serving", True)]
-    assert pinned.generation > manifest.generation, "or workers would not see it"
-    assert pinned.begin(entry(), replaces=False, now=2) == pinned
+    assert pinned.begin(entry(), replaces=False, now=3) == pinned
+    retired = begun.retire("pirate")
+    assert [(one.state, one.is_pinned) for one in retired.entries] == [("retired", False)]
 
 
 def test_a_name_that_moves_to_another_model_serves_until_then() -> None:

@@ -313,7 +313,8 @@ def test_a_pin_that_leaves_no_room_changes_nothing(patch: pytest.MonkeyPatch) ->
     bench, adapters = make(patch, "ab", max_loras=2, rows=9)
     error = adapters.load("a", is_pinned=True)
     assert isinstance(error, AdapterError)
-    assert "9 rows" in error.message
+    assert error.message.startswith("beside adapter a"), error.message
+    assert "adapter b does not fit: 9 rows" in error.message
     assert not any(state.is_pinned for state in adapters.manager.states())
     bench.run(*(bench.add(3, 5, adapter=name) for name in (b"a", b"b")))
     check_empty(bench, adapters)

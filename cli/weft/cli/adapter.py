@@ -78,6 +78,8 @@ def _load(
     adapter = answer.adapter
     workers = ", ".join(f"{one.worker_id} ({one.state})" for one in adapter.holders)
     sys.stdout.write(f"{adapter.adapter.name}: serving on {workers}\n")
+    for name in sorted({name for one in adapter.holders for name in one.left_out}):
+        sys.stdout.write(f"left out: {name}\n")
 
 
 def _unload(
@@ -87,7 +89,7 @@ def _unload(
         name=arguments.name, timeout=_duration(arguments.timeout)
     )
     stub.UnloadAdapter(request, timeout=arguments.timeout + _GRACE_S, metadata=metadata)
-    sys.stdout.write(f"{arguments.name}: unloaded, and no request uses it any more\n")
+    sys.stdout.write(f"{arguments.name}: unloaded\n")
 
 
 def _list(

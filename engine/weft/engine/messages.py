@@ -476,6 +476,8 @@ class AdapterState:
     """New requests may not name it; it goes with the last that does."""
     error: str = ""
     """Error message of the state `failed`."""
+    left_out: tuple[str, ...] = ()
+    """Some of the tensors that a lenient read left out."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -31,6 +31,11 @@ class AdapterWeights(Protocol):
         """Device rows needed of each kind."""
         ...
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Tensors that a lenient read left out."""
+        ...
+
 
 class HostCache:
     """Keeps the most recently used adapters, and above all those that are waited for.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.engine.errors import AdapterError
@@ -53,27 +53,41 @@ class LoraLimits:
             )
         self._check_rows(name, needs, {}, "all there are")
 
-    def check_beside(self, name: str, pinned: Sequence[Needs], others: Iterable[Needs]) -> None:
+    def check_beside(
+        self,
+        name: str,
+        needs: Needs,
+        pinned: Sequence[Needs],
+        others: Sequence[tuple[str, Needs]],
+        *,
+        is_pinned: bool,
+    ) -> None:
         """Checks that pinned adapters leave room for any one of the others.
 
         Args:
-            name: Name of the adapter that is checked, which is among them.
-            pinned: Rows of each pinned one.
-            others: Rows of each other one.
+            name: Name of an adapter.
+            needs: Its rows.
+            pinned: Rows of each pinned one beside it.
+            others: Name and rows of each one beside it that is not pinned.
+            is_pinned: Whether it is to be pinned.
 
         Raises:
             AdapterError: They do not, with the arithmetic.
         """
-        others = list(others)
+        if is_pinned:
+            self._check_rows(name, needs, _sum(pinned), f"{len(pinned)} pinned have the others")
+            pinned = [*pinned, needs]
+        else:
+            others = [*others, (name, needs)]
         wanted = len(pinned) + bool(others)
         if wanted > self.max_loras:
             raise AdapterError(
                 f"{name}: {len(pinned)} pinned adapters and one place for the others make {wanted},"
                 f" max_loras = {self.max_loras}; pin fewer or raise it"
             )
-        taken = {kind: sum(needs.get(kind, 0) for needs in pinned) for kind in self.num_rows}
-        most = {kind: max((n.get(kind, 0) for n in others), default=0) for kind in self.num_rows}
-        self._check_rows(name, most, taken, f"{len(pinned)} pinned have the others")
+        taken, where = _sum(pinned), f"{len(pinned)} pinned have the others"
+        for other, rows in others:
+            self._check_rows(f"beside {name}, {other}" if is_pinned else other, rows, taken, where)
 
     def _check_rows(self, name: str, needs: Needs, taken: Needs, where: str) -> None:
         for kind, count in needs.items():
@@ -86,3 +100,8 @@ class LoraLimits:
                 f"of {total} it could have {total - used} ({where}); lora_memory_bytes = "
                 f"{self.memory_bytes:,}, with {least:,} it would"
             )
+
+
+def _sum(needs: Sequence[Needs]) -> dict[str, int]:
+    kinds = {kind for rows in needs for kind in rows}
+    return {kind: sum(rows.get(kind, 0) for rows in needs) for kind in kinds}

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 READ_STALL_S = 30.0
 """Seconds after which a read is abandoned: its disk may never answer."""
+MAX_TOLD = 100
+"""Most tensors that a report names as left out."""
 MAX_STALLED = 4
 """Most threads left to stalled reads; while one more read stalls, further reads fail."""
 
@@ -78,6 +80,7 @@ class _Entry:
     """Device rows that it needs; valid if `is_held`."""
     rank: int = 0
     num_bytes: int = 0
+    left_out: tuple[str, ...] = ()
     is_held: bool = False
     """Whether it has been read and fits."""
     is_unloading: bool = False
@@ -210,6 +213,7 @@ class AdapterManager:
             is_pinned=entry.is_pinned,
             is_unloading=entry.is_unloading,
             error=entry.error.message if entry.error is not None else "",
+            left_out=entry.left_out,
         )
 
     def counters(self) -> dict[str, int]:
@@ -295,9 +299,8 @@ class AdapterManager:
         """
         held = [e for e in self._entries.values() if e.is_held and e is not entry]
         pinned = [e.needs for e in held if e.is_pinned]
-        others = [e.needs for e in held if not e.is_pinned]
-        (pinned if is_pinned else others).append(entry.needs)
-        self._limits.check_beside(entry.label, pinned, others)
+        others = [(f"adapter {e.name}", e.needs) for e in held if not e.is_pinned]
+        self._limits.check_beside(entry.label, entry.needs, pinned, others, is_pinned=is_pinned)
 
     # -- a turn ----------------------------------------------------------------------------------
 
@@ -474,6 +477,7 @@ class AdapterManager:
             )
         # Draft adapters are in no digest: another one may be there than the last time.
         entry.needs, entry.rank, entry.num_bytes = weights.needs, weights.rank, weights.num_bytes
+        entry.left_out = weights.left_out[:MAX_TOLD]
         if not entry.is_held:
             self._limits.check(entry.label, entry.needs, entry.num_bytes)
             if not entry.is_unloading:

@@ -52,6 +52,8 @@ class HostWeights:
     rank: int
     kinds: Mapping[str, KindRows]
     """Rows by `Projection.name`."""
+    left_out: tuple[str, ...] = ()
+    """See `AdapterWeights.left_out`."""
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +122,7 @@ def host_weights(
         most.append(int(ranks.max()))
         counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)
         kinds[part.name] = KindRows(a, b, counts.astype(np.int32))
-    return HostWeights(adapter.digest, max([adapter.rank, *most]), kinds)
+    return HostWeights(adapter.digest, max([adapter.rank, *most]), kinds, adapter.ignored)
 
 
 def _changes(

@@ -846,6 +846,7 @@ class AdapterHolder(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -860,6 +861,8 @@ class AdapterHolder(_message.Message):
     rank: _builtins.int
     """As in AdapterStatus."""
     weight_bytes: _builtins.int
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -870,10 +873,11 @@ class AdapterHolder(_message.Message):
         num_requests: _builtins.int = ...,
         rank: _builtins.int = ...,
         weight_bytes: _builtins.int = ...,
+        left_out: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_requests", b"num_requests", "rank", b"rank", "role", b"role", "state", b"state", "weight_bytes", b"weight_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "left_out", b"left_out", "num_requests", b"num_requests", "rank", b"rank", "role", b"role", "state", b"state", "weight_bytes", b"weight_bytes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -249,6 +249,8 @@ class AdapterStatus(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     UNLOADING_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     state: Global___AdapterState.ValueType
     rank: _builtins.int
     """Largest rank in it; 0 = not read yet."""
@@ -260,8 +262,14 @@ class AdapterStatus(_message.Message):
     """With ADAPTER_STATE_FAILED; or why one that is held cannot be pinned."""
     unloading: _builtins.bool
     """New requests for it fail; it goes when those under way have ended."""
+    pinned: _builtins.bool
+    """It is, or gets, a place on the device that it keeps."""
     @_builtins.property
     def adapter(self) -> _common_pb2.AdapterRef: ...
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Some of the tensors that a lenient load left out."""
+
     def __init__(
         self,
         *,
@@ -272,10 +280,12 @@ class AdapterStatus(_message.Message):
         num_requests: _builtins.int = ...,
         error: _builtins.str = ...,
         unloading: _builtins.bool = ...,
+        pinned: _builtins.bool = ...,
+        left_out: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "error", b"error", "num_requests", b"num_requests", "rank", b"rank", "state", b"state", "unloading", b"unloading", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "error", b"error", "left_out", b"left_out", "num_requests", b"num_requests", "pinned", b"pinned", "rank", b"rank", "state", b"state", "unloading", b"unloading", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

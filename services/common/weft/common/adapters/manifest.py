@@ -61,6 +61,14 @@ class Entry:
         """Whether both are one entry in one state, renewed or not."""
         return self.identity == other.identity
 
+    def means_as(self, other: Entry) -> bool:
+        """Whether both are the same content for the same model."""
+        return (self.digest, self.model) == (other.digest, other.model)
+
+    def covers(self, other: Entry) -> bool:
+        """Whether it is what another one would be: its content, and pinned if that one is."""
+        return self.means_as(other) and (self.is_pinned or not other.is_pinned)
+
     @property
     def digest_bytes(self) -> bytes:
         """The digest as services send it."""
@@ -108,9 +116,9 @@ class Manifest:
         return {entry.digest for entry in self.entries}
 
     def begin(self, entry: Entry, *, replaces: bool, now: float) -> Manifest:
-        """Adds an entry that workers are to load, unless its content is already served.
+        """Adds an entry that workers are to load, unless its content is already served as asked.
 
-        What serves already is pinned if that is asked for; an unload ends that.
+        Pinning what serves already is a load like any other: there may be no room for that.
 
         Args:
             entry: In state `loading`; its generation is set here.
@@ -123,9 +131,9 @@ class Manifest:
             Overloaded: There are too many entries.
         """
         serving, loading = self.of(entry.name, "serving"), self.of(entry.name, "loading")
-        if serving is not None and (serving.digest, serving.model) == (entry.digest, entry.model):
-            return self._pin(serving) if entry.is_pinned and not serving.is_pinned else self
-        if serving is not None and not replaces:
+        if serving is not None and serving.covers(entry):
+            return self
+        if serving is not None and not serving.means_as(entry) and not replaces:
             raise AdapterExists(
                 f"the adapter `{entry.name}` exists with other content; ask for its replacement",
                 stage="validate",
@@ -144,7 +152,7 @@ class Manifest:
             one
             for one in self.entries
             if one is not loading
-            and (one.name, one.digest, one.model) != (entry.name, entry.digest, entry.model)
+            and (one is serving or one.name != entry.name or not one.means_as(entry))
         ]
         return self._with([*kept, replace(entry, generation=self.generation + 1)])
 
@@ -164,13 +172,15 @@ class Manifest:
                 stage="queue",
             )
 
-        def changed(one: Entry) -> Entry:
+        changed = []
+        for one in self.entries:
             if one.is_same(entry):
-                return replace(one, state="serving", created=now, until=0.0)
-            is_former = (one.name, one.state) == (entry.name, "serving")
-            return replace(one, state="retired") if is_former else one
-
-        return self._with(changed(one) for one in self.entries)
+                changed.append(replace(one, state="serving", created=now, until=0.0))
+            elif (one.name, one.state) != (entry.name, "serving"):
+                changed.append(one)
+            elif not one.means_as(entry):  # Else the new one stands for its requests as well.
+                changed.append(replace(one, state="retired"))
+        return self._with(changed)
 
     def retire(self, name: str) -> Manifest:
         """Removes a name; cancels a load of it that is under way."""
@@ -210,11 +220,6 @@ class Manifest:
         """
         entries = (replace(one, until=until) if one.is_same(entry) else one for one in self.entries)
         return replace(self, entries=tuple(entries))
-
-    def _pin(self, entry: Entry) -> Manifest:
-        return self._with(
-            replace(one, is_pinned=True) if one is entry else one for one in self.entries
-        )
 
     def _with(self, entries: Iterable[Entry]) -> Manifest:
         changed = tuple(entries)

@@ -165,18 +165,22 @@ def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_
             "adapter that was saved as safetensors"
         ) from error
     with os.fdopen(source, "rb") as reader:
-        if not stat.S_ISREG(os.fstat(source).st_mode):
+        status = os.fstat(source)
+        if not stat.S_ISREG(status.st_mode):
             raise _refused(f"{path}/{name} is not a file")
+        too_large = _refused(
+            f"{path}/{name} is too large: an adapter may have {max_bytes} bytes, its configuration "
+            f"{FILES[CONFIG_FILE]}"
+        )
+        if status.st_size > limit:
+            raise too_large
         size = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with os.fdopen(os.open(target / name, flags, 0o444), "wb") as writer:
             while data := reader.read(_CHUNK_BYTES):
                 size += len(data)
-                if size > limit:
-                    raise _refused(
-                        f"{path}/{name} is too large: an adapter may have {max_bytes} bytes, its "
-                        f"configuration {FILES[CONFIG_FILE]}"
-                    )
+                if size > limit:  # It grows.
+                    raise too_large
                 writer.write(data)
             writer.flush()
             os.fsync(writer.fileno())

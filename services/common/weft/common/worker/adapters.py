@@ -196,6 +196,9 @@ class AdapterFollower:
         self._log.touch(digest)
         if failure is None:
             ordered.is_held = True
+            state = self._states.get(digest)
+            if state is not None and state.state == "failed":
+                del self._states[digest]  # Of a try before: the next report tells of this one.
         elif ordered.is_held:
             # It stays as it was: what was asked for beside, such as a pin, cannot be.
             ordered.error = self._told(digest, failure.message)
@@ -297,7 +300,8 @@ def _status(
     status.state = _STATES["host"]
     if engine is not None:
         _add_report(status, engine)
-    status.error = ordered.error
+    # While a new order is open, what failed of the one before says nothing.
+    status.error = "" if ordered.query else ordered.error
     return status
 
 
@@ -317,4 +321,6 @@ def _add_report(status: worker_pb2.AdapterStatus, engine: AdapterState) -> None:
     status.weight_bytes = engine.num_bytes
     status.num_requests = engine.num_requests
     status.unloading = engine.is_unloading
+    status.pinned = engine.is_pinned
+    status.left_out.extend(engine.left_out)
     status.error = engine.error

@@ -77,6 +77,10 @@ class AdapterCalls:
         model = self._models.base(order.model).model.name
         return await self._manager.load(replace(order, model=model))
 
+    def left_out(self, entry: Entry) -> list[str]:
+        """Some of the tensors that workers left out of an adapter."""
+        return sorted({name for one in self._manager.holders(entry) for name in one.left_out})
+
     async def unload(
         self, request: gateway_pb2.UnloadAdapterRequest, context: Context
     ) -> gateway_pb2.UnloadAdapterResponse:
@@ -119,6 +123,7 @@ class AdapterCalls:
                     num_requests=one.num_requests,
                     rank=one.rank,
                     weight_bytes=one.weight_bytes,
+                    left_out=one.left_out,
                 )
                 for one in self._manager.holders(entry)
             ],

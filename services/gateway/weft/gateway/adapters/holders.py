@@ -32,11 +32,18 @@ class Holder(NamedTuple):
     """Largest rank in it; 0: unknown."""
     weight_bytes: int = 0
     """Bytes of its weights, or 0 while unknown."""
+    is_pinned: bool = False
+    left_out: tuple[str, ...] = ()
+    """Some of the tensors that a lenient load left out."""
 
     @property
     def holds(self) -> bool:
         """Whether requests for it can be served there."""
         return self.state in HELD
+
+    def has(self, entry: Entry) -> bool:
+        """Whether it holds what an entry asks for, pinned if that is asked for."""
+        return self.holds and (self.is_pinned or not entry.is_pinned)
 
 
 def holder(worker: FleetWorker, entry: Entry) -> Holder:
@@ -57,6 +64,8 @@ def holder(worker: FleetWorker, entry: Entry) -> Holder:
         status.num_requests,
         status.rank,
         status.weight_bytes,
+        status.pinned,
+        tuple(status.left_out),
     )
 
 

@@ -22,7 +22,7 @@ from weft.engine.errors import (
 )
 from weft.engine.lora.digest import adapter_digest
 from weft.gateway.adapters.directory import AdapterDirectory
-from weft.gateway.adapters.holders import Holder, holders, serving_holders
+from weft.gateway.adapters.holders import HELD, Holder, holders, serving_holders
 from weft.gateway.fleet import Fleet
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.validate import invalid
@@ -211,19 +211,20 @@ class FleetAdapterManager:
             try:
                 manifest = await self._register(begin, wanted)
             except LoadUnderWay as error:
-                if not await self._was_given_up(order.name, deadline):
+                if not (
+                    await self._has_ended(wanted, deadline)
+                    or await self._was_given_up(order.name, deadline)
+                ):
                     raise
                 under_way = error
                 continue
             under_way = None
-            found = [
-                entry
-                for state in ("loading", "serving")
-                if (entry := manifest.of(order.name, state)) is not None
-                and entry.digest == wanted.digest
-            ]
-            if found:
-                return found[0]
+            serving = manifest.of(order.name, "serving")
+            if serving is not None and serving.covers(wanted):
+                return serving
+            loading = manifest.of(order.name, "loading")
+            if loading is not None and loading.means_as(wanted):
+                return loading
         raise under_way or Overloaded(
             "the adapter's copy was removed again and again; try once more", stage="queue"
         )
@@ -276,6 +277,17 @@ class FleetAdapterManager:
             gone = [one for one in loading if replace(one, generation=0) == wanted]
             await self._directory.change(lambda old: old.drop(gone))
         self._has_copies = True
+
+    async def _has_ended(self, wanted: Entry, deadline: float) -> bool:
+        """Waits for somebody else's load of the same content; returns whether there is none now."""
+        loop = asyncio.get_running_loop()
+        await self._directory.refresh()
+        while (found := self._directory.manifest.of(wanted.name, "loading")) is not None:
+            is_alive = found.until > time.time()
+            if not found.means_as(wanted) or not is_alive or loop.time() >= deadline:
+                return False
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return True
 
     async def _was_given_up(self, name: str, deadline: float) -> bool:
         """Waits and returns whether the load of a name was abandoned: if its gateway has died, it
@@ -338,7 +350,7 @@ class FleetAdapterManager:
                     stage="adapter",
                     worker_id=failed[0].worker_id,
                 )
-            if all(one.holds for one in found) and any(one.role == "decode" for one in found):
+            if all(one.has(entry) for one in found) and any(one.role == "decode" for one in found):
                 return
             if not self._directory.manifest.has(entry):
                 raise Overloaded(
@@ -346,7 +358,7 @@ class FleetAdapterManager:
                 )
             if loop.time() >= deadline:
                 raise DeadlineExceeded(
-                    f"the adapter `{entry.name}` was not loaded in time: {_missing(found)}",
+                    f"the adapter `{entry.name}` was not loaded in time: {_missing(found, entry)}",
                     stage="adapter",
                 )
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -463,13 +475,10 @@ def _bounded(given_s: float | None, limit_s: float) -> float:
     return limit_s if given_s is None else min(max(0.0, given_s), limit_s)
 
 
-def _missing(found: Collection[Holder]) -> str:
+def _missing(found: Collection[Holder], entry: Entry) -> str:
     if not any(one.role == "decode" for one in found):
         return "no decode worker is healthy"
-    waiting = [one for one in found if not one.holds]
-    told = (
-        f"{one.worker_id} "
-        + ("still loads it" if one.state == "loading" else "has not seen it; is its root the same?")
-        for one in waiting
-    )
-    return "; ".join(told)
+    told = {"loading": "still loads it"} | dict.fromkeys(HELD, "has not pinned it yet")
+    unseen = "has not seen it; is its root the same?"
+    waiting = [one for one in found if not one.has(entry)]
+    return "; ".join(f"{one.worker_id} {told.get(one.state, unseen)}" for one in waiting)

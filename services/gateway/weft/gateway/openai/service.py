@@ -220,7 +220,8 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         with _as_in_the_body():
             order = replace(order, timeout_s=context.time_remaining())
             entry = await self._adapters.load_order(order)
-        return _json(_adapter_json(entry, "loaded"))
+        left_out = {"left_out": self._adapters.left_out(entry)} if entry.is_lenient else {}
+        return _json(_adapter_json(entry, "loaded") | left_out)
 
     async def UnloadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
