@@ -199,9 +199,8 @@ class _Fields:
 
     def real(self, name: str, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # As text: a whole number may be too large for a float.
         if not is_number or not abs(value) < 1e30:
-            raise self.error(name, f"expected a finite number, got {str(value)[:40]}")
+            raise self.error(name, f"expected a number below 1e30, got {repr(value)[:40]}")
         return float(value)
 
     def positive(self, name: str) -> int:

@@ -12,6 +12,7 @@ from weft.gateway.adapters.manager import FleetAdapterManager, LoadOrder
 from weft.gateway.authenticate import current_tenant
 from weft.gateway.edge import Context
 from weft.gateway.served import Catalogue
+from weft.gateway.validate import invalid
 from weft.v1 import common_pb2, gateway_pb2
 
 _STATES = {
@@ -58,7 +59,7 @@ class AdapterCalls:
         self, request: gateway_pb2.LoadAdapterRequest, context: Context
     ) -> gateway_pb2.LoadAdapterResponse:
         """See gateway.proto."""
-        given_s = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        given_s = _timeout_s(request)
         entry = await self.load_order(
             LoadOrder(
                 name=request.name,
@@ -85,7 +86,7 @@ class AdapterCalls:
         self, request: gateway_pb2.UnloadAdapterRequest, context: Context
     ) -> gateway_pb2.UnloadAdapterResponse:
         """See gateway.proto."""
-        given_s = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        given_s = _timeout_s(request)
         entry = await self.unload_name(request.name, _least(given_s, context.time_remaining()))
         return gateway_pb2.UnloadAdapterResponse(adapter=_ref(entry))
 
@@ -132,6 +133,18 @@ class AdapterCalls:
 
 def _ref(entry: Entry) -> common_pb2.AdapterRef:
     return common_pb2.AdapterRef(name=entry.name, digest=entry.digest_bytes)
+
+
+def _timeout_s(
+    request: gateway_pb2.LoadAdapterRequest | gateway_pb2.UnloadAdapterRequest,
+) -> float | None:
+    """Raises InvalidRequest for a timeout below 0."""
+    if not request.HasField("timeout"):
+        return None
+    given_s = request.timeout.ToNanoseconds() / 1e9
+    if given_s < 0:
+        raise invalid("timeout", f"{given_s:g} s is below 0")
+    return given_s
 
 
 def _least(*limits: float | None) -> float | None:

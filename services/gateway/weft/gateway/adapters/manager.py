@@ -404,7 +404,6 @@ class FleetAdapterManager:
             meant[:] = [] if found is None else [found]
             return old.retire(name)
 
-        registry = directory.registry
         await directory.change(retire)
         if not meant:
             serving = [f"`{one.name}`" for one in directory.serving()]
@@ -412,7 +411,7 @@ class FleetAdapterManager:
             if len(serving) > _SHOWN_NAMES:
                 names += f" and {len(serving) - _SHOWN_NAMES} more"
             raise AdapterNotFound(
-                f"there is no adapter `{name[:128]}` in {registry.root.name}; there are: {names}",
+                f"no adapter is loaded as `{name[:128]}`; there are: {names}",
                 stage="validate",
                 param="name",
             )
