@@ -244,6 +244,11 @@ async def test_a_load_waits_no_longer_than_it_is_given(mesh: Harness) -> None:
     await complete(mesh, "pirate")
 
 
+async def test_a_timeout_below_zero_is_refused(mesh: Harness) -> None:
+    error = await error_of(load(mesh, "pirate", timeout_s=-1.0))
+    assert (error.reason, error.param) == ("INVALID_REQUEST", "timeout")
+
+
 async def test_a_caller_that_goes_away_leaves_the_old_state(mesh: Harness) -> None:
     adapters(mesh.workers[0]).is_stuck = True
     call = asyncio.create_task(load(mesh, "pirate"))
