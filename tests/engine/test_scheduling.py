@@ -10,6 +10,9 @@ import torch
 from engine_pair import EnginePair, ManualClock, make_engine
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
+from weft.engine.errors import Overloaded
+from weft.engine.llm import LLM
+from weft.engine.request import SamplingParams, StopCriteria
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -65,6 +68,41 @@ def test_an_urgent_request_takes_the_place_of_a_running_one(
         pair.settle()
     finally:
         pair.close()
+
+
+def test_samples_that_are_not_forked_yet_count_as_waiting(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    pair = one_engine(model_dir, max_running_requests=2, max_waiting_requests=8)
+    several = SamplingParams(temperature=0.0, n=4)
+    prompt = prompt_of(20)
+    try:
+        first, second = (pair.submit(prompt, 6, sampling=several) for _ in range(2))
+        pair.turn()  # One of each is in the step, or waits for it.
+        pair.submit(prompt, 6)
+        pair.submit(prompt, 6)
+        third = pair.submit(prompt, 6, sampling=several)
+        with pytest.raises(Overloaded, match="8 requests are waiting"):
+            pair.turn()
+        del pair.answers[third]
+        found = pair.finish(first, second, samples=4)
+        assert found == [greedy(model, prompt, 6)] * 2
+        # And no longer, once they have run.
+        again = pair.submit(prompt, 6, sampling=several)
+        pair.finish(again, samples=4)
+        pair.settle()
+    finally:
+        pair.close()
+
+
+def test_more_samples_than_may_wait_take_turns_in_an_engine_alone(model_dir: Path) -> None:
+    with LLM(model_dir, dtype="float32", num_pages=200, max_waiting_requests=5) as llm:
+        sampling = [SamplingParams(temperature=0.0, n=n) for n in (3, 1, 8, 2, 1, 1, 4)]
+        prompts = [prompt_of(10) for _ in sampling]
+        stop = StopCriteria(max_tokens=3, ignore_eos=True)
+        found = llm.generate_all(prompts, sampling, stop)
+        assert [len(samples) for samples in found] == [one.n for one in sampling]
+        assert all(len(one.token_ids) == 3 for samples in found for one in samples)
 
 
 def test_a_flood_of_one_tenant_leaves_room_for_another(model_dir: Path) -> None:

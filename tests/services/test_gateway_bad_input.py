@@ -153,6 +153,7 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[]]}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [10**7]}, "prompt"),
+    ({"prompt": ["a"] * 9, "n": 114}, "n"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
     ({"prompt": ["x"] * 300}, "prompt"),

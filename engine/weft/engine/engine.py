@@ -160,6 +160,8 @@ class Engine:
             drafter=self.drafting.drafter,
         )
         self._groups: dict[RequestKey, list[Request]] = {}
+        self._forking: set[RequestKey] = set()
+        """Groups whose samples are still to be forked, and some that have been since."""
         self.stats = EngineStats(clock, config.max_step_tokens)
         self.is_draining = False
         self.ran_step = False
@@ -316,9 +318,7 @@ class Engine:
         try:
             if self.is_draining:
                 raise Draining("this worker is shutting down", stage="queue")
-            if (num_waiting := self.scheduler.num_waiting) >= self.config.max_waiting_requests:
-                message = f"{num_waiting} requests are waiting"
-                raise Overloaded(message, stage="queue", retry_after_s=retry_after_s(self))
+            self._check_queue()
             self.adapters.check(submit)
             request = self._intake.from_submit(submit, self._clock())
             request.speculates = self.drafting.is_for(request)
@@ -332,6 +332,8 @@ class Engine:
             first = first_to_run(request, self._intake, self._out, self._clock())
         if first is not None:
             self._groups[key] = [first]
+            if first.unforked_samples:
+                self._forking.add(key)
             self._look_up(first)
             if can_run:
                 self.scheduler.add(first)
@@ -339,6 +341,16 @@ class Engine:
                 self.scheduler.hold(first)
         else:
             self._constraints.end(request, is_last=True)
+
+    def _check_queue(self) -> None:
+        """Raises Overloaded if too many samples wait, those included that are not forked yet."""
+        firsts = {key: self._groups[key][0] for key in self._forking if key in self._groups}
+        self._forking = {key for key, first in firsts.items() if first.unforked_samples}
+        num_unforked = sum(len(firsts[key].unforked_samples) for key in self._forking)
+        num_waiting = self.scheduler.num_waiting + num_unforked
+        if num_waiting >= self.config.max_waiting_requests:
+            message = f"{num_waiting} requests are waiting"
+            raise Overloaded(message, stage="queue", retry_after_s=retry_after_s(self))
 
     def _take_compiled(self) -> None:
         for key, error in self._constraints.take_compiled():

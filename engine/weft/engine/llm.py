@@ -203,10 +203,17 @@ class LLM:
     ) -> None:
         waiting = deque(submits)
         open_samples: dict[str, int] = {}
+        max_waiting = self.engine.config.max_waiting_requests
         while waiting or open_samples:
-            room = min(max_at_once - len(open_samples), len(waiting))
-            new = [waiting.popleft() for _ in range(room)]
-            open_samples.update((submit.request_id, submit.sampling.n) for submit in new)
+            new: list[Submit] = []
+            num_open = sum(open_samples.values())
+            while waiting and len(open_samples) < max_at_once:
+                num_samples = waiting[0].sampling.n
+                if num_open and num_open + num_samples > max_waiting:
+                    break
+                new.append(waiting.popleft())
+                open_samples[new[-1].request_id] = num_samples
+                num_open += num_samples
             self._woken.clear()
             outbox = self.engine.turn(Inbox(submits=new) if new else None)
             for batch in outbox.sessions:

@@ -19,6 +19,8 @@ from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
 from weft.gateway.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets
 
 MAX_SAMPLES = 128
+MAX_REQUEST_SAMPLES = 1024
+"""Most samples of all prompts of a request, unless more prompts are allowed."""
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_IDS = 256
@@ -89,6 +91,12 @@ def _check_prompts(request: GenerateRequest, model: ServedModel, max_prompts: in
         raise invalid("prompt", "at least one prompt is needed")
     if len(request.prompts) > max_prompts:
         raise invalid("prompt", f"{len(request.prompts)} prompts; at most {max_prompts} at once")
+    n, limit = request.sampling.n, max(max_prompts, MAX_REQUEST_SAMPLES)
+    if n * len(request.prompts) > limit:
+        told = (
+            f"{n} for each of {len(request.prompts)} prompts are too many; at most {limit} in all"
+        )
+        raise invalid("n", told)
     for prompt in request.prompts:
         if isinstance(prompt, ChatPrompt):
             if not prompt.messages:
