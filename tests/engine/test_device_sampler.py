@@ -50,8 +50,27 @@ def random_mask(rng: np.random.Generator) -> np.ndarray:
     return words
 
 
+def test_a_mask_that_stays_allows_stop_tokens_after_min_tokens() -> None:
+    device = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"))
+    params = SamplingParams(temperature=0.0)
+    stop = StopCriteria(min_tokens=2, stop_token_ids=(7,))
+    device.add(1, SampleRow(params=params, stop=stop, seed=0, eos_token_ids=(1,)), [5, 5, 5], [])
+    words = np.zeros(-(-VOCAB // 32), np.uint32)
+    words[0] = (1 << 7) | (1 << 9)
+    device.set_mask(1, words)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 4.0
+    drawn = [
+        device.sample(logits, np.array([1]), np.array([3 + step])).token_ids.tolist()
+        for step in range(4)
+    ]
+    assert drawn == [[9], [9], [7], [7]]
+
+
 def test_both_samplers_draw_and_report_the_same() -> None:
-    rng = np.random.default_rng()
+    seed = np.random.SeedSequence().entropy
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
     host = Sampler(VOCAB, NUM_SLOTS)
     device = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"))
     lengths: dict[int, int] = {}

@@ -141,6 +141,8 @@ class Sampler:
         """Position from which on a slot may draw its stop tokens."""
         self._counting: set[int] = set()
         """Slots with penalties."""
+        self._lacking_stops: set[int] = set()
+        """Slots whose mask on the device lacks their stop tokens, wherever they draw."""
         self._columns = SamplingColumns(vocab_size, num_slots, use_native=use_native)
         self._num_generated = np.zeros(num_slots, np.int64)
         self._is_special = np.zeros(num_slots, np.bool_)
@@ -222,6 +224,7 @@ class Sampler:
         self._columns.is_masked[slot] = False
         self._edits.pop(slot, None)
         self._counting.discard(slot)
+        self._lacking_stops.discard(slot)
         if self._device is not None:
             self._device.remove(slot)
 
@@ -349,6 +352,10 @@ class Sampler:
         drafted: RowsBehindDrafts | None,
     ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
         assert self._device is not None
+        if self._lacking_stops:
+            for slot in self._lacking_stops.intersection(slots.tolist()):
+                if not self._is_masking(slot):
+                    self._send_mask(slot)
         num_tops = self._num_tops(slots)
         draw = self._device.draw(logits, slots, positions, num_tops, on_device, drafted)
 
@@ -372,9 +379,12 @@ class Sampler:
             self._device.set_mask(slot, self._without_stops(slot), end)
         elif has_stops and self._is_masking(slot):
             self._device.set_mask(slot, self._without_stops(slot))
+            self._lacking_stops.add(slot)
+            return
         else:
             is_masked = bool(self._columns.is_masked[slot])
             self._device.set_mask(slot, self._columns.masks[slot] if is_masked else None)
+        self._lacking_stops.discard(slot)
 
     def _sample_special(
         self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
