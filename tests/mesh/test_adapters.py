@@ -372,6 +372,23 @@ def test_a_load_and_an_unload_while_streams_run(
     streams.check(peft, "first")
 
 
+def test_a_lenient_load_lists_what_it_leaves_out(mesh: TinyMesh, root: Path) -> None:
+    folder = shutil.copytree(root / "third", root / "with-norm")
+    extra = "base_model.model.model.norm.weight"
+    tensors = load_file(folder / WEIGHTS_FILE) | {extra: torch.ones(64)}
+    save_file(tensors, folder / WEIGHTS_FILE)
+    try:
+        refused = weft(mesh, "adapter", "load", "lenient", "with-norm")
+        assert refused.returncode == 1
+        assert extra in refused.stderr
+        done = weft(mesh, "adapter", "load", "lenient", "with-norm", "--lenient")
+        assert done.returncode == 0, done.stderr
+        assert f"left out: {extra}" in done.stdout
+        assert unload(mesh, "lenient").status_code == 200
+    finally:
+        shutil.rmtree(folder)
+
+
 def test_a_replacement_while_streams_run(
     mesh: TinyMesh, peft: Peft, root: Path, streams: Streams
 ) -> None:

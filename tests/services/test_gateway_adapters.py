@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -12,95 +11,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from adapter_files import WEIGHTS, write_adapter
-from fake_adapters import LEFT_OUT, FakeAdapters
-from fake_decode import FakeWorker, Script
+from adapter_files import WEIGHTS
+from fake_adapters import LEFT_OUT
+from gateway_adapters import (
+    LONG,
+    adapter_mesh,
+    adapters,
+    ask,
+    complete,
+    error_of,
+    listed,
+    load,
+    make_root,
+    script,
+    submits,
+    unload,
+)
 from gateway_harness import MODEL, Harness, gateway
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.empty_pb2 import Empty
 from weft.common.adapters.manifest import Manifest
-from weft.common.errors import from_rpc_error
-from weft.engine.errors import WeftError
 from weft.engine.lora.digest import adapter_digest
 from weft.gateway.adapters import manager
-from weft.v1 import decode_pb2, gateway_pb2, openai_pb2
-
-LONG = 200
+from weft.v1 import gateway_pb2, openai_pb2
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    folder = tmp_path / "adapters"
-    for number, name in enumerate(("pirate", "json", "other")):
-        write_adapter(folder / name, seed + number)
-    return folder
-
-
-def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
-    return Script(tokens=[[40 + index % 10 for index in range(submit.stop.max_tokens)]])
+    return make_root(tmp_path / "adapters")
 
 
 @pytest.fixture
 async def mesh(tmp_path: Path, root: Path) -> AsyncIterator[Harness]:
-    async with gateway(
-        tmp_path, script, num_decode=2, num_prefill=1, adapter_root=root, adapter_linger_s=0.1
-    ) as harness:
+    async with adapter_mesh(tmp_path, root) as harness:
         yield harness
-
-
-def adapters(worker: FakeWorker) -> FakeAdapters:
-    assert worker.adapters is not None
-    return worker.adapters
-
-
-async def load(
-    mesh: Harness, name: str, path: str = "", *, timeout_s: float | None = None, **fields: Any
-) -> gateway_pb2.RegisteredAdapter:
-    timeout = None
-    if timeout_s is not None:
-        timeout = Duration()
-        timeout.FromNanoseconds(int(timeout_s * 1e9))
-    request = gateway_pb2.LoadAdapterRequest(
-        name=name, path=path or name, timeout=timeout, **fields
-    )
-    return (await mesh.typed.LoadAdapter(request)).adapter
-
-
-async def unload(mesh: Harness, name: str) -> None:
-    await mesh.typed.UnloadAdapter(gateway_pb2.UnloadAdapterRequest(name=name))
-
-
-async def complete(mesh: Harness, model: str, text: str = "hi", max_tokens: int = 3) -> Any:
-    body = {"model": model, "prompt": text, "max_tokens": max_tokens, "temperature": 0}
-    return await mesh.json("Completions", body)
-
-
-def ask(mesh: Harness, model: str, max_tokens: int = LONG) -> asyncio.Task[Any]:
-    """A request that goes on until it is looked at again."""
-    return asyncio.create_task(complete(mesh, model, max_tokens=max_tokens))
-
-
-async def error_of(awaitable: Any) -> WeftError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await awaitable
-    return from_rpc_error(caught.value)
-
-
-async def listed(mesh: Harness) -> dict[str, list[str]]:
-    answer = await mesh.typed.ListAdapters(gateway_pb2.ListAdaptersRequest())
-    states: dict[str, list[str]] = {}
-    for one in answer.adapters:
-        name = gateway_pb2.RegistryState.Name(one.state).removeprefix("REGISTRY_STATE_").lower()
-        states.setdefault(one.adapter.name, []).append(name)
-    return states
-
-
-def submits(mesh: Harness) -> list[decode_pb2.Submit]:
-    return [submit for worker in mesh.workers for submit in worker.submits]
 
 
 async def test_a_name_means_a_digest_on_all_workers(mesh: Harness, root: Path) -> None:
@@ -362,136 +306,6 @@ async def test_an_unload_waits_for_its_requests_and_refuses_new_ones(
     await unloading
     await mesh.wait(lambda: not any(digest in adapters(worker).states for worker in mesh.workers))
     assert await listed(mesh) == {}
-
-
-async def test_a_resumed_request_keeps_its_digest(tmp_path: Path, root: Path) -> None:
-    """Also when its name means something else by then."""
-    tokens = list(range(40, 50)) * 6
-
-    def dies(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
-        is_first = submit.attempt == 1 and submit.HasField("adapter")
-        return Script(
-            tokens=[tokens[: submit.stop.max_tokens]], break_after=20 if is_first else 10**9
-        )
-
-    async with gateway(
-        tmp_path, dies, num_decode=2, adapter_root=root, step_s=0.02, adapter_linger_s=0.1
-    ) as mesh:
-        old = adapter_digest(root / "pirate")
-        await load(mesh, "pirate")
-        running = ask(mesh, "pirate", max_tokens=len(tokens))
-        await mesh.wait(lambda: submits(mesh))
-        await load(mesh, "pirate", "other", replace=True)
-        answer = await running
-        assert answer["usage"]["completion_tokens"] == len(tokens)
-        attempts = [one for one in submits(mesh) if one.HasField("adapter")]
-        assert {submit.attempt for submit in attempts} == {1, 2}
-        assert {submit.adapter.digest for submit in attempts} == {old}
-        assert attempts[1].progress or attempts[0].progress
-
-
-async def test_only_holders_get_its_requests(mesh: Harness) -> None:
-    """A worker that joins gets requests for an adapter when it has loaded it."""
-    adapters(mesh.workers[1]).is_stuck = True
-    call = asyncio.create_task(load(mesh, "pirate"))
-    await mesh.wait(lambda: adapters(mesh.workers[1]).orders)
-    await mesh.workers[1].stop()
-    await call
-    await mesh.workers[1].start(int(mesh.workers[1].address.rpartition(":")[2]))
-    fleet = mesh.app.fleet
-    now = asyncio.get_running_loop().time
-    await mesh.wait(lambda: all(not worker.problem(now()) for worker in fleet.workers()))
-    adapters(mesh.workers[1]).stop()
-    joined = mesh.workers[1].follow_adapters(mesh.app.adapters.registry.root)
-    joined.is_stuck = True
-    for _ in range(6):
-        await complete(mesh, "pirate")
-    assert not mesh.workers[1].submits
-    joined.is_stuck = False
-    await mesh.wait(lambda: joined.states)
-    await mesh.wait(
-        lambda: all(worker.holds(next(iter(joined.states))) for worker in fleet.workers())
-    )
-    await asyncio.gather(*(complete(mesh, "pirate", max_tokens=30) for _ in range(6)))
-    assert mesh.workers[1].submits
-
-
-async def test_workers_with_it_on_the_device_are_preferred(mesh: Harness) -> None:
-    adapters(mesh.workers[0]).place = "host"
-    await load(mesh, "pirate")
-    await asyncio.gather(*(complete(mesh, "pirate", max_tokens=20) for _ in range(6)))
-    assert not mesh.workers[0].submits
-    # Not at any price: one that is much busier is passed over.
-    mesh.workers[1].running_requests = 50
-    await mesh.wait(
-        lambda: any(worker.load.num_requests >= 50 for worker in mesh.app.fleet.workers())
-    )
-    await complete(mesh, "pirate")
-    assert len(mesh.workers[0].submits) == 1
-
-
-async def test_prefill_candidates_hold_it(tmp_path: Path, root: Path) -> None:
-    async with gateway(
-        tmp_path, script, num_prefill=2, adapter_root=root, adapter_linger_s=0.1
-    ) as mesh:
-        decode, first, second = mesh.workers
-        await load(mesh, "pirate")
-        text = "a prompt of more than one page " * 4
-        await complete(mesh, "pirate", text)
-        assert len(decode.submits[-1].prefill_candidates) == 2
-        digest = next(iter(adapters(first).states))
-        adapters(first).states[digest].is_unloading = True
-        fleet = mesh.app.fleet
-        await mesh.wait(
-            lambda: sum(worker.holds(digest) for worker in fleet.workers("prefill")) == 1
-        )
-        await complete(mesh, "pirate", text)
-        candidates = decode.submits[-1].prefill_candidates
-        assert [one.worker_id for one in candidates] == [second.worker_id]
-        await complete(mesh, MODEL, text)
-        assert len(decode.submits[-1].prefill_candidates) == 2
-
-
-async def test_pages_of_another_adapter_are_no_match(tmp_path: Path, root: Path) -> None:
-    """cache_aware: the same prompt has other keys with another adapter."""
-    async with gateway(
-        tmp_path, script, num_prefill=2, adapter_root=root, prefill_policy="cache_aware"
-    ) as mesh:
-        decode, first, second = mesh.workers
-        for name in ("pirate", "json"):
-            await load(mesh, name)
-        text = "the same prompt for all of them, several pages long " * 4
-        ids = mesh.ids(text)
-        first.hold(ids, adapter=adapter_digest(root / "pirate"))
-        second.hold(ids)
-        index = mesh.app.catalogue.first.router.index("prefill")
-        assert index is not None
-        await mesh.wait(lambda: index.num_pages == 2 * (len(ids) // 16))
-        expected = {"pirate": first.worker_id, MODEL: second.worker_id}
-        for name, worker_id in expected.items():
-            for _ in range(3):
-                await complete(mesh, name, text)
-                best = decode.submits[-1].prefill_candidates[0]
-                assert best.worker_id == worker_id
-                assert best.match_tokens >= len(ids) // 16 * 16 - 16
-        await complete(mesh, "json", text)
-        assert {one.match_tokens for one in decode.submits[-1].prefill_candidates} == {0}
-
-
-async def test_a_worker_that_does_not_know_it_is_passed_over(tmp_path: Path, root: Path) -> None:
-    failed = decode_pb2.SessionEvent.Failed(grpc_code=5)
-    failed.error.code = "ADAPTER_NOT_FOUND"
-    calls: list[str] = []
-
-    def refuses_once(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
-        calls.append(submit.request_id)
-        ok = script(submit, prompt)
-        return Script(tokens=ok.tokens, fail=failed, fail_after=0) if len(calls) == 1 else ok
-
-    async with gateway(tmp_path, refuses_once, num_decode=2, adapter_root=root) as mesh:
-        await load(mesh, "pirate")
-        await complete(mesh, "pirate")
-        assert len(calls) == 2
 
 
 async def test_a_second_gateway_sees_what_the_first_did(tmp_path: Path, root: Path) -> None:

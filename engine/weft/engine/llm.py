@@ -206,7 +206,7 @@ class LLM:
         max_waiting = self.engine.config.max_waiting_requests
         while waiting or open_samples:
             new: list[Submit] = []
-            num_open = sum(open_samples.values())
+            num_open = sum(open_samples.values()) if waiting else 0
             while waiting and len(open_samples) < max_at_once:
                 num_samples = waiting[0].sampling.n
                 if num_open and num_open + num_samples > max_waiting:

@@ -263,7 +263,7 @@ class AdapterStatus(_message.Message):
     unloading: _builtins.bool
     """New requests for it fail; it goes when those under way have ended."""
     pinned: _builtins.bool
-    """It is, or gets, a place on the device that it keeps."""
+    """It has, or gets, a place on the device that it keeps."""
     @_builtins.property
     def adapter(self) -> _common_pb2.AdapterRef: ...
     @_builtins.property
