@@ -240,6 +240,8 @@ def gaps(
         num_open -= sum(len(batch.finished) for batch in outbox.sessions)
         if blocks and inbox is not None and inbox.submits[0].adapter:
             wait_for(llm, inbox.submits[0].adapter)
+        if not llm.engine.ran_step:
+            time.sleep(WAITED_S)  # Adapters are read by a thread, which needs Python's lock.
         inbox = None
         ids = [tokens.request_id for batch in outbox.sessions for tokens in batch.all_tokens()]
         if any(name == "running-0" for name in ids):

@@ -1,86 +1,204 @@
-"""Masks of a step: made in a thread, each for itself, and never waited for without a bound."""
+"""Masks of a step: made in a thread, together or each for itself, and never waited for without a
+bound.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import xgrammar
+from kernel_checks import fresh_seed
 from weft.engine.constraints import masks
 from weft.engine.constraints.masks import ConstraintState, Mask, MaskJob, MaskMaker
 from weft.engine.errors import Internal, InvalidRequest
 
+END = 256
+VOCAB = 257
+BYTES = xgrammar.TokenizerInfo(
+    [bytes([byte]) for byte in range(END)] + [b"<end>"], vocab_size=VOCAB, stop_token_ids=[END]
+)
+PATTERNS = ["(ab|ac)*d", "[0-9]{1,3}(,[0-9]{1,3})*", "x+y?z", "(foo|bar|foobar)!", '[^"]*"']
+Result = Mask | Exception | None
 
-class FakeState:
-    """A sample whose next mask is its first token, unless it does something else."""
 
-    def __init__(self, error: Exception | None = None, wait: threading.Event | None = None) -> None:
-        self.error = error
-        self.wait = wait
+def grammar(pattern: str) -> xgrammar.CompiledGrammar:
+    compiler = xgrammar.GrammarCompiler(BYTES, max_threads=1, cache_enabled=False)
+    return compiler.compile_grammar(xgrammar.Grammar.from_regex(pattern))
+
+
+def allowed(mask: Result) -> set[int]:
+    assert isinstance(mask, np.ndarray)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+class Walk:
+    """A sample of a random text of a pattern, and a state that follows it alone: the reference."""
+
+    def __init__(self, pattern: str) -> None:
+        self.grammar = grammar(pattern)
+        self.state = ConstraintState(self.grammar, VOCAB)
+        self.reference = ConstraintState(self.grammar, VOCAB)
+        self.new: list[int] = []
+        self.wanted: set[int] = set()
+
+    def job(self) -> MaskJob:
+        self.wanted = allowed(self.reference.next_mask(self.new))
+        return MaskJob(self.state, self.new)
+
+    def check(self, mask: Result) -> None:
+        """Compares a mask, and draws the next token; a text that ends begins anew."""
+        assert allowed(mask) == self.wanted
+        self.new = [random.choice(sorted(self.wanted))]
+        if self.new == [END]:
+            self.state = ConstraintState(self.grammar, VOCAB)
+            self.reference, self.new = ConstraintState(self.grammar, VOCAB), []
+
+
+class Lost(ConstraintState):
+    """A sample whose mask takes until `release` is set."""
+
+    def __init__(self, release: threading.Event) -> None:
+        super().__init__(grammar("a*"), VOCAB)
+        self.release = release
         self.num_calls = 0
-        self.is_lost = False
 
     def next_mask(self, tokens: Sequence[int]) -> Mask | None:
         self.num_calls += 1
-        if self.wait is not None:
-            self.wait.wait(60)
-        if self.error is not None:
-            raise self.error
-        return np.array(tokens[:1], np.uint32) if tokens else None
+        self.release.wait(60)
+        return super().next_mask(tokens)
 
 
-def job(state: FakeState, *tokens: int) -> MaskJob:
-    return MaskJob(cast(ConstraintState, state), tokens)
+def hang_with(
+    monkeypatch: pytest.MonkeyPatch, matcher: xgrammar.GrammarMatcher, release: threading.Event
+) -> None:
+    """Makes groups that contain a matcher take until `release` is set."""
+    fill = masks._fill
+
+    def hanging(matchers: list[xgrammar.GrammarMatcher], words: npt.NDArray[np.int32]) -> None:
+        if any(one is matcher for one in matchers):
+            release.wait(60)
+        fill(matchers, words)
+
+    monkeypatch.setattr(masks, "_fill", hanging)
 
 
-def test_each_sample_gets_its_mask_or_its_error() -> None:
-    maker = MaskMaker()
-    broken = FakeState(Internal("broken", stage="decode"))
-    maker.begin([job(FakeState(), 7), job(broken, 1), job(FakeState()), job(FakeState(), 9)])
-    first, second, third, fourth = maker.take()
-    assert isinstance(first, np.ndarray)
-    assert first[0] == 7
-    assert isinstance(second, Internal)
-    assert third is None
-    assert isinstance(fourth, np.ndarray)
-    assert fourth[0] == 9
+def turn(maker: MaskMaker, walks: Sequence[Walk], *others: MaskJob) -> list[Result]:
+    """Has a step's masks made, checks those of walks and returns the others."""
+    maker.begin([*(walk.job() for walk in walks), *others])
+    found: list[Result] = list(maker.take())
+    for walk, mask in zip(walks, found, strict=False):
+        walk.check(mask)
+    return found[len(walks) :]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_masks_are_those_of_each_sample_alone(count: int) -> None:
+    fresh_seed()
+    maker, walks = MaskMaker(), [Walk(random.choice(PATTERNS)) for _ in range(count)]
+    for _ in range(40):
+        turn(maker, random.sample(walks, random.randint(1, count)))
+    maker.close()
+
+
+def test_a_sample_that_fails_leaves_the_others_theirs() -> None:
+    fresh_seed()
+    maker, walks = MaskMaker(), [Walk(pattern) for pattern in PATTERNS]
+    wrong, ended = (ConstraintState(grammar("ab"), VOCAB) for _ in range(2))
+    turn(maker, walks, MaskJob(wrong, []), MaskJob(ended, []))
+    (mask, error) = turn(maker, walks, MaskJob(ended, [*b"ab"]), MaskJob(wrong, [*b"b"]))
+    assert allowed(mask) == {END}
+    assert isinstance(error, Internal)
+    assert "token 98 behind 0 " in error.message
+    # Nothing comes behind the end: the matcher refuses to go on, as part of a group as well.
+    (error,) = turn(maker, walks, MaskJob(ended, [END]))
+    assert isinstance(error, Internal)
+    for _ in range(20):
+        turn(maker, walks)
+    maker.close()
+
+
+def test_tokens_that_come_at_once_are_followed() -> None:
+    maker, states = MaskMaker(), [ConstraintState(grammar("abc|abd"), VOCAB) for _ in range(2)]
+    maker.begin([MaskJob(states[0], [*b"ab"]), MaskJob(states[1], [])])
+    first, second = maker.take()
+    assert allowed(first) == {*b"cd"}
+    assert allowed(second) == {*b"a"}
+    assert [state.num_accepted for state in states] == [2, 0]
     maker.close()
 
 
 def test_a_grammar_that_never_answers_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_seed()
     monkeypatch.setattr(masks, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(masks, "TIMEOUT_TOGETHER_S", 0.1)
     release = threading.Event()
-    lost, behind = FakeState(wait=release), FakeState()
-    maker = MaskMaker()
-    for _ in range(2):  # What is lost stays so: its thread is still there.
-        maker.begin([job(FakeState(), 1), job(lost), job(behind, 2), job(FakeState(), 3)])
-        first, second, third, fourth = maker.take()
-        assert isinstance(second, InvalidRequest)
-        assert second.param == "constraint"
-        values = [m[0] for m in (first, third, fourth) if isinstance(m, np.ndarray)]
-        assert values == [1, 2, 3]
+    lost, maker = Lost(release), MaskMaker()
+    hang_with(monkeypatch, lost.matcher, release)
+    walks = [Walk(pattern) for pattern in PATTERNS]
+    turn(maker, walks)
+    for _ in range(3):  # What is lost stays so: its thread is still there.
+        (error,) = turn(maker, walks, MaskJob(lost, []))
+        assert isinstance(error, InvalidRequest)
+        assert error.param == "constraint"
     release.set()
-    maker.begin([job(FakeState(), 5)])
-    (mask,) = maker.take()
-    assert isinstance(mask, np.ndarray)
-    # What was given up did not go on with the samples behind it.
-    assert behind.num_calls == 2
+    for _ in range(2 * masks.NUM_ALONE):
+        turn(maker, walks)
     assert lost.num_calls == 1
+    maker.close()
+
+
+def test_a_group_that_is_given_up_goes_on_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_seed()
+    monkeypatch.setattr(masks, "TIMEOUT_TOGETHER_S", 0.1)
+    release, maker = threading.Event(), MaskMaker()
+    walks = [Walk(pattern) for pattern in PATTERNS]
+    for _ in range(5):
+        turn(maker, walks)
+    hang_with(monkeypatch, walks[0].state.matcher, release)
+    states = [walk.state for walk in walks]
+    turn(maker, walks)
+    assert {state.num_alone for state in states} == {masks.NUM_ALONE - 1}
+    # Its thread goes on, with matchers that nobody uses any more.
+    release.set()
+    for _ in range(3 * masks.NUM_ALONE):
+        turn(maker, walks)
+    maker.close()
+
+
+def test_a_sample_whose_masks_are_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker, states = MaskMaker(), [ConstraintState(grammar("a*"), VOCAB) for _ in range(2)]
+    maker.begin([MaskJob(state, []) for state in states])
+    assert [allowed(mask) for mask in maker.take()] == 2 * [{*b"a", END}]
+    monkeypatch.setattr(masks, "SLOW_MASK_S", 0.0)
+    num_masks, found = 0, list[Result]()
+    while not any(isinstance(mask, InvalidRequest) for mask in found):
+        maker.begin([MaskJob(state, [*b"a"]) for state in states])
+        found, num_masks = list(maker.take()), num_masks + 1
+        assert num_masks < 3 * masks.MAX_SLOW_MASKS
+    assert all(isinstance(mask, InvalidRequest) for mask in found)
+    assert num_masks > masks.MAX_SLOW_MASKS
     maker.close()
 
 
 def test_many_masks_may_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "TIMEOUT_S", 1.0)
 
-    class Slow(FakeState):
+    class Slow(ConstraintState):
+        is_alone = True
+
         def next_mask(self, tokens: Sequence[int]) -> Mask | None:
             time.sleep(0.4)
             return super().next_mask(tokens)
 
     maker = MaskMaker()
-    maker.begin([job(Slow(), number) for number in range(6)])
-    assert [mask[0] for mask in maker.take() if isinstance(mask, np.ndarray)] == list(range(6))
+    texts = [b"a", b"c", b"", b"a", b"c"]
+    maker.begin([MaskJob(Slow(grammar("ab|cd"), VOCAB), [*text]) for text in texts])
+    wanted = [{*next_ones} for next_ones in (b"b", b"d", b"ac", b"b", b"d")]
+    assert [allowed(mask) for mask in maker.take()] == wanted
     maker.close()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +27,13 @@ MAX_SLOW_MASKS = 16
 """Number of slow masks beyond which a sample is ended."""
 TIMEOUT_S = 3.0
 """Seconds after which a mask is given up; up to twice as many pass until that is noticed."""
+TIMEOUT_TOGETHER_S = 1.0
+"""Seconds after which masks that are computed together are computed one by one."""
+NUM_ALONE = 16
+"""Number of masks that a sample gets by itself after it was in a slow group."""
+MAX_THREADS = 8
+MASKS_OF_A_THREAD = 16
+"""Number of masks for which another thread pays."""
 
 
 class ConstraintState:
@@ -35,13 +45,35 @@ class ConstraintState:
     """
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
-        self._matcher = xgrammar.GrammarMatcher(grammar)
-        self._vocab_size = vocab_size
-        self.num_accepted = 0
-        """Number of tokens that it has followed."""
+        self._grammar = grammar
+        self._matcher: xgrammar.GrammarMatcher | None = xgrammar.GrammarMatcher(grammar)
+        self._followed: list[int] = []
+        self._num_slow = 0
+        self.vocab_size = vocab_size
+        self.num_alone = 0
+        """Number of masks that are to be computed by themselves, so that each is timed."""
         self.is_lost = False
         """A thread is still computing its mask, and must not meet another one there."""
-        self._num_slow = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether its next mask is to be computed by itself."""
+        return self.is_lost or self.num_alone > 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of tokens that it has followed."""
+        return len(self._followed)
+
+    @property
+    def matcher(self) -> xgrammar.GrammarMatcher:
+        """Behind the tokens that it has followed; of a group whose masks are computed, further."""
+        if self._matcher is None:
+            matcher = xgrammar.GrammarMatcher(self._grammar)
+            for token in self._followed:
+                matcher.accept_token(token)
+            self._matcher = matcher
+        return self._matcher
 
     def next_mask(self, tokens: Sequence[int]) -> Mask | None:
         """Follows more tokens of the sample, then returns the mask of the next one.
@@ -58,16 +90,37 @@ class ConstraintState:
         """
         began = time.thread_time()
         for token in tokens:
-            if not self._matcher.accept_token(token):
-                message = f"token {token} at {self.num_accepted} is not of the sample's grammar"
-                raise Internal(message, stage="decode")
-            self.num_accepted += 1
-        words = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
-        is_restricted = self._matcher.fill_next_token_bitmask(words)
+            if not self.matcher.accept_token(token):
+                raise self.not_of_grammar(token)
+            self._followed.append(token)
+        words = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
+        is_restricted = self.matcher.fill_next_token_bitmask(words)
+        self.num_alone = max(0, self.num_alone - 1)
         self._num_slow += time.thread_time() - began > SLOW_MASK_S
         if self._num_slow > MAX_SLOW_MASKS:
             raise _too_slow()
-        return words.view(np.uint32)[0] if is_restricted else None
+        return _masks(words, self.vocab_size)[0] if is_restricted else None
+
+    def not_of_grammar(self, token: int) -> Internal:
+        """The error of a token that may not come."""
+        message = f"token {token} behind {self.num_accepted} is not of the sample's grammar"
+        return Internal(message, stage="decode")
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Counts tokens that the matcher has accepted in a group as followed."""
+        self._followed.extend(tokens)
+
+    def go_alone(self) -> None:
+        """Leaves the matcher, which others may still use, and goes on by itself for a while."""
+        self._matcher = None
+        self.num_alone = NUM_ALONE
+
+
+def _masks(words: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.uint32]:
+    """Masks from the words that xgrammar writes, whose last bits may be of no token."""
+    if vocab_size % 32:
+        words[:, -1] &= (1 << vocab_size % 32) - 1
+    return words.view(np.uint32)
 
 
 def _too_slow() -> InvalidRequest:
@@ -84,7 +137,11 @@ class MaskJob(NamedTuple):
 
 
 class MaskMaker:
-    """Computes the masks of a step in a thread of its own. Used by the engine's thread."""
+    """Computes the masks of a step in a thread of its own. Used by the engine's thread.
+
+    All together; where that is slow, each by itself for a while, to find and end the sample that it
+    is slow for.
+    """
 
     def __init__(self) -> None:
         self._work: _Work | None = None
@@ -92,34 +149,23 @@ class MaskMaker:
 
     def begin(self, jobs: Sequence[MaskJob]) -> None:
         """Starts on the masks of a step; those of the previous step must have been taken."""
-        if self._thread is None:
-            self._thread = _MaskThread()
+        self._thread = self._thread or _MaskThread()
         self._work = _Work(jobs)
-        self._thread.begin(self._work)
+        self._work.give(self._thread)
 
     def take(self) -> list[Mask | WeftError | None]:
         """Waits for the masks, one per job; an error for each that failed."""
         work, self._work = self._work, None
         assert work is not None
-        num_done = -1
-        while not work.is_done.wait(TIMEOUT_S):
-            if len(work.results) == num_done:
-                return self._give_up(work)
-            num_done = len(work.results)
+        num_left = len(work.jobs)
+        while not work.is_done.wait(TIMEOUT_TOGETHER_S if work.is_together else TIMEOUT_S):
+            if work.num_left == num_left:
+                # The thread is left alone with what it is lost in.
+                self.close()
+                self._thread = _MaskThread()
+                work.give(self._thread)
+            num_left = work.num_left
         return work.results
-
-    def _give_up(self, work: _Work) -> list[Mask | WeftError | None]:
-        """Leaves the thread alone with the mask that it is lost in; another one goes on behind."""
-        with work.lock:
-            work.is_abandoned = True
-            done, is_lost = list(work.results), work.num_begun > len(work.results)
-        self.close()
-        if is_lost:
-            logger.warning("a mask took more than %g s", TIMEOUT_S)
-            work.jobs[len(done)].state.is_lost = True
-            done.append(_too_slow())
-        self.begin(work.jobs[len(done) :])
-        return done + self.take()
 
     def close(self) -> None:
         """Stops the thread."""
@@ -129,50 +175,137 @@ class MaskMaker:
 
 
 class _Work:
+    """The masks of a step, which one thread computes in groups."""
+
     def __init__(self, jobs: Sequence[MaskJob]) -> None:
         self.jobs = jobs
-        self.results: list[Mask | WeftError | None] = []
-        self.num_begun = 0
-        """Number of jobs whose masks are computed, or have been."""
+        self.results: list[Mask | WeftError | None] = [None] * len(jobs)
         self.is_done = threading.Event()
-        self.lock = threading.Lock()
-        self.is_abandoned = False
-        """Whether the jobs behind the current one are computed elsewhere."""
+        self._left = dict.fromkeys(range(len(jobs)))
+        """Indexes of the jobs without a result, in order."""
+        self._group: list[int] = []
+        """Jobs under way."""
+        self._thread: _MaskThread | None = None
+        self._lock = threading.Lock()
 
+    @property
+    def num_left(self) -> int:
+        """Number of jobs without a result."""
+        return len(self._left)
 
-def _mask_of(job: MaskJob) -> Mask | None:
-    """The mask of a job's next token, unless its state is another thread's for good."""
-    if job.state.is_lost:
-        raise _too_slow()
-    return job.state.next_mask(job.tokens)
+    @property
+    def is_together(self) -> bool:
+        """Whether several masks are being computed at once."""
+        return len(self._group) > 1
+
+    def give(self, thread: _MaskThread) -> None:
+        """Has a thread compute what is left, behind what another one is lost in: a single job is
+        given up, those of a group are left to do, one by one.
+        """
+        with self._lock:
+            self._thread, group, self._group = thread, self._group, []
+            if len(group) == 1:
+                logger.warning("a mask took more than %g s", TIMEOUT_S)
+                self.jobs[group[0]].state.is_lost = True
+                self._set(group[0], _too_slow())
+            else:
+                self._part(group)
+        thread.begin(self)
+
+    def next_group(self, thread: _MaskThread) -> list[int]:
+        """Jobs to begin together; none: all have begun, or another thread goes on."""
+        with self._lock:
+            if thread is not self._thread:
+                return []
+            together = [index for index in self._left if not self.jobs[index].state.is_alone]
+            self._group = together or list(self._left)[:1]
+            return self._group
+
+    def end(self, group: list[int], masks: Sequence[Mask | WeftError | None] | None) -> None:
+        """Takes the masks of a group; None: they have to be computed one by one."""
+        with self._lock:
+            if group is not self._group:
+                return
+            self._group = []
+            if masks is None:
+                self._part(group)
+                return
+            for index, mask in zip(group, masks, strict=True):
+                if len(group) > 1:
+                    self.jobs[index].state.keep(self.jobs[index].tokens)
+                self._set(index, mask)
+
+    def _part(self, group: list[int]) -> None:
+        for index in group:
+            self.jobs[index].state.go_alone()
+
+    def _set(self, index: int, mask: Mask | WeftError | None) -> None:
+        self.results[index] = mask
+        del self._left[index]
+        if not self._left:
+            self.is_done.set()
 
 
 class _MaskThread:
     def __init__(self) -> None:
-        self._has_work = threading.Semaphore(0)
-        self._work: _Work | None = None
+        self._orders: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="masks", daemon=True).start()
 
     def begin(self, work: _Work | None) -> None:
         """Passes on the next work; None ends the thread after its current work."""
-        self._work = work
-        self._has_work.release()
+        self._orders.put(work)
 
     def _run(self) -> None:
-        while True:
-            self._has_work.acquire()
-            work = self._work
-            if work is None:
-                return
-            for job in work.jobs:
-                with work.lock:
-                    if work.is_abandoned:
-                        return
-                    work.num_begun += 1
-                try:
-                    work.results.append(_mask_of(job))
-                except WeftError as error:
-                    work.results.append(error)
-                except RuntimeError as error:
-                    work.results.append(Internal(f"no mask: {error}", stage="decode"))
-            work.is_done.set()
+        while (work := self._orders.get()) is not None:
+            while group := work.next_group(self):
+                jobs = [work.jobs[index] for index in group]
+                work.end(group, [_alone(jobs[0])] if len(jobs) == 1 else _together(jobs))
+
+
+def _alone(job: MaskJob) -> Mask | WeftError | None:
+    """The mask of a job's next token, unless its state is another thread's for good."""
+    if job.state.is_lost:
+        return _too_slow()
+    try:
+        return job.state.next_mask(job.tokens)
+    except WeftError as error:
+        return error
+    except RuntimeError as error:
+        return Internal(f"no mask: {error}", stage="decode")
+
+
+def _together(jobs: Sequence[MaskJob]) -> list[Mask | WeftError | None] | None:
+    """The masks of several jobs, or None if one of them fails; changes nothing but the matchers."""
+    began = time.monotonic()
+    found: list[Mask | WeftError | None] = [None] * len(jobs)
+    try:
+        allowed = []
+        for place, (state, tokens) in enumerate(jobs):
+            matcher = state.matcher
+            wrong = next((token for token in tokens if not matcher.accept_token(token)), None)
+            if wrong is None:
+                allowed.append((place, matcher))
+            else:
+                found[place] = state.not_of_grammar(wrong)
+        vocab_size = jobs[0].state.vocab_size
+        words = np.zeros((len(allowed), -(-vocab_size // 32)), np.int32)
+        _fill([matcher for _, matcher in allowed], words)
+    except RuntimeError:
+        return None
+    for (place, _), mask in zip(allowed, _masks(words, vocab_size), strict=True):
+        found[place] = mask
+    if time.monotonic() - began > SLOW_MASK_S:
+        for state, _ in jobs:
+            state.num_alone = NUM_ALONE
+    return found
+
+
+def _fill(matchers: list[xgrammar.GrammarMatcher], words: npt.NDArray[np.int32]) -> None:
+    """Writes the masks of the next tokens, [matchers, words of a mask], by some threads."""
+    wanted = min(MAX_THREADS, (os.cpu_count() or 1) // 2, len(matchers) // MASKS_OF_A_THREAD)
+    _filler(max(1, wanted)).batch_fill_next_token_bitmask(matchers, words)
+
+
+@functools.cache
+def _filler(num_threads: int) -> xgrammar.BatchGrammarMatcher:
+    return xgrammar.BatchGrammarMatcher(num_threads)
