@@ -26,7 +26,7 @@ from weft.engine.messages import EngineInfo, StoreLookup, StorePut
 from weft.engine.models.decoder_only import DecoderOnlyLM
 from weft.engine.models.eagle3 import Eagle3Head, adaptable_shapes
 from weft.engine.models.loader import LoadedModel, load_model
-from weft.engine.runner.graphs import TREE_REQUESTS, Progress, says_what_lacks_memory
+from weft.engine.runner.graphs import TREE_REQUESTS, Progress, capturing
 from weft.engine.runner.memory_plan import (
     MIN_PAGES,
     check_pool_fits,
@@ -323,7 +323,7 @@ def _chain_graphs(
     chains = StaticChains(
         drafted, runner.pool, runner.known, runner.inputs, config.page_size, max(shapes), adapters
     )
-    with says_what_lacks_memory("drafts"):
+    with capturing("drafts"):
         return ChainGraphs(chains, shapes, runner.graphs.capture)
 
 
@@ -343,7 +343,7 @@ def _tree_graphs(
     )
     kinds = (False,) if lora is None else (False, True)
     buckets = [TreeBucket(*of) for of in itertools.product(shapes, sizes, kinds)]
-    with says_what_lacks_memory("trees of drafts"):
+    with capturing("trees of drafts"):
         return TreeGraphs(trees, buckets, runner.graphs.capture)
 
 

@@ -6,23 +6,18 @@ A graph of its own, not a part of the step's: masks of constraints may come in b
 
 from __future__ import annotations
 
-import logging
-import time
 from typing import NamedTuple
 
 import torch
 from weft.engine.device_copies import Marks
 from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
-from weft.engine.runner.graphs import GraphBucket, StepGraphs, says_what_lacks_memory
+from weft.engine.runner.graphs import GraphBucket, StepGraphs, capturing
 from weft.engine.runner.keeping import TokenKeeper
 from weft.engine.runner.step import Int64Array
 from weft.engine.sampling.device import CapturedDraws, Way
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
-
-logger = logging.getLogger(__name__)
-
 
 FREE_ROWS = 64
 """Rows that an LM head takes in little more time than one: beside prompts so many are drawn where
@@ -88,16 +83,13 @@ class DrawGraphs:
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
         """By graph and rows wanted of it: tokens on the device, and what is copied to the host."""
-        began = time.perf_counter()
-        with says_what_lacks_memory("drawing"):
+        with capturing("drawing"):
             for bucket in sorted(steps, reverse=True):
                 graphs.send_nothing(bucket)
                 for key in [DrawKey(bucket, rows, way) for rows in _sizes(bucket) for way in ways]:
                     self._graphs[key] = graphs.capture(
                         lambda key=key, hidden=steps[bucket]: self._draw(key, hidden)  # type: ignore[misc]
                     )
-        seconds = time.perf_counter() - began
-        logger.info("captured %d CUDA graphs of drawing in %.1f s", len(self._graphs), seconds)
 
     def has(self, bucket: GraphBucket, count: int) -> bool:
         """Whether a graph draws from `count` rows of such a step, and not from many more."""

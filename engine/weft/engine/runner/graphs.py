@@ -303,14 +303,13 @@ class StepGraphs:
         inputs.keep_ragged(max(b.columns.num_bytes for b in buckets))
         began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
         # Largest first: the smaller ones then fit into the memory of the largest.
-        with says_what_lacks_memory("steps"):
+        with capturing("steps"):
             for bucket in sorted(buckets, reverse=True):
                 self._graphs[bucket] = self._capture(bucket)
                 free_before, free = free, torch.cuda.mem_get_info(pool.device)[0]
                 self.bytes_of_each.append(max(0, free_before - free))
                 self.capture_s = time.perf_counter() - began
                 on_capture(len(self._graphs), len(buckets), f"capturing graphs: {self._cost}")
-        logger.info("captured %d CUDA graphs: %s", len(buckets), self._cost)
 
     @property
     def num_bytes(self) -> int:
@@ -428,15 +427,22 @@ def without_collection() -> Iterator[None]:
 
 
 @contextmanager
-def says_what_lacks_memory(what: str) -> Iterator[None]:
-    """Converts a failed allocation during capture to a `ConfigError`."""
+def capturing(what: str) -> Iterator[None]:
+    """Logs what a capture on the current device costs; one that does not fit is a `ConfigError`."""
+    began, free = time.perf_counter(), _free_bytes()
     try:
         yield
+        cost = time.perf_counter() - began, max(0, free - _free_bytes()) / 2**20
+        logger.info("captured the CUDA graphs of %s: %.1f s, %.0f MiB", what, *cost)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"no memory for the CUDA graphs of {what}: {error}; make the KV pool smaller, lower "
             "max_running_requests, or set cuda_graphs = false"
         ) from error
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -11,8 +9,6 @@ import numpy as np
 import torch
 from weft.engine.device_copies import PinnedBuffers
 from weft.engine.runner.step import Int64Array
-
-logger = logging.getLogger(__name__)
 
 
 class DevicePageTable(Protocol):
@@ -91,7 +87,6 @@ def capture_each(
     send_nothing: Callable[[Bucket], None],
     run: Callable[[Bucket], torch.Tensor],
     capture: Capture,
-    what: str,
 ) -> Captured[Bucket]:
     """Captures the work of each bucket, largest first.
 
@@ -103,13 +98,9 @@ def capture_each(
         send_nothing: Sends inputs of no request.
         run: The work.
         capture: Makes a graph.
-        what: The work is, in the log.
     """
     graphs: Captured[Bucket] = {}
-    began = time.perf_counter()
     for bucket in sorted(buckets, reverse=True):
         send_nothing(bucket)
         graphs[bucket] = capture(lambda bucket=bucket: run(bucket))  # type: ignore[misc]
-    seconds = time.perf_counter() - began
-    logger.info("captured %d CUDA graphs of %s in %.1f s", len(graphs), what, seconds)
     return graphs

@@ -152,7 +152,7 @@ class ChainGraphs:
         self, chains: StaticChains, shapes: Sequence[ChainShape], capture: Capture
     ) -> None:
         self._chains = chains
-        self._graphs = capture_each(shapes, chains.send_nothing, chains.run, capture, "drafts")
+        self._graphs = capture_each(shapes, chains.send_nothing, chains.run, capture)
         self._found: dict[ChainShape, ChainShape] = {}
 
     def shape_of(self, depth: int, requests: int, *, has_lora: bool = False) -> ChainShape:

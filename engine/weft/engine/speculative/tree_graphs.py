@@ -163,7 +163,7 @@ class TreeGraphs:
 
     def __init__(self, trees: StaticTrees, buckets: Sequence[TreeBucket], capture: Capture) -> None:
         self._trees = trees
-        self._graphs = capture_each(buckets, trees.send_nothing, trees.run, capture, "trees")
+        self._graphs = capture_each(buckets, trees.send_nothing, trees.run, capture)
 
     def bucket_of(self, shape: DraftShape, requests: int, *, has_lora: bool = False) -> TreeBucket:
         """The smallest bucket with room for these trees; none with fewer nodes is deeper."""
