@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -203,6 +204,42 @@ async def test_stalled_engine_is_dead_within_its_bound(tmp_path: Path) -> None:
         async with asyncio.timeout(60):
             while await healthy() < 2:
                 await asyncio.sleep(0.05)
+
+
+async def test_a_silent_server_is_not_waited_for_like_a_long_step(tmp_path: Path) -> None:
+    """Its engine may be in a step of a minute; nothing of that keeps it from sending reports."""
+    async with gateway(tmp_path, endless, num_decode=2, step_s=0.01, max_attempts=1) as mesh:
+        for worker in mesh.workers:
+            worker.stale_after_s = 600.0
+        await asyncio.sleep(0.2)
+        call = chat(mesh)
+        await call.read()
+        victim = next(worker for worker in mesh.workers if worker.submits)
+        victim.is_frozen = True
+        async with asyncio.timeout(60):
+            error = await failure_of(call)
+        assert isinstance(error, PeerUnavailable)
+        assert "was lost" in error.message
+        fleet = await mesh.typed.GetFleet(gateway_pb2.GetFleetRequest())
+        assert [worker.worker_id for worker in fleet.workers if not worker.healthy] == [
+            victim.worker_id
+        ]
+        victim.is_frozen = False
+
+
+async def test_a_gateway_that_was_stopped_does_not_blame_workers(tmp_path: Path) -> None:
+    async with gateway(tmp_path, endless, num_decode=1, step_s=0.01, max_attempts=1) as mesh:
+        call = chat(mesh)
+        await call.read()
+        worker = mesh.workers[0]
+        worker.is_frozen = True
+        await asyncio.sleep(0.5)  # A ping is under way, and its answer.
+        worker.is_frozen = False
+        time.sleep(3.0)  # noqa: ASYNC251 - The gateway itself stands still.
+        await asyncio.sleep(1.0)
+        assert worker.num_sessions == 1
+        await call.read()
+        call.cancel()
 
 
 @pytest.mark.parametrize("change", ["draining", "stale"])

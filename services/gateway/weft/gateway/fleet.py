@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 _INFO_TIMEOUT_S = 5.0
 _MEET_S = 10.0
+_MAX_SILENCE_S = 5.0
+"""Longest time without a load report: a worker's server sends them whatever its engine does."""
 _ROLES: dict[Role, worker_pb2.WorkerRole.ValueType] = {
     "prefill": worker_pb2.WORKER_ROLE_PREFILL,
     "decode": worker_pb2.WORKER_ROLE_DECODE,
@@ -125,6 +127,8 @@ class FleetWorker:
                 self._failure = error.message
             except TimeoutError:
                 self._failure = "sends no load reports"
+                if self.session is not None:
+                    self.session.stale_after_s = 0.0
             except Exception:
                 # A fault of this gateway: the worker is well, and is not to be lost for it.
                 _log.exception("following a worker failed", extra={"worker": str(self.endpoint)})
@@ -223,8 +227,9 @@ class FleetWorker:
             self.session.stale_after_s = report.stale_after.ToNanoseconds() / 1e9
 
     def _stale_limit_s(self) -> float:
-        """Silence after which the worker is stale; its own limit if that is longer."""
+        """Silence after which the worker is stale; its own limit if that is longer, up to a bound."""
         own_s = 0.0 if self._load is None else self._load.stale_after.ToNanoseconds() / 1e9
+        own_s = min(own_s, _MAX_SILENCE_S)
         return max(self._settings.stale_after_s, own_s, 3 * self._settings.load_interval_s)
 
     def _lost(self) -> None:

@@ -111,7 +111,9 @@ class DecodeSession:
         self._outgoing_ready = asyncio.Event()
         self._oldest_ping: float | None = None
         self.stale_after_s = 0.0
-        """The worker's own staleness limit; pings wait at least this long."""
+        """The worker's own staleness limit; pings wait at least this long. 0: its server is silent,
+        too, which takes nothing as long as a step of its engine.
+        """
         self.worker_id = ""
         self.worker_epoch = 0
         self.is_open = False
@@ -238,9 +240,12 @@ class DecodeSession:
     async def _ping(self) -> None:
         loop = asyncio.get_running_loop()
         nonce = 0
-        next_ping = loop.time()
+        next_ping = due = loop.time()
         while True:
             now = loop.time()
+            if self._oldest_ping is not None:
+                # That this process was stopped, or late, is not the worker's silence.
+                self._oldest_ping += max(0.0, now - due)
             limit_s = max(self._dead_after_s, self.stale_after_s)
             if self._oldest_ping is not None and now - self._oldest_ping > limit_s:
                 raise PeerUnavailable(f"no answer to a ping for {limit_s:g} s")
@@ -250,6 +255,7 @@ class DecodeSession:
                 if self._oldest_ping is None:
                     self._oldest_ping = now
                 self._send(decode_pb2.SessionRequest(ping=self._next_ping(nonce)))
+            due = now + self._ping_interval_s / 4
             await asyncio.sleep(self._ping_interval_s / 4)
 
     def _next_ping(self, nonce: int) -> decode_pb2.SessionRequest.Ping:
