@@ -227,7 +227,7 @@ class FleetWorker:
             self.session.stale_after_s = report.stale_after.ToNanoseconds() / 1e9
 
     def _stale_limit_s(self) -> float:
-        """Silence after which the worker is stale; its own limit if that is longer, up to a bound."""
+        """Silence after which the worker is stale; within bounds, its own limit."""
         own_s = 0.0 if self._load is None else self._load.stale_after.ToNanoseconds() / 1e9
         own_s = min(own_s, _MAX_SILENCE_S)
         return max(self._settings.stale_after_s, own_s, 3 * self._settings.load_interval_s)
