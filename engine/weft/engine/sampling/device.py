@@ -116,6 +116,10 @@ class DeviceSampler:
         self._host_params = np.tile(greedy, (max_slots, 1))
         self._changed = set(range(max_slots))
         self._new_masks: dict[int, npt.NDArray[np.uint32]] = {}
+        self._sent_words = np.zeros(0, np.uint32)
+        """Masks that are sent, one after the other; kept, since new memory takes as long as all
+        else.
+        """
 
     def add(self, slot: int, params: SlotParams, edits: LogitEdits | None) -> None:
         """Assigns `slot` to a sample.
@@ -223,12 +227,17 @@ class DeviceSampler:
             return self._copies.send(columns)
         changed = np.fromiter(self._changed, np.int64)
         masked = np.fromiter(self._new_masks, np.int64)
-        words = [*self._new_masks.values()] or [np.zeros(0, np.uint32)]
+        num_words = len(masked) * self._masks.shape[1]
+        if len(self._sent_words) < num_words:
+            self._sent_words = np.zeros(num_words, np.uint32)
+        words = self._sent_words[:num_words]
+        if num_words:
+            np.concatenate([*self._new_masks.values()], out=words)
         sent = self._copies.send(
             (
                 *columns,
                 *(changed, self._host_params[changed]),
-                *(masked, np.concatenate(words).view(np.int32)),
+                *(masked, words.view(np.int32)),
                 *self._biases.take_changes(),
                 *self._counts.take_changes(),
             )
