@@ -94,7 +94,10 @@ class MemoryMachine(RuleBasedStateMachine):
         pages = self.index.match([key])
         assert pages == [self.published[key]]
         self.memory.retain(pages)
-        self.held.append(pages)
+        if self.memory.num_available_pages < 0:
+            self.memory.release(pages)  # They are promised, as the scheduler finds on admission.
+        else:
+            self.held.append(pages)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

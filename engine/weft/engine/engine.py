@@ -162,7 +162,7 @@ class Engine:
         self._groups: dict[RequestKey, list[Request]] = {}
         self._forking: set[RequestKey] = set()
         """Groups whose samples are still to be forked, and some that have been since."""
-        self.stats = EngineStats(clock, config.max_step_tokens)
+        self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
         self.ran_step = False
         """Whether the last turn computed something."""

@@ -33,6 +33,7 @@ from weft.engine.runner.memory_plan import (
     describe_pool,
     measure_needs,
     pages_of,
+    time_token,
 )
 from weft.engine.runner.runner import ModelRunner
 from weft.engine.sampling.device_check import device_sampler_fault
@@ -47,6 +48,7 @@ from weft.engine.speculative.drafter import Drafter
 from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.speculative.gate import tree_shapes
 from weft.engine.speculative.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
+from weft.engine.stats import UNKNOWN_STEP_S
 from weft.engine.store import StoreLink
 from weft.engine.tiers.parts import TierParts, load_tiers
 from weft.engine.transfer.nixl import nixl_available
@@ -101,6 +103,8 @@ class EngineParts:
     """The adapters; None: none are served."""
     drafter: Drafter | None = None
     """The drafter that runs a draft model; None: there is none."""
+    token_s: float = UNKNOWN_STEP_S
+    """Seconds a token of a step with a few tokens."""
 
 
 def load_parts(
@@ -232,6 +236,9 @@ def load_parts(
         sampler=sampler,
         adapters=adapters,
         drafter=drafter,
+        token_s=time_token(
+            runner, layout, config.max_running_requests, config.max_step_tokens, max_tokens
+        ),
     )
 
 

@@ -14,11 +14,7 @@ STALE_STEPS = 4
 """Age of the loop, in its longest steps, from which it is stale."""
 UNKNOWN_STEP_S = 5.0
 """Longest assumed duration of a full step until one with a prompt has been measured."""
-MIN_ROWS = 8
-"""Rows of a step from which its duration, times the rows of a full step over its own, is no less
-than that of a full step: rows share the reading of weights.
-"""
-MIN_UNKNOWN_STALE_S = 5.0
+UNKNOWN_STALE_S = 5.0
 """Least age from which the loop is stale until then."""
 RATE_WINDOW_S = 1.0
 
@@ -51,17 +47,16 @@ class EngineStats:
     Args:
         clock: monotonic seconds.
         max_step_tokens: most tokens of one step.
+        token_s: seconds a token of a step with a few, tried at start.
     """
 
-    def __init__(self, clock: Clock, max_step_tokens: int) -> None:
+    def __init__(self, clock: Clock, max_step_tokens: int, token_s: float = UNKNOWN_STEP_S) -> None:
         self._clock = clock
         self._max_step_tokens = max_step_tokens
         self._counts = StepCounters()
         self._longest_step_s = 0.0
-        self._full_step_s = 0.0
-        """Longest recent duration of steps, extended to full ones."""
+        self._full_step_s = min(UNKNOWN_STEP_S, token_s * max_step_tokens)
         self._is_measured = False
-        """Whether it is that of steps with prompts; until then of steps with `MIN_ROWS`."""
         self._window_start = clock()
         self._window_tokens = 0
         self._window_decode_steps = 0
@@ -108,17 +103,14 @@ class EngineStats:
         self._counts.prompt_tokens += num_prompt_tokens
         self._longest_step_s = max(self._longest_step_s * 0.999, duration_s)
         if num_prompt_tokens >= MIN_MEASURED_TOKENS:
-            self._observe_rows(num_tokens, duration_s, is_prompt=True)
+            self._observe_prompts(num_tokens, duration_s)
             # Else it would stay unknown where somebody always decodes.
             if num_decodes == 0 or not costs.local_tokens_per_s:
                 costs.observe_local(num_tokens, duration_s)
             if num_decodes:
                 costs.observe_beside(num_prompt_tokens, duration_s)
-        else:
-            if num_tokens >= MIN_ROWS and not self._is_measured:
-                self._observe_rows(num_tokens, duration_s, is_prompt=False)
-            if num_decodes and not num_prompt_tokens:
-                costs.observe_decode(duration_s)
+        elif num_decodes and not num_prompt_tokens:
+            costs.observe_decode(duration_s)
         self._window_tokens += num_drawn
         if num_decodes:
             self._window_decode_steps += 1
@@ -137,11 +129,11 @@ class EngineStats:
         self._window_decode_steps = self._window_decodes = 0
         self._window_decode_s = 0.0
 
-    def _observe_rows(self, num_tokens: int, duration_s: float, *, is_prompt: bool) -> None:
+    def _observe_prompts(self, num_tokens: int, duration_s: float) -> None:
         """Updates the estimated duration of a full step, at the slowest recent rate."""
         full_step_s = duration_s / num_tokens * self._max_step_tokens
-        known_s = 0.99 * self._full_step_s if self._is_measured or not is_prompt else 0.0
-        self._full_step_s, self._is_measured = max(known_s, full_step_s), is_prompt
+        known_s = 0.99 * self._full_step_s if self._is_measured else 0.0
+        self._full_step_s, self._is_measured = max(known_s, full_step_s), True
 
     @property
     def stale_after_s(self) -> float:
@@ -149,11 +141,8 @@ class EngineStats:
 
         It allows for the longest step that can be planned, even if none was run for long.
         """
-        full_step_s, least_s = self._full_step_s, MIN_STALE_S
-        if not self._is_measured:
-            full_step_s = min(full_step_s or UNKNOWN_STEP_S, UNKNOWN_STEP_S)
-            least_s = MIN_UNKNOWN_STALE_S
-        return max(least_s, STALE_STEPS * max(self._longest_step_s, full_step_s))
+        least_s = MIN_STALE_S if self._is_measured else UNKNOWN_STALE_S
+        return max(least_s, STALE_STEPS * max(self._longest_step_s, self._full_step_s))
 
     def counters(self) -> dict[str, int]:
         """Counts since start, by name."""

@@ -143,7 +143,11 @@ class KvMemory:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Adds one reference to each page, which must be used or cached."""
+        """Adds one reference to each page, which must be used or cached.
+
+        Cached pages may be promised: who takes them releases them again if `num_available_pages` is
+        negative then.
+        """
         for page in pages:
             if self._num_refs[page] == 0:
                 assert self._index is not None
