@@ -176,13 +176,14 @@ def test_a_sample_whose_masks_are_slow_is_ended(monkeypatch: pytest.MonkeyPatch)
     maker.begin([MaskJob(state, []) for state in states])
     assert [allowed(mask) for mask in maker.take()] == 2 * [{*b"a", END}]
     monkeypatch.setattr(masks, "SLOW_MASK_S", 0.0)
+    monkeypatch.setattr(masks, "MAX_SLOW_S", 1e-3)
     num_masks, found = 0, list[Result]()
     while not any(isinstance(mask, InvalidRequest) for mask in found):
         maker.begin([MaskJob(state, [*b"a"]) for state in states])
         found, num_masks = list(maker.take()), num_masks + 1
-        assert num_masks < 3 * masks.MAX_SLOW_MASKS
-    assert all(isinstance(mask, InvalidRequest) for mask in found)
-    assert num_masks > masks.MAX_SLOW_MASKS
+        assert num_masks < 1_000
+    # What takes a microsecond or some adds up.
+    assert num_masks > 3
     maker.close()
 
 

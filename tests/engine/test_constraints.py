@@ -14,6 +14,7 @@ from constrained import Desk, Outcome, check_schemas, check_valid, schema
 from random_schemas import person, varied_schemas
 from threads import one_thread
 from tiny_models import EOS_TOKEN_ID, make_tiny
+from weft.engine.constraints import masks
 from weft.engine.errors import InvalidRequest
 from weft.engine.llm import LLM
 from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress
@@ -259,6 +260,22 @@ def test_preempted_samples_go_on_in_their_grammars(model_dir: Path) -> None:
     for outcome in outcomes:
         assert isinstance(outcome, Outcome), outcome
         assert re.fullmatch("([a-z]{9} [0-9]{4}\n){6}", desk.text(outcome)), desk.text(outcome)
+
+
+def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, other = (Constraint(kind="regex", text=text) for text in ("[ab]{40}", "[cd]{4}"))
+    with monkeypatch.context() as patch:
+        patch.setattr(masks, "MAX_SLOW_S", -1.0)
+        (error,) = desk.run(desk.submit(slow, prompt()))
+    assert isinstance(error, InvalidRequest)
+    assert "too ambiguous" in error.message
+    again, fine = desk.run(desk.submit(slow, prompt()), desk.submit(other, prompt()))
+    assert isinstance(again, InvalidRequest)
+    assert (again.param, again.message) == ("constraint", error.message)
+    assert isinstance(fine, Outcome)
+    assert fine.reason == "stop"
 
 
 def test_a_model_without_a_tokenizer_refuses_constraints(tmp_path: Path) -> None:

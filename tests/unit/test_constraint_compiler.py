@@ -31,6 +31,8 @@ def compile_one(constraint):
             pass
     if kind == "eat":
         kept = [bytearray(1 << 20) for _ in range(4096)]
+    if kind == "alloc":
+        raise RuntimeError("[12:00:00] std::bad_alloc")
     if kind == "crash":
         ctypes.string_at(0)
     if kind == "bad":
@@ -81,7 +83,8 @@ def test_a_good_constraint_is_compiled_while_a_bad_one_spins(compiler: socket.so
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("eat", "256 MiB"), ("crash", "256 MiB"), ("bad", "at $.a: no")]
+    ("text", "told"),
+    [("eat", "256 MiB"), ("alloc", "256 MiB"), ("crash", "256 MiB"), ("bad", "at $.a: no")],
 )
 def test_harm_stays_in_the_child(compiler: socket.socket, text: str, told: str) -> None:
     for number in (1, 2):

@@ -35,6 +35,8 @@ from weft.engine.request import Constraint
 
 LOADING_NICE = 5
 _READ_BYTES = 1 << 20
+_OUT_OF_MEMORY = "std::bad_alloc"
+"""In the message of the RuntimeError that a compiler without memory raises."""
 
 Compile = Callable[[Constraint], str]
 """Compiles and serialises; raises ValueError or RuntimeError with the constraint's problem."""
@@ -138,6 +140,8 @@ def _answer(order: CompileOrder, pipe: int, config: CompilerConfig, compile_one:
         try:
             result = CompileResult(number=order.number, grammar=compile_one(order.constraint))
         except (ValueError, RuntimeError) as error:
+            if _OUT_OF_MEMORY in str(error):
+                raise MemoryError from error
             result = CompileResult(number=order.number, problem=str(error))
         except MemoryError:
             raise

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import xgrammar
     from weft.engine.constraints.masks import ConstraintState, Mask, MaskMaker
 
+MAX_REFUSED = 64
+"""Most constraints that are remembered as taking too long."""
+
 
 class Constraints:
     """Grammars and masks of constrained requests. Used by the engine's thread; other requests cost
@@ -56,6 +59,8 @@ class Constraints:
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
         self._may_start = config.early_compiler
+        self._refused: dict[Constraint, str] = {}
+        """Constraints whose masks took too long, with the message; the oldest first."""
 
     def admit(self, request: Request) -> bool:
         """Whether a new request may run now; if not, `take_compiled` will return it.
@@ -83,7 +88,7 @@ class Constraints:
         self._may_start = False
 
     def _check(self, constraint: Constraint) -> None:
-        message = self._lacks()
+        message = self._lacks() or self._refused.get(constraint, "")
         if constraint.num_bytes > MAX_CONSTRAINT_BYTES:
             message = f"has {constraint.num_bytes:,} bytes, at most {MAX_CONSTRAINT_BYTES:,} fit"
         if message:
@@ -177,7 +182,16 @@ class Constraints:
             return []
         assert self._maker is not None
         masked, self._masked = self._masked, []
-        return list(zip(masked, self._maker.take(), strict=True))
+        masks = self._maker.take()
+        for request, mask in zip(masked, masks, strict=True):
+            if isinstance(mask, InvalidRequest) and request.params.constraint is not None:
+                self._refuse(request.params.constraint, mask.message)
+        return list(zip(masked, masks, strict=True))
+
+    def _refuse(self, constraint: Constraint, message: str) -> None:
+        self._refused[constraint] = message
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     def sizes(self) -> dict[str, int]:
         """Sizes of what grows with requests."""

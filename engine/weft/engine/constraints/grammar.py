@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import xgrammar
+from weft.engine.constraints.patterns import prepare_regex
 from weft.engine.constraints.schema import prepare_schema
 from weft.engine.constraints.strings import exact_strings
 from weft.engine.request import Constraint
@@ -75,7 +76,7 @@ def _grammar(constraint: Constraint) -> xgrammar.Grammar:
         plain = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
         return xgrammar.Grammar.from_ebnf(exact_strings(str(plain)))
     if constraint.kind == "regex":
-        return xgrammar.Grammar.from_regex(constraint.text)
+        return xgrammar.Grammar.from_regex(prepare_regex(constraint.text))
     if constraint.kind == "ebnf":
         return xgrammar.Grammar.from_ebnf(constraint.text)
     return xgrammar.Grammar.from_ebnf(choice_grammar(constraint.choices))

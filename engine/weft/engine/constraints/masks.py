@@ -23,8 +23,8 @@ Mask = npt.NDArray[np.uint32]
 
 SLOW_MASK_S = 0.05
 """CPU seconds beyond which a mask counts as slow: the whole batch waits for it."""
-MAX_SLOW_MASKS = 16
-"""Number of slow masks beyond which a sample is ended."""
+MAX_SLOW_S = 1.0
+"""CPU seconds of all its slow masks beyond which a sample is ended."""
 TIMEOUT_S = 3.0
 """Seconds after which a mask is given up; up to twice as many pass until that is noticed."""
 TIMEOUT_TOGETHER_S = 1.0
@@ -48,7 +48,7 @@ class ConstraintState:
         self._grammar = grammar
         self._matcher: xgrammar.GrammarMatcher | None = xgrammar.GrammarMatcher(grammar)
         self._followed: list[int] = []
-        self._num_slow = 0
+        self._slow_s = 0.0
         self.vocab_size = vocab_size
         self.num_alone = 0
         """Number of masks that are to be computed by themselves, so that each is timed."""
@@ -96,8 +96,9 @@ class ConstraintState:
         words = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
         is_restricted = self.matcher.fill_next_token_bitmask(words)
         self.num_alone = max(0, self.num_alone - 1)
-        self._num_slow += time.thread_time() - began > SLOW_MASK_S
-        if self._num_slow > MAX_SLOW_MASKS:
+        taken_s = time.thread_time() - began
+        self._slow_s += taken_s if taken_s > SLOW_MASK_S else 0.0
+        if self._slow_s > MAX_SLOW_S:
             raise _too_slow()
         return _masks(words, self.vocab_size)[0] if is_restricted else None
 

@@ -1,4 +1,4 @@
-"""Regular expressions inside JSON strings: which patterns a schema may contain."""
+"""Regular expressions: which ones mean the same to the compiler as to who wrote them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,89 @@ _UNSPELLABLE = "a pattern that spells a quote, a backslash or a control characte
 _ASSERTIONS = ("(?=", "(?!", "(?<=", "(?<!")
 _NOT_ASCII = re.compile(r"\\?([^\x00-\x7f])")
 _CONTROL_ESCAPES = "nrtfv0c"
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|(.))", re.DOTALL)
+_LEFT_ESCAPES = "dDsSwWnrtfvbB"
+"""Escapes by letters that every dialect reads alike, or the compiler refuses."""
+_GROUP = re.compile(r"\((?:\?(?::|<\w+>))?")
+
+
+def prepare_regex(regex: str, where: str = "") -> str:
+    """Converts a regular expression to the form that the compiler interprets correctly.
+
+    The compiler takes escapes that it does not know for letters, and leaves out anchors that are
+    not at an end; to it a point is any character, also a line break.
+
+    Args:
+        regex: To be matched by a whole text.
+        where: Its place, for the message.
+
+    Raises:
+        ValueError: There is no right way to read it.
+    """
+    parts: list[str] = []
+    at_start = [True]
+    """Of each open group, the innermost last: whether a text may begin at this place."""
+    i = 0
+    while i < len(regex):
+        begin, character = i, regex[i]
+        if character == "(":
+            group = _GROUP.match(regex, i)
+            i = i + 1 if group is None else group.end()
+            at_start.append(at_start[-1])
+        elif character == ")":
+            i += 1
+            at_start = at_start[:-1] or [False]
+            at_start[-1] = False
+        elif character == "|":
+            i += 1
+            at_start[-1] = len(at_start) == 1 or at_start[-2]
+        elif character == "^":
+            i += 1
+            _require(at_start[-1], where, begin, "`^` is supported at the beginning alone")
+        elif character == "$":
+            i += 1
+            is_end = not regex[i:].strip(")") or (len(at_start) == 1 and regex[i] == "|")
+            _require(is_end, where, begin, "`$` is supported at the end alone")
+        else:
+            i = _class_end(regex, i) if character == "[" else i + 1
+            if character == "\\":
+                i = _escape_end(regex, begin, where)
+            at_start[-1] = False
+        parts.append(_written(regex[begin:i], begin, where))
+    return "".join(parts)
+
+
+def _written(part: str, begin: int, where: str) -> str:
+    """A class, an escape or a character, as the compiler reads it rightly."""
+    if part == ".":
+        return r"[^\n]"
+    for found in _ESCAPE.finditer(part) if part[0] == "[" else ():
+        _escape_end(part, found.start(), where, begin)
+    return _ESCAPE.sub(lambda found: f"\\u{{{found[1]}}}" if found[1] else found[0], part)
+
+
+def _class_end(regex: str, begin: int) -> int:
+    i = begin + 1
+    while i < len(regex) and (regex[i] != "]" or i == begin + 1):
+        i += 2 if regex[i] == "\\" else 1
+    return i + 1
+
+
+def _escape_end(regex: str, i: int, where: str, offset: int = 0) -> int:
+    """Where the escape at `i` ends; refuses one that dialects read differently."""
+    found = _ESCAPE.match(regex, i)
+    kind = "" if found is None else found[2] or ""
+    is_null = kind == "0" and not regex[i + 2 : i + 3].isdigit()
+    is_read_alike = kind in _LEFT_ESCAPES or is_null or not (kind.isascii() and kind.isalnum())
+    _require(found is not None and is_read_alike, where, offset + i, "this escape is not supported")
+    assert found is not None
+    return found.end()
+
+
+def _require(is_right: bool, where: str, position: int, message: str) -> None:
+    if not is_right:
+        place = f"at {where}, position {position}" if where else f"at position {position}"
+        raise ValueError(f"{place}: {message}")
 
 
 def prepare_pattern(pattern: str, where: str) -> str:
@@ -25,6 +108,7 @@ def prepare_pattern(pattern: str, where: str) -> str:
         ValueError: There is no right way to read it.
     """
     _check_pattern(pattern, where)
+    prepare_regex(pattern, where)  # What it refuses; a string's text has no line breaks.
     return _NOT_ASCII.sub(lambda found: f"\\u{{{ord(found[1]):X}}}", pattern)
 
 
