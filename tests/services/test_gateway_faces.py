@@ -168,6 +168,25 @@ async def test_the_end_of_a_session_reaches_every_decode_worker(mesh: Harness, f
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_the_last_request_of_a_session_ends_it_on_all_workers(tmp_path: Path) -> None:
+    """An earlier one may have been on any of them."""
+
+    def plain(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        return Script(tokens=[prompt[:1]])
+
+    async with gateway(tmp_path, plain, num_decode=3) as mesh:
+        chat = {"messages": USER, "session_id": "chat", "cache_salt": "tenant"}
+        await mesh.json("ChatCompletions", chat)
+        await mesh.json("ChatCompletions", {**chat, "end_session": True})
+        last = [worker for worker in mesh.workers if any(s.end_session for s in worker.submits)]
+        assert len(last) == 1
+        others = [worker for worker in mesh.workers if worker is not last[0]]
+        await mesh.wait(lambda: all(worker.session_ends for worker in others))
+        told = [(end.session_id, end.cache_salt) for one in others for end in one.session_ends]
+        assert told == [("chat", last[0].submits[-1].cache_salt)] * 2
+        assert not last[0].session_ends
+
+
 async def test_seed_is_drawn_when_absent(mesh: Harness) -> None:
     for _ in range(2):
         await mesh.json("ChatCompletions", {"messages": USER})

@@ -10,6 +10,7 @@ from functools import partial
 from weft.engine.errors import PeerUnavailable, WeftError
 from weft.gateway.discovery import Role
 from weft.gateway.fleet import FleetWorker, ModelFleet
+from weft.gateway.request import GenerateRequest
 from weft.gateway.routing import FleetPageIndex, Policy, PoolView, RoutingRequest
 from weft.gateway.session import DecodeSession
 from weft.gateway.slo.forecast import LatencyForecaster, Side
@@ -138,6 +139,14 @@ class Router:
             num_tokens=num_tokens,
             to_compute=num_tokens - match_tokens,
         )
+
+    def end_session(self, owner: DecodeSession, request: GenerateRequest) -> None:
+        """Tells the workers that a chat session has ended, except the one that its last request,
+        which says so itself, was sent to.
+        """
+        for worker in self._fleet.workers("decode"):
+            if worker.session is not None and worker.session is not owner:
+                worker.session.end_session(request.cache_salt, request.session_id)
 
     def has_holder(self, digest: bytes) -> bool:
         """Whether a healthy decode worker can serve requests for an adapter.

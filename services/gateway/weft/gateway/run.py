@@ -166,6 +166,8 @@ class Generation:
         )
         placement.session.submit(self.wire_id, self, messages)
         placement.begin()
+        if self._request.ends_session:
+            self._router.end_session(placement.session, self._request)
         self.attempt += 1
         self._placement = placement
         self._attempt_trace = trace
