@@ -25,6 +25,7 @@ from weft.engine.errors import (
     PeerUnavailable,
     SlowClient,
 )
+from weft.gateway import pipeline
 from weft.v1 import common_pb2, decode_pb2, gateway_pb2, gateway_pb2_grpc
 
 TOKENIZER = byte_level_bpe()
@@ -174,6 +175,22 @@ async def test_worker_that_comes_later(tmp_path: Path) -> None:
         await worker.start(port)
         await mesh.ready()
         assert await text_of(mesh) == TEXT
+
+
+async def test_a_worker_that_is_away_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a gateway stood still, and all its Sessions are gone."""
+    monkeypatch.setattr(pipeline, "_FIND_WORKER_S", 60.0)
+    async with gateway(tmp_path, plain, num_decode=1) as mesh:
+        worker = mesh.workers[0]
+        port = int(worker.address.rsplit(":", 1)[1])
+        await worker.stop()
+        answer = asyncio.create_task(text_of(mesh))
+        await asyncio.sleep(0.3)
+        assert not answer.done()
+        await worker.start(port)
+        assert await answer == TEXT
 
 
 async def test_stalled_engine_is_dead_within_its_bound(tmp_path: Path) -> None:

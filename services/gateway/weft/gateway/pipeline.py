@@ -43,6 +43,7 @@ from weft.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
 
+_FIND_WORKER_S = 1.0
 _FIND_HOLDER_S = 2.0
 _LOOK_EVERY_S = 0.02
 
@@ -217,8 +218,7 @@ class RequestPipeline:
         with place:
             with trace.stage("prepare"):
                 prompts = await self._prepare(served, request, deadline)
-            if request.adapter is not None:
-                await self._find_holder(served, request.adapter, deadline)
+            await self._find_worker(served, request.adapter, deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
             routing = _routing(request, prompts)
             await self._pass_gate(gated, request, prompts, routing, deadline, trace)
@@ -241,14 +241,21 @@ class RequestPipeline:
                 self._running.pop(request.request_id, None)
                 stream.close()
 
-    async def _find_holder(self, served: Served, adapter: ResolvedAdapter, deadline: float) -> None:
-        """Waits briefly for a worker that holds an adapter, since workers load them when they
-        start.
+    async def _find_worker(
+        self, served: Served, adapter: ResolvedAdapter | None, deadline: float
+    ) -> None:
+        """Waits briefly for a decode worker, whose Session may be about to open again, and longer
+        for one that holds an adapter, since workers load them when they start.
         """
         loop = asyncio.get_running_loop()
-        until = min(deadline, loop.time() + _FIND_HOLDER_S)
-        while not served.router.has_holder(adapter.digest):
+        digest, wait_s = b"", _FIND_WORKER_S
+        if adapter is not None:
+            digest, wait_s = adapter.digest, _FIND_HOLDER_S
+        until = min(deadline, loop.time() + wait_s)
+        while not served.router.has_holder(digest):
             if loop.time() >= until:
+                if adapter is None:
+                    return  # The router says what is missing.
                 raise PeerUnavailable(
                     f"no decode worker holds the adapter `{adapter.name}` yet; send the request "
                     "again",
