@@ -139,13 +139,14 @@ func (e *edge) handleError(
 		return
 	}
 	forward.CopyHeader(ctx, w)
-	if body, ok := r.Body.(*limitedBody); ok {
+	// Reading a body ends with the edge, and is then no failure of the client.
+	if body, ok := r.Body.(*limitedBody); ok && !apierror.IsDraining(r.Context()) {
 		if failure, failed := body.problem(); failed {
 			failure.Write(w)
 			return
 		}
 	}
-	failure := apierror.From(err)
+	failure := apierror.From(apierror.Reason(r.Context(), err))
 	if failure.Status >= http.StatusInternalServerError && failure.Cause != "" {
 		e.warn("call to the gateway failed", r, failure, failure.Cause)
 	}

@@ -54,6 +54,7 @@ func Stream(
 	switch {
 	case err == nil:
 	case isOpen:
+		err = apierror.Reason(r.Context(), err)
 		reqinfo.From(r.Context()).Failure = err
 		event := append([]byte("data: "), apierror.From(err).JSON()...)
 		limits.write(w, append(event, "\n\n"...))
