@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 
+	"weft.dev/weft/services/rest/internal/apierror"
 	"weft.dev/weft/services/rest/internal/backend"
 	"weft.dev/weft/services/rest/internal/edge"
 	"weft.dev/weft/services/rest/internal/forward"
@@ -41,6 +42,8 @@ const (
 	renewLook   = time.Hour
 	// Spans that are not exported by then, after the last request, are lost.
 	flushTimeout = 1500 * time.Millisecond
+	// Requests that are given up have this long to tell their clients.
+	lastWords = time.Second
 )
 
 func main() {
@@ -147,7 +150,7 @@ func newServer(handler http.Handler, logger *slog.Logger) *http.Server {
 	}
 }
 
-// serve runs until ctx ends, then lets running requests finish for at most drainTimeout.
+// serve runs until ctx ends, then drains.
 func serve(
 	ctx context.Context,
 	server *http.Server,
@@ -155,6 +158,9 @@ func serve(
 	drainTimeout time.Duration,
 	logger *slog.Logger,
 ) error {
+	requests, giveUp := context.WithCancelCause(context.Background())
+	defer giveUp(nil)
+	server.BaseContext = func(net.Listener) context.Context { return requests }
 	failed := make(chan error, 1)
 	go func() { failed <- server.Serve(listener) }()
 	select {
@@ -163,15 +169,36 @@ func serve(
 	case <-ctx.Done():
 	}
 	logger.Info("draining")
-	drain, cancel := context.WithTimeout(context.Background(), drainTimeout)
-	defer cancel()
-	if err := server.Shutdown(drain); errors.Is(err, context.DeadlineExceeded) {
-		logger.Warn("closing connections that did not finish in time")
-		return server.Close()
-	} else if err != nil {
+	return drain(server, giveUp, drainTimeout, logger)
+}
+
+// drain lets running requests finish until shortly before drainTimeout ends. Those that have not
+// are then given up: their handlers tell the clients, where closing would just cut them off.
+func drain(
+	server *http.Server,
+	giveUp context.CancelCauseFunc,
+	drainTimeout time.Duration,
+	logger *slog.Logger,
+) error {
+	err := shutdown(server, drainTimeout-min(lastWords, drainTimeout/4))
+	if !errors.Is(err, context.DeadlineExceeded) {
 		return err
 	}
-	return nil
+	logger.Warn("ending requests that did not finish in time")
+	giveUp(apierror.ErrDraining)
+	err = shutdown(server, lastWords)
+	if !errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	logger.Warn("closing connections whose clients could not be told in time")
+	return server.Close()
+}
+
+// shutdown takes no more requests and waits for the running ones.
+func shutdown(server *http.Server, timeout time.Duration) error {
+	bounded, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	return server.Shutdown(bounded)
 }
 
 // listen binds the REST port, with HTTPS if there is a certificate.

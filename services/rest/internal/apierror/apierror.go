@@ -3,6 +3,7 @@ package apierror
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"math"
@@ -16,6 +17,24 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 )
+
+// ErrDraining ends the contexts of requests that the edge does not finish because it shuts down.
+var ErrDraining = status.Error(
+	codes.Unavailable, "the REST edge is shutting down; send the request again")
+
+// Reason is why a call with the request's context failed. Where the edge has ended that context,
+// err only says that the call was cancelled, as when the client goes.
+func Reason(ctx context.Context, err error) error {
+	if IsDraining(ctx) {
+		return ErrDraining
+	}
+	return err
+}
+
+// IsDraining says whether the edge has ended a request's context, not the client.
+func IsDraining(ctx context.Context) bool {
+	return context.Cause(ctx) == ErrDraining
+}
 
 // Error is one failure as an OpenAI client sees it.
 type Error struct {
@@ -49,6 +68,11 @@ func From(err error) Error {
 		return New(routing.HTTPStatus, "invalid_path", routing.Error())
 	}
 	grpcStatus := status.Convert(err)
+	if errors.Is(err, ErrDraining) {
+		failure := New(http.StatusServiceUnavailable, "draining", grpcStatus.Message())
+		failure.RetryAfter = time.Second
+		return failure
+	}
 	failure := Error{
 		Status:  runtime.HTTPStatusFromCode(grpcStatus.Code()),
 		Message: grpcStatus.Message(),

@@ -1,6 +1,7 @@
 package edge
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -31,6 +32,13 @@ func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *lim
 	controller := http.NewResponseController(w)
 	// Bodies only: a deadline left on the connection would end long streams.
 	_ = controller.SetReadDeadline(time.Now().Add(bodyTimeout))
+	ctx := r.Context()
+	context.AfterFunc(ctx, func() {
+		// Only then: the context of every request ends, and the next one may be on this connection.
+		if apierror.IsDraining(ctx) {
+			_ = controller.SetReadDeadline(time.Now())
+		}
+	})
 	return &limitedBody{
 		limited:    http.MaxBytesReader(w, r.Body, maxBytes),
 		raw:        r.Body,

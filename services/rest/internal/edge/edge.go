@@ -102,6 +102,28 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		r.Body = newLimitedBody(w, r, e.config.MaxBodyBytes)
 	}
 	e.mux.ServeHTTP(recorder, r)
+	if info.Failure != nil {
+		e.logStreamFailure(r, apierror.From(info.Failure))
+	}
+}
+
+// logStreamFailure also logs what the gateway said: the status that the client got tells nothing.
+// Failures of the client, as its going is one, are below 500.
+func (e *edge) logStreamFailure(r *http.Request, failure apierror.Error) {
+	if failure.Status < http.StatusInternalServerError {
+		return
+	}
+	cause := failure.Cause
+	if cause == "" {
+		cause = failure.Message
+	}
+	e.warn("stream failed after it had begun", r, failure, cause)
+}
+
+func (e *edge) warn(message string, r *http.Request, failure apierror.Error, cause string) {
+	e.config.Logger.Warn(message,
+		"request_id", reqinfo.From(r.Context()).ID, "method", r.Method, "path", r.URL.Path,
+		"status", failure.Status, "code", failure.Code, "cause", cause)
 }
 
 // handleError answers a failed call.
@@ -117,17 +139,16 @@ func (e *edge) handleError(
 		return
 	}
 	forward.CopyHeader(ctx, w)
-	if body, ok := r.Body.(*limitedBody); ok {
+	// Reading a body ends with the edge, and is then no failure of the client.
+	if body, ok := r.Body.(*limitedBody); ok && !apierror.IsDraining(r.Context()) {
 		if failure, failed := body.problem(); failed {
 			failure.Write(w)
 			return
 		}
 	}
-	failure := apierror.From(err)
+	failure := apierror.From(apierror.Reason(r.Context(), err))
 	if failure.Status >= http.StatusInternalServerError && failure.Cause != "" {
-		e.config.Logger.Warn("call to the gateway failed",
-			"request_id", reqinfo.From(r.Context()).ID,
-			"path", r.URL.Path, "status", failure.Status, "cause", failure.Cause)
+		e.warn("call to the gateway failed", r, failure, failure.Cause)
 	}
 	failure.Write(w)
 }

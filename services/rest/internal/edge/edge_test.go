@@ -104,7 +104,9 @@ func handler(t *testing.T, gateway *fakeGateway, config edge.Config) http.Handle
 
 	config.Backend = connection
 	config.MaxBodyBytes = maxBody
-	config.Logger = slog.New(slog.NewTextHandler(io.Discard, nil))
+	if config.Logger == nil {
+		config.Logger = slog.New(slog.NewTextHandler(io.Discard, nil))
+	}
 	config.Metrics = edge.NewMetrics(prometheus.NewRegistry())
 	made, err := edge.New(context.Background(), config)
 	if err != nil {

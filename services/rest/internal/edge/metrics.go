@@ -58,8 +58,8 @@ func (m *Metrics) observe(recorder *statusRecorder, info *reqinfo.Info) func() {
 		}
 		m.requests.WithLabelValues(route, strconv.Itoa(recorder.statusCode())).Inc()
 		m.seconds.WithLabelValues(route).Observe(time.Since(begin).Seconds())
-		if info.Failure != "" {
-			m.failures.WithLabelValues(route, info.Failure).Inc()
+		if code := info.FailureCode(); code != "" {
+			m.failures.WithLabelValues(route, code).Inc()
 		}
 	}
 }

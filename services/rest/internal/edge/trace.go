@@ -37,7 +37,7 @@ func (t *Tracing) wrap(next runtime.HandlerFunc) runtime.HandlerFunc {
 			return
 		}
 		recorder := &statusRecorder{ResponseWriter: w}
-		defer func() { end(span, recorder.statusCode(), info.Failure) }()
+		defer func() { end(span, recorder.statusCode(), info.FailureCode()) }()
 		next(recorder, r, params)
 	}
 }

@@ -54,7 +54,8 @@ func Stream(
 	switch {
 	case err == nil:
 	case isOpen:
-		reqinfo.From(r.Context()).Failure = status.Code(err).String()
+		err = apierror.Reason(r.Context(), err)
+		reqinfo.From(r.Context()).Failure = err
 		event := append([]byte("data: "), apierror.From(err).JSON()...)
 		limits.write(w, append(event, "\n\n"...))
 	default:

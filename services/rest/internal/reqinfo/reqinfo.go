@@ -6,6 +6,8 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"regexp"
+
+	"google.golang.org/grpc/status"
 )
 
 // Info belongs to one request and is used by its handler goroutine alone.
@@ -14,8 +16,16 @@ type Info struct {
 	ID string
 	// Route is the matched path pattern; empty while nothing matched.
 	Route string
-	// Failure is the gRPC code that ended a stream after its first message; empty when none did.
-	Failure string
+	// Failure ended a stream after its first message; nil when nothing did.
+	Failure error
+}
+
+// FailureCode is the gRPC code of Failure; empty when there is none.
+func (i *Info) FailureCode() string {
+	if i.Failure == nil {
+		return ""
+	}
+	return status.Code(i.Failure).String()
 }
 
 type contextKey struct{}
