@@ -244,7 +244,9 @@ async def test_a_silent_server_is_not_waited_for_like_a_long_step(tmp_path: Path
         victim.is_frozen = False
 
 
-async def test_a_gateway_that_was_stopped_does_not_blame_workers(tmp_path: Path) -> None:
+async def test_a_gateway_that_was_stopped_does_not_blame_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with gateway(tmp_path, endless, num_decode=1, step_s=0.01, max_attempts=1) as mesh:
         call = chat(mesh)
         await call.read()
@@ -255,6 +257,8 @@ async def test_a_gateway_that_was_stopped_does_not_blame_workers(tmp_path: Path)
         time.sleep(3.0)  # noqa: ASYNC251 - The gateway itself stands still.
         await asyncio.sleep(1.0)
         assert worker.num_sessions == 1
+        (told,) = [m for m in caplog.messages if "stood still" in m]
+        assert float(told.split()[5]) >= 2.0
         await call.read()
         call.cancel()
 

@@ -23,6 +23,7 @@ from weft.common.listen import add_port, bracket
 from weft.common.otlp import OtlpExport
 from weft.common.settings import ServiceSettings
 from weft.common.spans import Tracer
+from weft.common.tasks import start_logged, tell_standstills
 from weft.common.tls import Identity, load_identity
 from weft.common.tracing import SERVICE_NAME as TRACE_SERVICE
 from weft.common.tracing import FanOut, TraceServicer, make_tracer, start_export
@@ -85,6 +86,7 @@ class ServiceServer:
         self._tracer = tracer or make_tracer(settings, "")
         self._fan_out = fan_out
         self._export: OtlpExport | None = None
+        self._telling: asyncio.Task[None] | None = None
         if settings.admin_port is not None:
             if admin is None:
                 raise ConfigError("this service has no operators' port; leave out --admin-port")
@@ -155,6 +157,7 @@ class ServiceServer:
         self._start_metrics(host)
         await self.grpc.start()
         self._export = start_export(self._tracer, self._settings)
+        self._telling = start_logged(tell_standstills())
 
     async def _start_health(self, host: str) -> None:
         port = self._settings.health_port
@@ -294,6 +297,8 @@ class ServiceServer:
 
     async def _close(self, deadline: float) -> None:
         """Closes the ports and exports the remaining spans."""
+        if self._telling is not None:
+            self._telling.cancel()
         now = asyncio.get_running_loop().time()
         await self.grpc.stop(max(0.0, min(1.0, deadline - now)))
         if self._admin is not None:

@@ -12,6 +12,10 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+STANDSTILL_S = 2.0
+"""Delay of the event loop that is told."""
+_LOOK_EVERY_S = 1.0
+
 
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
     """Runs coroutines until the first ends or fails, cancels the others, and raises its error."""
@@ -33,6 +37,19 @@ def start_logged(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     task = asyncio.create_task(work)
     task.add_done_callback(log_failure)
     return task
+
+
+async def tell_standstills() -> None:
+    """Logs when this process has stood still: peers that gave it up, or that it finds silent then,
+    are not to blame.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + _LOOK_EVERY_S
+        await asyncio.sleep(_LOOK_EVERY_S)
+        late_s = loop.time() - due
+        if late_s > STANDSTILL_S:
+            _log.warning("this process stood still for %.1f s, stopped or not scheduled", late_s)
 
 
 def tasks_now() -> dict[str, object]:
