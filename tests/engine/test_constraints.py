@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -266,11 +266,23 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, other = (Constraint(kind="regex", text=text) for text in ("[ab]{40}", "[cd]{4}"))
+    next_mask, num_masks = masks.ConstraintState.next_mask, 0
+
+    def slow_once(state: masks.ConstraintState, tokens: Sequence[int]) -> masks.Mask | None:
+        nonlocal num_masks
+        num_masks += 1
+        if num_masks == 5:
+            raise masks._too_slow()
+        return next_mask(state, tokens)
+
     with monkeypatch.context() as patch:
-        patch.setattr(masks, "MAX_SLOW_S", -1.0)
-        (error,) = desk.run(desk.submit(slow, prompt()))
-    assert isinstance(error, InvalidRequest)
-    assert "too ambiguous" in error.message
+        patch.setattr(masks.ConstraintState, "next_mask", slow_once)
+        patch.setattr(masks.ConstraintState, "is_alone", True)
+        error, beside = desk.run(*(desk.submit(slow, prompt()) for _ in range(2)))
+    for failed in (error, beside):  # Who has the same constraint need not be slow as well.
+        assert isinstance(failed, InvalidRequest)
+        assert "too ambiguous" in failed.message
+    assert num_masks < 10
     again, fine = desk.run(desk.submit(slow, prompt()), desk.submit(other, prompt()))
     assert isinstance(again, InvalidRequest)
     assert (again.param, again.message) == ("constraint", error.message)

@@ -185,13 +185,17 @@ class Constraints:
         masks = self._maker.take()
         for request, mask in zip(masked, masks, strict=True):
             if isinstance(mask, InvalidRequest) and request.params.constraint is not None:
-                self._refuse(request.params.constraint, mask.message)
+                self._refuse(request.params.constraint, mask.message, masked)
         return list(zip(masked, masks, strict=True))
 
-    def _refuse(self, constraint: Constraint, message: str) -> None:
+    def _refuse(self, constraint: Constraint, message: str, others: Sequence[Request]) -> None:
+        """Remembers a constraint, and ends other samples that it would be slow for as well."""
         self._refused[constraint] = message
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
+        for request in others:
+            if request.params.constraint == constraint:
+                self._state(request).is_lost = True
 
     def sizes(self) -> dict[str, int]:
         """Sizes of what grows with requests."""
