@@ -135,7 +135,7 @@ def test_tokens_that_come_at_once_are_followed() -> None:
 
 def test_a_grammar_that_never_answers_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
-    monkeypatch.setattr(masks, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(masks, "TIMEOUT_S", 1.5)
     monkeypatch.setattr(masks, "TIMEOUT_TOGETHER_S", 0.1)
     release = threading.Event()
     lost, maker = Lost(release), MaskMaker()
