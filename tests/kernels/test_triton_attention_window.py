@@ -154,6 +154,7 @@ def test_extend(
         check_rows(out, case, 2, 1000, *expected)
 
 
+@pytest.mark.usefixtures("even_products")
 @pytest.mark.parametrize(("window", "dtype"), [(24, torch.float32), (90, torch.float16)])
 def test_fixed_rows_are_the_same_bits_however_they_come(
     window: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

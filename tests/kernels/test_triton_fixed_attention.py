@@ -12,7 +12,7 @@ from attention_cases import LAYER, Case, Geometry, eager_attention, exact_attent
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
 
-pytestmark = pytest.mark.needs("triton-interpreter")
+pytestmark = [pytest.mark.needs("triton-interpreter"), pytest.mark.usefixtures("even_products")]
 
 ROWS = 70
 LENGTHS = [(ROWS, ROWS), (1, 0), (1, 70), (20, 200), (0, 5), (1, 1)]

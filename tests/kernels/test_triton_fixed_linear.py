@@ -9,7 +9,7 @@ import torch
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
 
-pytestmark = pytest.mark.needs("triton-interpreter")
+pytestmark = [pytest.mark.needs("triton-interpreter"), pytest.mark.usefixtures("even_products")]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from weft.kernels.gpu.linear import linear
 from weft.kernels.gpu.lora import add_fixed_lora
 from weft.kernels.lora import ExpertAddition, LoraAddition
 
-pytestmark = pytest.mark.needs("triton-interpreter")
+pytestmark = [pytest.mark.needs("triton-interpreter"), pytest.mark.usefixtures("even_products")]
 
 RANKS = [0, 8, 16, 3, 24, 40, 1]
 """By slot."""
