@@ -193,20 +193,23 @@ async def test_a_worker_that_is_away_for_a_moment_is_waited_for(
         assert await answer == TEXT
 
 
-async def test_stalled_engine_is_dead_within_its_bound(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stale_after_s", [0.5, 600.0])
+async def test_a_silent_worker_is_dead_within_its_bound(
+    tmp_path: Path, stale_after_s: float
+) -> None:
+    """Its engine may be in a step of minutes: nothing of that keeps its server from reporting."""
     async with gateway(tmp_path, endless, num_decode=2, step_s=0.01, max_attempts=1) as mesh:
         for worker in mesh.workers:
-            worker.stale_after_s = 0.5
-        await asyncio.sleep(0.1)
+            worker.stale_after_s = stale_after_s
+        await asyncio.sleep(0.2)
         call = chat(mesh)
         await call.read()
         victim = next(worker for worker in mesh.workers if worker.submits)
         other = next(worker for worker in mesh.workers if worker is not victim)
         victim.is_frozen = True
-        started = asyncio.get_running_loop().time()
-        error = await failure_of(call)
+        async with asyncio.timeout(60):
+            error = await failure_of(call)
         assert isinstance(error, PeerUnavailable)
-        assert asyncio.get_running_loop().time() - started < 5
         fleet = await mesh.typed.GetFleet(gateway_pb2.GetFleetRequest())
         state = {worker.worker_id: worker for worker in fleet.workers}
         assert not state[victim.worker_id].healthy
@@ -221,27 +224,6 @@ async def test_stalled_engine_is_dead_within_its_bound(tmp_path: Path) -> None:
         async with asyncio.timeout(60):
             while await healthy() < 2:
                 await asyncio.sleep(0.05)
-
-
-async def test_a_silent_server_is_not_waited_for_like_a_long_step(tmp_path: Path) -> None:
-    """Its engine may be in a step of a minute; nothing of that keeps it from sending reports."""
-    async with gateway(tmp_path, endless, num_decode=2, step_s=0.01, max_attempts=1) as mesh:
-        for worker in mesh.workers:
-            worker.stale_after_s = 600.0
-        await asyncio.sleep(0.2)
-        call = chat(mesh)
-        await call.read()
-        victim = next(worker for worker in mesh.workers if worker.submits)
-        victim.is_frozen = True
-        async with asyncio.timeout(60):
-            error = await failure_of(call)
-        assert isinstance(error, PeerUnavailable)
-        assert "was lost" in error.message
-        fleet = await mesh.typed.GetFleet(gateway_pb2.GetFleetRequest())
-        assert [worker.worker_id for worker in fleet.workers if not worker.healthy] == [
-            victim.worker_id
-        ]
-        victim.is_frozen = False
 
 
 async def test_a_gateway_that_was_stopped_does_not_blame_workers(

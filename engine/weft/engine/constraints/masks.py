@@ -53,7 +53,9 @@ class ConstraintState:
         self.num_alone = 0
         """Number of masks that are to be computed by themselves, so that each is timed."""
         self.is_lost = False
-        """A thread is still computing its mask, and must not meet another one there."""
+        """It gets no mask any more: it is too slow, or a thread is still computing one and must not
+        meet another one there.
+        """
 
     @property
     def is_alone(self) -> bool:

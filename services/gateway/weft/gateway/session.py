@@ -111,8 +111,8 @@ class DecodeSession:
         self._outgoing_ready = asyncio.Event()
         self._oldest_ping: float | None = None
         self.stale_after_s = 0.0
-        """The worker's own staleness limit; pings wait at least this long. 0: its server is silent,
-        too, which takes nothing as long as a step of its engine.
+        """The worker's own staleness limit; pings wait at least this long. 0: its server is silent
+        too, which no step of its engine explains.
         """
         self.worker_id = ""
         self.worker_epoch = 0
