@@ -90,7 +90,7 @@ def follow(
         logits = torch.randn(1, config.vocab_size)
         logits[0, [*closing, *config.eos_token_ids]] += 6.0
         began = time.perf_counter()
-        mask = state.next_mask(tokens[state.num_accepted :])
+        (mask,) = state.next_masks(tokens[state.num_accepted :])
         timed(costs.mask, began)
         for masks, into in ((None, costs.free_draw), (mask, costs.masked_draw)):
             sampler.set_mask(0, masks)

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from captured_drafts import capture_chains
 from captured_steps import RecordedSteps
+from constrained import Desk, Outcome
 from drafters import KnownGraphs, RandomGate, texts_of
 from eagle3_cases import NotedChains, check_chains
 from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from weft.engine.drawing import Draw
 from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.messages import Submit
+from weft.engine.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.runner.runner import Drawable
 from weft.engine.sampling.sampler import SampleRow, SamplesUnderWay
 from weft.engine.scheduler import running
@@ -124,6 +127,71 @@ def test_requests_with_penalties_and_min_tokens_are_drafted_for(
     assert any(len(sample.token_ids) < stop.max_tokens for sample in expected)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_constrained_requests_are_drafted_for(
+    temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their drafts come to the host, which makes a mask for each of their rows; beside others,
+    with penalties and with ends that are masked at first.
+    """
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    model = {"vocab_size": VOCAB, "num_hidden_layers": 4, "tokenizer": True}
+    target_dir = make_tiny("llama", tmp_path / "t", seed, **model)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    digits = Constraint(kind="regex", text="[0-9]{9,14}")
+    words = Constraint(kind="regex", text="(ab|c[de]*f)(,(ab|c[de]*f)){4,9}")
+    kinds: list[tuple[dict[str, Any], int]] = [
+        ({}, 0),
+        ({"constraint": digits}, 0),
+        ({"constraint": words}, 0),
+        ({"constraint": words, "frequency_penalty": 0.5, "repetition_penalty": 1.2}, 0),
+        ({"constraint": digits}, 12),
+        ({"constraint": words, "speculates": False}, 0),
+    ]
+    submits = [
+        Submit(
+            session=0,
+            request_id=f"r{number}",
+            attempt=1,
+            prompt=[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))],
+            sampling=SamplingParams(temperature=temperature, seed=5, **params),
+            stop=StopCriteria(max_tokens=18, min_tokens=min_tokens),
+        )
+        for number, (params, min_tokens) in enumerate(2 * kinds)
+    ]
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+
+    def run(llm: LLM) -> list[Outcome]:
+        outcomes = Desk(llm.engine, target_dir).run(*submits)
+        found = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
+        assert len(found) == len(submits), outcomes
+        return found
+
+    with LLM(target_dir, **settings) as plain:
+        expected = run(plain)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, DRAFTS)
+        texts = {
+            (tuple(submit.prompt), 5): [*submit.prompt, *outcome.ids]
+            for submit, outcome in zip(submits, expected, strict=True)
+        }
+        graphs = KnownGraphs(engine, texts, VOCAB, 0.7)
+        found = run(captured)
+        assert graphs.num_late > 5
+    accepted = [0] * len(kinds)
+    for number, (outcome, wanted) in enumerate(zip(found, expected, strict=True)):
+        params, min_tokens = kinds[number % len(kinds)]
+        assert (outcome.ids, outcome.reason) == (wanted.ids, wanted.reason), (number, params)
+        assert len(wanted.ids) >= min_tokens
+        accepted[number % len(kinds)] += outcome.num_accepted
+    print(accepted)
+    assert [count > 0 for count in accepted] == [p.get("speculates", True) for p, _ in kinds]
+
+
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_chains_that_read_a_steps_requests_are_the_heads(
     overlap: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -152,9 +220,10 @@ def test_chains_that_read_a_steps_requests_are_the_heads(
         def count(name: str, way: int) -> None:
             begin = getattr(graphs, name)
 
-            def counted(*inputs: object) -> None:
+            def counted(*inputs: object) -> torch.Tensor:
                 num_begun[way] += 1
-                begin(*inputs)
+                drafts: torch.Tensor = begin(*inputs)
+                return drafts
 
             monkeypatch.setattr(graphs, name, counted)
 

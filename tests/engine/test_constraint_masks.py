@@ -15,8 +15,9 @@ import pytest
 import xgrammar
 from kernel_checks import fresh_seed
 from weft.engine.constraints import masks
-from weft.engine.constraints.masks import ConstraintState, Mask, MaskJob, MaskMaker
+from weft.engine.constraints.masks import ConstraintState, Mask, MaskJob, MaskMaker, Masks
 from weft.engine.errors import Internal, InvalidRequest
+from weft.engine.scheduler.plan import DraftTree, parents_of
 
 END = 256
 VOCAB = 257
@@ -24,7 +25,7 @@ BYTES = xgrammar.TokenizerInfo(
     [bytes([byte]) for byte in range(END)] + [b"<end>"], vocab_size=VOCAB, stop_token_ids=[END]
 )
 PATTERNS = ["(ab|ac)*d", "[0-9]{1,3}(,[0-9]{1,3})*", "x+y?z", "(foo|bar|foobar)!", '[^"]*"']
-Result = Mask | Exception | None
+Result = Masks | Exception
 
 
 def grammar(pattern: str) -> xgrammar.CompiledGrammar:
@@ -32,9 +33,48 @@ def grammar(pattern: str) -> xgrammar.CompiledGrammar:
     return compiler.compile_grammar(xgrammar.Grammar.from_regex(pattern))
 
 
-def allowed(mask: Result) -> set[int]:
-    assert isinstance(mask, np.ndarray)
+def allowed(result: Result) -> set[int]:
+    """What a sample without drafts may draw."""
+    assert isinstance(result, list)
+    (mask,) = result
+    return tokens_of(mask)
+
+
+def tokens_of(mask: Mask | None) -> set[int]:
+    assert mask is not None
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def random_drafts(followed: list[int], of: xgrammar.CompiledGrammar) -> list[int] | DraftTree:
+    """Chains and trees, many of whose tokens the grammar allows."""
+    count, is_tree = random.randint(1, 7), random.random() < 0.5
+    parents = [random.randint(0, row) if is_tree else row for row in range(count)]
+    drafts: list[int] = []
+    for parent in parents:
+        path = followed + path_to(parent, drafts, parents)
+        may_come = None if END in path else next_tokens(of, path)
+        is_wrong = not may_come or random.random() < 0.2
+        drafts.append(
+            random.randrange(VOCAB) if is_wrong else random.choice(sorted(may_come or ()))
+        )
+    return DraftTree(drafts, parents) if is_tree else drafts
+
+
+def path_to(row: int, drafts: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The drafts that lead to a row, which is the last token (0) or a draft."""
+    path: list[int] = []
+    while row:
+        path.insert(0, drafts[row - 1])
+        row = parents[row - 1]
+    return path
+
+
+def next_tokens(of: xgrammar.CompiledGrammar, followed: Sequence[int]) -> set[int] | None:
+    """What may come behind a text, by a matcher of its own; None: the text is wrong."""
+    try:
+        return allowed(ConstraintState(of, VOCAB).next_masks(followed))
+    except Internal:
+        return None
 
 
 class Walk:
@@ -43,21 +83,33 @@ class Walk:
     def __init__(self, pattern: str) -> None:
         self.grammar = grammar(pattern)
         self.state = ConstraintState(self.grammar, VOCAB)
-        self.reference = ConstraintState(self.grammar, VOCAB)
+        self.followed: list[int] = []
         self.new: list[int] = []
-        self.wanted: set[int] = set()
+        self.drafts: list[int] = []
 
-    def job(self) -> MaskJob:
-        self.wanted = allowed(self.reference.next_mask(self.new))
-        return MaskJob(self.state, self.new)
+    def job(self, *, has_drafts: bool = False) -> MaskJob:
+        self.followed += self.new
+        self.drafts = random_drafts(self.followed, self.grammar) if has_drafts else []
+        return MaskJob(self.state, self.new, self.drafts)
 
-    def check(self, mask: Result) -> None:
-        """Compares a mask, and draws the next token; a text that ends begins anew."""
-        assert allowed(mask) == self.wanted
-        self.new = [random.choice(sorted(self.wanted))]
+    def check(self, masks: Result) -> None:
+        """Compares masks, and draws the next token; a text that ends begins anew."""
+        assert isinstance(masks, list)
+        assert len(masks) == 1 + len(self.drafts)
+        for row, mask in enumerate(masks):
+            path = path_to(row, self.drafts, parents_of(self.drafts))
+            if END in path[:-1]:
+                continue
+            before = next_tokens(self.grammar, self.followed + path[:-1])
+            if before is None:
+                continue  # Whatever may come behind what may not.
+            if not path or (path[-1] in before and path[-1] != END):
+                assert tokens_of(mask) == next_tokens(self.grammar, self.followed + path)
+            else:
+                assert not tokens_of(mask)
+        self.new = [random.choice(sorted(tokens_of(masks[0])))]
         if self.new == [END]:
-            self.state = ConstraintState(self.grammar, VOCAB)
-            self.reference, self.new = ConstraintState(self.grammar, VOCAB), []
+            self.state, self.followed, self.new = ConstraintState(self.grammar, VOCAB), [], []
 
 
 class Lost(ConstraintState):
@@ -68,10 +120,10 @@ class Lost(ConstraintState):
         self.release = release
         self.num_calls = 0
 
-    def next_mask(self, tokens: Sequence[int]) -> Mask | None:
+    def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
         self.num_calls += 1
         self.release.wait(60)
-        return super().next_mask(tokens)
+        return super().next_masks(tokens, drafts)
 
 
 def hang_with(
@@ -88,21 +140,32 @@ def hang_with(
     monkeypatch.setattr(masks, "_fill", hanging)
 
 
-def turn(maker: MaskMaker, walks: Sequence[Walk], *others: MaskJob) -> list[Result]:
-    """Has a step's masks made, checks those of walks and returns the others."""
-    maker.begin([*(walk.job() for walk in walks), *others])
+def turn(
+    maker: MaskMaker, walks: Sequence[Walk], *others: MaskJob, drafted: float = 0.0
+) -> list[Result]:
+    """Has a step's masks made, checks those of walks and returns the others.
+
+    Args:
+        maker: Makes them.
+        walks: Samples.
+        others: Jobs beside them.
+        drafted: Share of the walks that have drafts.
+    """
+    maker.begin([*(walk.job(has_drafts=random.random() < drafted) for walk in walks), *others])
     found: list[Result] = list(maker.take())
     for walk, mask in zip(walks, found, strict=False):
         walk.check(mask)
     return found[len(walks) :]
 
 
+@pytest.mark.parametrize("drafted", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("count", [1, 2, 5, 40])
-def test_masks_are_those_of_each_sample_alone(count: int) -> None:
+def test_masks_are_those_of_each_sample_alone(count: int, drafted: float) -> None:
+    """Drafts are looked at, and change nothing about the sample."""
     fresh_seed()
     maker, walks = MaskMaker(), [Walk(random.choice(PATTERNS)) for _ in range(count)]
     for _ in range(40):
-        turn(maker, random.sample(walks, random.randint(1, count)))
+        turn(maker, random.sample(walks, random.randint(1, count)), drafted=drafted)
     maker.close()
 
 
@@ -193,9 +256,9 @@ def test_many_masks_may_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) ->
     class Slow(ConstraintState):
         is_alone = True
 
-        def next_mask(self, tokens: Sequence[int]) -> Mask | None:
+        def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
             time.sleep(0.4)
-            return super().next_mask(tokens)
+            return super().next_masks(tokens, drafts)
 
     maker = MaskMaker()
     texts = [b"a", b"c", b"", b"a", b"c"]

@@ -266,17 +266,19 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, other = (Constraint(kind="regex", text=text) for text in ("[ab]{40}", "[cd]{4}"))
-    next_mask, num_masks = masks.ConstraintState.next_mask, 0
+    next_masks, num_masks = masks.ConstraintState.next_masks, 0
 
-    def slow_once(state: masks.ConstraintState, tokens: Sequence[int]) -> masks.Mask | None:
+    def slow_once(
+        state: masks.ConstraintState, tokens: Sequence[int], drafts: Sequence[int]
+    ) -> masks.Masks:
         nonlocal num_masks
         num_masks += 1
         if num_masks == 5:
             raise masks._too_slow()
-        return next_mask(state, tokens)
+        return next_masks(state, tokens, drafts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(masks.ConstraintState, "next_mask", slow_once)
+        patch.setattr(masks.ConstraintState, "next_masks", slow_once)
         patch.setattr(masks.ConstraintState, "is_alone", True)
         error, beside = desk.run(*(desk.submit(slow, prompt()) for _ in range(2)))
     for failed in (error, beside):  # Who has the same constraint need not be slow as well.

@@ -46,7 +46,6 @@ class Kind:
     adapter: int | None = None
     min_tokens: int = 0
     is_drafted: bool = True
-    """On a GPU."""
 
 
 SEEDED = {"temperature": 1.0, "seed": 5}
@@ -60,7 +59,10 @@ KINDS = {
     "opted out": Kind({**SEEDED, "speculates": False}, is_drafted=False),
     "penalties": Kind({**SEEDED, "repetition_penalty": 1.3, "frequency_penalty": 0.3}),
     "min_tokens": Kind({}, min_tokens=9),
-    "grammar": Kind({**SEEDED, "constraint": DIGITS}, is_drafted=False),
+    "grammar": Kind({**SEEDED, "constraint": DIGITS}),
+    "grammar, greedy": Kind({"constraint": DIGITS}),
+    "grammar, penalties": Kind({**SEEDED, "constraint": DIGITS, "frequency_penalty": 0.3}),
+    "grammar, min_tokens": Kind({**SEEDED, "constraint": DIGITS}, min_tokens=16),
 }
 
 

@@ -43,7 +43,6 @@ class RecordedSteps(StepGraphs):
         runner._inputs, runner.graphs = inputs, self
         sampler = Sampler(engine.info.vocab_size, most, device=torch.device("cpu"))
         engine._drawing._sampler = sampler
-        engine.drafting._draws_on_device = True
         runner.capture_draws(sampler.plain_tables)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple:  # type: ignore[type-arg]

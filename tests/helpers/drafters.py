@@ -142,20 +142,24 @@ class KnownGraphs:
         plans.drafts_on_device = True
         engine.drafting.gate = plans.gate = RandomGate((0, 1, 2, 3, 5))
 
-    def forward(self, requests: StepRequests, depth: int) -> None:
+    def forward(self, requests: StepRequests, depth: int) -> torch.Tensor:
         """See `ChainGraphs.forward`."""
-        self._draft(requests.slots.tolist(), requests.starts.tolist(), depth)
+        return self._draft(requests.slots.tolist(), requests.starts.tolist(), depth)
 
     def forward_sent(
         self, depth: int, num_requests: int, adapter_slots: npt.NDArray[np.int32] | None
-    ) -> None:
+    ) -> torch.Tensor:
         """See `ChainGraphs.forward_sent`."""
         assert self._runner.inputs is not None
         slots, starts, _, limits = self._runner.inputs.request_rows(num_requests)
         are_drafted = limits > 1
-        self._draft(slots[are_drafted].tolist(), starts[are_drafted].tolist(), depth)
+        drafts = self._draft(slots[are_drafted].tolist(), starts[are_drafted].tolist(), depth)
+        found = drafts.new_zeros((depth, num_requests))
+        found[:, are_drafted] = drafts
+        self.last = found
+        return found
 
-    def _draft(self, chosen: list[int], starts: list[int], depth: int) -> None:
+    def _draft(self, chosen: list[int], starts: list[int], depth: int) -> torch.Tensor:
         owners = {request.slot: request for request in self._running}
         drafts = torch.empty((depth, len(chosen)), dtype=torch.int64)
         for column, (slot, start) in enumerate(zip(chosen, starts, strict=True)):
@@ -173,6 +177,7 @@ class KnownGraphs:
         slots = torch.tensor(chosen, dtype=torch.int64, device=drafts.device)
         self._known.tokens[1 : 1 + depth].index_copy_(1, slots, drafts)
         self.last = drafts
+        return drafts
 
 
 class RandomGate:

@@ -169,7 +169,7 @@ class Fetched:
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._host = values.to("cpu", non_blocking=True)
+        self._host = values.to("cpu", non_blocking=True, copy=True)
         self._copied = Mark(values.device)
 
     def wait(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from weft.engine.errors import WeftError
 from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
-from weft.engine.sampling.device import RowsBehindDrafts
+from weft.engine.sampling.device import RowMasks, RowsBehindDrafts
 from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
 from weft.engine.scheduler.columns import NO_NUMBERS
 from weft.engine.scheduler.plan import (
@@ -28,6 +28,9 @@ from weft.engine.scheduler.plan import (
 )
 from weft.engine.scheduler.state import Request
 from weft.engine.speculative.trees import tree_of
+
+if TYPE_CHECKING:
+    from weft.engine.constraints.masks import Mask, Masks
 
 Rows = Callable[[], npt.NDArray[np.int64]]
 """Waits for the tokens and the words of a step's rows, [2, T]."""
@@ -224,6 +227,17 @@ def _kept(wait_for_rows: Rows) -> Rows:
     return cache(lambda: wait_for_rows().copy())
 
 
+def _needs_drafts(item: VerifyItem) -> bool:
+    """Whether the host needs a request's drafts before their rows are drawn from."""
+    return item.max_drafts > 0 and item.request.params.constraint is not None
+
+
+def _await_drafts(plan: Plan, drawable: Drawable) -> None:
+    """Has the drafts come to the host, if they are not there nor on their way."""
+    if isinstance(plan.drafts, LaterDrafts) and not plan.drafts.is_coming:
+        plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
+
+
 def _drafts_of(plan: Plan, rows: Rows) -> list[list[int]]:
     """The drafts of each request, from the tokens and words of a step's rows."""
     tokens, words = rows()
@@ -254,16 +268,22 @@ class Drawing:
         self._prepared = np.zeros(0, np.int64)
         """Slots of the requests given to `prepare` last."""
 
-    def prepare(self, requests: Sequence[Request]) -> None:
+    def prepare(self, plan: Plan, requests: Sequence[Request]) -> None:
         """Prepares everything that drawing needs besides the logits.
 
         Args:
+            plan: Plan of the step, whose drafts may still be to come.
             requests: That will draw; the tokens before those to be drawn are known.
         """
         self._prepared = slots = self._slots(requests)
         for row in np.flatnonzero(~self._has_row[slots]).tolist():
             self._take_slot(requests[row])
-        self._constraints.begin_masks(requests)
+        if self._sampler.is_on_device and any(map(_needs_drafts, plan.verifies)):
+            begin, behind = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
+            others = [item.request for item in plan.verifies if not _needs_drafts(item)]
+            self._constraints.begin_masks([*requests[:begin], *others, *requests[behind:]])
+        else:
+            self._constraints.begin_masks(requests)
 
     def begin(self, plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
         """Draws one token for each request; with drafts, one for each accepted draft and one more.
@@ -279,15 +299,18 @@ class Drawing:
             samples = self._begin(drawable)
             return Draw(plan, requests, samples, drawable.positions, errors)
         firsts = first_rows(plan, len(requests))
-        # Where tokens are drawn on the device no such requests are drafted for.
         if not self._sampler.is_on_device and any(
             item.request.draws_in_turn for item in plan.verifies if item.max_drafts
         ):
-            if isinstance(plan.drafts, LaterDrafts):
-                plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
+            _await_drafts(plan, drawable)
             return self._draw_in_turn(plan, requests, firsts, drawable)
-        errors = {int(firsts[index]): e for index, e in self._take_masks(requests).items()}
-        samples, rows = self._begin(drawable, firsts, has_trees=plan.has_trees), None
+        failed, masks = self._take_masks(requests), None
+        if self._sampler.is_on_device and any(map(_needs_drafts, plan.verifies)):
+            _await_drafts(plan, drawable)
+            more, masks = self._take_masks_behind_drafts(plan, firsts)
+            failed |= more
+        errors = {int(firsts[index]): error for index, error in failed.items()}
+        samples, rows = self._begin(drawable, firsts, masks, has_trees=plan.has_trees), None
         if isinstance(plan.drafts, LaterDrafts):
             rows = _kept(samples.rows or _fetch_rows(drawable))
             plan.drafts.come_with(partial(_drafts_of, plan, rows))
@@ -297,6 +320,7 @@ class Drawing:
         self,
         drawable: Drawable,
         firsts: npt.NDArray[np.int64] | None = None,
+        masks: RowMasks | None = None,
         *,
         has_trees: bool = False,
     ) -> SamplesUnderWay:
@@ -305,10 +329,11 @@ class Drawing:
         Args:
             drawable: Their rows.
             firsts: `first_rows` of them; None: each has one.
+            masks: Of rows behind drafts; None: none has one of its own.
             has_trees: Drafts form trees.
         """
         positions = drawable.positions
-        if drawable.captured is not None:
+        if drawable.captured is not None and masks is None:
             # Rows of requests that have ended since are drawn, too: their slots are nobody's yet.
             own = drawable.slots
             way = self._sampler.common_way(own)
@@ -322,21 +347,62 @@ class Drawing:
                 drafted = RowsBehindDrafts(of_rows, drawable.rows(), has_trees)
             slots = np.repeat(slots, np.diff(firsts))
         if drawable.on_device is None:
-            return self._sampler.begin(drawable.logits(), slots, positions, None, drafted)
+            return self._sampler.begin(drawable.logits(), slots, positions, None, drafted, masks)
         # Where somebody has ended since, a row draws from a slot of nobody.
         has_slots = np.array_equal(slots, drawable.slots)
         on_device = partial(drawable.on_device, has_slots=has_slots)
-        return self._sampler.begin(drawable.logits(), slots, positions, on_device, drafted)
+        return self._sampler.begin(drawable.logits(), slots, positions, on_device, drafted, masks)
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
-        """Passes the computed masks to the sampler; returns errors by first row."""
+        """Passes the computed masks to the sampler; returns errors by index of the request."""
         errors: dict[int, WeftError] = {}
-        for request, mask in self._constraints.take_masks():
-            if isinstance(mask, WeftError):
-                errors[requests.index(request)] = mask
+        for request, masks in self._constraints.take_masks():
+            if isinstance(masks, WeftError):
+                errors[requests.index(request)] = masks
             else:
-                self._sampler.set_mask(request.slot, mask)
+                self._set_mask(request, masks[0])
         return errors
+
+    def _set_mask(self, request: Request, mask: Mask | None) -> None:
+        if self._sampler.is_on_device:
+            # How many drafts of earlier steps were accepted the sampler does not know.
+            self._sampler.went_on(request.slot, request.num_generated)
+        self._sampler.set_mask(request.slot, mask)
+
+    def _take_masks_behind_drafts(
+        self, plan: Plan, firsts: npt.NDArray[np.int64]
+    ) -> tuple[dict[int, WeftError], RowMasks | None]:
+        """Computes the masks of constrained requests with drafts, of which each row has its own.
+
+        Args:
+            plan: Plan of the step; its drafts are on their way to the host.
+            firsts: `first_rows`.
+
+        Returns:
+            Errors by index of the request, and the masks of rows behind drafts; None: all of those
+            requests have ended.
+        """
+        indices = {
+            item.request: index
+            for index, item in enumerate(plan.verifies, len(plan.decodes))
+            if _needs_drafts(item)
+        }
+        drafts = [plan.drafts[index - len(plan.decodes)] for index in indices.values()]
+        self._constraints.begin_masks([*indices], drafts=drafts)
+        errors: dict[int, WeftError] = {}
+        rows: list[int] = []
+        behind: Masks = []
+        for request, masks in self._constraints.take_masks():
+            index = indices[request]
+            if isinstance(masks, WeftError):
+                errors[index] = masks
+                continue
+            self._set_mask(request, masks[0])
+            num_generated, first = request.num_generated, int(firsts[index])
+            for row, mask in enumerate(masks[1:], 1):
+                rows.append(first + row)
+                behind.append(self._sampler.later_mask(request.slot, mask, num_generated + row))
+        return errors, RowMasks(np.array(rows, np.int64), behind) if rows else None
 
     def _draw_in_turn(
         self,

@@ -147,7 +147,7 @@ class StepPipeline:
             if faults.ENGINE_STEP.is_armed:
                 faults.ENGINE_STEP.fire()
             if is_ready:
-                self._drawing.prepare(drawing)
+                self._drawing.prepare(plan, drawing)
             self._runner.copy(self._scheduler.pages.take_copies())
             if plan.verifies:
                 assert self._drafter is not None
@@ -166,7 +166,7 @@ class StepPipeline:
                 step.mark = step.mark or self._runner.mark()
             else:
                 if not is_ready:
-                    self._drawing.prepare(step.drawing)
+                    self._drawing.prepare(step.plan, step.drawing)
                 step.draw = self._drawing.begin(step.plan, step.drawing, step.drawable)
                 step.drawable = None
                 if not step.draw.are_kept:

@@ -14,7 +14,7 @@ from weft.engine.scheduler.state import Request, RequestKey, State
 
 if TYPE_CHECKING:
     import xgrammar
-    from weft.engine.constraints.masks import ConstraintState, Mask, MaskMaker
+    from weft.engine.constraints.masks import ConstraintState, MaskMaker, Masks
 
 MAX_REFUSED = 64
 """Most constraints that are remembered as taking too long."""
@@ -133,34 +133,41 @@ class Constraints:
             keys.remove(request.key)
 
     def begin_masks(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]] | None = None
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]] | None = None,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Starts computing the masks of requests that draw in the current step, except ended ones.
 
         Args:
             requests: Which.
             accepted: For each, tokens that it has already drawn in this step; None: none.
+            drafts: For each, drafts that get masks too; None: none.
         """
         if not self._grammars:
             return
+        none: list[Sequence[int]] = [()] * len(requests)
         masked = [
-            (request, drawn)
-            for request, drawn in zip(requests, accepted or [()] * len(requests), strict=True)
+            (request, drawn, behind)
+            for request, drawn, behind in zip(
+                requests, accepted or none, drafts or none, strict=True
+            )
             if request.params.constraint is not None and request.state is not State.FINISHED
         ]
-        self._masked = [request for request, _ in masked]
+        self._masked = [request for request, _, _ in masked]
         if not masked:
             return
         from weft.engine.constraints.masks import MaskJob, MaskMaker
 
         self._maker = self._maker or MaskMaker()
         jobs = []
-        for request, drawn in masked:
+        for request, drawn, behind in masked:
             state = self._state(request)
             begin = request.num_prompt_tokens + state.num_accepted
             num_known = len(request.tokens)
             tokens = request.tokens[begin:] + list(drawn[max(0, begin - num_known) :])
-            jobs.append(MaskJob(state, tokens))
+            jobs.append(MaskJob(state, tokens, behind))
         self._maker.begin(jobs)
 
     def _state(self, request: Request) -> ConstraintState:
@@ -174,18 +181,16 @@ class Constraints:
             state = self._states[key] = ConstraintState(grammar, self._vocab_size)
         return state
 
-    def take_masks(self) -> list[tuple[Request, Mask | WeftError | None]]:
-        """Waits for the masks that `begin_masks` started; None for a sample that may draw any
-        token.
-        """
+    def take_masks(self) -> list[tuple[Request, Masks | WeftError]]:
+        """Waits for the masks that `begin_masks` started."""
         if not self._masked:
             return []
         assert self._maker is not None
         masked, self._masked = self._masked, []
         masks = self._maker.take()
-        for request, mask in zip(masked, masks, strict=True):
-            if isinstance(mask, InvalidRequest) and request.params.constraint is not None:
-                self._refuse(request.params.constraint, mask.message, masked)
+        for request, found in zip(masked, masks, strict=True):
+            if isinstance(found, InvalidRequest) and request.params.constraint is not None:
+                self._refuse(request.params.constraint, found.message, masked)
         return list(zip(masked, masks, strict=True))
 
     def _refuse(self, constraint: Constraint, message: str, others: Sequence[Request]) -> None:

@@ -13,13 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xgrammar
 from weft.engine.errors import Internal, InvalidRequest, WeftError
+from weft.engine.scheduler.plan import parents_of
 
 logger = logging.getLogger(__name__)
 
 Mask = npt.NDArray[np.uint32]
 """[ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i."""
+
+Masks = list[Mask | None]
+"""The masks of a sample in one step: of the next token, and of the one behind each of its drafts.
+None: every token may come.
+"""
 
 SLOW_MASK_S = 0.05
 """CPU seconds beyond which a mask counts as slow: the whole batch waits for it."""
@@ -77,14 +84,16 @@ class ConstraintState:
             self._matcher = matcher
         return self._matcher
 
-    def next_mask(self, tokens: Sequence[int]) -> Mask | None:
-        """Follows more tokens of the sample, then returns the mask of the next one.
+    def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
+        """Follows more tokens of the sample, then returns the masks of what may come behind them.
 
         Args:
             tokens: Those from `num_accepted` on.
+            drafts: Drafts behind them, a chain or a `DraftTree`, which are not followed for good.
 
         Returns:
-            A new array, its bits from vocab_size on 0; None: every token may come.
+            New arrays, their bits from vocab_size on 0; of the next token, then behind each draft:
+            none may come behind one that is not of the grammar, any behind what would follow that.
 
         Raises:
             Internal: A token is not of the grammar.
@@ -95,14 +104,19 @@ class ConstraintState:
             if not self.matcher.accept_token(token):
                 raise self.not_of_grammar(token)
             self._followed.append(token)
-        words = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
-        is_restricted = self.matcher.fill_next_token_bitmask(words)
+        words = np.full((1 + len(drafts), -(-self.vocab_size // 32)), -1, np.int32)
+        is_restricted = True
+        if drafts and not self.matcher.is_terminated():
+            first, following, ids = map(torch.from_numpy, _links(drafts))
+            self.matcher.traverse_draft_tree(first, following, ids, torch.from_numpy(words))
+        else:
+            is_restricted = self.matcher.fill_next_token_bitmask(words)
         self.num_alone = max(0, self.num_alone - 1)
         taken_s = time.thread_time() - began
         self._slow_s += taken_s if taken_s > SLOW_MASK_S else 0.0
         if self._slow_s > MAX_SLOW_S:
             raise _too_slow()
-        return _masks(words, self.vocab_size)[0] if is_restricted else None
+        return list(_masks(words, self.vocab_size)) if is_restricted else [None]
 
     def not_of_grammar(self, token: int) -> Internal:
         """The error of a token that may not come."""
@@ -126,6 +140,21 @@ def _masks(words: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.uint
     return words.view(np.uint32)
 
 
+def _links(drafts: Sequence[int]) -> tuple[npt.NDArray[np.int64], ...]:
+    """For the last token and each draft: the first that follows it, the next that follows the same
+    one (-1: none), and its token (of the last one any).
+    """
+    first, following = (np.full(1 + len(drafts), -1, np.int64) for _ in range(2))
+    newest: dict[int, int] = {}
+    for row, parent in enumerate(parents_of(drafts), 1):
+        if parent in newest:
+            following[newest[parent]] = row
+        else:
+            first[parent] = row
+        newest[parent] = row
+    return first, following, np.array([0, *drafts], np.int64)
+
+
 def _too_slow() -> InvalidRequest:
     message = "the grammar is too ambiguous: following it takes too long"
     return InvalidRequest(message, stage="decode", param="constraint")
@@ -137,6 +166,13 @@ class MaskJob(NamedTuple):
     state: ConstraintState
     tokens: Sequence[int]
     """Tokens since its last job; not changed until the masks are taken."""
+    drafts: Sequence[int] = ()
+    """Drafts behind them, of which each gets a mask too."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether its masks are to be computed by themselves."""
+        return len(self.drafts) > 0 or self.state.is_alone
 
 
 class MaskMaker:
@@ -156,8 +192,8 @@ class MaskMaker:
         self._work = _Work(jobs)
         self._work.give(self._thread)
 
-    def take(self) -> list[Mask | WeftError | None]:
-        """Waits for the masks, one per job; an error for each that failed."""
+    def take(self) -> list[Masks | WeftError]:
+        """Waits for the masks of each job; an error for each that failed."""
         work, self._work = self._work, None
         assert work is not None
         num_left = len(work.jobs)
@@ -182,7 +218,7 @@ class _Work:
 
     def __init__(self, jobs: Sequence[MaskJob]) -> None:
         self.jobs = jobs
-        self.results: list[Mask | WeftError | None] = [None] * len(jobs)
+        self.results: list[Masks | WeftError] = [[]] * len(jobs)
         self.is_done = threading.Event()
         self._left = dict.fromkeys(range(len(jobs)))
         """Indexes of the jobs without a result, in order."""
@@ -220,11 +256,11 @@ class _Work:
         with self._lock:
             if thread is not self._thread:
                 return []
-            together = [index for index in self._left if not self.jobs[index].state.is_alone]
+            together = [index for index in self._left if not self.jobs[index].is_alone]
             self._group = together or list(self._left)[:1]
             return self._group
 
-    def end(self, group: list[int], masks: Sequence[Mask | WeftError | None] | None) -> None:
+    def end(self, group: list[int], masks: Sequence[Masks | WeftError] | None) -> None:
         """Takes the masks of a group; None: they have to be computed one by one."""
         with self._lock:
             if group is not self._group:
@@ -233,17 +269,17 @@ class _Work:
             if masks is None:
                 self._part(group)
                 return
-            for index, mask in zip(group, masks, strict=True):
+            for index, found in zip(group, masks, strict=True):
                 if len(group) > 1:
                     self.jobs[index].state.keep(self.jobs[index].tokens)
-                self._set(index, mask)
+                self._set(index, found)
 
     def _part(self, group: list[int]) -> None:
         for index in group:
             self.jobs[index].state.go_alone()
 
-    def _set(self, index: int, mask: Mask | WeftError | None) -> None:
-        self.results[index] = mask
+    def _set(self, index: int, masks: Masks | WeftError) -> None:
+        self.results[index] = masks
         del self._left[index]
         if not self._left:
             self.is_done.set()
@@ -265,25 +301,27 @@ class _MaskThread:
                 work.end(group, [_alone(jobs[0])] if len(jobs) == 1 else _together(jobs))
 
 
-def _alone(job: MaskJob) -> Mask | WeftError | None:
-    """The mask of a job's next token, unless its state is another thread's for good."""
+def _alone(job: MaskJob) -> Masks | WeftError:
+    """The masks of a job, unless its state is another thread's for good."""
     if job.state.is_lost:
         return _too_slow()
     try:
-        return job.state.next_mask(job.tokens)
+        return job.state.next_masks(job.tokens, job.drafts)
     except WeftError as error:
         return error
     except RuntimeError as error:
         return Internal(f"no mask: {error}", stage="decode")
 
 
-def _together(jobs: Sequence[MaskJob]) -> list[Mask | WeftError | None] | None:
-    """The masks of several jobs, or None if one of them fails; changes nothing but the matchers."""
+def _together(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
+    """The masks of several jobs without drafts, or None if one of them fails; changes nothing but
+    the matchers.
+    """
     began = time.monotonic()
-    found: list[Mask | WeftError | None] = [None] * len(jobs)
+    found: list[Masks | WeftError] = [[]] * len(jobs)
     try:
         allowed = []
-        for place, (state, tokens) in enumerate(jobs):
+        for place, (state, tokens, _) in enumerate(jobs):
             matcher = state.matcher
             wrong = next((token for token in tokens if not matcher.accept_token(token)), None)
             if wrong is None:
@@ -296,10 +334,10 @@ def _together(jobs: Sequence[MaskJob]) -> list[Mask | WeftError | None] | None:
     except RuntimeError:
         return None
     for (place, _), mask in zip(allowed, _masks(words, vocab_size), strict=True):
-        found[place] = mask
+        found[place] = [mask]
     if time.monotonic() - began > SLOW_MASK_S:
-        for state, _ in jobs:
-            state.num_alone = NUM_ALONE
+        for job in jobs:
+            job.state.num_alone = NUM_ALONE
     return found
 
 

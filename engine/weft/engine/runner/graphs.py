@@ -348,7 +348,8 @@ class StepGraphs:
         """
         self._inputs.send_requests(requests, bucket.columns)
         if drafts is not None:
-            drafts.begin_within(bucket.requests, requests.adapter_slots)
+            num_before = len(requests.slots) - len(drafts)
+            drafts.begin_within(bucket.requests, requests.adapter_slots, num_before)
         return self._replay(bucket)[: requests.num_rows]
 
     def _replay(self, bucket: GraphBucket) -> torch.Tensor:

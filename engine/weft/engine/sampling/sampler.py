@@ -14,6 +14,7 @@ from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.sampling.device import (
     CapturedDraws,
     DeviceSampler,
+    RowMasks,
     RowsBehindDrafts,
     RowsOnDevice,
     SlotParams,
@@ -243,6 +244,21 @@ class Sampler:
         if self._device is not None:
             self._send_mask(slot)
 
+    def went_on(self, slot: int, num_generated: int) -> None:
+        """Notes how many tokens a slot's sample has generated, where drafts of it were accepted."""
+        self._num_generated[slot] = num_generated
+
+    def later_mask(
+        self, slot: int, mask: npt.NDArray[np.uint32] | None, num_generated: int
+    ) -> npt.NDArray[np.uint32] | None:
+        """A mask that the slot's sample has behind so many tokens, as `begin` uses it for a row:
+        without its stop tokens, if it is to have more and the mask allows others.
+        """
+        if slot not in self._edits or num_generated >= self._rows[slot].stop.min_tokens:
+            return mask
+        words = _without(mask, self._edits[slot].stop_ids, self._columns.masks.shape[1])
+        return words if mask is None or words.any() else mask
+
     def counts_tokens(self, slots: Int64Array) -> bool:
         """Whether what any of these slots draws depends on what it has drawn."""
         return not self._counting.isdisjoint(slots.tolist())
@@ -260,6 +276,7 @@ class Sampler:
         positions: Int64Array,
         on_device: Callable[[], RowsOnDevice] | None = None,
         drafted: RowsBehindDrafts | None = None,
+        masks: RowMasks | None = None,
     ) -> SamplesUnderWay:
         """Draws one token per row and counts it; does not wait for a device.
 
@@ -272,17 +289,19 @@ class Sampler:
             on_device: Gives the same on the device of the logits, as far as it is there, and
                 positions that only the device knows; a sampler on the host cannot use it.
             drafted: Of a step with drafts, if `counts_tokens`; like `on_device`.
+            masks: Masks of rows behind drafts (`later_mask`), on a device; None: there are none.
 
         Raises:
             ValueError: Shapes or dtype are wrong.
         """
-        if logits.is_cuda and self._is_greedy[slots].all():
+        if logits.is_cuda and masks is None and self._is_greedy[slots].all():
             tokens, output = self._draw_greedily(logits)
         elif self._device is not None:
             found = None if on_device is None else on_device()
-            tokens, output = self._draw_on_device(logits, slots, positions, found, drafted)
+            tokens, output = self._draw_on_device(logits, slots, positions, found, drafted, masks)
         else:
-            drawn = self._draw(Fetched(logits).wait(), slots, positions)
+            on_host = Fetched(logits).wait() if logits.is_cuda else logits
+            drawn = self._draw(on_host, slots, positions)
             tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
         self._num_generated[slots] += 1
         return SamplesUnderWay(tokens, output, positions)
@@ -350,6 +369,7 @@ class Sampler:
         positions: Int64Array,
         on_device: RowsOnDevice | None,
         drafted: RowsBehindDrafts | None,
+        masks: RowMasks | None,
     ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
         assert self._device is not None
         if self._lacking_stops:
@@ -357,7 +377,7 @@ class Sampler:
                 if not self._is_masking(slot):
                     self._send_mask(slot)
         num_tops = self._num_tops(slots)
-        draw = self._device.draw(logits, slots, positions, num_tops, on_device, drafted)
+        draw = self._device.draw(logits, slots, positions, num_tops, on_device, drafted, masks)
 
         def output() -> SampleOutput:
             tokens, found = draw.wait()
@@ -451,13 +471,19 @@ class Sampler:
 
     def _without_stops(self, slot: int) -> npt.NDArray[np.uint32]:
         """The slot's mask (all tokens if it has none) without its stop tokens."""
-        words: npt.NDArray[np.uint32] = self._columns.masks[slot].copy()
-        if not self._columns.is_masked[slot]:
-            words.fill(0xFFFFFFFF)
-        stop_ids = self._edits[slot].stop_ids
-        bits = np.uint32(1) << (stop_ids & 31).astype(np.uint32)
-        np.bitwise_and.at(words, stop_ids >> 5, ~bits)
-        return words
+        columns = self._columns
+        mask = columns.masks[slot] if columns.is_masked[slot] else None
+        return _without(mask, self._edits[slot].stop_ids, columns.masks.shape[1])
+
+
+def _without(
+    mask: npt.NDArray[np.uint32] | None, stop_ids: Int64Array, num_words: int
+) -> npt.NDArray[np.uint32]:
+    """A mask (None: of all tokens) without these tokens."""
+    words = np.full(num_words, 0xFFFFFFFF, np.uint32) if mask is None else mask.copy()
+    bits = np.uint32(1) << (stop_ids & 31).astype(np.uint32)
+    np.bitwise_and.at(words, stop_ids >> 5, ~bits)
+    return words
 
 
 def _explain(output: SampleOutput, positions: Int64Array) -> None:

@@ -133,19 +133,27 @@ class LaterDrafts(Sequence[list[int]]):
         afterwards.
         """
 
-    def begin_within(self, num_requests: int, adapter_slots: Int32Array | None) -> None:
+    def begin_within(
+        self, num_requests: int, adapter_slots: Int32Array | None, num_before: int
+    ) -> None:
         """Starts what has not begun, with the inputs of the step itself, which were sent just now.
 
         Args:
             num_requests: That the step is padded to.
             adapter_slots: Adapter slots of the step's requests, [R]; None: none has an adapter.
+            num_before: Number of the step's requests before these.
         """
 
     def come_with(self, fetch: Fetch) -> None:
-        """Notes that they come to the host with the tokens of the step that verifies them; `fetch`
-        waits for them.
+        """Notes that they come to the host, as with the tokens of the step that verifies them;
+        `fetch` waits for them.
         """
         self._fetch = fetch
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether they come to the host, so that they can be asked for."""
+        return self._fetch is not None
 
     def __len__(self) -> int:
         """Number of requests."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from weft.engine.device_copies import Fetched
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.step import Int32Array, PageTable, StepRequests
 from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
@@ -167,14 +168,20 @@ class ChainGraphs:
             )
         return self._found[key]
 
-    def forward(self, requests: StepRequests, depth: int) -> None:
-        """Starts chains of at least `depth` drafts."""
+    def forward(self, requests: StepRequests, depth: int) -> torch.Tensor:
+        """Starts chains of at least `depth` drafts.
+
+        Returns:
+            [depth or more, requests or more] int64: the drafts, until the next ones are made.
+        """
         has_lora = self._chains.needs_lora(requests.adapter_slots)
         shape = self.shape_of(depth, len(requests.slots), has_lora=has_lora)
         self._chains.send(requests, shape)
-        self._graphs[shape][0].replay()
+        return self._replay(shape)
 
-    def forward_sent(self, depth: int, num_requests: int, adapter_slots: Int32Array | None) -> None:
+    def forward_sent(
+        self, depth: int, num_requests: int, adapter_slots: Int32Array | None
+    ) -> torch.Tensor:
         """`forward` for the requests of a step, which were sent just now.
 
         Args:
@@ -186,11 +193,19 @@ class ChainGraphs:
         shape = self.shape_of(depth, num_requests, has_lora=has_lora)
         assert shape.requests == num_requests, "chains are captured for the sizes of steps"
         self._chains.send_adapters(adapter_slots, shape)
-        self._graphs[shape][0].replay()
+        return self._replay(shape)
+
+    def _replay(self, shape: ChainShape) -> torch.Tensor:
+        graph, found = self._graphs[shape]
+        graph.replay()
+        return found
 
 
 class LaterChains(LaterDrafts):
     """Drafts of chains by graphs, which the runner begins.
+
+    Those of constrained requests come to the host before the step that verifies them has run, so
+    that masks are made in the meantime.
 
     Args:
         graphs: Make them.
@@ -213,9 +228,22 @@ class LaterChains(LaterDrafts):
         """See `LaterDrafts.begin`."""
         if self._depth:
             requests = StepRequests.of_items(self._items, self.counts, self._table, self._page_size)
-            self._graphs.forward(requests, self._depth)
+            self._fetch_if_needed(self._graphs.forward(requests, self._depth), 0)
 
-    def begin_within(self, num_requests: int, adapter_slots: Int32Array | None) -> None:
+    def begin_within(
+        self, num_requests: int, adapter_slots: Int32Array | None, num_before: int
+    ) -> None:
         """See `LaterDrafts.begin_within`."""
         if self._depth:
-            self._graphs.forward_sent(self._depth, num_requests, adapter_slots)
+            found = self._graphs.forward_sent(self._depth, num_requests, adapter_slots)
+            self._fetch_if_needed(found, num_before)
+
+    def _fetch_if_needed(self, found: torch.Tensor, first: int) -> None:
+        """Begins to copy the drafts to the host, if it needs any; `first` is the items' column."""
+        if any(item.request.params.constraint is not None for item in self._items):
+            fetched = Fetched(found)
+            self.come_with(lambda: self._chains_in(fetched.wait(), first))
+
+    def _chains_in(self, found: torch.Tensor, first: int) -> list[list[int]]:
+        columns: list[list[int]] = found[:, first : first + len(self.counts)].t().tolist()
+        return [chain[:count] for chain, count in zip(columns, self.counts, strict=True)]

@@ -43,7 +43,6 @@ class Drafting:
             else:
                 self.gate = FixedGate(most, width)
         self._max_chain = config.max_draft_tokens
-        self._draws_on_device = draws_on_device
         is_head = isinstance(self.drafter, EagleDrafter) and self.drafter.is_on_device
         if isinstance(self.drafter, EagleDrafter):
             self.drafter.waits_for_trees = not draws_on_device
@@ -58,10 +57,7 @@ class Drafting:
 
     def is_for(self, request: Request) -> bool:
         """Whether tokens of a new request may be drafted."""
-        if self.drafter is None or not request.params.speculates:
-            return False
-        # The host makes a constraint's mask from all tokens before, which it knows too late.
-        return not (self._draws_on_device and request.params.constraint is not None)
+        return self.drafter is not None and request.params.speculates
 
     def forget(self, slot: int) -> None:
         """Frees the state of a slot whose request is gone."""
