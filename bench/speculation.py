@@ -12,6 +12,10 @@ own choice each engine's furthest one is.
     python bench/speculation.py --drafters none,ngram
     python bench/speculation.py --drafters none,eagle3 --draft-width 1,4     chains beside trees
     python bench/speculation.py --drafters none,eagle3 --adapter adapters/pirate
+    python bench/speculation.py --drafters none,eagle3 --json-answers
+
+With --json-answers each answer is constrained to a JSON object with one text, and checked to be (or
+begin) one; float32 chooses without a constraint, so that it says nothing of these tokens.
 """
 
 from __future__ import annotations
@@ -42,11 +46,15 @@ from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 from serving.systems import Answer
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
+from weft.engine.constraints.grammar import GrammarSource
+from weft.engine.constraints.masks import ConstraintState
+from weft.engine.constraints.vocabulary import load_vocabulary
 from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.lora.files import DRAFT_FOLDER
+from weft.engine.models.config import ModelConfig
 from weft.engine.models.demo import resolve_model
 from weft.engine.models.dtypes import resolve_dtype
-from weft.engine.request import StopCriteria
+from weft.engine.request import Constraint, SamplingParams, StopCriteria
 
 DRAFT = ROOT / "drafts" / "smollm2-135m-eagle3"
 PROMPTS = ROOT / "scripts" / "draft_training" / "held_out.json"
@@ -60,6 +68,18 @@ COLUMNS = (
     *("drafter", "tokens/s", "of none", "of chains", "at first", "a step", "drafts right", "trees"),
 )
 POOL_BYTES = 512 << 20
+ANSWER = Constraint(
+    kind="json_schema",
+    text=json.dumps(
+        {
+            "type": "object",
+            "properties": {"answer": {"type": "string"}},
+            "required": ["answer"],
+            "additionalProperties": False,
+        }
+    ),
+)
+"""Of each answer with --json-answers."""
 
 
 class Served(NamedTuple):
@@ -68,6 +88,7 @@ class Served(NamedTuple):
     llm: LLM
     adapter: bytes
     """Adapter digest; empty: none."""
+    params: SamplingParams
 
 
 Row = tuple[str, int]
@@ -128,7 +149,8 @@ def main() -> int:
         for name, settings in arguments.engines.items():
             folder = Path(stack.enter_context(TemporaryDirectory()))
             llm = stack.enter_context(LLM(model_dir, **settings, dtype=dtype))
-            engines[name] = Served(llm, load_adapter(llm, name, arguments.adapter, folder))
+            adapter = load_adapter(llm, name, arguments.adapter, folder)
+            engines[name] = Served(llm, adapter, arguments.params)
             progress.advance(loading)
         # As a worker does: what stays is not looked through while steps run.
         gc.collect()
@@ -153,6 +175,9 @@ def main() -> int:
             report.depths = {n: one.llm.engine.drafting.depths() for n, one in engines.items()}
             setup["other_cores"] = MachineUse.now().others_since(before)
             report.add((kind, streams), cells)
+    if arguments.json_answers:
+        check_json(model_dir, answers)
+        return report.end({})
     return report.end(judge(model_dir, dtype, answers, arguments.adapter))
 
 
@@ -204,7 +229,7 @@ def run(
     counters = llm.engine.counters()
     adapters = [served.adapter] * len(chosen)
     began = time.perf_counter()
-    samples = llm.generate(chosen, None, stop, adapters=adapters, max_at_once=streams)
+    samples = llm.generate(chosen, served.params, stop, adapters=adapters, max_at_once=streams)
     seconds = time.perf_counter() - began
     num_made = sum(len(sample.token_ids) for sample in samples)
     if not is_warm:
@@ -233,6 +258,25 @@ def judge(
             for name in names:
                 verdicts[name].add(found)
     return verdicts
+
+
+def check_json(model_dir: Path, answers: Answers) -> None:
+    """Checks that all answers are of the constraint, or the beginnings of such.
+
+    Raises:
+        WeftError: A token is not of the grammar.
+        ValueError: An answer that has ended is not JSON.
+    """
+    config = ModelConfig.load(model_dir)
+    vocabulary = load_vocabulary(model_dir, config.vocab_size, config.eos_token_ids)
+    source = GrammarSource(vocabulary, max_grammar_bytes=1 << 28)
+    grammar = source.read(source.compile(ANSWER))
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    for text in chain.from_iterable(answers.values()):
+        has_ended = text[-1] in config.eos_token_ids
+        ConstraintState(grammar, config.vocab_size).next_masks(text[:-1] if has_ended else text)
+        if has_ended:
+            json.loads(tokenizer.decode(text[:-1]))["answer"]
 
 
 class Report:
@@ -345,6 +389,7 @@ def parse() -> argparse.Namespace:
         "--draft-width", default="1", help="of eagle3, by commas, an engine each; 1: chains alone"
     )
     parser.add_argument("--adapter", type=Path, help="PEFT folder, of all requests")
+    parser.add_argument("--json-answers", action="store_true", help="constrain all answers")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES, help="KV of each engine")
@@ -354,6 +399,8 @@ def parse() -> argparse.Namespace:
     known = (*DRAFTERS, "model") if arguments.draft_model else DRAFTERS
     if unknown := set(arguments.drafters) - set(known):
         parser.error(f"--drafters: {', '.join(sorted(unknown))}: none of {', '.join(known)}")
+    constraint = ANSWER if arguments.json_answers else None
+    arguments.params = SamplingParams(temperature=0.0, constraint=constraint)
     arguments.streams = [int(number) for number in arguments.streams.split(",")]
     arguments.engines = engines_of(arguments)
     return arguments

@@ -18,7 +18,7 @@ from tree_cases import path_to, random_parents, words_of
 from tree_drafters import KnownTreeGraphs
 from weft.engine.engine import Engine
 from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.scheduler.plan import DraftShape, DraftTree, VerifyItem
 from weft.engine.speculative.eagle import EagleDrafter
 from weft.engine.speculative.gate import tree_shapes
@@ -45,7 +45,8 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     print(f"seed {seed}")
     random.seed(seed)
     path = tmp_path_factory.mktemp("t")
-    return make_tiny("llama", path, seed, num_hidden_layers=4, head_dim=64, vocab_size=VOCAB)
+    shape = {"num_hidden_layers": 4, "head_dim": 64, "vocab_size": VOCAB}
+    return make_tiny("llama", path, seed, tokenizer=True, **shape)
 
 
 @pytest.fixture(scope="module")
@@ -212,20 +213,26 @@ def test_steps_behind_trees_whose_outcome_the_host_does_not_know(
 ) -> None:
     """Trees that hold the text among wrong branches; ends at stop tokens anywhere in them."""
     prompts = random_prompts(9)
-    params = SamplingParams(temperature=temperature, seed=5)
+    digits = Constraint(kind="regex", text="[0-9]{20,50}")
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=5, constraint=digits if index % 3 == 0 else None
+        )
+        for index in range(len(prompts))
+    ]
     stop = StopCriteria(max_tokens=60, stop_token_ids=tuple(range(0, VOCAB, 50)))
     with LLM(target_dir, **settings(num_pages=num_pages)) as plain:
-        expected = plain.generate_all(prompts, params, stop)
+        expected = plain.generate(prompts, params, stop)
     with LLM(target_dir, **settings(draft_dir, num_pages=num_pages)) as drafting:
         engine = drafting.engine
         assert engine.drafting.is_on_device
-        texts = texts_of(prompts, expected, 5)
+        texts = texts_of(prompts, [[sample] for sample in expected], 5)
         KnownGraphs(engine, texts, VOCAB, 0.8)
         trees = KnownTreeGraphs(engine, texts, VOCAB, 0.8)
         choose(engine, (0, 3, *SHAPES))
         for _ in range(2):
-            groups = drafting.generate_all(prompts, params, stop)
-            assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+            found = drafting.generate(prompts, params, stop)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
         counters = engine.counters()
         assert trees.num_late > 10
         assert counters["accepted_tokens"] > counters["verified_runs"]

@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import os
 import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -68,6 +69,10 @@ DEFAULT_KV_BYTES = 1 << 30
 """Default size of the KV pool on a CPU."""
 DEFAULT_STAGING_BYTES = 2 << 30
 MIN_STAGING_PAGES = 4
+MAX_SWITCH_S = 5e-4
+"""For so long a thread keeps Python's lock from one that waits for it: the engine's, whose steps
+would else be up to 5 ms late while another one reads an adapter or makes masks.
+"""
 LANDING_SHARES = {
     ("decode", False): 1.0,
     ("decode", True): 7 / 8,
@@ -126,6 +131,7 @@ def load_parts(
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
     device = _device(config)
     loaded = load_model(
         config.model_dir,
