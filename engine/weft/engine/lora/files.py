@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -89,12 +90,20 @@ class AdapterFiles:
         _read_at(self.directory, self._weights, entry.start, memoryview(data))
         return data
 
-    def chunks(self, num_bytes: int = 1 << 22) -> Iterator[bytes]:
-        """Reads the whole weight file in pieces."""
-        offset = 0
-        while piece := os.pread(self._weights, num_bytes, offset):
-            offset += len(piece)
-            yield piece
+    def pieces(self, num_bytes: int) -> list[range]:
+        """Offsets of the weight file's pieces, each of `num_bytes` but the last."""
+        size = os.fstat(self._weights).st_size
+        return [range(at, min(size, at + num_bytes)) for at in range(0, size, num_bytes)]
+
+    def piece_digest(self, piece: range) -> bytes:
+        """BLAKE2b-256 of a piece of the weight file.
+
+        Raises:
+            AdapterError: The file has become shorter.
+        """
+        data = bytearray(len(piece))
+        _read_at(self.directory, self._weights, piece.start, memoryview(data))
+        return hashlib.blake2b(data, digest_size=32).digest()
 
     def check_unchanged(self) -> None:
         """Checks that the file has not changed since it was opened.
