@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from captured_drafts import capture_chains
@@ -180,8 +182,19 @@ def test_constrained_requests_are_drafted_for(
             for submit, outcome in zip(submits, expected, strict=True)
         }
         graphs = KnownGraphs(engine, texts, VOCAB, 0.7)
+        draws = engine._runner._draws
+        assert draws is not None
+        sent = list[bool]()
+        send = draws._send_slots
+
+        def noted(drawn_as: npt.NDArray[np.int64] | None) -> None:
+            sent.append(drawn_as is not None)
+            send(drawn_as)
+
+        monkeypatch.setattr(draws, "_send_slots", noted)
         found = run(captured)
         assert graphs.num_late > 5
+        assert {True, False} == {*sent}, "graphs draw from rows with masks of their own"
     accepted = [0] * len(kinds)
     for number, (outcome, wanted) in enumerate(zip(found, expected, strict=True)):
         params, min_tokens = kinds[number % len(kinds)]

@@ -80,9 +80,9 @@ def next_tokens(of: xgrammar.CompiledGrammar, followed: Sequence[int]) -> set[in
 class Walk:
     """A sample of a random text of a pattern, and a state that follows it alone: the reference."""
 
-    def __init__(self, pattern: str) -> None:
-        self.grammar = grammar(pattern)
-        self.state = ConstraintState(self.grammar, VOCAB)
+    def __init__(self, pattern: str, *, is_tame: bool = False) -> None:
+        self.grammar, self.is_tame = grammar(pattern), is_tame
+        self.state = ConstraintState(self.grammar, VOCAB, is_tame=is_tame)
         self.followed: list[int] = []
         self.new: list[int] = []
         self.drafts: list[int] = []
@@ -109,7 +109,8 @@ class Walk:
                 assert not tokens_of(mask)
         self.new = [random.choice(sorted(tokens_of(masks[0])))]
         if self.new == [END]:
-            self.state, self.followed, self.new = ConstraintState(self.grammar, VOCAB), [], []
+            self.state = ConstraintState(self.grammar, VOCAB, is_tame=self.is_tame)
+            self.followed, self.new = [], []
 
 
 class Lost(ConstraintState):
@@ -151,7 +152,8 @@ def turn(
         others: Jobs beside them.
         drafted: Share of the walks that have drafts.
     """
-    maker.begin([*(walk.job(has_drafts=random.random() < drafted) for walk in walks), *others])
+    jobs = [*(walk.job(has_drafts=random.random() < drafted) for walk in walks), *others]
+    maker.begin(jobs, is_awaited=random.random() < 0.8)
     found: list[Result] = list(maker.take())
     for walk, mask in zip(walks, found, strict=False):
         walk.check(mask)
@@ -163,7 +165,8 @@ def turn(
 def test_masks_are_those_of_each_sample_alone(count: int, drafted: float) -> None:
     """Drafts are looked at, and change nothing about the sample."""
     fresh_seed()
-    maker, walks = MaskMaker(), [Walk(random.choice(PATTERNS)) for _ in range(count)]
+    maker, is_tame = MaskMaker(), random.random() < 0.5
+    walks = [Walk(random.choice(PATTERNS), is_tame=is_tame) for _ in range(count)]
     for _ in range(40):
         turn(maker, random.sample(walks, random.randint(1, count)), drafted=drafted)
     maker.close()
@@ -265,4 +268,27 @@ def test_many_masks_may_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) ->
     maker.begin([MaskJob(Slow(grammar("ab|cd"), VOCAB), [*text]) for text in texts])
     wanted = [{*next_ones} for next_ones in (b"b", b"d", b"ac", b"b", b"d")]
     assert [allowed(mask) for mask in maker.take()] == wanted
+    maker.close()
+
+
+@pytest.mark.parametrize("is_tame", [True, False])
+def test_quick_masks_that_are_waited_for_need_no_other_thread(
+    is_tame: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ones do, and those behind slow ones; and all of grammars that may become slow."""
+    here, threads = threading.current_thread(), list[threading.Thread]()
+
+    class Noted(ConstraintState):
+        def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
+            threads.append(threading.current_thread())
+            return super().next_masks(tokens, drafts)
+
+    maker, state = MaskMaker(), Noted(grammar("a*"), VOCAB, is_tame=is_tame)
+    for index in range(6):
+        monkeypatch.setattr(masks, "QUICK_S", 0.0 if index == 3 else 10.0)
+        maker.begin([MaskJob(state, [*b"a"] if index else [])], is_awaited=index != 4)
+        (found,) = maker.take()
+        assert allowed(found) == {*b"a", END}
+    quick = [False, True, True, False, False, True]
+    assert [thread is here for thread in threads] == [is_tame and one for one in quick]
     maker.close()

@@ -210,7 +210,7 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             before = [tensor.clone() for tensor in desk.state()]
             assert desk.sampler.common_way(slots) in (way, "greedy")
             begun = desk.sampler.begin_captured(
-                lambda how, rows=rows: desk.draws.begin(bucket, rows, how),
+                lambda how, drawn_as, rows=rows: desk.draws.begin(bucket, rows, how, drawn_as),
                 way,
                 slots,
                 positions,
@@ -283,7 +283,7 @@ def test_a_graph_draws_for_a_slot_that_became_free_as_it_was() -> None:
     assert sampler.common_way(slots) == "any"
     seen: list[int] = []
 
-    def draw(way: Way) -> CapturedDraws:
+    def draw(way: Way, drawn_as: object) -> CapturedDraws:
         seen.append(int(tables.params[0, Field.COUNT_ROW]))
         return CapturedDraws(torch.zeros(1, dtype=torch.int64), np.zeros((3, 1), np.int64), mark)
 

@@ -41,7 +41,12 @@ class RecordedSteps(StepGraphs):
         inputs.keep_ragged(max(bucket.columns.num_bytes for bucket in buckets))
         self._graphs = {bucket: self._capture(bucket) for bucket in sorted(buckets, reverse=True)}
         runner._inputs, runner.graphs = inputs, self
-        sampler = Sampler(engine.info.vocab_size, most, device=torch.device("cpu"))
+        sampler = Sampler(
+            engine.info.vocab_size,
+            most,
+            device=torch.device("cpu"),
+            max_masked_rows=most * max_drafts,
+        )
         engine._drawing._sampler = sampler
         runner.capture_draws(sampler.plain_tables)
 

@@ -15,7 +15,7 @@ from weft.engine.errors import WeftError
 from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
-from weft.engine.sampling.device import RowMasks, RowsBehindDrafts
+from weft.engine.sampling.device import RowsBehindDrafts
 from weft.engine.sampling.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
 from weft.engine.scheduler.columns import NO_NUMBERS
 from weft.engine.scheduler.plan import (
@@ -268,12 +268,13 @@ class Drawing:
         self._prepared = np.zeros(0, np.int64)
         """Slots of the requests given to `prepare` last."""
 
-    def prepare(self, plan: Plan, requests: Sequence[Request]) -> None:
+    def prepare(self, plan: Plan, requests: Sequence[Request], *, is_late: bool = False) -> None:
         """Prepares everything that drawing needs besides the logits.
 
         Args:
             plan: Plan of the step, whose drafts may still be to come.
             requests: That will draw; the tokens before those to be drawn are known.
+            is_late: `begin` follows at once.
         """
         self._prepared = slots = self._slots(requests)
         for row in np.flatnonzero(~self._has_row[slots]).tolist():
@@ -281,9 +282,8 @@ class Drawing:
         if self._sampler.is_on_device and any(map(_needs_drafts, plan.verifies)):
             begin, behind = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
             others = [item.request for item in plan.verifies if not _needs_drafts(item)]
-            self._constraints.begin_masks([*requests[:begin], *others, *requests[behind:]])
-        else:
-            self._constraints.begin_masks(requests)
+            requests = [*requests[:begin], *others, *requests[behind:]]
+        self._constraints.begin_masks(requests, is_awaited=is_late)
 
     def begin(self, plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
         """Draws one token for each request; with drafts, one for each accepted draft and one more.
@@ -304,13 +304,13 @@ class Drawing:
         ):
             _await_drafts(plan, drawable)
             return self._draw_in_turn(plan, requests, firsts, drawable)
-        failed, masks = self._take_masks(requests), None
+        failed, drawn_as = self._take_masks(requests), None
         if self._sampler.is_on_device and any(map(_needs_drafts, plan.verifies)):
             _await_drafts(plan, drawable)
-            more, masks = self._take_masks_behind_drafts(plan, firsts)
+            more, drawn_as = self._take_masks_behind_drafts(plan, firsts)
             failed |= more
         errors = {int(firsts[index]): error for index, error in failed.items()}
-        samples, rows = self._begin(drawable, firsts, masks, has_trees=plan.has_trees), None
+        samples, rows = self._begin(drawable, firsts, drawn_as, has_trees=plan.has_trees), None
         if isinstance(plan.drafts, LaterDrafts):
             rows = _kept(samples.rows or _fetch_rows(drawable))
             plan.drafts.come_with(partial(_drafts_of, plan, rows))
@@ -320,7 +320,7 @@ class Drawing:
         self,
         drawable: Drawable,
         firsts: npt.NDArray[np.int64] | None = None,
-        masks: RowMasks | None = None,
+        drawn_as: npt.NDArray[np.int64] | None = None,
         *,
         has_trees: bool = False,
     ) -> SamplesUnderWay:
@@ -329,16 +329,17 @@ class Drawing:
         Args:
             drawable: Their rows.
             firsts: `first_rows` of them; None: each has one.
-            masks: Of rows behind drafts; None: none has one of its own.
+            drawn_as: Slots by row, where some have masks of their own; or None.
             has_trees: Drafts form trees.
         """
         positions = drawable.positions
-        if drawable.captured is not None and masks is None:
+        if drawable.captured is not None:
             # Rows of requests that have ended since are drawn, too: their slots are nobody's yet.
             own = drawable.slots
             way = self._sampler.common_way(own)
             if way is not None:
-                return self._sampler.begin_captured(drawable.captured, way, own, positions)
+                columns = (own, positions, drawn_as)
+                return self._sampler.begin_captured(drawable.captured, way, *columns)
         slots, drafted = self._prepared, None
         if firsts is not None:
             if self._sampler.is_on_device and self._sampler.counts_tokens(slots):
@@ -347,11 +348,15 @@ class Drawing:
                 drafted = RowsBehindDrafts(of_rows, drawable.rows(), has_trees)
             slots = np.repeat(slots, np.diff(firsts))
         if drawable.on_device is None:
-            return self._sampler.begin(drawable.logits(), slots, positions, None, drafted, masks)
+            return self._sampler.begin(
+                drawable.logits(), slots, positions, drafted=drafted, drawn_as=drawn_as
+            )
         # Where somebody has ended since, a row draws from a slot of nobody.
-        has_slots = np.array_equal(slots, drawable.slots)
+        has_slots = drawn_as is None and np.array_equal(slots, drawable.slots)
         on_device = partial(drawable.on_device, has_slots=has_slots)
-        return self._sampler.begin(drawable.logits(), slots, positions, on_device, drafted, masks)
+        return self._sampler.begin(
+            drawable.logits(), slots, positions, on_device, drafted, drawn_as
+        )
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
         """Passes the computed masks to the sampler; returns errors by index of the request."""
@@ -371,7 +376,7 @@ class Drawing:
 
     def _take_masks_behind_drafts(
         self, plan: Plan, firsts: npt.NDArray[np.int64]
-    ) -> tuple[dict[int, WeftError], RowMasks | None]:
+    ) -> tuple[dict[int, WeftError], npt.NDArray[np.int64] | None]:
         """Computes the masks of constrained requests with drafts, of which each row has its own.
 
         Args:
@@ -379,8 +384,8 @@ class Drawing:
             firsts: `first_rows`.
 
         Returns:
-            Errors by index of the request, and the masks of rows behind drafts; None: all of those
-            requests have ended.
+            Errors by index of the request, and the slots that rows are drawn with; None: no row has
+            a mask of its own, since all those requests have ended.
         """
         indices = {
             item.request: index
@@ -388,9 +393,10 @@ class Drawing:
             if _needs_drafts(item)
         }
         drafts = [plan.drafts[index - len(plan.decodes)] for index in indices.values()]
-        self._constraints.begin_masks([*indices], drafts=drafts)
+        self._constraints.begin_masks([*indices], drafts=drafts, is_awaited=True)
         errors: dict[int, WeftError] = {}
         rows: list[int] = []
+        counts: list[int] = []
         behind: Masks = []
         for request, masks in self._constraints.take_masks():
             index = indices[request]
@@ -399,10 +405,14 @@ class Drawing:
                 continue
             self._set_mask(request, masks[0])
             num_generated, first = request.num_generated, int(firsts[index])
-            for row, mask in enumerate(masks[1:], 1):
-                rows.append(first + row)
-                behind.append(self._sampler.later_mask(request.slot, mask, num_generated + row))
-        return errors, RowMasks(np.array(rows, np.int64), behind) if rows else None
+            rows += range(first + 1, first + len(masks))
+            counts += range(num_generated + 1, num_generated + len(masks))
+            behind += masks[1:]
+        if not rows:
+            return errors, None
+        drawn_as = np.repeat(self._prepared, np.diff(firsts))
+        drawn_as[rows] = self._sampler.mask_rows(drawn_as[rows], behind, counts)
+        return errors, drawn_as
 
     def _draw_in_turn(
         self,
@@ -428,9 +438,8 @@ class Drawing:
             if _follow(plan, index, paths[index], output.token_ids[firsts[index] :])
         ]:
             left = [plan.verifies[index].request for index in going_on]
-            self._constraints.begin_masks(
-                left, [[plan.drafts[i][row - 1] for row in paths[i][1:]] for i in going_on]
-            )
+            accepted = [[plan.drafts[i][row - 1] for row in paths[i][1:]] for i in going_on]
+            self._constraints.begin_masks(left, accepted, is_awaited=True)
             if lost := self._take_masks(left):
                 going_on = [index for i, index in enumerate(going_on) if i not in lost]
                 left = [plan.verifies[index].request for index in going_on]

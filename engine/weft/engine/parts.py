@@ -182,7 +182,12 @@ def load_parts(
         drafter = _head_drafter(config, drafted, runner, lora, wake)
     vocab_size = loaded.config.vocab_size
     sampling_device, faults = _sampling_device(vocab_size, device)
-    sampler = Sampler(vocab_size, config.max_running_requests, device=sampling_device)
+    sampler = Sampler(
+        vocab_size,
+        config.max_running_requests,
+        device=sampling_device,
+        max_masked_rows=_max_drafts_of_a_step(config),
+    )
     runner.capture_draws(sampler.plain_tables)
     window: PoolWindow = DirectWindow(runner.pool_bytes)
     if lanes is not None and staging is not None:
@@ -363,6 +368,12 @@ def _tree_graphs(
 def _max_drafts(config: EngineConfig) -> int:
     """Most drafts of one request in a step, as a chain."""
     return 0 if config.drafter == "none" else config.max_draft_tokens
+
+
+def _max_drafts_of_a_step(config: EngineConfig) -> int:
+    """Most drafts of all requests in a step."""
+    nodes = max((rows - 1 for rows in _tree_rows(config)), default=0)
+    return max(config.max_running_requests * _max_drafts(config), max(TREE_REQUESTS) * nodes)
 
 
 def _tree_rows(config: EngineConfig) -> list[int]:

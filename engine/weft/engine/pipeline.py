@@ -166,7 +166,7 @@ class StepPipeline:
                 step.mark = step.mark or self._runner.mark()
             else:
                 if not is_ready:
-                    self._drawing.prepare(step.plan, step.drawing)
+                    self._drawing.prepare(step.plan, step.drawing, is_late=True)
                 step.draw = self._drawing.begin(step.plan, step.drawing, step.drawable)
                 step.drawable = None
                 if not step.draw.are_kept:

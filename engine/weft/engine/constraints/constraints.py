@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 MAX_REFUSED = 64
 """Most constraints that are remembered as taking too long."""
+MAX_TAME_BYTES = 4096
+"""Size of a constraint beyond which one of its masks may suddenly take seconds: with 7 KB of
+alternatives for strings of up to 128 and more characters one took 1.7 s, behind some of 0.5 ms.
+"""
 
 
 class Constraints:
@@ -137,6 +141,8 @@ class Constraints:
         requests: Sequence[Request],
         accepted: Sequence[Sequence[int]] | None = None,
         drafts: Sequence[Sequence[int]] | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> None:
         """Starts computing the masks of requests that draw in the current step, except ended ones.
 
@@ -144,6 +150,7 @@ class Constraints:
             requests: Which.
             accepted: For each, tokens that it has already drawn in this step; None: none.
             drafts: For each, drafts that get masks too; None: none.
+            is_awaited: `take_masks` follows at once.
         """
         if not self._grammars:
             return
@@ -168,7 +175,7 @@ class Constraints:
             num_known = len(request.tokens)
             tokens = request.tokens[begin:] + list(drawn[max(0, begin - num_known) :])
             jobs.append(MaskJob(state, tokens, behind))
-        self._maker.begin(jobs)
+        self._maker.begin(jobs, is_awaited=is_awaited)
 
     def _state(self, request: Request) -> ConstraintState:
         """The grammar state of a sample; built by replay if the sample is new here."""
@@ -178,7 +185,10 @@ class Constraints:
         state = self._states.get(key)
         if state is None:
             grammar = self._grammars[request.key]
-            state = self._states[key] = ConstraintState(grammar, self._vocab_size)
+            constraint = request.params.constraint
+            is_tame = constraint is not None and _is_tame(constraint)
+            state = ConstraintState(grammar, self._vocab_size, is_tame=is_tame)
+            self._states[key] = state
         return state
 
     def take_masks(self) -> list[tuple[Request, Masks | WeftError]]:
@@ -215,3 +225,12 @@ class Constraints:
         self._compiled.close()
         if self._maker is not None:
             self._maker.close()
+
+
+def _is_tame(constraint: Constraint) -> bool:
+    """See `ConstraintState`: there are no patterns in it, and not many alternatives."""
+    if constraint.kind not in ("json_object", "json_schema", "choice"):
+        return False
+    # What is written as an escape may be the name of a pattern as well.
+    has_patterns = '"pattern' in constraint.text or "\\u" in constraint.text
+    return constraint.num_bytes <= MAX_TAME_BYTES and not has_patterns

@@ -38,6 +38,10 @@ TIMEOUT_TOGETHER_S = 1.0
 """Seconds after which masks that are computed together are computed one by one."""
 NUM_ALONE = 16
 """Number of masks that a sample gets by itself after it was in a slow group."""
+QUICK_S = 5e-3
+"""Seconds of masks behind which the next ones are computed by the engine's thread itself: to wake
+another one and to be woken by it takes longer.
+"""
 MAX_THREADS = 8
 MASKS_OF_A_THREAD = 16
 """Number of masks for which another thread pays."""
@@ -49,14 +53,20 @@ class ConstraintState:
     Args:
         grammar: Compiled for the model's vocabulary.
         vocab_size: Vocabulary size of the model.
+        is_tame: No mask of the grammar can take thousands of times as long as the one before.
     """
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
+    def __init__(
+        self, grammar: xgrammar.CompiledGrammar, vocab_size: int, *, is_tame: bool = False
+    ) -> None:
         self._grammar = grammar
         self._matcher: xgrammar.GrammarMatcher | None = xgrammar.GrammarMatcher(grammar)
         self._followed: list[int] = []
         self._slow_s = 0.0
         self.vocab_size = vocab_size
+        self._is_tame = is_tame
+        self.last_s = float("inf")
+        """Seconds that its last masks took, with others of a group."""
         self.num_alone = 0
         """Number of masks that are to be computed by themselves, so that each is timed."""
         self.is_lost = False
@@ -68,6 +78,11 @@ class ConstraintState:
     def is_alone(self) -> bool:
         """Whether its next mask is to be computed by itself."""
         return self.is_lost or self.num_alone > 0
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether its next masks need no thread that can be left alone with them."""
+        return self._is_tame and not self.is_lost and self.last_s < QUICK_S
 
     @property
     def num_accepted(self) -> int:
@@ -112,7 +127,7 @@ class ConstraintState:
         else:
             is_restricted = self.matcher.fill_next_token_bitmask(words)
         self.num_alone = max(0, self.num_alone - 1)
-        taken_s = time.thread_time() - began
+        self.last_s = taken_s = time.thread_time() - began
         self._slow_s += taken_s if taken_s > SLOW_MASK_S else 0.0
         if self._slow_s > MAX_SLOW_S:
             raise _too_slow()
@@ -186,11 +201,19 @@ class MaskMaker:
         self._work: _Work | None = None
         self._thread: _MaskThread | None = None
 
-    def begin(self, jobs: Sequence[MaskJob]) -> None:
-        """Starts on the masks of a step; those of the previous step must have been taken."""
-        self._thread = self._thread or _MaskThread()
+    def begin(self, jobs: Sequence[MaskJob], *, is_awaited: bool = False) -> None:
+        """Starts on the masks of a step; those of the previous step must have been taken.
+
+        Args:
+            jobs: Of the step.
+            is_awaited: The caller has nothing else to do until they are there.
+        """
         self._work = _Work(jobs)
-        self._work.give(self._thread)
+        if is_awaited and all(job.state.is_quick for job in jobs):
+            self._work.run(None)
+        else:
+            self._thread = self._thread or _MaskThread()
+            self._work.give(self._thread)
 
     def take(self) -> list[Masks | WeftError]:
         """Waits for the masks of each job; an error for each that failed."""
@@ -251,7 +274,17 @@ class _Work:
                 self._part(group)
         thread.begin(self)
 
-    def next_group(self, thread: _MaskThread) -> list[int]:
+    def run(self, thread: _MaskThread | None) -> None:
+        """Computes all that is left, unless another thread goes on with it.
+
+        Args:
+            thread: The thread that it was given to; None: it was given to none.
+        """
+        while group := self._next_group(thread):
+            jobs = [self.jobs[index] for index in group]
+            self._end(group, [_alone(jobs[0])] if len(jobs) == 1 else _together(jobs))
+
+    def _next_group(self, thread: _MaskThread | None) -> list[int]:
         """Jobs to begin together; none: all have begun, or another thread goes on."""
         with self._lock:
             if thread is not self._thread:
@@ -260,7 +293,7 @@ class _Work:
             self._group = together or list(self._left)[:1]
             return self._group
 
-    def end(self, group: list[int], masks: Sequence[Masks | WeftError] | None) -> None:
+    def _end(self, group: list[int], masks: Sequence[Masks | WeftError] | None) -> None:
         """Takes the masks of a group; None: they have to be computed one by one."""
         with self._lock:
             if group is not self._group:
@@ -296,9 +329,7 @@ class _MaskThread:
 
     def _run(self) -> None:
         while (work := self._orders.get()) is not None:
-            while group := work.next_group(self):
-                jobs = [work.jobs[index] for index in group]
-                work.end(group, [_alone(jobs[0])] if len(jobs) == 1 else _together(jobs))
+            work.run(self)
 
 
 def _alone(job: MaskJob) -> Masks | WeftError:
@@ -335,8 +366,10 @@ def _together(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
         return None
     for (place, _), mask in zip(allowed, _masks(words, vocab_size), strict=True):
         found[place] = [mask]
-    if time.monotonic() - began > SLOW_MASK_S:
-        for job in jobs:
+    taken_s = time.monotonic() - began
+    for job in jobs:
+        job.state.last_s = taken_s
+        if taken_s > SLOW_MASK_S:
             job.state.num_alone = NUM_ALONE
     return found
 

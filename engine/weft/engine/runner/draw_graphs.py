@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from weft.engine.device_copies import Marks
+from weft.engine.device_copies import DeviceCopies, Marks
 from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.graphs import GraphBucket, StepGraphs, capturing
@@ -29,6 +29,10 @@ and what else they take is less than single launches take.
 """
 MAX_PADDING = 1.5
 """Most rows drawn, of more than those, as a multiple of a step's own."""
+
+
+_OWN = -1
+"""For a row that is drawn with its request's slot."""
 
 
 class DrawKey(NamedTuple):
@@ -80,6 +84,11 @@ class DrawGraphs:
         self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=is_pinned)
         ways: tuple[Way, ...] = ("greedy",) if tables is None else ("greedy", "any")
         self._marks = Marks(device, number=4)
+        self._drawn_as = torch.full((most,), _OWN, dtype=torch.int64, device=device)
+        """[most]: the slot that a row behind drafts is drawn with."""
+        self._num_sent = 0
+        """Number of its first entries that may not be `_OWN`."""
+        self._copies = DeviceCopies(device)
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
         """By graph and rows wanted of it: tokens on the device, and what is copied to the host."""
@@ -97,14 +106,18 @@ class DrawGraphs:
         is_near = rows <= max(CHEAP_ROWS, MAX_PADDING * count)
         return is_near and DrawKey(bucket, rows, "greedy") in self._graphs
 
-    def begin(self, bucket: GraphBucket, count: int, way: Way) -> CapturedDraws:
+    def begin(
+        self, bucket: GraphBucket, count: int, way: Way, drawn_as: Int64Array | None = None
+    ) -> CapturedDraws:
         """Draws from the step that ran last, and keeps the tokens.
 
         Args:
-            bucket: Of the step.
+            bucket: Of the step; with drafts, if there is `drawn_as`.
             count: L, its rows of logits.
-            way: How.
+            way: How; "any", if there is `drawn_as`.
+            drawn_as: [L], slots by row, some of which are not their requests'; or None.
         """
+        self._send_slots(drawn_as)
         rows = next(size for size in _sizes(bucket) if size >= count)
         key = DrawKey(bucket, rows, way)
         graph, tokens = self._graphs[key]
@@ -113,6 +126,15 @@ class DrawGraphs:
         if drawn is None:
             drawn = self._drawn[key, count] = (tokens[:count], self._host[:, :count].numpy())
         return CapturedDraws(*drawn, self._marks.add())
+
+    def _send_slots(self, drawn_as: Int64Array | None) -> None:
+        if self._num_sent:
+            self._drawn_as[: self._num_sent].fill_(_OWN)
+        self._num_sent = 0
+        if drawn_as is not None:
+            self._num_sent = len(drawn_as)
+            (sent,) = self._copies.send((drawn_as,))
+            self._drawn_as[: self._num_sent].copy_(sent)
 
     def _draw(self, key: DrawKey, hidden: torch.Tensor) -> torch.Tensor:
         """The captured work: [rows] int64."""
@@ -131,7 +153,11 @@ class DrawGraphs:
             tokens = greedy_rows(logits)
         else:
             assert self._tables is not None
-            tokens = draw_rows(logits, slots, positions + 1, self._tables)
+            drawn_as = slots
+            if bucket.drafts:
+                drawn_as = self._drawn_as[:rows]
+                drawn_as = torch.where(drawn_as == _OWN, slots, drawn_as)
+            tokens = draw_rows(logits, drawn_as, positions + 1, self._tables)
         given = [tokens]
         if bucket.kind in ("decode", "ragged"):
             # Rows that are verified keep some token or other here, and theirs behind.

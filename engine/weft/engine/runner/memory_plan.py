@@ -270,7 +270,8 @@ def time_token(
 
 def sampling_bytes(vocab_size: int, max_requests: int, max_captured: int) -> int:
     """Upper bound of the device sampler's memory: for each token of each request a bias and a count
-    (half as much again while these tables grow), and a bit; of each row in a graph its logits.
+    (half as much again while these tables grow), and eight bits, for masks of its rows; of each row
+    in a graph its logits.
     """
     return vocab_size * (max_requests * (3 * 4 + 1) + max_captured * 4)
 

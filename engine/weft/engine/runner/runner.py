@@ -29,7 +29,7 @@ from weft.engine.runner.step import (
     StepArrays,
     StepRequests,
 )
-from weft.engine.sampling.device import CapturedDraws, RowsOnDevice, Way
+from weft.engine.sampling.device import CapturedDraw, RowsOnDevice
 from weft.engine.scheduler.pages import PageCopy
 from weft.engine.scheduler.plan import LaterDrafts, Plan
 from weft.engine.tiers.pool import HostPool, PagePool
@@ -55,7 +55,7 @@ class Drawable(NamedTuple):
     """
     on_device: Callable[..., RowsOnDevice] | None = None
     """`DeviceInputs.drawing_rows` of the step; None: they are not on the device."""
-    captured: Callable[[Way], CapturedDraws] | None = None
+    captured: CapturedDraw | None = None
     """Draws by a graph, and keeps the tokens; None: there is none for this step."""
     rows: Callable[[], torch.Tensor] | None = None
     """Gives [2, T] int64 on the device: tokens of the rows, and their words where they form trees;
@@ -268,9 +268,7 @@ class ModelRunner:
         rows = partial(_rows_of, self._verifying)
         return Drawable(logits, slots, positions + 1, on_device, captured, rows)
 
-    def _captured(
-        self, arrays: StepArrays, bucket: GraphBucket | None
-    ) -> Callable[[Way], CapturedDraws] | None:
+    def _captured(self, arrays: StepArrays, bucket: GraphBucket | None) -> CapturedDraw | None:
         """See `Drawable.captured`."""
         count = len(arrays.drawing_slots)
         if bucket is None or self._draws is None or not self._draws.has(bucket, count):

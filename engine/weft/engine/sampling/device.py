@@ -5,8 +5,8 @@ Tokens are drawn, and counted, in the order of the calls; nothing waits for the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,15 +67,6 @@ class RowsBehindDrafts(NamedTuple):
     are_trees: bool
 
 
-class RowMasks(NamedTuple):
-    """Rows with masks other than their slot's: those behind drafts of constrained requests."""
-
-    rows: Int64Array
-    """[M]."""
-    masks: Sequence[npt.NDArray[np.uint32] | None]
-    """Of each, as of `DeviceSampler.set_mask`; None: all tokens."""
-
-
 class CapturedDraws(NamedTuple):
     """Tokens being drawn by a graph."""
 
@@ -101,6 +92,10 @@ class CapturedDraws(NamedTuple):
         return rows
 
 
+CapturedDraw = Callable[[Way, Int64Array | None], CapturedDraws]
+"""Draws by a graph, in this way; slots by row ([L]), if some are not their requests'."""
+
+
 class DeviceSampler:
     """A sampler on a device. Changes since the last step are sent in one copy.
 
@@ -108,9 +103,14 @@ class DeviceSampler:
         vocab_size: length of a row of logits.
         max_slots: slots are 0..max_slots - 1; one that was not added is greedy.
         device: of the logits.
+        max_masked_rows: Most rows of a step for `mask_rows`.
     """
 
-    def __init__(self, vocab_size: int, max_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, max_slots: int, device: torch.device, max_masked_rows: int = 0
+    ) -> None:
+        self._first_beside = max_slots
+        max_slots += max_masked_rows
         self._vocab_size = vocab_size
         self._copies = DeviceCopies(device)
         self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
@@ -175,6 +175,25 @@ class DeviceSampler:
         else:
             self._new_masks.pop(slot, None)
 
+    def mask_rows(
+        self, slots: Int64Array, masks: Sequence[npt.NDArray[np.uint32] | None]
+    ) -> Int64Array:
+        """Gives rows masks of their own, where several rows of a step are of one slot.
+
+        Args:
+            slots: [M], of the rows; their parameters are not changed any more until the step draws.
+            masks: See `set_mask`; always in effect.
+
+        Returns:
+            [M]: slots that draw as these do but for the mask, until the next call.
+        """
+        beside = self._first_beside + np.arange(len(slots))
+        self._host_params[beside] = self._host_params[slots]
+        self._changed.update(beside.tolist())
+        for slot, mask in zip(beside.tolist(), masks, strict=True):
+            self.set_mask(slot, mask)
+        return beside
+
     @property
     def plain_tables(self) -> SlotTables:
         """Tables of slots without biases and counts, which stay where they are."""
@@ -193,7 +212,6 @@ class DeviceSampler:
         num_tops: Mapping[int, int],
         on_device: RowsOnDevice | None = None,
         drafted: RowsBehindDrafts | None = None,
-        masks: RowMasks | None = None,
     ) -> DeviceDraw:
         """Draws one token per row and counts it; behind drafts, those of accepted rows.
 
@@ -206,15 +224,14 @@ class DeviceSampler:
                 the drawn one.
             on_device: Slots, where they are there, and positions, which take the place of these.
             drafted: Of a step with drafts, if any slot counts its tokens; or None.
-            masks: Of rows that do not use their slot's; None: there are none.
         """
         rows, nothing = np.fromiter(num_tops, np.int64), slots[:0]
         firsts = nothing if drafted is None else drafted.firsts
         if on_device is not None:
             positions = nothing
             slots = slots if on_device.slots is None else nothing
-        sent = self._send(slots, positions, rows, firsts, *self._columns_of(masks))
-        device_slots, device_positions, device_rows, device_firsts, *masked = sent
+        sent = self._send(slots, positions, rows, firsts)
+        device_slots, device_positions, device_rows, device_firsts = sent
         if on_device is not None:
             device_positions = on_device.positions
             device_slots = device_slots if on_device.slots is None else on_device.slots
@@ -223,27 +240,13 @@ class DeviceSampler:
             row_tokens, words = drafted.rows
             behind = DraftedRows(device_firsts, row_tokens, words if drafted.are_trees else None)
         tables = SlotTables(self._params, self._masks, self._biases.tensor, self._counts.tensor)
-        if masks is not None:
-            tables = _tables_of_rows(tables, device_slots, *masked)
-            device_slots = torch.arange(len(device_slots), device=logits.device)
         tokens = draw_rows(logits, device_slots, device_positions, tables, behind)
         if not num_tops:
             return DeviceDraw(tokens, Fetched(tokens), {})
         top = top_logits(logits, device_rows, tokens, max(num_tops.values()))
         return DeviceDraw(tokens, Fetched(torch.cat([tokens, *_as_int64(top)])), dict(num_tops))
 
-    def _columns_of(self, masks: RowMasks | None) -> list[npt.NDArray[Any]]:
-        """Rows with masks, up to where they count (`Field.MASK_END`), and their words."""
-        if masks is None:
-            return []
-        words = np.zeros((len(masks.rows), self._masks.shape[1]), np.uint32)
-        ends = np.zeros(len(masks.rows), np.int64)
-        for index, mask in enumerate(masks.masks):
-            if mask is not None:
-                words[index], ends[index] = mask, ALWAYS_MASKED
-        return [masks.rows, ends, words.view(np.int32)]
-
-    def _send(self, *columns: npt.NDArray[Any]) -> list[torch.Tensor]:
+    def _send(self, *columns: Int64Array) -> list[torch.Tensor]:
         """Sends a step's columns with all that changed, and applies the changes."""
         has_rows = self._biases.has_changes or self._counts.has_changes
         if not (self._changed or self._new_masks or has_rows):
@@ -277,20 +280,6 @@ class DeviceSampler:
         self._changed.clear()
         self._new_masks.clear()
         return sent[: len(columns)]
-
-
-def _tables_of_rows(
-    tables: SlotTables,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-    ends: torch.Tensor,
-    words: torch.Tensor,
-) -> SlotTables:
-    """Tables with an entry for each row, [L] slots, some of which have masks of their own."""
-    params, masks = tables.params.index_select(0, slots), tables.masks.index_select(0, slots)
-    params[:, Field.MASK_END].index_copy_(0, rows, ends)
-    masks.index_copy_(0, rows, words.view(len(rows), -1))
-    return tables._replace(params=params, masks=masks)
 
 
 class _Rows:

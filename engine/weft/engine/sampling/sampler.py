@@ -12,9 +12,8 @@ from weft.engine.device_copies import Fetched
 from weft.engine.errors import Internal, InvalidRequest, WeftError
 from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.sampling.device import (
-    CapturedDraws,
+    CapturedDraw,
     DeviceSampler,
-    RowMasks,
     RowsBehindDrafts,
     RowsOnDevice,
     SlotParams,
@@ -124,6 +123,7 @@ class Sampler:
         *,
         use_native: bool = True,
         device: torch.device | None = None,
+        max_masked_rows: int = 0,
     ) -> None:
         """Creates a sampler in which all slots are free.
 
@@ -132,12 +132,15 @@ class Sampler:
             max_rows: Slots are 0..max_rows - 1; `null_slot` is one more, which is nobody's.
             use_native: False: the numpy path (same tokens, slower).
             device: Where the logits are and tokens are drawn (the same ones); None = on the host.
+            max_masked_rows: Most rows of a step for `mask_rows`.
         """
         self.null_slot = max_rows
         """A slot that draws greedily and whose tokens are discarded; may be used for several rows.
         """
         num_slots = max_rows + 1
-        self._device = DeviceSampler(vocab_size, num_slots, device) if device is not None else None
+        self._device: DeviceSampler | None = None
+        if device is not None:
+            self._device = DeviceSampler(vocab_size, num_slots, device, max_masked_rows)
         self._stops_from = np.zeros(num_slots, np.int64)
         """Position from which on a slot may draw its stop tokens."""
         self._counting: set[int] = set()
@@ -248,11 +251,31 @@ class Sampler:
         """Notes how many tokens a slot's sample has generated, where drafts of it were accepted."""
         self._num_generated[slot] = num_generated
 
-    def later_mask(
+    def mask_rows(
+        self,
+        slots: Int64Array,
+        masks: Sequence[npt.NDArray[np.uint32] | None],
+        num_generated: Sequence[int],
+    ) -> Int64Array:
+        """Gives rows behind drafts masks of their own, until the next call; on a device only.
+
+        Args:
+            slots: [M], of the rows.
+            masks: Of each, as of `set_mask`.
+            num_generated: Number of tokens before the one that the row draws.
+
+        Returns:
+            [M]: slots for `begin` to draw these rows with.
+        """
+        assert self._device is not None, "tokens are drawn on the host"
+        rows = zip(slots.tolist(), masks, num_generated, strict=True)
+        return self._device.mask_rows(slots, [self._later_mask(*row) for row in rows])
+
+    def _later_mask(
         self, slot: int, mask: npt.NDArray[np.uint32] | None, num_generated: int
     ) -> npt.NDArray[np.uint32] | None:
-        """A mask that the slot's sample has behind so many tokens, as `begin` uses it for a row:
-        without its stop tokens, if it is to have more and the mask allows others.
+        """The mask of a slot's sample behind so many tokens: without its stop tokens, if it is to
+        have more and the mask allows others.
         """
         if slot not in self._edits or num_generated >= self._rows[slot].stop.min_tokens:
             return mask
@@ -276,7 +299,7 @@ class Sampler:
         positions: Int64Array,
         on_device: Callable[[], RowsOnDevice] | None = None,
         drafted: RowsBehindDrafts | None = None,
-        masks: RowMasks | None = None,
+        drawn_as: Int64Array | None = None,
     ) -> SamplesUnderWay:
         """Draws one token per row and counts it; does not wait for a device.
 
@@ -289,16 +312,17 @@ class Sampler:
             on_device: Gives the same on the device of the logits, as far as it is there, and
                 positions that only the device knows; a sampler on the host cannot use it.
             drafted: Of a step with drafts, if `counts_tokens`; like `on_device`.
-            masks: Masks of rows behind drafts (`later_mask`), on a device; None: there are none.
+            drawn_as: [L], slots by row with those of `mask_rows`; None: there are none of these.
 
         Raises:
             ValueError: Shapes or dtype are wrong.
         """
-        if logits.is_cuda and masks is None and self._is_greedy[slots].all():
+        if logits.is_cuda and drawn_as is None and self._is_greedy[slots].all():
             tokens, output = self._draw_greedily(logits)
         elif self._device is not None:
             found = None if on_device is None else on_device()
-            tokens, output = self._draw_on_device(logits, slots, positions, found, drafted, masks)
+            columns = (slots, slots if drawn_as is None else drawn_as, positions)
+            tokens, output = self._draw_on_device(logits, *columns, found, drafted)
         else:
             on_host = Fetched(logits).wait() if logits.is_cuda else logits
             drawn = self._draw(on_host, slots, positions)
@@ -319,10 +343,11 @@ class Sampler:
 
     def begin_captured(
         self,
-        draw: Callable[[Way], CapturedDraws],
+        draw: CapturedDraw,
         way: Way,
         slots: Int64Array,
         positions: Int64Array,
+        drawn_as: Int64Array | None = None,
     ) -> SamplesUnderWay:
         """Like `begin`, by a graph.
 
@@ -331,10 +356,13 @@ class Sampler:
             way: Result of `common_way` for these slots.
             slots: See `begin`; the device has the same ones.
             positions: See `begin`.
+            drawn_as: See `begin`.
         """
+        if drawn_as is not None:
+            way = "any"
         if self._device is not None and way != "greedy":
             self._device.send_changes()
-        draws = draw(way)
+        draws = draw(way, drawn_as)
         self._num_generated[slots] += 1
 
         def output() -> SampleOutput:
@@ -366,10 +394,10 @@ class Sampler:
         self,
         logits: torch.Tensor,
         slots: Int64Array,
+        drawn_as: Int64Array,
         positions: Int64Array,
         on_device: RowsOnDevice | None,
         drafted: RowsBehindDrafts | None,
-        masks: RowMasks | None,
     ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
         assert self._device is not None
         if self._lacking_stops:
@@ -377,7 +405,7 @@ class Sampler:
                 if not self._is_masking(slot):
                     self._send_mask(slot)
         num_tops = self._num_tops(slots)
-        draw = self._device.draw(logits, slots, positions, num_tops, on_device, drafted, masks)
+        draw = self._device.draw(logits, drawn_as, positions, num_tops, on_device, drafted)
 
         def output() -> SampleOutput:
             tokens, found = draw.wait()
