@@ -123,6 +123,7 @@ class LateDevice:
         positions: np.ndarray,
         on_device: None = None,
         drafted: None = None,
+        drawn_as: None = None,
     ) -> _Samples:
         """See `Sampler.begin`."""
         sampler = Sampler(self._sampler._columns.vocab_size, len(slots))

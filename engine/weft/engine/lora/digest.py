@@ -9,7 +9,6 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +66,41 @@ def adapter_digest(directory: Path, *, is_lenient: bool = False) -> bytes:
 
 def digest_of(files: AdapterFiles, *, is_lenient: bool = False) -> bytes:
     """`adapter_digest` of an open directory."""
-    weights = hashlib.blake2b(digest_size=32)
-    num_threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // _CORES_OF_A_THREAD))
-    with ThreadPoolExecutor(num_threads, "weft-lora-hash") as threads:
-        for piece in threads.map(files.piece_digest, files.pieces(_PIECE_BYTES)):
-            weights.update(piece)
+    weights = hashlib.blake2b(b"".join(_piece_digests(files)), digest_size=32)
     files.check_unchanged()
     digest = hashlib.blake2b(digest_size=32)
     for part in (_VERSION, _canonical(files), weights.digest(), bytes([is_lenient])):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
+
+
+def _piece_digests(files: AdapterFiles) -> list[bytes]:
+    """Digests of the weight file's pieces, made by some threads."""
+    pieces = files.pieces(_PIECE_BYTES)
+    digests, errors = [b""] * len(pieces), list[Exception]()
+    num_threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // _CORES_OF_A_THREAD))
+
+    def run(first: int) -> None:
+        try:
+            for index in range(first, len(pieces), num_threads):
+                digests[index] = files.piece_digest(pieces[index])
+        except Exception as error:
+            errors.append(error)
+
+    # Daemons: a disk that never answers must not keep the process from ending.
+    names = (f"weft-lora-hash-{index}" for index in range(num_threads))
+    threads = [
+        threading.Thread(target=run, args=(index,), name=name, daemon=True)
+        for index, name in enumerate(names)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return digests
 
 
 class Hashing:
