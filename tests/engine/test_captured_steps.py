@@ -129,8 +129,7 @@ def test_requests_with_penalties_and_min_tokens_are_drafted_for(
     assert any(len(sample.token_ids) < stop.max_tokens for sample in expected)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("has_edits", [False, True])
+@pytest.mark.parametrize(("temperature", "has_edits"), [(0.0, False), (1.0, False), (1.0, True)])
 def test_constrained_requests_are_drafted_for(
     temperature: float,
     has_edits: bool,
