@@ -64,7 +64,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
         *("--gateway-args", "--decode-policy round_robin", "--drain-grace-s", "20"),
         *("--max-restart-delay-s", "0.5"),
         # Tokens come several at once: a tiny model repeats itself.
-        *("--drafter", "ngram"),
+        # A measured gate may find, in slow steps, that no drafts pay.
+        *("--drafter", "ngram", "--decode-args", "--draft-gate fixed"),
         "--enable-faults",
         gateways=2,
         has_draft=True,
