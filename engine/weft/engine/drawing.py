@@ -279,7 +279,7 @@ class Drawing:
         self._prepared = slots = self._slots(requests)
         for row in np.flatnonzero(~self._has_row[slots]).tolist():
             self._take_slot(requests[row])
-        if self._sampler.is_on_device and any(map(_needs_drafts, plan.verifies)):
+        if self._awaits_drafts(plan):
             begin, behind = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
             others = [item.request for item in plan.verifies if not _needs_drafts(item)]
             requests = [*requests[:begin], *others, *requests[behind:]]
@@ -305,7 +305,7 @@ class Drawing:
             _await_drafts(plan, drawable)
             return self._draw_in_turn(plan, requests, firsts, drawable)
         failed, drawn_as = self._take_masks(requests), None
-        if self._sampler.is_on_device and any(map(_needs_drafts, plan.verifies)):
+        if self._awaits_drafts(plan):
             _await_drafts(plan, drawable)
             more, drawn_as = self._take_masks_behind_drafts(plan, firsts)
             failed |= more
@@ -367,6 +367,12 @@ class Drawing:
             else:
                 self._set_mask(request, masks[0])
         return errors
+
+    def _awaits_drafts(self, plan: Plan) -> bool:
+        """Whether rows behind drafts get masks, for which the host needs the drafts first."""
+        if not (self._sampler.is_on_device and self._constraints.are_in_use):
+            return False
+        return any(map(_needs_drafts, plan.verifies))
 
     def _set_mask(self, request: Request, mask: Mask | None) -> None:
         if self._sampler.is_on_device:

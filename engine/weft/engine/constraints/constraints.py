@@ -136,6 +136,11 @@ class Constraints:
         if request.key in keys:
             keys.remove(request.key)
 
+    @property
+    def are_in_use(self) -> bool:
+        """Whether any unfinished request has one."""
+        return bool(self._grammars)
+
     def begin_masks(
         self,
         requests: Sequence[Request],
