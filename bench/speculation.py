@@ -12,10 +12,12 @@ own choice each engine's furthest one is.
     python bench/speculation.py --drafters none,ngram
     python bench/speculation.py --drafters none,eagle3 --draft-width 1,4     chains beside trees
     python bench/speculation.py --drafters none,eagle3 --adapter adapters/pirate
-    python bench/speculation.py --drafters none,eagle3 --json-answers
+    python bench/speculation.py --drafters none,eagle3 --json-answers --lasting
 
 With --json-answers each answer is constrained to a JSON object with one text, and checked to be (or
-begin) one; float32 chooses without a constraint, so that it says nothing of these tokens.
+begin) one; float32 chooses without a constraint, so that it says nothing of these tokens. With
+--lasting only prompts are used whose answers last, so that engines which choose differently between
+two nearly equal tokens nevertheless answer at equal length.
 """
 
 from __future__ import annotations
@@ -152,6 +154,9 @@ def main() -> int:
             adapter = load_adapter(llm, name, arguments.adapter, folder)
             engines[name] = Served(llm, adapter, arguments.params)
             progress.advance(loading)
+        if arguments.lasting:
+            tokens, all_of = arguments.tokens, list(engines.values())
+            prompts = {kind: lasting(all_of, texts, tokens) for kind, texts in prompts.items()}
         # As a worker does: what stays is not looked through while steps run.
         gc.collect()
         gc.freeze()
@@ -213,6 +218,24 @@ def read_prompts(path: Path, model_dir: Path, number: int) -> dict[str, list[lis
         kinds.setdefault(entry["kind"], []).append(list(ids))
     chosen = {kind: texts[:number] for kind, texts in kinds.items()}
     return chosen | {MIXED: list(chain.from_iterable(zip(*chosen.values(), strict=True)))}
+
+
+def lasting(
+    engines: Sequence[Served], texts: Sequence[list[int]], num_tokens: int
+) -> list[list[int]]:
+    """The prompts whose answers by no engine end before so many tokens.
+
+    Raises:
+        SystemExit: There is none.
+    """
+    stop, found = StopCriteria(max_tokens=num_tokens), list(texts)
+    for llm, adapter, params in engines:
+        samples = llm.generate(found, params, stop, adapters=[adapter] * len(found))
+        answered = zip(found, samples, strict=True)
+        found = [prompt for prompt, sample in answered if len(sample.token_ids) == num_tokens]
+        if not found:
+            raise SystemExit(f"--lasting: all answers end before {num_tokens} tokens")
+    return found
 
 
 def run(
@@ -390,6 +413,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--adapter", type=Path, help="PEFT folder, of all requests")
     parser.add_argument("--json-answers", action="store_true", help="constrain all answers")
+    parser.add_argument(
+        "--lasting", action="store_true", help="only prompts whose answers have all --tokens"
+    )
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES, help="KV of each engine")
