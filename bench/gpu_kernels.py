@@ -30,6 +30,7 @@ from weft.kernels.linear import linear, pack_linear
 from weft.kernels.lora import LoraAddition, LoraSegments, LoraWeights, add_lora, sort_tokens
 from weft.kernels.norm import add_rms_norm, rms_norm
 from weft.kernels.page_digest import page_digests
+from weft.kernels.page_ops import gather_pages, scatter_pages
 from weft.kernels.rope import rope_and_cache
 
 BF16 = torch.bfloat16
@@ -166,6 +167,18 @@ def bench_digests(bench: Bench, page_bytes: int, count: int) -> None:
     pages = torch.randperm(count, device="cuda")
     us = time_us([lambda: page_digests(pool, pages)])
     bench.memory(f"page_digest {count} x {page_bytes >> 10} KiB", float(pool.nbytes), us)
+
+
+def bench_page_moves(bench: Bench, page_bytes: int, count: int) -> None:
+    """Pages of a pool to a dense buffer and back."""
+    pool = torch.randint(0, 99, (count, page_bytes // 4), dtype=torch.int32, device="cuda")
+    pages, dense = torch.randperm(count, device="cuda"), torch.empty_like(pool)
+    for name, move in (
+        ("gather", lambda: gather_pages(pool, pages, dense)),
+        ("scatter", lambda: scatter_pages(dense, pages, pool)),
+    ):
+        us = time_us([move])
+        bench.memory(f"{name} {count} x {page_bytes >> 10} KiB", 2.0 * pool.nbytes, us)
 
 
 def bench_experts(bench: Bench, rows: int) -> None:
@@ -376,6 +389,7 @@ def bench_light(bench: Bench) -> None:
         bench_rows(bench, tokens)
     # Pages of 16 positions of Llama-3.1-8B.
     bench_digests(bench, 2 << 20, 512)
+    bench_page_moves(bench, 2 << 20, 256)
 
 
 def bench_heavy(bench: Bench) -> None:

@@ -12,6 +12,7 @@ how many there are of each kind, and what share of the time they take.
     python bench/host_parts.py --device cuda --streams 8 --drafts 0,3,5 --temperature 0.8
     python bench/host_parts.py --device cuda --streams 64 --rounds 4 --tokens 96
     python bench/host_parts.py --device cuda --streams 8 --drafts 5 --rounds 8 --turns
+    python bench/host_parts.py --device cuda --streams 8 --drafts 0,5 --json-answers
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import cycle, islice, product
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from gpu_trace import counted_waits
 from rich.console import Console
 from rich.table import Table
 from serving.setup import describe_lines, describe_setup
-from speculation import DRAFT, PROMPTS, read_prompts
+from speculation import ANSWER, DRAFT, PROMPTS, Served, lasting, read_prompts
 from weft.engine.llm import LLM
 from weft.engine.models.demo import resolve_model
 from weft.engine.models.dtypes import resolve_dtype
@@ -109,6 +110,8 @@ def watch_engine(llm: LLM) -> Parts:
     parts.wrap(pipeline, "_end", "end")
     parts.wrap(pipeline._owner, "step_done", "tokens")
     parts.wrap(engine._drawing, "prepare", "draw: prepare")
+    parts.wrap(engine._drawing._constraints, "begin_masks", "draw: masks")
+    parts.wrap(engine._drawing._constraints, "take_masks", "draw: masks")
     parts.wrap(engine._drawing._sampler, "begin", "draw: sampler")
     parts.wrap(engine._drawing._sampler, "begin_captured", "draw: sampler")
     parts.wrap(runner, "forward", "forward: arrays")
@@ -159,7 +162,7 @@ def measure(
     llm.engine.turn = counted  # type: ignore[method-assign]
     try:
         stop = StopCriteria(max_tokens=arguments.tokens, ignore_eos=True)
-        sampling = SamplingParams(temperature=arguments.temperature)
+        sampling = arguments.sampling
         count = case.streams * arguments.rounds
         chosen = list(islice(cycle(prompts), count))
         llm.generate(chosen, sampling, stop, max_at_once=case.streams)
@@ -189,6 +192,8 @@ class Turns(NamedTuple):
     """Median of its waits for the device."""
     share: float
     """Of the time from each turn's begin to that of the next."""
+    mean_us: float
+    """Of that time."""
 
 
 def turns_by_kind(
@@ -196,7 +201,7 @@ def turns_by_kind(
 ) -> list[Turns]:
     """Runs prompts with the engine's own gate, after as many to warm up; most time first."""
     engine, stop = llm.engine, StopCriteria(max_tokens=arguments.tokens)
-    sampling = SamplingParams(temperature=arguments.temperature)
+    sampling = arguments.sampling
     chosen = list(islice(cycle(prompts), streams * arguments.rounds))
     llm.generate(chosen, sampling, stop, max_at_once=streams)
     taken: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
@@ -231,7 +236,8 @@ def turns_by_kind(
     for kind, turns in taken.items():
         spent, waited, each = zip(*turns, strict=True)
         medians = (1e6 * statistics.median(spent), 1e6 * statistics.median(waited))
-        found.append(Turns(kind, len(turns), *medians, sum(each) / whole_s))
+        mean_us = 1e6 * statistics.mean(each)
+        found.append(Turns(kind, len(turns), *medians, sum(each) / whole_s, mean_us))
     return sorted(found, key=lambda one: -one.share)
 
 
@@ -250,11 +256,12 @@ def report_turns(
 ) -> None:
     """Prints the table of turns, and keeps it."""
     table = Table(title="Turns by what they begin, microseconds (medians)")
-    for column in ("streams", "brings", "turns", "turn", "waits", "share of the time"):
+    for column in ("streams", "brings", "turns", "turn", "waits", "to the next, mean", "share"):
         table.add_column(column, justify="left" if column == "brings" else "right")
     for streams, found in rows:
         for one in found:
-            times = (f"{one.turn_us:.0f}", f"{one.wait_us:.0f}", f"{one.share:.0%}")
+            times = (f"{one.turn_us:.0f}", f"{one.wait_us:.0f}", f"{one.mean_us:.0f}")
+            times += (f"{one.share:.0%}",)
             table.add_row(str(streams), one.kind, str(one.number), *times)
     console.print(table)
     for line in describe_lines(setup):
@@ -268,10 +275,14 @@ def report_turns(
 def main() -> None:
     """Runs the benchmark."""
     arguments = parse()
-    model_dir, dtype = resolve_model("demo"), resolve_dtype("auto", arguments.device)
-    texts = [p for kind in read_prompts(PROMPTS, model_dir, 32).values() for p in kind]
+    model_dir = resolve_model(arguments.model)
+    dtype = resolve_dtype("auto", arguments.device)
+    by_kind = read_prompts(PROMPTS, model_dir, 32)
+    texts = [p for kind in arguments.kinds.split(",") if kind for p in by_kind[kind]]
+    texts = texts or list(chain.from_iterable(by_kind.values()))
     settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}
     settings |= {"kv_memory_bytes": 4 << 30, "prefix_cache": arguments.turns}
+    settings |= {"dummy_weights": arguments.dummy_weights}
     settings |= {"max_running_requests": max(arguments.streams)}
     if max(arguments.drafts):
         settings |= {"draft_dir": DRAFT, "drafter": "eagle3"}
@@ -285,6 +296,8 @@ def main() -> None:
     cases = [Case(*case) for case in product(arguments.streams, arguments.drafts)]
     rows: list[tuple[Case, bool, dict[str, float]]] = []
     with LLM(model_dir, **settings) as llm:
+        if arguments.json_answers:
+            texts = lasting([Served(llm, b"", arguments.sampling)], texts, arguments.tokens)
         gc.collect()
         gc.freeze()
         if arguments.turns:
@@ -328,10 +341,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=160, help="of each request")
     parser.add_argument("--turns", action="store_true", help="with the gate, by kind of turn")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--model", default="demo", help="demo, or a directory of that shape")
+    parser.add_argument("--dummy-weights", action="store_true", help="drafts are never right then")
+    parser.add_argument("--json-answers", action="store_true", help="constrained, and long enough")
+    parser.add_argument("--kinds", default="", help="of text, by commas; default: all")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="where to write")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    constraint = ANSWER if arguments.json_answers else None
+    arguments.sampling = SamplingParams(temperature=arguments.temperature, constraint=constraint)
+    return arguments
 
 
 if __name__ == "__main__":

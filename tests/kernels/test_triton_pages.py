@@ -25,6 +25,7 @@ SIZES = [
     (7, 4096, 3),
     (4, 4098, 2),
     (3, 9002, 3),
+    (3, 16_384, 2),
     (2, 32_780, 2),
     (6, 12, 0),
 ]
@@ -72,18 +73,19 @@ def test_digest(num_pages: int, num_words: int, count: int, offset: int, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "num_words", "change"),
     [
-        ("page_ops", ("words = tl.load(rows + page", "words = tl.load(rows + row")),
-        ("page_digest", ("mask = column < num_words", "mask = column < num_words - 4")),
-        ("page_digest", ("static_range(TILES)", "static_range(1)")),
-        ("page_digest", ("(z >> 27)", "(z >> 28)")),
+        ("page_ops", 4110, ("words = tl.load(rows + page", "words = tl.load(rows + row")),
+        ("page_digest", 4110, ("is_word = column < num_words", "is_word = column < num_words - 4")),
+        ("page_digest", 4110, ("static_range(TILES)", "static_range(1)")),
+        ("page_digest", 16_384, ("total += z if IS_WHOLE", "total = z if IS_WHOLE")),
+        ("page_digest", 16_384, ("(z >> 27)", "(z >> 28)")),
     ],
 )
 def test_the_checks_see_a_changed_kernel(
-    name: str, change: tuple[str, str], tmp_path: Path
+    name: str, num_words: int, change: tuple[str, str], tmp_path: Path
 ) -> None:
-    pool = random_pool(5, 4110, torch.float32)
+    pool = random_pool(5, num_words, torch.float32)
     pages = torch.tensor([3, 0], dtype=torch.int64)
     with kernel_module(name, tmp_path, change) as module:
         if name == "page_ops":
@@ -98,8 +100,8 @@ def test_the_checks_see_a_changed_kernel(
 def test_a_dropped_last_tile_is_seen(tmp_path: Path) -> None:
     pool = random_pool(4, 4110, torch.float32)
     pages, out = page_numbers(4, 4), poisoned(4, pool)
-    text = "grid = (len(pages), triton.cdiv(rows.shape[1], _TILE))\n    _gather"
-    change = (text, text.replace("triton.cdiv(rows.shape[1], _TILE)", "1"))
+    text = "grid = (len(pages) * parts,)\n    _gather"
+    change = (text, text.replace("parts,)", "parts - 1,)"))
     with kernel_module("page_ops", tmp_path, change) as module:
         module.gather_rows(words(pool), pages, out.view(torch.int32))
     assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()

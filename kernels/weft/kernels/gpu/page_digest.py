@@ -6,17 +6,20 @@ import torch
 import triton
 import triton.language as tl
 
-_TILE, _TILES = 2048, 4
-"""Words at once, and how often, a program digests."""
+_TILE, _TILES, _WARPS = 1024, 4, 8
+"""Words at once, how often, and warps a program digests with (measured on an H200)."""
 
 
 def row_digests(rows: torch.Tensor, pages: torch.Tensor, word_offset: int) -> torch.Tensor:
     """`weft.kernels.page_digest.page_digests` for CUDA tensors of int64 words."""
-    num_pages, parts = len(pages), triton.cdiv(rows.shape[1], _TILE * _TILES)
+    num_pages, num_words = len(pages), rows.shape[1]
+    parts = triton.cdiv(num_words, _TILE * _TILES)
     partial = torch.empty((num_pages, parts), dtype=torch.int64, device=rows.device)
-    _digest_kernel[(num_pages, parts)](
-        partial, rows, pages, rows.shape[1], word_offset, TILE=_TILE, TILES=_TILES, num_warps=8
-    )
+    # Programs of one page follow each other: those that run together read what lies together.
+    _digest_kernel[(num_pages * parts,)](
+        partial, rows, pages, num_words, word_offset, parts,
+        TILE=_TILE, TILES=_TILES, IS_WHOLE=num_words % (_TILE * _TILES) == 0, num_warps=_WARPS,
+    )  # fmt: skip
     return partial.sum(dim=1)
 
 
@@ -27,11 +30,13 @@ def _digest_kernel(
     pages: tl.tensor,
     num_words: int,
     word_offset: int,
+    parts: int,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
     page = tl.load(pages + row)
     first = part * TILE * TILES
     lane = tl.arange(0, TILE)
@@ -41,12 +46,16 @@ def _digest_kernel(
     total = tl.zeros((TILE,), tl.uint64)
     for tile in tl.static_range(TILES):
         column = first + tile * TILE + lane
-        mask = column < num_words
-        words = tl.load(rows + page * num_words + column, mask=mask, other=0)
+        is_word = column < num_words
+        if IS_WHOLE:
+            words = tl.load(rows + page * num_words + column)
+        else:
+            words = tl.load(rows + page * num_words + column, mask=is_word, other=0)
         z = words.to(tl.uint64, bitcast=True) + state
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-        total += tl.where(mask, z ^ (z >> 31), 0)
+        z = z ^ (z >> 31)
+        total += z if IS_WHOLE else tl.where(is_word, z, 0)
         state += TILE * 0x9E3779B97F4A7C15 % 2**64
     summed = tl.sum(total.to(tl.int64, bitcast=True), axis=0)
-    tl.store(partial + row * tl.num_programs(1) + part, summed)
+    tl.store(partial + tl.program_id(0), summed)

@@ -12,23 +12,31 @@ _TILE = 4096
 
 def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
     """`weft.kernels.page_ops.gather_pages` for CUDA tensors of int32 words."""
-    grid = (len(pages), triton.cdiv(rows.shape[1], _TILE))
-    _gather_kernel[grid](out, rows, pages, rows.shape[1], TILE=_TILE, num_warps=8)
+    parts = triton.cdiv(rows.shape[1], _TILE)
+    grid = (len(pages) * parts,)
+    _gather_kernel[grid](out, rows, pages, rows.shape[1], parts, TILE=_TILE, num_warps=8)
 
 
 def scatter_rows(source: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
     """`weft.kernels.page_ops.scatter_pages` for CUDA tensors of int32 words."""
-    grid = (len(pages), triton.cdiv(rows.shape[1], _TILE))
-    _scatter_kernel[grid](rows, source, pages, rows.shape[1], TILE=_TILE, num_warps=8)
+    parts = triton.cdiv(rows.shape[1], _TILE)
+    grid = (len(pages) * parts,)
+    _scatter_kernel[grid](rows, source, pages, rows.shape[1], parts, TILE=_TILE, num_warps=8)
 
 
 @triton.jit
 def _gather_kernel(
-    out: tl.tensor, rows: tl.tensor, pages: tl.tensor, num_words: int, TILE: tl.constexpr
+    out: tl.tensor,
+    rows: tl.tensor,
+    pages: tl.tensor,
+    num_words: int,
+    parts: int,
+    TILE: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    # Programs of one page follow each other: those that run together access what lies together.
+    row = (tl.program_id(0) // parts).to(tl.int64)
     page = tl.load(pages + row)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
     mask = column < num_words
     words = tl.load(rows + page * num_words + column, mask=mask)
     tl.store(out + row * num_words + column, words, mask=mask)
@@ -36,11 +44,17 @@ def _gather_kernel(
 
 @triton.jit
 def _scatter_kernel(
-    rows: tl.tensor, source: tl.tensor, pages: tl.tensor, num_words: int, TILE: tl.constexpr
+    rows: tl.tensor,
+    source: tl.tensor,
+    pages: tl.tensor,
+    num_words: int,
+    parts: int,
+    TILE: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    # Programs of one page follow each other: those that run together access what lies together.
+    row = (tl.program_id(0) // parts).to(tl.int64)
     page = tl.load(pages + row)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
     mask = column < num_words
     words = tl.load(source + row * num_words + column, mask=mask)
     tl.store(rows + page * num_words + column, words, mask=mask)
