@@ -171,7 +171,7 @@ def bench_digests(bench: Bench, page_bytes: int, count: int) -> None:
 
 def bench_page_moves(bench: Bench, page_bytes: int, count: int) -> None:
     """Pages of a pool to a dense buffer and back."""
-    pool = torch.randint(0, 99, (count, page_bytes // 4), dtype=torch.int32, device="cuda")
+    pool = torch.randint(0, 99, (count, page_bytes), dtype=torch.uint8, device="cuda")
     pages, dense = torch.randperm(count, device="cuda"), torch.empty_like(pool)
     for name, move in (
         ("gather", lambda: gather_pages(pool, pages, dense)),
