@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from weft.engine.device_copies import Fetched
 from weft.engine.drawing import Drawn
 from weft.engine.engine import Engine
 from weft.engine.llm import GeneratedSample
@@ -158,6 +159,10 @@ class KnownGraphs:
         found[:, are_drafted] = drafts
         self.last = found
         return found
+
+    def fetch(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """See `ChainGraphs.fetch`."""
+        return Fetched(found).wait
 
     def _draft(self, chosen: list[int], starts: list[int], depth: int) -> torch.Tensor:
         owners = {request.slot: request for request in self._running}

@@ -5,7 +5,7 @@ Nothing here waits for the device but `wait`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -176,3 +176,36 @@ class Fetched:
         """Waits for the copy and returns the tensor on the host."""
         self._copied.wait()
         return self._host
+
+
+class HostCopies:
+    """Copies of int64 tensors to the host, each valid until a few further ones: they share memory.
+
+    Args:
+        device: Where the tensors are.
+        size: Elements of the largest one.
+        number: Of copies that are valid at a time.
+    """
+
+    def __init__(self, device: torch.device, size: int, number: int) -> None:
+        is_cuda = device.type == "cuda"
+        self._hosts = [
+            torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda) for _ in range(number)
+        ]
+        self._marks = Marks(device, number)
+        self._next = 0
+
+    def begin(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to copy a contiguous tensor, which later work may write to; returns what waits for
+        the copy.
+        """
+        host = self._hosts[self._next][: values.numel()].view(values.shape)
+        self._next = (self._next + 1) % len(self._hosts)
+        host.copy_(values, non_blocking=True)
+        mark = self._marks.add()
+
+        def wait() -> torch.Tensor:
+            mark.wait()
+            return host
+
+        return wait

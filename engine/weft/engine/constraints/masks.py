@@ -199,6 +199,8 @@ class MaskMaker:
 
     def __init__(self) -> None:
         self._work: _Work | None = None
+        self._found: list[Masks | WeftError] | None = None
+        """Those that were computed at once."""
         self._thread: _MaskThread | None = None
 
     def begin(self, jobs: Sequence[MaskJob], *, is_awaited: bool = False) -> None:
@@ -208,15 +210,18 @@ class MaskMaker:
             jobs: Of the step.
             is_awaited: The caller has nothing else to do until they are there.
         """
-        self._work = _Work(jobs)
+        self._found = None
         if is_awaited and all(job.state.is_quick for job in jobs):
-            self._work.run(None)
-        else:
+            self._found = _at_once(jobs)
+        if self._found is None:
+            self._work = _Work(jobs)
             self._thread = self._thread or _MaskThread()
             self._work.give(self._thread)
 
     def take(self) -> list[Masks | WeftError]:
         """Waits for the masks of each job; an error for each that failed."""
+        if self._found is not None:
+            return self._found
         work, self._work = self._work, None
         assert work is not None
         num_left = len(work.jobs)
@@ -274,17 +279,13 @@ class _Work:
                 self._part(group)
         thread.begin(self)
 
-    def run(self, thread: _MaskThread | None) -> None:
-        """Computes all that is left, unless another thread goes on with it.
-
-        Args:
-            thread: The thread that it was given to; None: it was given to none.
-        """
+    def run(self, thread: _MaskThread) -> None:
+        """Computes all that is left, unless it was given to another thread than this one."""
         while group := self._next_group(thread):
             jobs = [self.jobs[index] for index in group]
             self._end(group, [_alone(jobs[0])] if len(jobs) == 1 else _together(jobs))
 
-    def _next_group(self, thread: _MaskThread | None) -> list[int]:
+    def _next_group(self, thread: _MaskThread) -> list[int]:
         """Jobs to begin together; none: all have begun, or another thread goes on."""
         with self._lock:
             if thread is not self._thread:
@@ -330,6 +331,20 @@ class _MaskThread:
     def _run(self) -> None:
         while (work := self._orders.get()) is not None:
             work.run(self)
+
+
+def _at_once(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
+    """The masks of jobs whose states are all quick; None: they have to be computed one by one."""
+    if len(jobs) == 1 or any(job.is_alone for job in jobs):
+        return [_alone(job) for job in jobs]
+    found = _together(jobs)
+    if found is None:
+        for job in jobs:
+            job.state.go_alone()
+        return None
+    for job in jobs:
+        job.state.keep(job.tokens)
+    return found
 
 
 def _alone(job: MaskJob) -> Masks | WeftError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from weft.engine.device_copies import DeviceCopies, Marks
 from weft.engine.models.interface import CausalLM
@@ -86,8 +87,8 @@ class DrawGraphs:
         self._marks = Marks(device, number=4)
         self._drawn_as = torch.full((most,), _OWN, dtype=torch.int64, device=device)
         """[most]: the slot that a row behind drafts is drawn with."""
-        self._num_sent = 0
-        """Number of its first entries that may not be `_OWN`."""
+        self._sent_as = np.zeros(0, np.int64)
+        """Its first entries; the others are `_OWN`."""
         self._copies = DeviceCopies(device)
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
@@ -117,7 +118,8 @@ class DrawGraphs:
             way: How; "any", if there is `drawn_as`.
             drawn_as: [L], slots by row, some of which are not their requests'; or None.
         """
-        self._send_slots(drawn_as)
+        if bucket.drafts:
+            self._send_slots(drawn_as)
         rows = next(size for size in _sizes(bucket) if size >= count)
         key = DrawKey(bucket, rows, way)
         graph, tokens = self._graphs[key]
@@ -128,13 +130,14 @@ class DrawGraphs:
         return CapturedDraws(*drawn, self._marks.add())
 
     def _send_slots(self, drawn_as: Int64Array | None) -> None:
-        if self._num_sent:
-            self._drawn_as[: self._num_sent].fill_(_OWN)
-        self._num_sent = 0
-        if drawn_as is not None:
-            self._num_sent = len(drawn_as)
-            (sent,) = self._copies.send((drawn_as,))
-            self._drawn_as[: self._num_sent].copy_(sent)
+        wanted = self._sent_as[:0] if drawn_as is None else drawn_as
+        if np.array_equal(wanted, self._sent_as):
+            return  # Mostly the same requests have masks again.
+        entries = np.full(max(len(wanted), len(self._sent_as)), _OWN, np.int64)
+        entries[: len(wanted)] = wanted
+        (sent,) = self._copies.send((entries,))
+        self._drawn_as[: len(entries)].copy_(sent)
+        self._sent_as = wanted.copy()
 
     def _draw(self, key: DrawKey, hidden: torch.Tensor) -> torch.Tensor:
         """The captured work: [rows] int64."""

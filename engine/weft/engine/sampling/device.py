@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from weft.engine.device_copies import DeviceCopies, Fetched, Mark
 from weft.engine.request import TokenLogprob
+from weft.engine.sampling.device_masks import DeviceMasks
 from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
 from weft.kernels.device_sampling import (
@@ -97,7 +98,7 @@ CapturedDraw = Callable[[Way, Int64Array | None], CapturedDraws]
 
 
 class DeviceSampler:
-    """A sampler on a device. Changes since the last step are sent in one copy.
+    """A sampler on a device. Changes since the last step are sent in one copy, but for masks.
 
     Args:
         vocab_size: length of a row of logits.
@@ -116,7 +117,7 @@ class DeviceSampler:
         self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
         words = -(-vocab_size // 32)
         self._params = torch.zeros((max_slots, NUM_FIELDS), dtype=torch.int64, device=device)
-        self._masks = torch.zeros((max_slots, words), dtype=torch.int32, device=device)
+        self._masks = DeviceMasks(max_slots, words, device)
         self._no_biases = torch.zeros((1, vocab_size), device=device)
         self._no_counts = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)
         self._biases = _Rows(vocab_size, max_slots, torch.float32, device)
@@ -124,11 +125,6 @@ class DeviceSampler:
         greedy = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, top_k=0, seed=0)
         self._host_params = np.tile(greedy, (max_slots, 1))
         self._changed = set(range(max_slots))
-        self._new_masks: dict[int, npt.NDArray[np.uint32]] = {}
-        self._sent_words = np.zeros(0, np.uint32)
-        """Masks that are sent, one after the other; kept, since new memory takes as long as all
-        else.
-        """
 
     def add(self, slot: int, params: SlotParams, edits: LogitEdits | None) -> None:
         """Assigns `slot` to a sample.
@@ -152,7 +148,6 @@ class DeviceSampler:
         """Frees `slot`. Its parameters are sent all the same: a row of it may still be drawn, and
         what the device has may be of an earlier sample, with rows of its own.
         """
-        self._new_masks.pop(slot, None)
         self._biases.give_back(slot)
         self._counts.give_back(slot)
 
@@ -171,9 +166,7 @@ class DeviceSampler:
             self._host_params[slot, Field.MASK_END] = mask_end
             self._changed.add(slot)
         if words is not None:
-            self._new_masks[slot] = words.copy()
-        else:
-            self._new_masks.pop(slot, None)
+            self._masks.set(slot, words)
 
     def mask_rows(
         self, slots: Int64Array, masks: Sequence[npt.NDArray[np.uint32] | None]
@@ -188,16 +181,21 @@ class DeviceSampler:
             [M]: slots that draw as these do but for the mask, until the next call.
         """
         beside = self._first_beside + np.arange(len(slots))
-        self._host_params[beside] = self._host_params[slots]
-        self._changed.update(beside.tolist())
-        for slot, mask in zip(beside.tolist(), masks, strict=True):
-            self.set_mask(slot, mask)
+        params = self._host_params[slots]
+        params[:, Field.MASK_END] = [0 if mask is None else ALWAYS_MASKED for mask in masks]
+        # Mostly the same slots have drafts again.
+        are_new = (self._host_params[beside] != params).any(axis=1)
+        self._host_params[beside] = params
+        self._changed.update(beside[are_new].tolist())
+        for slot, mask in enumerate(masks, self._first_beside):
+            if mask is not None:
+                self._masks.set(slot, mask)
         return beside
 
     @property
     def plain_tables(self) -> SlotTables:
         """Tables of slots without biases and counts, which stay where they are."""
-        return SlotTables(self._params, self._masks, self._no_biases, self._no_counts)
+        return SlotTables(self._params, self._masks.tensor, self._no_biases, self._no_counts)
 
     def send_changes(self) -> None:
         """Applies all changes made so far, as `draw` does."""
@@ -239,7 +237,9 @@ class DeviceSampler:
         if drafted is not None:
             row_tokens, words = drafted.rows
             behind = DraftedRows(device_firsts, row_tokens, words if drafted.are_trees else None)
-        tables = SlotTables(self._params, self._masks, self._biases.tensor, self._counts.tensor)
+        tables = SlotTables(
+            self._params, self._masks.tensor, self._biases.tensor, self._counts.tensor
+        )
         tokens = draw_rows(logits, device_slots, device_positions, tables, behind)
         if not num_tops:
             return DeviceDraw(tokens, Fetched(tokens), {})
@@ -248,24 +248,17 @@ class DeviceSampler:
 
     def _send(self, *columns: Int64Array) -> list[torch.Tensor]:
         """Sends a step's columns with all that changed, and applies the changes."""
+        self._masks.send()
         has_rows = self._biases.has_changes or self._counts.has_changes
-        if not (self._changed or self._new_masks or has_rows):
+        if not (self._changed or has_rows):
             if not any(map(len, columns)):
                 return [self._nothing] * len(columns)
             return self._copies.send(columns)
         changed = np.fromiter(self._changed, np.int64)
-        masked = np.fromiter(self._new_masks, np.int64)
-        num_words = len(masked) * self._masks.shape[1]
-        if len(self._sent_words) < num_words:
-            self._sent_words = np.zeros(num_words, np.uint32)
-        words = self._sent_words[:num_words]
-        if num_words:
-            np.concatenate([*self._new_masks.values()], out=words)
         sent = self._copies.send(
             (
                 *columns,
                 *(changed, self._host_params[changed]),
-                *(masked, words.view(np.int32)),
                 *self._biases.take_changes(),
                 *self._counts.take_changes(),
             )
@@ -273,12 +266,9 @@ class DeviceSampler:
         changes = sent[len(columns) :]
         if len(changed):
             self._params.index_copy_(0, changes[0], changes[1].view(-1, NUM_FIELDS))
-        if len(masked):
-            self._masks.index_copy_(0, changes[2], changes[3].view(len(masked), -1))
-        self._biases.apply(changes[4], changes[5])
-        self._counts.apply(changes[6], changes[7])
+        self._biases.apply(changes[2], changes[3])
+        self._counts.apply(changes[4], changes[5])
         self._changed.clear()
-        self._new_masks.clear()
         return sent[: len(columns)]
 
 

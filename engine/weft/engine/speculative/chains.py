@@ -7,12 +7,12 @@ brings both what they need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.device_copies import Fetched
+from weft.engine.device_copies import HostCopies
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.step import Int32Array, PageTable, StepRequests
 from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
@@ -154,6 +154,8 @@ class ChainGraphs:
     ) -> None:
         self._chains = chains
         self._graphs = capture_each(shapes, chains.send_nothing, chains.run, capture)
+        largest = max((found for _, found in self._graphs.values()), key=torch.Tensor.numel)
+        self._copies = HostCopies(largest.device, largest.numel(), number=2)
         self._found: dict[ChainShape, ChainShape] = {}
 
     def shape_of(self, depth: int, requests: int, *, has_lora: bool = False) -> ChainShape:
@@ -194,6 +196,12 @@ class ChainGraphs:
         assert shape.requests == num_requests, "chains are captured for the sizes of steps"
         self._chains.send_adapters(adapter_slots, shape)
         return self._replay(shape)
+
+    def fetch(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to copy drafts made just now to the host; returns what waits for them. They are
+        valid until those of the step after the next one are fetched.
+        """
+        return self._copies.begin(found)
 
     def _replay(self, shape: ChainShape) -> torch.Tensor:
         graph, found = self._graphs[shape]
@@ -241,8 +249,8 @@ class LaterChains(LaterDrafts):
     def _fetch_if_needed(self, found: torch.Tensor, first: int) -> None:
         """Begins to copy the drafts to the host, if it needs any; `first` is the items' column."""
         if any(item.request.params.constraint is not None for item in self._items):
-            fetched = Fetched(found)
-            self.come_with(lambda: self._chains_in(fetched.wait(), first))
+            wait_for_drafts = self._graphs.fetch(found)
+            self.come_with(lambda: self._chains_in(wait_for_drafts(), first))
 
     def _chains_in(self, found: torch.Tensor, first: int) -> list[list[int]]:
         columns: list[list[int]] = found[:, first : first + len(self.counts)].t().tolist()
