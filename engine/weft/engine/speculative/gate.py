@@ -37,9 +37,9 @@ allowance covers it.
 LOOK_EVERY = 4
 """Steps between two evaluations, unless something is being tried or many requests are new."""
 RESTING = 4
-"""Where steps overlap and have been without drafts for long, one of so many is timed, and
-evaluations are so many times as far apart: there the host may bound the speed, and the gate is part
-of its work.
+"""Where steps overlap and have been without drafts for long, evaluations are so many times as far
+apart, and only the steps right before one are watched: there the host may bound the speed, and the
+gate is part of its work.
 """
 SETTLED_AFTER = 8
 """Steps after which the context lengths of a step's requests count as settled."""
@@ -163,6 +163,10 @@ class MeasuredGate:
         """The trial whose steps have not all ended."""
         self._num_ended = 0
         """Number of steps that have ended."""
+        self._num_resting = 0
+        """Steps that are still to be planned without looking at them."""
+        self._num_unwatched = 0
+        """Steps planned so that have not ended."""
         self._num_settled = 0
         """Steps since many of the requests were new."""
         self._has_prompts = False
@@ -170,6 +174,10 @@ class MeasuredGate:
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
         """See `DraftGate.shape`."""
+        if self._num_resting:
+            self._num_resting -= 1
+            self._num_unwatched += 1
+            return NO_DRAFTS
         num_requests = len(requests)
         choice = self._choice(num_requests)
         trial = self._trial
@@ -192,13 +200,18 @@ class MeasuredGate:
                 self._trial = trial
                 choice.tried_at[trial.shape] = choice.num_steps
                 return trial.shape
-            rests = self._rests(choice)
-            choice.look_at = choice.num_steps + LOOK_EVERY * (RESTING if rests else 1)
+            choice.look_at = choice.num_steps + LOOK_EVERY
+            if self._rests(choice):
+                self._rest(choice, num_requests)
         return choice.best
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`."""
         self._num_ended += 1
+        if self._num_unwatched and not plan.verifies:
+            self._num_unwatched -= 1
+            self._recent = None, None
+            return
         step = self._step_of(plan, runs, duration_s)
         self._note_time(step)
         if step is not None:
@@ -247,12 +260,9 @@ class MeasuredGate:
             self._recent = timed, step
             if before is None or step is None or timed is None:
                 return
-            choice = self._choice(timed.num_requests)
-            if self._rests(choice) and not timed.shape.num_drafts and choice.num_steps % RESTING:
-                return
             if not (timed.is_like(before) and timed.is_like(step)):
                 return
-            if choice.num_steps < FIRST_TIMED_AFTER:
+            if self._choice(timed.num_requests).num_steps < FIRST_TIMED_AFTER:
                 return
         if timed is not None:
             self._times.note(timed, is_settled=self._num_settled >= SETTLED_AFTER)
@@ -383,6 +393,14 @@ class MeasuredGate:
         """Whether there have been no drafts for so long that a little later is soon enough."""
         is_plain = not choice.best.num_drafts and self._trial is None
         return self._overlaps and is_plain and choice.num_steps >= RESTING * PROBE_EVERY
+
+    def _rest(self, choice: _Choice, num_requests: int) -> None:
+        """Lets some steps pass, which count as if they had been watched."""
+        self._num_resting = LOOK_EVERY * (RESTING - 1)
+        choice.num_steps += self._num_resting
+        choice.look_at += self._num_resting
+        plain_s = self._times.seconds(num_requests, NO_DRAFTS)
+        self._allowance_s += ALLOWANCE_SHARE * self._num_resting * plain_s
 
     def _own(self, request: Request) -> Acceptance:
         if request.acceptance is None:
