@@ -16,8 +16,9 @@ own choice each engine's furthest one is.
 
 With --json-answers each answer is constrained to a JSON object with one text, and checked to be (or
 begin) one; float32 chooses without a constraint, so that it says nothing of these tokens. With
---lasting only prompts are used whose answers last, so that engines which choose differently between
-two nearly equal tokens nevertheless answer at equal length.
+--lasting only prompts are used whose answers last, and are cut at lengths between half of --tokens
+and all: engines which choose differently between two nearly equal tokens nevertheless answer at the
+same lengths, and these differ, as in service, so that prompts do not begin and end together.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import shutil
 import statistics
 import sys
@@ -168,11 +170,13 @@ def main() -> int:
             cells = {name: Cell() for name in engines}
             number = arguments.rounds * max(streams, len(prompts[kind]))
             chosen = list(islice(cycle(prompts[kind]), number))
+            least = arguments.tokens // 2 if arguments.lasting else arguments.tokens
+            lengths = random.Random(number).choices(range(least, arguments.tokens + 1), k=number)
             for turn in range(num_turns):
                 is_warm = turn >= arguments.warm_turns
                 for name, served in engines.items():
                     cell = cells[name]
-                    samples = run(served, chosen, streams, arguments.tokens, cell, is_warm=is_warm)
+                    samples = run(served, chosen, streams, lengths, cell, is_warm=is_warm)
                     for prompt, sample in zip(chosen, samples, strict=True):
                         texts = answers.setdefault(tuple(prompt), {})
                         texts.setdefault(tuple(sample.token_ids), set()).add(name)
@@ -242,13 +246,13 @@ def run(
     served: Served,
     chosen: Sequence[list[int]],
     streams: int,
-    num_tokens: int,
+    lengths: Sequence[int],
     cell: Cell,
     *,
     is_warm: bool,
 ) -> Sequence[GeneratedSample]:
-    """These prompts, `streams` of them at a time; returns the answers."""
-    stop, llm = StopCriteria(max_tokens=num_tokens), served.llm
+    """These prompts, `streams` of them at a time; returns the answers, of these lengths at most."""
+    stop, llm = [StopCriteria(max_tokens=length) for length in lengths], served.llm
     counters = llm.engine.counters()
     adapters = [served.adapter] * len(chosen)
     began = time.perf_counter()
@@ -414,7 +418,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--adapter", type=Path, help="PEFT folder, of all requests")
     parser.add_argument("--json-answers", action="store_true", help="constrain all answers")
     parser.add_argument(
-        "--lasting", action="store_true", help="only prompts whose answers have all --tokens"
+        "--lasting", action="store_true", help="only prompts with answers of --tokens, cut anew"
     )
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="cpu")

@@ -134,7 +134,7 @@ class LLM:
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        stop: StopCriteria | None = None,
+        stop: StopCriteria | Sequence[StopCriteria] | None = None,
         top_logprobs: int | None = None,
         adapters: Sequence[bytes] = (),
         max_at_once: int | None = None,
@@ -144,7 +144,7 @@ class LLM:
         Args:
             prompts: Token ids of each prompt.
             sampling: For all prompts, or one for each; greedy if not given.
-            stop: Stop criteria of all prompts.
+            stop: Stop criteria of all prompts, or of each.
             top_logprobs: None: no log-probabilities.
             adapters: By prompt, each one's digest, or empty for the base model; none at all: the
                 base model for all.
@@ -161,7 +161,7 @@ class LLM:
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        stop: StopCriteria | None = None,
+        stop: StopCriteria | Sequence[StopCriteria] | None = None,
         top_logprobs: int | None = None,
         adapters: Sequence[bytes] = (),
         max_at_once: int | None = None,
@@ -172,6 +172,9 @@ class LLM:
         sampling = sampling or SamplingParams(temperature=0.0)
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
+        stop = stop or StopCriteria()
+        if isinstance(stop, StopCriteria):
+            stop = [stop] * len(prompts)
         submits = [
             Submit(
                 session=_SESSION,
@@ -179,14 +182,14 @@ class LLM:
                 attempt=1,
                 prompt=list(prompt),
                 sampling=drawn,
-                stop=stop or StopCriteria(),
+                stop=ends,
                 top_logprobs=top_logprobs,
                 first_token_timeout_s=NO_TIMEOUT_S,
                 total_timeout_s=NO_TIMEOUT_S,
                 adapter=adapter,
             )
-            for prompt, drawn, adapter in zip(
-                prompts, sampling, adapters or [b""] * len(prompts), strict=True
+            for prompt, drawn, ends, adapter in zip(
+                prompts, sampling, stop, adapters or [b""] * len(prompts), strict=True
             )
         ]
         groups = {s.request_id: [GeneratedSample() for _ in range(s.sampling.n)] for s in submits}
