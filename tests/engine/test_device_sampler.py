@@ -132,3 +132,36 @@ def test_the_trial_at_start_finds_a_sampler_that_draws_other_tokens(
     assert "tokens of a trial differ" in fault
     monkeypatch.setattr(device_check, "draw_rows", lambda *_: 1 / 0)
     assert "ZeroDivisionError" in str(device_check.device_sampler_fault(VOCAB, cpu))
+
+
+def test_rows_with_masks_of_their_own_draw_as_their_slots_do_now(seed: int) -> None:
+    """Slots change hands, and the same rows have masks again; nothing of before is left."""
+    rng = np.random.default_rng(seed)
+    most = 6
+    device = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"), max_masked_rows=most)
+    taken: set[int] = set()
+    for _ in range(12):
+        for slot in range(NUM_SLOTS):
+            if slot in taken and rng.random() < 0.4:
+                continue
+            if slot in taken:
+                device.remove(slot)
+            temperature, top_k = float(rng.choice([0.0, 0.8])), int(rng.choice([0, 5]))
+            params = SamplingParams(temperature=temperature, top_k=top_k)
+            own = SampleRow(
+                params=params, stop=StopCriteria(), seed=int(rng.integers(99)), eos_token_ids=(1,)
+            )
+            device.add(slot, own, [5], [])
+            taken.add(slot)
+        count = int(rng.integers(1, most + 1))
+        slots = rng.integers(NUM_SLOTS, size=count)
+        positions, masks = rng.integers(99, size=count), [random_mask(rng) for _ in slots]
+        logits = torch.from_numpy(rng.normal(0, 3, (count, VOCAB)).astype(np.float32))
+        drawn_as = device.mask_rows(slots, masks, [1] * count)
+        found = device.begin(logits, slots, positions, drawn_as=drawn_as).wait().token_ids
+        for row, slot in enumerate(slots.tolist()):
+            alone = Sampler(VOCAB, NUM_SLOTS)
+            alone.add(slot, device._rows[slot], [5], [])
+            alone.set_mask(slot, masks[row])
+            place = np.array([slot]), positions[row : row + 1]
+            assert found[row] == alone.sample(logits[row : row + 1], *place).token_ids[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from weft.engine import device_copies
-from weft.engine.device_copies import Marks, PinnedBuffers
+from weft.engine.device_copies import HostCopies, Marks, PinnedBuffers
 
 
 class LateStream:
@@ -76,3 +76,16 @@ def test_marks_share_events_only_after_a_few(monkeypatch: pytest.MonkeyPatch) ->
             stream.num_made = 0
             mark.wait()
             assert stream.num_made == number - back
+
+
+def test_copies_to_the_host_stay_for_a_few_further_ones() -> None:
+    copies = HostCopies(torch.device("cpu"), 12, number=2)
+    values, waits, expected = torch.zeros((3, 4), dtype=torch.int64), [], []
+    for step in range(6):
+        part = values[: 1 + step % 3]
+        part.random_(0, 99)
+        expected.append(part.clone())
+        waits.append(copies.begin(part))
+        part.fill_(-1)  # Later work may write there.
+        for wait, wanted in zip(waits[-2:], expected[-2:], strict=True):
+            assert torch.equal(wait(), wanted)
