@@ -165,8 +165,8 @@ def turn(
 def test_masks_are_those_of_each_sample_alone(count: int, drafted: float) -> None:
     """Drafts are looked at, and change nothing about the sample."""
     fresh_seed()
-    maker, is_tame = MaskMaker(), random.random() < 0.5
-    walks = [Walk(random.choice(PATTERNS), is_tame=is_tame) for _ in range(count)]
+    maker, share = MaskMaker(), random.choice([0.0, 0.5, 1.0])
+    walks = [Walk(random.choice(PATTERNS), is_tame=random.random() < share) for _ in range(count)]
     for _ in range(40):
         turn(maker, random.sample(walks, random.randint(1, count)), drafted=drafted)
     maker.close()

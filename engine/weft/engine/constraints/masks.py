@@ -191,7 +191,8 @@ class MaskJob(NamedTuple):
 
 
 class MaskMaker:
-    """Computes the masks of a step in a thread of its own. Used by the engine's thread.
+    """Computes the masks of a step in a thread of its own; beside it, in the engine's thread, which
+    uses it, quick ones that are awaited.
 
     All together; where that is slow, each by itself for a while, to find and end the sample that it
     is slow for.
@@ -199,8 +200,10 @@ class MaskMaker:
 
     def __init__(self) -> None:
         self._work: _Work | None = None
-        self._found: list[Masks | WeftError] | None = None
-        """Those that were computed at once."""
+        """Of the thread; None: it has nothing to do."""
+        self._is_quick: list[bool] = []
+        """Whether the masks of each job are among the quick ones."""
+        self._quick: list[Masks | WeftError] = []
         self._thread: _MaskThread | None = None
 
     def begin(self, jobs: Sequence[MaskJob], *, is_awaited: bool = False) -> None:
@@ -210,20 +213,20 @@ class MaskMaker:
             jobs: Of the step.
             is_awaited: The caller has nothing else to do until they are there.
         """
-        self._found = None
-        if is_awaited and all(job.state.is_quick for job in jobs):
-            self._found = _at_once(jobs)
-        if self._found is None:
-            self._work = _Work(jobs)
+        self._is_quick = [is_awaited and job.state.is_quick for job in jobs]
+        slow = [job for job, is_quick in zip(jobs, self._is_quick, strict=True) if not is_quick]
+        if slow:
+            self._work = _Work(slow)
             self._thread = self._thread or _MaskThread()
             self._work.give(self._thread)
+        quick = [job for job, is_quick in zip(jobs, self._is_quick, strict=True) if is_quick]
+        self._quick = _at_once(quick)
 
     def take(self) -> list[Masks | WeftError]:
         """Waits for the masks of each job; an error for each that failed."""
-        if self._found is not None:
-            return self._found
+        if self._work is None:
+            return self._quick
         work, self._work = self._work, None
-        assert work is not None
         num_left = len(work.jobs)
         while not work.is_done.wait(TIMEOUT_TOGETHER_S if work.is_together else TIMEOUT_S):
             if work.num_left == num_left:
@@ -232,7 +235,8 @@ class MaskMaker:
                 self._thread = _MaskThread()
                 work.give(self._thread)
             num_left = work.num_left
-        return work.results
+        quick, slow = iter(self._quick), iter(work.results)
+        return [next(quick) if own else next(slow) for own in self._is_quick]
 
     def close(self) -> None:
         """Stops the thread."""
@@ -333,18 +337,18 @@ class _MaskThread:
             work.run(self)
 
 
-def _at_once(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
-    """The masks of jobs whose states are all quick; None: they have to be computed one by one."""
-    if len(jobs) == 1 or any(job.is_alone for job in jobs):
-        return [_alone(job) for job in jobs]
-    found = _together(jobs)
-    if found is None:
+def _at_once(jobs: Sequence[MaskJob]) -> list[Masks | WeftError]:
+    """The masks of jobs whose states are quick."""
+    if len(jobs) > 1 and not any(job.is_alone for job in jobs):
+        found = _together(jobs)
         for job in jobs:
-            job.state.go_alone()
-        return None
-    for job in jobs:
-        job.state.keep(job.tokens)
-    return found
+            if found is None:
+                job.state.go_alone()
+            else:
+                job.state.keep(job.tokens)
+        if found is not None:
+            return found
+    return [_alone(job) for job in jobs]
 
 
 def _alone(job: MaskJob) -> Masks | WeftError:
@@ -392,9 +396,10 @@ def _together(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
 def _fill(matchers: list[xgrammar.GrammarMatcher], words: npt.NDArray[np.int32]) -> None:
     """Writes the masks of the next tokens, [matchers, words of a mask], by some threads."""
     wanted = min(MAX_THREADS, (os.cpu_count() or 1) // 2, len(matchers) // MASKS_OF_A_THREAD)
-    _filler(max(1, wanted)).batch_fill_next_token_bitmask(matchers, words)
+    _filler(max(1, wanted), threading.get_ident()).batch_fill_next_token_bitmask(matchers, words)
 
 
-@functools.cache
-def _filler(num_threads: int) -> xgrammar.BatchGrammarMatcher:
+@functools.lru_cache(maxsize=8)
+def _filler(num_threads: int, thread: int) -> xgrammar.BatchGrammarMatcher:
+    """Each thread has its own."""
     return xgrammar.BatchGrammarMatcher(num_threads)
