@@ -8,16 +8,22 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import xgrammar
 from kernel_checks import fresh_seed
+from weft.engine.config import EngineConfig
 from weft.engine.constraints import masks
+from weft.engine.constraints.constraints import Constraints
 from weft.engine.constraints.masks import ConstraintState, Mask, MaskJob, MaskMaker, Masks
-from weft.engine.errors import Internal, InvalidRequest
+from weft.engine.errors import Internal, InvalidRequest, WeftError
+from weft.engine.request import Constraint, SamplingParams
 from weft.engine.scheduler.plan import DraftTree, parents_of
+from weft.engine.scheduler.state import State
 
 END = 256
 VOCAB = 257
@@ -222,6 +228,7 @@ def test_a_grammar_that_never_answers_fails_alone(monkeypatch: pytest.MonkeyPatc
 def test_a_group_that_is_given_up_goes_on_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
     monkeypatch.setattr(masks, "TIMEOUT_TOGETHER_S", 0.1)
+    monkeypatch.setattr(masks, "TIMEOUT_S", 60.0)  # Of one alone, also before any has begun.
     release, maker = threading.Event(), MaskMaker()
     walks = [Walk(pattern) for pattern in PATTERNS]
     for _ in range(5):
@@ -235,6 +242,86 @@ def test_a_group_that_is_given_up_goes_on_one_by_one(monkeypatch: pytest.MonkeyP
     for _ in range(3 * masks.NUM_ALONE):
         turn(maker, walks)
     maker.close()
+
+
+def test_a_thread_that_is_left_alone_meets_nobody_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was following the first sample of a group, and then follows the others."""
+    fresh_seed()
+    monkeypatch.setattr(masks, "TIMEOUT_TOGETHER_S", 0.1)
+    is_given_up, has_ended = threading.Event(), threading.Event()
+    give, together = masks._Work.give, masks._together
+
+    class Held:
+        """A matcher that takes a token once its group was given up."""
+
+        def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+            self.accept = matcher.accept_token
+
+        def accept_token(self, token: int) -> bool:
+            assert is_given_up.wait(60)
+            return bool(self.accept(token))
+
+    class Later(ConstraintState):
+        """Its matcher is made anew only when the old thread has ended."""
+
+        @property
+        def matcher(self) -> xgrammar.GrammarMatcher:
+            assert self._matcher is not None or has_ended.wait(60)
+            return super().matcher
+
+    def noted_give(work: masks._Work, thread: masks._MaskThread) -> None:
+        give(work, thread)
+        if work._left and all(work.jobs[index].state.num_alone for index in [*work._left]):
+            is_given_up.set()
+
+    def noted_together(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
+        try:
+            return together(jobs)
+        finally:
+            if is_given_up.is_set():
+                has_ended.set()
+
+    maker, first = MaskMaker(), Walk("[a-z]{200}")
+    first.state = Later(first.grammar, VOCAB)
+    walks = [first, *(Walk(pattern) for pattern in PATTERNS)]
+    for _ in range(3):
+        turn(maker, walks)
+    first.state._matcher = Held(first.state.matcher)  # type: ignore[assignment]
+    monkeypatch.setattr(masks._Work, "give", noted_give)
+    monkeypatch.setattr(masks, "_together", noted_together)
+    for _ in range(2 * masks.NUM_ALONE):
+        turn(maker, walks)
+    assert has_ended.is_set()
+    maker.close()
+
+
+def test_what_is_not_begun_is_not_taken() -> None:
+    """A step whose masks could not be begun fails; the next one has nothing of it."""
+    constraints = Constraints(EngineConfig(model_dir=Path("model")), VOCAB, [END], lambda: None)
+
+    def begin(jobs: Sequence[MaskJob], *, is_awaited: bool) -> None:
+        raise MemoryError
+
+    request = SimpleNamespace(
+        key=1,
+        sample=0,
+        params=SamplingParams(constraint=Constraint(kind="regex", text="a*")),
+        state=State.RUNNING,
+        tokens=[5],
+        num_prompt_tokens=1,
+    )
+    constraints._grammars[1] = grammar("a*")  # type: ignore[index]
+    for _ in range(2):
+        constraints._maker = MaskMaker()
+        constraints.begin_masks([request])  # type: ignore[list-item]
+        ((_, found),) = constraints.take_masks()
+        assert allowed(found) == {*b"a", END}
+        constraints._maker.begin = begin  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            constraints.begin_masks([request])  # type: ignore[list-item]
+        assert constraints.take_masks() == []
 
 
 def test_a_sample_whose_masks_are_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

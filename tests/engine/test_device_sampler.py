@@ -6,13 +6,17 @@ Both see the same logits, slots that change hands, masks that change and tokens 
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from bare_request import bare_request
+from weft.engine.drawing import Drawing
 from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.sampling import Sampler, SampleRow, device_check
 from weft.engine.sampling.device import RowsOnDevice
+from weft.engine.scheduler.plan import Plan
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -165,3 +169,27 @@ def test_rows_with_masks_of_their_own_draw_as_their_slots_do_now(seed: int) -> N
             alone.set_mask(slot, masks[row])
             place = np.array([slot]), positions[row : row + 1]
             assert found[row] == alone.sample(logits[row : row + 1], *place).token_ids[0]
+
+
+def test_a_slot_is_free_again_where_there_was_no_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampler = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"))
+    nothing = SimpleNamespace(are_in_use=False, begin_masks=lambda *_, **__: None)
+    drawing = Drawing(sampler, nothing)  # type: ignore[arg-type]
+    own = SamplingParams(temperature=0.0, logit_bias={7: 5.0}, presence_penalty=0.1)
+    requests = [bare_request([1], 16, bytes(32), params=own, slot=slot) for slot in range(2)]
+    drawing.prepare(Plan(), requests[:1])
+    monkeypatch.setattr(torch, "cat", _no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        drawing.prepare(Plan(), requests)
+    monkeypatch.undo()
+    drawing.free(1)
+    drawing.prepare(Plan(), requests)
+    assert drawing.num_slots == 2
+    drawn = sampler.sample(torch.zeros(2, VOCAB), np.arange(2), np.array([3, 3]))
+    assert drawn.token_ids.tolist() == [7, 7]
+
+
+def _no_memory(*_: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError

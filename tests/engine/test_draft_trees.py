@@ -15,7 +15,7 @@ from drafters import NotedRuns, speculate, texts_of
 from eagle3_cases import HeadReference
 from tiny_adapters import make_adapter
 from tiny_drafts import make_tiny_draft
-from tiny_models import make_tiny, tiny_config
+from tiny_models import EOS_TOKEN_ID, make_tiny, tiny_config
 from tree_drafters import MIXED, SHAPES, PublishedPages, TreeDrafter, WatchedTrees
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
@@ -23,6 +23,7 @@ from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.memory.keys import PageKeys
 from weft.engine.messages import Submit
 from weft.engine.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.plan import DraftShape, Plan
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -431,3 +432,40 @@ def test_settings_that_grow_no_trees_are_refused(model_dir: Path, draft_dir: Pat
     ):
         with pytest.raises(ConfigError, match="draft_width = 2"):
             EngineConfig(model_dir=model_dir, draft_width=2, **settings)
+
+
+@pytest.mark.needs("triton-interpreter")
+def test_min_tokens_hold_inside_constrained_trees(model_dir: Path) -> None:
+    """Of siblings all are as many tokens on, whichever rows they have; drawn as on a GPU."""
+    some = Constraint(kind="regex", text="[0-9]{1,20}")
+    prompts = random_prompts(4)
+    submits = [
+        Submit(
+            session=0,
+            request_id=f"r{number}",
+            attempt=1,
+            prompt=prompt,
+            sampling=SamplingParams(
+                temperature=1.0, seed=number, constraint=some, logit_bias={EOS_TOKEN_ID: 6.0}
+            ),
+            stop=StopCriteria(max_tokens=40, min_tokens=9),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+    def run(model: LLM) -> list[list[int]]:
+        outcomes = Desk(model.engine, model_dir).run(*submits)
+        return [outcome.ids for outcome in outcomes if isinstance(outcome, Outcome)]
+
+    with llm(model_dir) as plain:
+        expected = run(plain)
+    pairs = enumerate(zip(prompts, expected, strict=True))
+    texts = {(tuple(prompt), number): prompt + ids for number, (prompt, ids) in pairs}
+    with llm(model_dir, drafter="ngram", max_step_tokens=600) as drafting:
+        most = drafting.engine.config.max_running_requests
+        drafting.engine._drawing._sampler = Sampler(
+            VOCAB, most, device=torch.device("cpu"), max_masked_rows=64 * most
+        )
+        speculate(drafting.engine, TreeDrafter(texts, VOCAB, 0.8), MIXED)
+        assert run(drafting) == expected
+    assert all(len(ids) >= 9 for ids in expected)

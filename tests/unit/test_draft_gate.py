@@ -13,7 +13,7 @@ from draft_machine import DraftMachine, FixedGate, Outcome
 from overlap_machine import OverlapMachine
 from weft.engine.config import MAX_TREE_REQUESTS
 from weft.engine.scheduler.acceptance import Acceptance
-from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, PlanItem, Run
+from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, PlanItem, Run, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.engine.speculative.gate import PROBE_EVERY, MeasuredGate, depths_up_to, tree_shapes
 from weft.engine.speculative.step_times import StepTaken, StepTimes
@@ -344,3 +344,41 @@ def test_times_stay_near_whatever_comes() -> None:
             assert (
                 0.2 * known_s < times.seconds(num_requests, DraftShape.chain(depth)) < 6 * known_s
             )
+
+
+@pytest.mark.parametrize(("num_requests", "num_tokens"), [(64, 100), (64, 1_000), (128, 400)])
+def test_drafts_begin_once_they_are_right_however_requests_come_and_go(
+    num_requests: int, num_tokens: int
+) -> None:
+    """Where steps overlap, and drafts were wrong for so long that the gate rests."""
+    rng, gate, switch = random.Random(7), MeasuredGate(MAX_DRAFTS, overlaps=True), 2_000
+    left = [1 + i * num_tokens // num_requests for i in range(num_requests)]
+    requests = [_new_request() for _ in left]
+    before: tuple[Plan, list[Run], float] | None = None
+    num_drafted = 0
+    for step in range(2 * switch):
+        shape = gate.shape(requests)
+        count, runs, plan = shape.num_drafts, list[Run](), Plan()
+        if count:
+            plan.verifies = [VerifyItem(request, 0, count) for request in requests]
+            for request in requests:
+                right = next(
+                    (i for i in range(count) if rng.random() > (0.05 if step < switch else 0.95)),
+                    count,
+                )
+                runs.append(Run(request, [1] * (right + 1), [], count))
+        else:
+            plan.decodes = [*requests]
+        num_drafted += step >= switch and count > 0
+        if before is not None:
+            gate.observe(*before)
+        before = plan, runs, 1e-3 * (1 + 0.12 * count) * rng.uniform(0.99, 1.01)
+        for index in range(num_requests):
+            left[index] -= 1
+            if not left[index]:
+                requests[index], left[index] = _new_request(), num_tokens
+    assert num_drafted > 0.8 * switch
+
+
+def _new_request() -> Request:
+    return bare_request([1], 16, bytes(32), speculates=True)

@@ -152,6 +152,14 @@ def first_rows(plan: Plan, num_drawing: int) -> npt.NDArray[np.int64]:
     return counts.cumsum()
 
 
+def _depths(drafts: Sequence[int]) -> list[int]:
+    """Number of drafts up to each row of a request: 0 of the last token's."""
+    depths = [0]
+    for parent in parents_of(drafts):
+        depths.append(depths[parent] + 1)
+    return depths
+
+
 def _run_of_tree(
     item: VerifyItem,
     drafts: Sequence[int],
@@ -410,9 +418,9 @@ class Drawing:
                 errors[index] = masks
                 continue
             self._set_mask(request, masks[0])
-            num_generated, first = request.num_generated, int(firsts[index])
+            first, depths = int(firsts[index]), _depths(plan.drafts[index - len(plan.decodes)])
             rows += range(first + 1, first + len(masks))
-            counts += range(num_generated + 1, num_generated + len(masks))
+            counts += [request.num_generated + depth for depth in depths[1 : len(masks)]]
             behind += masks[1:]
         if not rows:
             return errors, None
@@ -501,6 +509,7 @@ class Drawing:
             top_logprobs=request.top_logprobs,
         )
         prompt = request.tokens[: request.num_prompt_tokens]
-        self._sampler.add(request.slot, row, prompt, request.tokens[request.num_prompt_tokens :])
+        # Before, so that the slot is freed if there is no memory for it.
         self._has_row[request.slot] = True
         self.num_slots += 1
+        self._sampler.add(request.slot, row, prompt, request.tokens[request.num_prompt_tokens :])

@@ -157,6 +157,7 @@ class Constraints:
             drafts: For each, drafts that get masks too; None: none.
             is_awaited: `take_masks` follows at once.
         """
+        self._masked = []
         if not self._grammars:
             return
         none: list[Sequence[int]] = [()] * len(requests)
@@ -167,7 +168,6 @@ class Constraints:
             )
             if request.params.constraint is not None and request.state is not State.FINISHED
         ]
-        self._masked = [request for request, _, _ in masked]
         if not masked:
             return
         from weft.engine.constraints.masks import MaskJob, MaskMaker
@@ -181,6 +181,7 @@ class Constraints:
             tokens = request.tokens[begin:] + list(drawn[max(0, begin - num_known) :])
             jobs.append(MaskJob(state, tokens, behind))
         self._maker.begin(jobs, is_awaited=is_awaited)
+        self._masked = [request for request, _, _ in masked]
 
     def _state(self, request: Request) -> ConstraintState:
         """The grammar state of a sample; built by replay if the sample is new here."""

@@ -266,8 +266,8 @@ class _Work:
 
     @property
     def is_together(self) -> bool:
-        """Whether several masks are being computed at once."""
-        return len(self._group) > 1
+        """Whether several masks are computed at once, or will be."""
+        return sum(not self.jobs[index].is_alone for index in list(self._left)) > 1
 
     def give(self, thread: _MaskThread) -> None:
         """Has a thread compute what is left, behind what another one is lost in: a single job is
@@ -371,8 +371,10 @@ def _together(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
     found: list[Masks | WeftError] = [[]] * len(jobs)
     try:
         allowed = []
-        for place, (state, tokens, _) in enumerate(jobs):
-            matcher = state.matcher
+        # All of them now: a thread that was left alone with one must not meet those that the others
+        # go on with.
+        matchers = [job.state.matcher for job in jobs]
+        for place, ((state, tokens, _), matcher) in enumerate(zip(jobs, matchers, strict=True)):
             wrong = next((token for token in tokens if not matcher.accept_token(token)), None)
             if wrong is None:
                 allowed.append((place, matcher))

@@ -32,7 +32,7 @@ class DeviceMasks:
         self._words: npt.NDArray[np.uint32] = self._host.numpy().view(np.uint32)
         self._changed: set[int] = set()
         """Slots whose masks are to be sent."""
-        self._marks = Marks(device, number=2)
+        self._marks = Marks(device, number=1)
         self._sent: Mark | None = None
         """Behind the last copies; None: they have ended."""
 

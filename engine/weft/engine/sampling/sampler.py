@@ -223,8 +223,8 @@ class Sampler:
                 self._send_mask(slot)
 
     def remove(self, slot: int) -> None:
-        """Frees `slot`."""
-        del self._rows[slot]
+        """Frees `slot`, also one that could not be added."""
+        self._rows.pop(slot, None)
         self._columns.is_masked[slot] = False
         self._edits.pop(slot, None)
         self._counting.discard(slot)

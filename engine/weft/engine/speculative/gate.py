@@ -165,8 +165,6 @@ class MeasuredGate:
         """Number of steps that have ended."""
         self._num_resting = 0
         """Steps that are still to be planned without looking at them."""
-        self._num_unwatched = 0
-        """Steps planned so that have not ended."""
         self._num_settled = 0
         """Steps since many of the requests were new."""
         self._has_prompts = False
@@ -176,7 +174,6 @@ class MeasuredGate:
         """See `DraftGate.shape`."""
         if self._num_resting:
             self._num_resting -= 1
-            self._num_unwatched += 1
             return NO_DRAFTS
         num_requests = len(requests)
         choice = self._choice(num_requests)
@@ -208,8 +205,8 @@ class MeasuredGate:
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`."""
         self._num_ended += 1
-        if self._num_unwatched and not plan.verifies:
-            self._num_unwatched -= 1
+        self._has_prompts = bool(plan.chunks)
+        if self._num_resting and not plan.verifies:
             self._recent = None, None
             return
         step = self._step_of(plan, runs, duration_s)
@@ -232,7 +229,6 @@ class MeasuredGate:
             elif not item.request.is_draft_behind:
                 num_accepted = max(0, len(run.tokens) - 1)
                 self._note_chain(item.request, num_accepted, item.max_drafts, run.num_drafts)
-        self._has_prompts = bool(plan.chunks)
         if self._has_prompts or duration_s <= 0:
             return None
         if plan.is_late is not None:
@@ -390,9 +386,13 @@ class MeasuredGate:
         return PROBE_EVERY * self._trial_steps
 
     def _rests(self, choice: _Choice) -> bool:
-        """Whether there have been no drafts for so long that a little later is soon enough."""
-        is_plain = not choice.best.num_drafts and self._trial is None
-        return self._overlaps and is_plain and choice.num_steps >= RESTING * PROBE_EVERY
+        """Whether there have been no drafts for so long that a little later is soon enough. Where
+        requests come and go, few steps are good for trials, and none is left out.
+        """
+        if not self._overlaps or choice.best.num_drafts or self._trial is not None:
+            return False
+        is_settled = self._num_settled >= SETTLED_AFTER
+        return is_settled and choice.num_steps >= RESTING * PROBE_EVERY
 
     def _rest(self, choice: _Choice, num_requests: int) -> None:
         """Lets some steps pass, which count as if they had been watched."""
