@@ -373,10 +373,9 @@ def test_drafts_begin_once_they_are_right_however_requests_come_and_go(
         if before is not None:
             gate.observe(*before)
         before = plan, runs, 1e-3 * (1 + 0.12 * count) * rng.uniform(0.99, 1.01)
-        for index in range(num_requests):
-            left[index] -= 1
-            if not left[index]:
-                requests[index], left[index] = _new_request(), num_tokens
+        left = [number - 1 for number in left]
+        if not left[0]:  # New ones are behind the others.
+            requests, left = [*requests[1:], _new_request()], [*left[1:], num_tokens]
     assert num_drafted > 0.8 * switch
 
 
