@@ -144,6 +144,16 @@ static void add_to_tiles(const Weight *w, const Addition *add, float *tiles, lon
     expand_tiles(add, w->is_bf16, columns + begin, n, first_row, rows, tiles + GATE, amx);
 }
 
+/* Asks for share `turn` of `turns` of what they will add. On AMX each panel asks for the next. */
+static void ask_for_additions(const Weight *w, const Addition *add, long p, long turn, long turns,
+                              Asked *asked) {
+  if (uses_amx(w->is_bf16) || add->lora->order == NULL) return;
+  const long columns = columns_of(w), width = w->gated ? GATE : PANEL, begin = p * width;
+  const long n = begin + width < columns ? width : columns - begin;
+  ask_for_b(add, w->is_bf16, begin, n, turn, turns, asked);
+  if (w->gated) ask_for_b(add, w->is_bf16, columns + begin, n, turn, turns, asked);
+}
+
 /* tile [rows][32] = rows of x times a panel. */
 static void product(int is_bf16, int rows, long steps, int odd, const char *x, long stride,
                     const uint32_t *panel, float *tile, Prefetch *ahead, Amx *amx) {
@@ -172,7 +182,12 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
     const long first = block_begin(w, m, block);
     const int rows = (int)(block_begin(w, m, block + 1) - first);
     float *tile = tiles + (is_adding ? (first - first_row) * PANEL : 0);
-    Prefetch ahead = {.now = {next, next + part}};
+    Asked asked = {.count = 0};
+    ask(&asked, next, part);
+    if (is_adding)
+      ask_for_additions(w, add, p, block - first_block, last_block - first_block, &asked);
+    Prefetch ahead = {{NULL, NULL}, asked.spans, asked.count};
+    if (asked.count > 0) ahead = (Prefetch){asked.spans[0], asked.spans + 1, asked.count - 1};
     product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
             &ahead, amx);
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);

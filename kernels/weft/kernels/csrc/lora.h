@@ -212,6 +212,39 @@ INLINE const char *words_of_b(const int is_bf16, const LoraPart *part, long row,
   return part->b + 4 * (steps * B_COLUMNS + column % B_COLUMNS);
 }
 
+/* What is to be read soon, in pieces; for Prefetch in tile.h. */
+typedef struct {
+  Span spans[64]; /* no more are asked for */
+  int count;
+} Asked;
+
+static void ask(Asked *asked, const char *begin, long bytes) {
+  const int most = (int)(sizeof asked->spans / sizeof *asked->spans);
+  if (bytes > 0 && asked->count < most) asked->spans[asked->count++] = (Span){begin, begin + bytes};
+}
+
+/* What share `turn` of `turns` of a step's adapters adds to n columns of a product: their rows of b
+ * lie all over memory. */
+static void ask_for_b(const Addition *add, int is_bf16, long column, long n, long turn, long turns,
+                      Asked *asked) {
+  const Lora *lora = add->lora;
+  const long first = lora->segments * turn / turns, last = lora->segments * (turn + 1) / turns;
+  for (long p = 0; p < add->group->count && first < last; p++) {
+    const LoraPart *part = &add->group->parts[p];
+    const long end = part->column + part->out_features;
+    const long from = column > part->column ? column : part->column;
+    const long to = column + n < end ? column + n : end;
+    for (long s = first; s < last && from < to; s++) {
+      if (lora->blocks[s + 1] == lora->blocks[s]) continue;
+      const int32_t *table = lora_rows(part, part->b_table, add->layer, lora->slots[s]);
+      const long count = lora_count(part, add->layer, lora->slots[s]);
+      for (long i = 0; i < count; i++)
+        ask(asked, words_of_b(is_bf16, part, table[i], from - part->column),
+            (to - from) * ROW_RANK * (is_bf16 ? 2 : 4));
+    }
+  }
+}
+
 /* to[r] += ranks[r] * b, for `vectors` vectors of n columns: n is VL, or less for a single one. */
 INLINE void expand_rows(const int is_bf16, const int rows, const int vectors, int n,
                         const LoraPart *part, const int32_t *table, long count, long column,
