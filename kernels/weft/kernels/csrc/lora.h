@@ -60,6 +60,8 @@ typedef struct {
   const Lora *lora;
   const LoraGroup *group;
   int64_t layer;
+  const LoraGroup *next; /* of the product after this one, in `next_layer`; or null */
+  int64_t next_layer;
 } Addition;
 
 static int adds(const Addition *add) {
@@ -212,29 +214,29 @@ INLINE const char *words_of_b(const int is_bf16, const LoraPart *part, long row,
   return part->b + 4 * (steps * B_COLUMNS + column % B_COLUMNS);
 }
 
-/* What is to be read soon, in pieces; for Prefetch in tile.h. */
+#define MOST_ASKED 256
+#define ASKED_BYTES 2048 /* of a piece: blocks of rows get equal numbers of pieces */
+
+/* Pieces of memory that a product asks for beside its weights, in the same way (see tile.h). */
 typedef struct {
-  Span spans[64]; /* no more are asked for */
   int count;
+  Span spans[MOST_ASKED]; /* of more, the rest is not asked for */
 } Asked;
 
-static void ask(Asked *asked, const char *begin, long bytes) {
-  const int most = (int)(sizeof asked->spans / sizeof *asked->spans);
-  if (bytes > 0 && asked->count < most) asked->spans[asked->count++] = (Span){begin, begin + bytes};
+INLINE void ask(Asked *asked, const char *begin, long bytes) {
+  for (; bytes > 0 && asked->count < MOST_ASKED; begin += ASKED_BYTES, bytes -= ASKED_BYTES)
+    asked->spans[asked->count++] = (Span){begin, begin + at_most(bytes, ASKED_BYTES)};
 }
 
-/* What share `turn` of `turns` of a step's adapters adds to n columns of a product: their rows of b
- * lie all over memory. */
-static void ask_for_b(const Addition *add, int is_bf16, long column, long n, long turn, long turns,
-                      Asked *asked) {
+/* What is added to n columns of a product: an adapter's rows of b lie anywhere in memory. */
+static void ask_for_b(const Addition *add, int is_bf16, long column, long n, Asked *asked) {
   const Lora *lora = add->lora;
-  const long first = lora->segments * turn / turns, last = lora->segments * (turn + 1) / turns;
-  for (long p = 0; p < add->group->count && first < last; p++) {
+  for (long p = 0; p < add->group->count; p++) {
     const LoraPart *part = &add->group->parts[p];
     const long end = part->column + part->out_features;
     const long from = column > part->column ? column : part->column;
     const long to = column + n < end ? column + n : end;
-    for (long s = first; s < last && from < to; s++) {
+    for (long s = 0; s < lora->segments && from < to; s++) {
       if (lora->blocks[s + 1] == lora->blocks[s]) continue;
       const int32_t *table = lora_rows(part, part->b_table, add->layer, lora->slots[s]);
       const long count = lora_count(part, add->layer, lora->slots[s]);
