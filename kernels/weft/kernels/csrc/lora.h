@@ -138,6 +138,25 @@ INLINE void shrink_step(const int is_bf16, const int tokens, const char *const *
   }
 }
 
+/* to[r] = vf_sum(sum[r]), in the same order: together they take half as many instructions. */
+INLINE void sum_ranks(const vf sum[SHRINK_RANKS], float *to) {
+#if VL == 16
+  __m512 some[2];
+  for (int i = 0; i < 2; i++) {
+    const __m512 first = (__m512)sum[2 * i], second = (__m512)sum[2 * i + 1];
+    some[i] = _mm512_shuffle_f32x4(first, second, 0x44) +
+              _mm512_shuffle_f32x4(first, second, 0xee);
+  }
+  __m512 all = _mm512_shuffle_f32x4(some[0], some[1], 0x88) +
+               _mm512_shuffle_f32x4(some[0], some[1], 0xdd); /* a rank in each 128 bits */
+  all += _mm512_permute_ps(all, 0x4e);
+  all += _mm512_permute_ps(all, 0xb1);
+  _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all)));
+#else
+  for (int r = 0; r < SHRINK_RANKS; r++) to[r] = vf_sum(sum[r]);
+#endif
+}
+
 /* to[t][r] = x[t] . a[r], rows of `bytes` bytes. */
 INLINE void shrink_tile(const int is_bf16, const int tokens, const char *const *x, const char *a,
                         long bytes, float *const *to) {
@@ -151,9 +170,7 @@ INLINE void shrink_tile(const int is_bf16, const int tokens, const char *const *
     shrink_step(is_bf16, tokens, x, a, bytes, at, 4 * VL, sum);
   if (rest > 0) shrink_step(is_bf16, tokens, x, a, bytes, bytes - rest, (size_t)rest, sum);
 #pragma GCC unroll 4
-  for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 4
-    for (int r = 0; r < SHRINK_RANKS; r++) to[t][r] = vf_sum(sum[t][r]);
+  for (int t = 0; t < tokens; t++) sum_ranks(sum[t], to[t]);
 }
 
 #define SHRINK_CASE(N)                                 \

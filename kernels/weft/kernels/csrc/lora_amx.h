@@ -38,8 +38,8 @@ static Shrinkage shrinkage_of(const Addition *add, int64_t unit) {
                      at_most(lora->starts[s + 1] - first, block_tokens())};
 }
 
-/* Share `turn` of `turns` of what shrinking for the next product reads of a. Threads that take units
- * of both in the same order find in their caches what they asked for. */
+/* Share `turn` of `turns` of what shrinking for the next product reads of a. Threads take units of
+ * both in the same order, and so find in their caches what they asked for. */
 static void ask_for_a(const Addition *add, int is_bf16, long turn, long turns, Asked *asked) {
   const Addition next = {.lora = add->lora, .group = add->next, .layer = add->next_layer};
   if (next.group == NULL) return;
