@@ -57,7 +57,8 @@ static const Weight *weight_of(const Layer *layer, Group group) {
 
 static Addition addition_to(const Batch *batch, Group group, long index) {
   const Lora *lora = batch->lora;
-  return (Addition){lora, lora == NULL ? NULL : &lora->groups[group], index};
+  if (lora == NULL) return (Addition){.lora = NULL};
+  return (Addition){.lora = lora, .group = &lora->groups[group], .layer = index};
 }
 
 static void divide_layer(const Layer *layer, long index, const Batch *batch, Division *d) {
@@ -72,8 +73,11 @@ static void divide_layer(const Layer *layer, long index, const Batch *batch, Div
 static void product_share(const Layer *layer, Group group, const void *x, Target to,
                           const Batch *batch, long index, Division *d, Member *me) {
   const Weight *w = weight_of(layer, group);
-  const Addition add = addition_to(batch, group, index);
+  Addition add = addition_to(batch, group, index);
   if (adds(&add)) {
+    add.next_layer = index + (group == TO_DOWN);
+    if (add.next_layer < add.group->parts[0].layers)
+      add.next = &batch->lora->groups[(group + 1) % GROUPS];
     shrink_share(&add, w->is_bf16, x, d->shrink[group], d->threads, me->thread);
     wait_for_all(me);
   }

@@ -144,6 +144,19 @@ static void add_to_tiles(const Weight *w, const Addition *add, float *tiles, lon
     expand_tiles(add, w->is_bf16, columns + begin, n, first_row, rows, tiles + GATE, amx);
 }
 
+/* Asks for what they will add to the panel of a unit of work, and for a share of what will be read
+ * before the next product. On AMX it is asked for elsewhere. */
+static void ask_for_additions(const Weight *w, const Addition *add, long m, long unit,
+                              Asked *asked) {
+  if (uses_amx(w->is_bf16) || add->lora->order == NULL) return;
+  const long columns = columns_of(w), width = w->gated ? GATE : PANEL;
+  const long begin = unit % panels_of(w) * width;
+  const long n = begin + width < columns ? width : columns - begin;
+  ask_for_b(add, w->is_bf16, begin, n, asked);
+  if (w->gated) ask_for_b(add, w->is_bf16, columns + begin, n, asked);
+  ask_for_a(add, w->is_bf16, unit, linear_units(w, m), asked);
+}
+
 /* tile [rows][32] = rows of x times a panel. */
 static void product(int is_bf16, int rows, long steps, int odd, const char *x, long stride,
                     const uint32_t *panel, float *tile, Prefetch *ahead, Amx *amx) {
@@ -167,12 +180,22 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
   const long first_block = blocks * group / groups, last_block = blocks * (group + 1) / groups;
   const long part = prefetch ? size * 4 / (last_block - first_block) : 0;
   const long first_row = block_begin(w, m, first_block), end_row = block_begin(w, m, last_block);
+  Asked asked;
+  asked.count = 0;
+  if (is_adding) ask_for_additions(w, add, m, unit, &asked);
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
     const int rows = (int)(block_begin(w, m, block + 1) - first);
     float *tile = tiles + (is_adding ? (first - first_row) * PANEL : 0);
-    Prefetch ahead = {.now = {next, next + part}};
+    const long turn = block - first_block, turns = last_block - first_block;
+    const int asked_from = (int)(asked.count * turn / turns);
+    Prefetch ahead = {{next, next + part}, asked.spans + asked_from,
+                      (int)(asked.count * (turn + 1) / turns) - asked_from};
+    if (part == 0 && ahead.num_later > 0) {
+      ahead.now = *ahead.later++;
+      ahead.num_later--;
+    }
     product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
             &ahead, amx);
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);

@@ -60,6 +60,8 @@ typedef struct {
   const Lora *lora;
   const LoraGroup *group;
   int64_t layer;
+  const LoraGroup *next; /* of the product after this one, in `next_layer`; or null */
+  int64_t next_layer;
 } Addition;
 
 static int adds(const Addition *add) {
@@ -136,6 +138,25 @@ INLINE void shrink_step(const int is_bf16, const int tokens, const char *const *
   }
 }
 
+/* to[r] = vf_sum(sum[r]), in the same order: together they take half as many instructions. */
+INLINE void sum_ranks(const vf sum[SHRINK_RANKS], float *to) {
+#if VL == 16
+  __m512 some[2];
+  for (int i = 0; i < 2; i++) {
+    const __m512 first = (__m512)sum[2 * i], second = (__m512)sum[2 * i + 1];
+    some[i] = _mm512_shuffle_f32x4(first, second, 0x44) +
+              _mm512_shuffle_f32x4(first, second, 0xee);
+  }
+  __m512 all = _mm512_shuffle_f32x4(some[0], some[1], 0x88) +
+               _mm512_shuffle_f32x4(some[0], some[1], 0xdd); /* a rank in each 128 bits */
+  all += _mm512_permute_ps(all, 0x4e);
+  all += _mm512_permute_ps(all, 0xb1);
+  _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all)));
+#else
+  for (int r = 0; r < SHRINK_RANKS; r++) to[r] = vf_sum(sum[r]);
+#endif
+}
+
 /* to[t][r] = x[t] . a[r], rows of `bytes` bytes. */
 INLINE void shrink_tile(const int is_bf16, const int tokens, const char *const *x, const char *a,
                         long bytes, float *const *to) {
@@ -149,9 +170,7 @@ INLINE void shrink_tile(const int is_bf16, const int tokens, const char *const *
     shrink_step(is_bf16, tokens, x, a, bytes, at, 4 * VL, sum);
   if (rest > 0) shrink_step(is_bf16, tokens, x, a, bytes, bytes - rest, (size_t)rest, sum);
 #pragma GCC unroll 4
-  for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 4
-    for (int r = 0; r < SHRINK_RANKS; r++) to[t][r] = vf_sum(sum[t][r]);
+  for (int t = 0; t < tokens; t++) sum_ranks(sum[t], to[t]);
 }
 
 #define SHRINK_CASE(N)                                 \
@@ -210,6 +229,39 @@ INLINE const char *words_of_b(const int is_bf16, const LoraPart *part, long row,
   const long blocks = (part->out_features + B_COLUMNS - 1) / B_COLUMNS;
   const long steps = (row * blocks + column / B_COLUMNS) * (is_bf16 ? ROW_RANK / 2 : ROW_RANK);
   return part->b + 4 * (steps * B_COLUMNS + column % B_COLUMNS);
+}
+
+#define MOST_ASKED 256
+#define ASKED_BYTES 2048 /* of a piece: blocks of rows get equal numbers of pieces */
+
+/* Pieces of memory that a product asks for beside its weights, in the same way (see tile.h). */
+typedef struct {
+  int count;
+  Span spans[MOST_ASKED]; /* of more, the rest is not asked for */
+} Asked;
+
+INLINE void ask(Asked *asked, const char *begin, long bytes) {
+  for (; bytes > 0 && asked->count < MOST_ASKED; begin += ASKED_BYTES, bytes -= ASKED_BYTES)
+    asked->spans[asked->count++] = (Span){begin, begin + at_most(bytes, ASKED_BYTES)};
+}
+
+/* What is added to n columns of a product: an adapter's rows of b lie anywhere in memory. */
+static void ask_for_b(const Addition *add, int is_bf16, long column, long n, Asked *asked) {
+  const Lora *lora = add->lora;
+  for (long p = 0; p < add->group->count; p++) {
+    const LoraPart *part = &add->group->parts[p];
+    const long end = part->column + part->out_features;
+    const long from = column > part->column ? column : part->column;
+    const long to = column + n < end ? column + n : end;
+    for (long s = 0; s < lora->segments && from < to; s++) {
+      if (lora->blocks[s + 1] == lora->blocks[s]) continue;
+      const int32_t *table = lora_rows(part, part->b_table, add->layer, lora->slots[s]);
+      const long count = lora_count(part, add->layer, lora->slots[s]);
+      for (long i = 0; i < count; i++)
+        ask(asked, words_of_b(is_bf16, part, table[i], from - part->column),
+            (to - from) * ROW_RANK * (is_bf16 ? 2 : 4));
+    }
+  }
 }
 
 /* to[r] += ranks[r] * b, for `vectors` vectors of n columns: n is VL, or less for a single one. */

@@ -38,6 +38,23 @@ static Shrinkage shrinkage_of(const Addition *add, int64_t unit) {
                      at_most(lora->starts[s + 1] - first, block_tokens())};
 }
 
+/* Share `turn` of `turns` of what shrinking for the next product reads of a. Threads take units of
+ * both in the same order, and so find in their caches what they asked for. */
+static void ask_for_a(const Addition *add, int is_bf16, long turn, long turns, Asked *asked) {
+  const Addition next = {.lora = add->lora, .group = add->next, .layer = add->next_layer};
+  if (next.group == NULL) return;
+  const int64_t begin = shrink_units(&next) * turn, end = shrink_units(&next) * (turn + 1);
+  for (int64_t unit = begin / turns; unit * turns < end; unit++) {
+    const Shrinkage s = shrinkage_of(&next, unit);
+    const long bytes = ROW_RANK * s.part->in_features * (is_bf16 ? 2 : 4);
+    const int64_t from = begin - unit * turns, to = end - unit * turns;
+    const long first = from > 0 ? bytes * from / turns : 0;
+    const long last = to < turns ? bytes * to / turns : bytes;
+    for (long i = 0; i < s.count; i++)
+      ask(asked, s.part->a + s.rows[i] * bytes + first, last - first);
+  }
+}
+
 #if HAS_AMX
 
 #define TOKEN_WORDS 1024 /* of K, of 16 tokens, that lie packed at a time */
