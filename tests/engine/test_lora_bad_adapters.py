@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -115,10 +116,43 @@ def test_a_tensor_of_absurd_size(adapter_dir: Path) -> None:
     assert str(4 << 80) in message
 
 
+def test_a_tensor_of_many_long_sizes_is_not_multiplied_out(adapter_dir: Path) -> None:
+    def huge(header: dict[str, Any]) -> None:
+        header[NAME]["shape"] = [10**4000] * 500
+
+    change_header(adapter_dir, huge)
+    began = time.monotonic()
+    assert "malformed" in refusal(adapter_dir)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_long_name_of_a_tensor(adapter_dir: Path) -> None:
+    def long(header: dict[str, Any]) -> None:
+        header["x" * 100_000] = header.pop(NAME)
+
+    change_header(adapter_dir, long)
+    message = refusal(adapter_dir)
+    assert "100000 characters" in message
+    assert len(message) < 1_000
+
+
+@pytest.mark.parametrize(
+    "fields", [{"layers_to_transform": 0}, {"target_modules": []}, {"target_modules": ""}]
+)
+def test_what_means_something_else_has_another_digest(
+    adapter_dir: Path, fields: dict[str, Any]
+) -> None:
+    change_config(adapter_dir, layers_to_transform=None, target_modules=None)
+    plain = adapter_digest(adapter_dir, is_lenient=True)
+    change_config(adapter_dir, **fields)
+    assert adapter_digest(adapter_dir, is_lenient=True) != plain
+
+
 @pytest.mark.parametrize(
     "entry",
     [
         None,
+        {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [2]},
         {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 16]},
         {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]},

@@ -228,8 +228,22 @@ def test_experts(tmp_path: Path) -> None:
     check(only, "shared_experts")
 
 
-def shared_experts(path: Path, seed: int) -> Path:
-    """An adapter whose experts share A of gate and up, and B of down."""
+def test_experts_that_share_nothing_are_refused_where_shared_ones_are_served(
+    tmp_path: Path,
+) -> None:
+    seed = random.randrange(2**31)
+    models = make_models("qwen3_moe", tmp_path, seed)
+    apart = shared_experts(tmp_path / "apart", seed, are_shared=False)
+    settings = {**SETTINGS, "lora_projections": ("shared_experts",)}
+    with (
+        LLM(models.model_dir, **settings) as llm,
+        pytest.raises(AdapterError, match="do not share their sides"),
+    ):
+        llm.load_adapter(apart)
+
+
+def shared_experts(path: Path, seed: int, *, are_shared: bool = True) -> Path:
+    """An adapter whose experts share A of gate and up, and B of down, or nothing."""
     config = tiny_config("qwen3_moe", num_hidden_layers=2)
     experts, hidden = config["num_experts"], config["hidden_size"]
     inner, rank = config["moe_intermediate_size"], 10
@@ -240,6 +254,8 @@ def shared_experts(path: Path, seed: int) -> Path:
         for name in ("w1", "w2", "w3"):
             width, out = (inner, hidden) if name == "w2" else (hidden, inner)
             count_a, count_b = (experts, 1) if name == "w2" else (1, experts)
+            if not are_shared:
+                count_a = count_b = experts
             for half, shape in (("A", (count_a, rank, width)), ("B", (count_b, out, rank))):
                 numbers = 0.2 * torch.randn(shape, generator=generator)
                 tensors[f"{stem}.{name}.lora_{half}.weight"] = numbers

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +31,11 @@ from gateway_adapters import (
 )
 from gateway_harness import MODEL, Harness, gateway
 from google.protobuf.empty_pb2 import Empty
-from weft.common.adapters.manifest import Manifest
+from weft.common.adapters.manifest import Entry, Manifest
 from weft.engine.lora.digest import adapter_digest
 from weft.gateway.adapters import manager
+from weft.gateway.adapters.directory import AdapterDirectory
+from weft.gateway.adapters.manager import FleetAdapterManager
 from weft.v1 import gateway_pb2, openai_pb2
 
 
@@ -306,6 +309,34 @@ async def test_an_unload_waits_for_its_requests_and_refuses_new_ones(
     await unloading
     await mesh.wait(lambda: not any(digest in adapters(worker).states for worker in mesh.workers))
     assert await listed(mesh) == {}
+
+
+def test_another_models_adapter_does_not_stand_for_the_requests_of_the_same_content() -> None:
+    directory = AdapterDirectory(None)  # type: ignore[arg-type]
+    content = bytes([7] * 32)
+    retired, twin, again = (
+        Entry(
+            name=name,
+            digest=content.hex(),
+            model=model,
+            path="p",
+            state=state,
+            generation=1,
+            created=1.0,
+        )
+        for name, model, state in (
+            ("one", "tiny", "retired"),
+            ("two", "other", "serving"),
+            ("three", "tiny", "serving"),
+        )
+    )
+    adapters = FleetAdapterManager.__new__(FleetAdapterManager)
+    adapters._directory = directory
+    adapters._fleet = SimpleNamespace(workers=lambda model: [])  # type: ignore[assignment]
+    directory._in_use[content] = 5
+    for others, num_left in (((), 5), ((twin,), 5), ((twin, again), 0)):
+        directory._take(Manifest(generation=1, entries=(retired, *others)))
+        assert adapters._num_left(retired) == num_left
 
 
 async def test_a_second_gateway_sees_what_the_first_did(tmp_path: Path, root: Path) -> None:

@@ -220,6 +220,25 @@ def test_a_name_goes_from_loading_to_serving_to_retired() -> None:
     assert manifest.drop(manifest.entries).entries == ()
 
 
+def test_a_failed_load_of_a_retired_content_leaves_it_to_its_requests() -> None:
+    first, second = entry(), entry(digest=b"\2" * 32)
+    manifest = Manifest()
+    for number, one in enumerate((first, second)):
+        manifest = manifest.begin(one, replaces=number > 0, now=number)
+        loading = manifest.of("pirate", "loading")
+        assert loading is not None
+        manifest = manifest.commit(loading, now=number)
+    (retired,) = manifest.in_state("retired")
+    manifest = manifest.begin(first, replaces=True, now=2)
+    loading = manifest.of("pirate", "loading")
+    assert loading is not None
+    assert [*manifest.drop([loading]).in_state("retired")] == [retired]
+    # Once it serves again, it stands for those requests.
+    manifest = manifest.commit(loading, now=3)
+    assert [one.digest for one in manifest.in_state("serving")] == [first.digest]
+    assert [one.digest for one in manifest.in_state("retired")] == [second.digest]
+
+
 def test_the_same_content_need_not_be_loaded_again() -> None:
     manifest = Manifest().begin(entry(), replaces=False, now=0)
     manifest = manifest.commit(manifest.entries[0], now=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +56,38 @@ def test_expressions_as_they_are_in_use_are_let_in(pattern: str) -> None:
 )
 def test_expressions_that_may_take_very_long_are_not(pattern: str) -> None:
     assert not is_quick(pattern)
+
+
+def test_a_match_that_takes_long_is_given_up_and_holds_nobody_up() -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    pattern = "".join(f"{re.escape(letter)}(|()|())" for letter in name) + "(?=X)"
+    slow, ticks, has_ended = config(target_modules=pattern), list[float](), threading.Event()
+
+    def tick() -> None:
+        while not has_ended.wait(1e-3):
+            ticks.append(time.monotonic())
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    try:
+        with pytest.raises(AdapterError, match="takes longer than"):
+            slow.is_targeted([name])
+    finally:
+        has_ended.set()
+        ticking.join()
+    assert len(ticks) > 20, "Python's lock was held"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank_pattern": {"(?i)q_proj": 4}},
+        {"target_modules": ["q_proj"], "layers_pattern": "(?P<layer>h)", "layers_to_transform": 0},
+    ],
+)
+def test_expressions_that_are_none_where_they_are_used_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(AdapterError, match="is no regular expression"):
+        config(**fields)
 
 
 def repeats_within_repeats(parsed: Any) -> int:
@@ -116,6 +150,11 @@ def test_any_name_is_taken_apart(name: str) -> None:
 
 
 def test_fields_that_matter_to_training_alone_are_let_in() -> None:
-    config(lora_dropout=0.3, init_lora_weights="pissa", bias="none", task_type="CAUSAL_LM")
+    config(lora_dropout=0.3, init_lora_weights="gaussian", bias="none", task_type="CAUSAL_LM")
+    config(init_lora_weights=False)
+    for kind in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga"):
+        # PEFT changes the base's weights with them.
+        with pytest.raises(AdapterError, match=f"init_lora_weights: {kind}"):
+            config(init_lora_weights=kind)
     with pytest.raises(AdapterError, match="kasa_config: KaSA is not supported"):
         config(kasa_config={"beta": 1})

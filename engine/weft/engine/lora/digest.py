@@ -14,9 +14,9 @@ from typing import Any
 
 from weft.engine.errors import AdapterError
 from weft.engine.lora.files import AdapterFiles, open_adapter
-from weft.engine.lora.peft_config import VARIANTS
+from weft.engine.lora.peft_config import variants_of
 
-_VERSION = b"weft-adapter-2"
+_VERSION = b"weft-adapter-3"
 _PIECE_BYTES = 1 << 22
 _CORES_OF_A_THREAD, _MAX_THREADS = 4, 4
 """BLAKE2b takes longer than all else of a load: 0.4 to 1.2 GB/s a core."""
@@ -147,7 +147,7 @@ class Hashing:
 def _canonical(files: AdapterFiles) -> bytes:
     values = {name: _value(files.config, name) for name in _FIELDS}
     # What is refused must not pass for a plain adapter with the same tensors that serves already.
-    values |= {name: True for name in sorted(VARIANTS) if files.config.get(name)}
+    values |= dict.fromkeys(sorted(variants_of(files.config)), True)
     try:
         return json.dumps(values, separators=(",", ":"), allow_nan=False).encode()
     except (ValueError, UnicodeEncodeError) as error:
@@ -158,5 +158,9 @@ def _value(config: Mapping[str, Any], name: str) -> Any:
     value = config.get(name)
     if name in _UNORDERED and isinstance(value, list):
         return sorted(map(str, value))
-    # Of patterns the first that matches counts: their order is kept. Empty is as good as absent.
-    return (list(value.items()) if isinstance(value, dict) else value) or None
+    # Of patterns the first that matches counts: their order is kept.
+    if isinstance(value, dict):
+        value = list(value.items())
+    # Empty is as good as absent, but for the modules: none, or all. And 0 is a number.
+    is_empty = value is False or (value == [] and name != "target_modules")
+    return None if is_empty else value

@@ -43,6 +43,8 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 _MAX_CONFIG_BYTES = 2 << 20
 _MAX_HEADER_BYTES = 32 << 20
+_MAX_NAME, _MAX_DIMENSIONS, _TOO_LARGE = 1024, 8, 1 << 48
+"""Of tensors: products of thousands of long numbers take minutes, and names are told to many."""
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 
@@ -230,6 +232,11 @@ def _read_header(directory: Path, descriptor: int) -> dict[str, TensorEntry]:
     if not isinstance(content, dict):
         raise AdapterError(f"{where}: the header is not a JSON object")
     content.pop(_METADATA, None)
+    if longest := max((name for name in content if len(name) > _MAX_NAME), default=""):
+        raise AdapterError(
+            f"{where}: tensor {longest[:80]}...: its name has {len(longest)} characters, more than "
+            f"{_MAX_NAME}"
+        )
     base = _LENGTH_BYTES + header_bytes
     tensors = {name: _entry(where, name, entry, base) for name, entry in content.items()}
     _check_coverage(where, tensors, base, file_bytes)
@@ -241,9 +248,10 @@ def _entry(where: str, name: str, entry: Any, base: int) -> TensorEntry:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, end]
         is_valid = isinstance(dtype, str) and all(
-            isinstance(number, int) and not isinstance(number, bool) and number >= 0
+            isinstance(number, int) and not isinstance(number, bool) and 0 <= number < _TOO_LARGE
             for number in numbers
         )
+        is_valid = is_valid and len(shape) <= _MAX_DIMENSIONS
     except (TypeError, KeyError, ValueError):
         is_valid = False
     if not is_valid:

@@ -306,6 +306,8 @@ class AdapterManager:
 
     def turn(self) -> None:
         """Takes what the threads have finished, and gives them the next work."""
+        if self._stalled:
+            self._let_stalled_go()
         has_news = self._reader.take() | self._writer.take() | self._leave_stalled_read()
         has_news |= self._is_changed
         if not (has_news or self.waitlist.is_changed or self.residency.is_changed):
@@ -420,13 +422,17 @@ class AdapterManager:
 
     def _replace_reader(self) -> bool:
         """Leaves a stalled reader behind and starts another one, if allowed."""
-        self._stalled = [reader for reader in self._stalled if reader.current is not None]
+        self._let_stalled_go()
         if len(self._stalled) == MAX_STALLED:
             return False
         self._reader.take_back()
         self._stalled.append(self._reader)
         self._reader = BackgroundThread(self._reader.name, self._wake)
         return True
+
+    def _let_stalled_go(self) -> None:
+        """Lets readers go that have returned, with what they read."""
+        self._stalled = [reader for reader in self._stalled if reader.current is not None]
 
     def _fail_read(self, entry: _Entry) -> None:
         message = f"{entry.label} was not read within {READ_STALL_S:g} s: its disk does not answer"

@@ -1,7 +1,8 @@
-"""Checks that an untrusted regular expression can be matched quickly. Pure Python.
+"""Untrusted regular expressions: those that are slow by their form are refused, and no match may
+take long.
 
-Matching holds the interpreter: an expression that backtracks for ever would stop the engine, not
-only the load of its adapter.
+Python's own matching holds the interpreter: an expression that backtracks for ever would stop the
+engine, not only the load of its adapter.
 """
 
 from __future__ import annotations
@@ -9,6 +10,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import regex
+from weft.engine.errors import AdapterError
+
+MATCH_S = 0.2
+"""Seconds that a match may take; names match in some microseconds."""
 _MAX_LENGTH = 4096
 _MAX_DEGREE = 6
 _REPEAT = re.compile(r"(?:[*+?]|\{\d*,?\d*\})[?+]?")
@@ -27,6 +33,24 @@ class _Group:
 
     def total(self) -> int:
         return max(self.degree, self.highest)
+
+
+def match(pattern: str, name: str, *, is_whole: bool = False) -> regex.Match[str] | None:
+    """Matches the begin of a name as `re.match` does, or all of it, while other threads go on.
+
+    Raises:
+        AdapterError: It takes too long.
+    """
+    try:
+        matched = regex.fullmatch if is_whole else regex.match
+        return matched(pattern, name, timeout=MATCH_S, concurrent=True)
+    except TimeoutError as error:
+        raise AdapterError(
+            f"adapter_config.json: {pattern[:80]!r} takes longer than {MATCH_S} s to match "
+            f"{name[:80]!r}"
+        ) from error
+    except regex.error as error:
+        raise AdapterError(f"adapter_config.json: {pattern[:80]!r}: {error}") from error
 
 
 def is_quick(pattern: str) -> bool:

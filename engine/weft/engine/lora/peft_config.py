@@ -15,11 +15,11 @@ from typing import Any
 
 from weft.engine.errors import AdapterError
 from weft.engine.lora.files import CONFIG_FILE
-from weft.engine.lora.patterns import is_quick
+from weft.engine.lora.patterns import is_quick, match
 
 ALL_LINEAR = "all-linear"
 
-_LAYER_OF = re.compile(r".*?\.[^.]*\.(?P<layer>\d+)\.")
+_LAYER_OF = r".*?\.[^.]*\.(?P<layer>\d+)\."
 
 VARIANTS: Mapping[str, str] = {
     "use_dora": "DoRA",
@@ -35,8 +35,26 @@ VARIANTS: Mapping[str, str] = {
 }
 """Fields of LoRA variants with different arithmetic; a falsy value is PEFT's "off"."""
 
+_INITIALISED = "init_lora_weights"
+_BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Begins of its values with which PEFT changes the base's weights too, also when it loads."""
 
-Patterns = tuple[tuple[re.Pattern[str], float], ...]
+
+def variants_of(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Fields of a configuration that make the adapter one of a variant that is not supported, with
+    what they mean.
+    """
+    found = {name: meaning for name, meaning in VARIANTS.items() if raw.get(name)}
+    kind = raw.get(_INITIALISED)
+    if isinstance(kind, str) and kind.lower().startswith(_BASE_CHANGING):
+        found[_INITIALISED] = (
+            f"{kind[:40]}, which changes the base model's weights (save the adapter with "
+            "path_initial_model_for_weight_conversion),"
+        )
+    return found
+
+
+Patterns = tuple[tuple[str, float], ...]
 """Values by module name pattern; the first match applies."""
 
 
@@ -57,6 +75,7 @@ class PeftConfig:
     layers_to_transform: tuple[int, ...]
     """Indices of the adapted layers; empty: all."""
     layers_pattern: tuple[str, ...]
+    """Regular expressions that give the layer of a name."""
     token_indices: Mapping[str, tuple[int, ...]]
     """Embedding module -> ids of the tokens whose rows were trained."""
     ties_weights: bool
@@ -74,9 +93,8 @@ class PeftConfig:
         kind = fields.raw.get("peft_type")
         if kind != "LORA":
             raise fields.error("peft_type", f"only LORA is supported, not {kind!r}")
-        for name, meaning in VARIANTS.items():
-            if fields.raw.get(name):
-                raise fields.error(name, f"{meaning} is not supported")
+        for name, meaning in variants_of(fields.raw).items():
+            raise fields.error(name, f"{meaning} is not supported")
         return cls(
             rank=fields.positive("r"),
             alpha=fields.number("lora_alpha"),
@@ -89,7 +107,8 @@ class PeftConfig:
             modules_to_save=fields.texts("modules_to_save"),
             layers_to_transform=_layers(fields),
             layers_pattern=tuple(
-                fields.pattern("layers_pattern", key) for key in fields.texts("layers_pattern")
+                fields.pattern("layers_pattern", key, r"(?:^|.*?\.){}\.(?P<layer>\d+)\.")
+                for key in fields.texts("layers_pattern")
             ),
             token_indices=_token_indices(fields),
             ties_weights=bool(fields.raw.get("ensure_weight_tying")),
@@ -125,31 +144,28 @@ class PeftConfig:
         return not by_layer or any(self._has_layer(name) for name in names)
 
     def _has_layer(self, name: str) -> bool:
-        patterns = [
-            re.compile(rf"(?:^|.*?\.){key}\.(?P<layer>\d+)\.") for key in self.layers_pattern
-        ]
-        for pattern in patterns or [_LAYER_OF]:
-            if found := pattern.match(name):
+        for pattern in self.layers_pattern or (_LAYER_OF,):
+            if found := match(pattern, name):
                 return int(found["layer"]) in self.layers_to_transform
         return False
 
 
 def _lists(targets: tuple[str, ...] | str, name: str) -> bool:
     if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
+        return match(targets, name, is_whole=True) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def _first_match(patterns: Patterns, names: Sequence[str], default: float) -> float:
     for pattern, value in patterns:
-        if any(pattern.match(name) for name in names):
+        if any(match(pattern, name) for name in names):
             return value
     return default
 
 
 def _patterns(fields: _Fields, name: str, read: Callable[[str, Any], float]) -> Patterns:
     return tuple(
-        (re.compile(rf"(.*\.)?({fields.pattern(name, key)})$"), read(name, value))
+        (fields.pattern(name, key, r"(.*\.)?({})$"), read(name, value))
         for key, value in fields.mapping(name).items()
     )
 
@@ -228,10 +244,14 @@ class _Fields:
             return self.pattern(name, value)
         return None if value is None else self.texts(name)
 
-    def pattern(self, name: str, pattern: str) -> str:
-        """Reads a regular expression that compiles and can be matched quickly."""
+    def pattern(self, name: str, pattern: str, around: str = "{}") -> str:
+        """Reads a regular expression that compiles, by itself and within another one, and is not
+        slow by its form; returns it within that one.
+        """
+        whole = around.replace("{}", pattern)
         try:
-            re.compile(pattern)
+            for text in (pattern, whole):
+                re.compile(text)
         except (re.error, RecursionError, OverflowError) as error:
             raise self.error(name, f"{pattern[:80]!r} is no regular expression: {error}") from error
         if not is_quick(pattern):
@@ -240,4 +260,4 @@ class _Fields:
                 f"{pattern[:80]!r} may take very long to match: repeats stand inside repeats, "
                 "or too many one after another",
             )
-        return pattern
+        return whole

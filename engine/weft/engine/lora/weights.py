@@ -132,7 +132,17 @@ def _changes(
     expert.
     """
     if part.is_expert:
-        return [adapter.experts.get((layer, part.kind)) for layer in range(part.num_layers)]
+        of_experts = [adapter.experts.get((layer, part.kind)) for layer in range(part.num_layers)]
+        for expert in filter(None, of_experts):
+            is_wrong = (part.is_a_shared and len(expert.a) != 1) or (
+                part.is_b_shared and len(expert.b) != 1
+            )
+            if is_wrong:
+                raise AdapterError(
+                    f"its experts do not share their sides of {part.kind}, as lora_projections = "
+                    "shared_experts wants; workers with `experts` take it"
+                )
+        return of_experts
     if part.kind in (EMBED_TOKENS, LM_HEAD):
         change = adapter.embed_tokens if part.kind == EMBED_TOKENS else adapter.lm_head
         pairs = [change and _as_lora(part.kind, change, max_rank, own_weight)]

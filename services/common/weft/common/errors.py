@@ -26,7 +26,7 @@ from weft.v1 import common_pb2
 DOMAIN = "weft.dev"
 """ErrorInfo.domain of all errors created here."""
 _DETAILS_KEY = "grpc-status-details-bin"
-_MAX_MESSAGE_BYTES = 1024
+MAX_MESSAGE_BYTES = 1024
 """Longest message, in bytes of UTF-8. gRPC sends a status's message percent-encoded and once more
 in the details; calls with over 8 KiB of metadata may lose it, and with it their error type.
 """
@@ -55,7 +55,7 @@ def error_detail(error: WeftError) -> common_pb2.ErrorDetail:
         stage=error.stage,
         worker_id=error.worker_id,
         attempt=error.attempt,
-        message=cut(error.message, _MAX_MESSAGE_BYTES),
+        message=cut(error.message, MAX_MESSAGE_BYTES),
         param=cut(error.param or "", _MAX_PARAM_BYTES),
     )
 

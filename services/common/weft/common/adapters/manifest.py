@@ -147,13 +147,7 @@ class Manifest:
             )
         if len(self.entries) >= MAX_ENTRIES:
             raise Overloaded(f"the registry has {MAX_ENTRIES} entries; unload some", stage="queue")
-        # An older entry of the same content would be dropped while the new one is used.
-        kept = [
-            one
-            for one in self.entries
-            if one is not loading
-            and (one is serving or one.name != entry.name or not one.means_as(entry))
-        ]
+        kept = [one for one in self.entries if one is not loading]
         return self._with([*kept, replace(entry, generation=self.generation + 1)])
 
     def commit(self, entry: Entry, now: float) -> Manifest:
@@ -176,6 +170,8 @@ class Manifest:
         for one in self.entries:
             if one.is_same(entry):
                 changed.append(replace(one, state="serving", created=now, until=0.0))
+            elif one.state == "retired" and one.name == entry.name and one.means_as(entry):
+                continue  # It would be dropped while the new one is used.
             elif (one.name, one.state) != (entry.name, "serving"):
                 changed.append(one)
             elif not one.means_as(entry):  # Else the new one stands for its requests as well.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from weft.common.adapters.manifest import Manifest
 from weft.common.adapters.registry import Registry, Stamp
+from weft.common.errors import MAX_MESSAGE_BYTES, cut
 from weft.common.worker.change_log import ChangeLog
 from weft.engine.errors import PeerUnavailable, WeftError
 from weft.engine.messages import AdapterOrder, AdapterState, Failure, Inbox, LoadReport, Outbox
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 60.0
+_MAX_NAME_BYTES = 256
+"""Of each tensor that was left out, as it is told to gateways."""
 """Longest time between attempts to load a failing adapter; doubled from the first to the last."""
 _STATES = {
     "loading": worker_pb2.ADAPTER_STATE_LOADING,
@@ -209,7 +212,8 @@ class AdapterFollower:
         """An error's message without the paths of copies."""
         directory = str(self._registry.directory(digest))
         message = message.replace(f" ({directory})", "")
-        return message.replace(f"adapter {directory}", "its copy").replace(directory, "its copy")
+        message = message.replace(f"adapter {directory}", "its copy").replace(directory, "its copy")
+        return cut(message, MAX_MESSAGE_BYTES)
 
     def _failed(self, digest: bytes, ordered: _Ordered, message: str) -> None:
         ordered.is_held = False
@@ -322,5 +326,5 @@ def _add_report(status: worker_pb2.AdapterStatus, engine: AdapterState) -> None:
     status.num_requests = engine.num_requests
     status.unloading = engine.is_unloading
     status.pinned = engine.is_pinned
-    status.left_out.extend(engine.left_out)
-    status.error = engine.error
+    status.left_out.extend(cut(name, _MAX_NAME_BYTES) for name in engine.left_out)
+    status.error = cut(engine.error, MAX_MESSAGE_BYTES)

@@ -431,8 +431,8 @@ class FleetAdapterManager:
 
     def _num_left(self, entry: Entry) -> int:
         """Number of requests to wait for; none for a content that another name refers to."""
-        kept = [one for one in self._directory.manifest.entries if one.state != "retired"]
-        return 0 if entry.digest in {one.digest for one in kept} else self._num_using(entry)
+        serving = self._directory.manifest.in_state("serving")
+        return 0 if any(one.means_as(entry) for one in serving) else self._num_using(entry)
 
     def _num_using(self, entry: Entry) -> int:
         """Number of requests that need it, as far as this gateway can tell.
