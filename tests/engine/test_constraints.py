@@ -301,3 +301,39 @@ def test_a_model_without_a_tokenizer_refuses_constraints(tmp_path: Path) -> None
         (error,) = desk.run(desk.submit(Constraint(kind="regex", text="a"), [5, 6]))
     assert isinstance(error, InvalidRequest)
     assert "tokenizer.json" in error.message
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_sample_that_is_cancelled_while_its_grammar_compiles_leaves_the_others_theirs(
+    overlap: str, tmp_path: Path
+) -> None:
+    seed = random.randrange(2**31)
+    path = make_tiny("llama", tmp_path, seed, tokenizer=True, vocab_size=517, num_hidden_layers=1)
+    settings = {"dtype": "float32", "num_pages": 2000, "num_threads": 1, "overlap": overlap}
+    with LLM(path, **settings) as llm:
+        desk = Desk(llm.engine, path)
+        # Beside one that is constrained and one that is free.
+        beside = [
+            desk.submit(Constraint(kind="regex", text="[a-z]{100}"), [5, 6, 8]),
+            desk.submit(None, [5, 6, 9], stop=StopCriteria(max_tokens=200, ignore_eos=True)),
+        ]
+        outboxes = [llm.engine.turn(Inbox(submits=beside))]
+        deadline = time.monotonic() + 60
+        while llm.engine.sizes()["held"] and time.monotonic() < deadline:
+            outboxes.append(llm.engine.turn(None))
+        choice = Constraint(kind="choice", choices=("yes", "no"))
+        submit = desk.submit(choice, [5, 6, 7], n=2)
+        cancel = Cancel(session=0, request_id=submit.request_id, attempt=1, sample=0)
+        outboxes.append(llm.engine.turn(Inbox(submits=[submit])))
+        assert llm.engine.sizes()["held"] == 1
+        outboxes.append(llm.engine.turn(Inbox(cancels=[cancel])))
+        while any(llm.engine.sizes().values()) and time.monotonic() < deadline:
+            outboxes.append(llm.engine.turn(None))
+        batches = [batch for outbox in outboxes for batch in outbox.sessions]
+        assert not any(batch.failed for batch in batches)
+        own = [t for b in batches for t in b.all_tokens() if t.request_id == submit.request_id]
+        assert {tokens.sample for tokens in own} == {1}
+        ids = [token for tokens in own for token in tokens.ids if token != EOS_TOKEN_ID]
+        assert desk.tokenizer.decode(ids) in ("yes", "no")
+        ended = {(done.request_id, done.sample) for b in batches for done in b.finished}
+        assert {(one.request_id, 0) for one in beside} | {(submit.request_id, 1)} <= ended

@@ -16,6 +16,7 @@ from threads import one_thread
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 from weft.engine.llm import LLM
+from weft.engine.messages import Cancel
 from weft.engine.request import SamplingParams, StopCriteria
 
 PAGE = 8
@@ -239,3 +240,35 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(
         while llm.engine.has_work:
             llm.engine.turn()
         check_empty(llm.engine)
+
+
+def test_a_page_that_a_copy_will_fill_is_nobody_elses(tmp_path: Path) -> None:
+    """Its request matches a part of a page, gets no chunk in the step that copies it, and is
+    cancelled while that step is under way.
+    """
+    seed = random.randrange(2**31)
+    path = make_tiny("llama", tmp_path, seed, vocab_size=517, num_hidden_layers=1)
+    clock = ManualClock()
+    settings = {"overlap": "on", "max_step_tokens": 16, "prefill_chunk_tokens": 16}
+    engine = make_engine(path, "decode", clock, max_running_requests=8, **settings)
+    pair = EnginePair(engine, [], clock)
+    known = list(range(10, 34))
+    pair.finish(pair.submit(known, 2, candidates=[]))
+    while not engine.is_idle:
+        pair.turn()
+    device = LateDevice(engine, random.Random(0), early_chance=0.0)
+    pair.submit(list(range(100, 114)), 4, candidates=[])  # Leaves two tokens of the step.
+    cancelled = pair.submit([*known[:13], *range(200, 240)], 4, candidates=[])
+    pair.turn()
+    (waiting,) = [one for one in engine.scheduler.prefilling if not one.num_launched]
+    assert waiting.pages
+    pair.send(cancels=[Cancel(session=1, request_id=cancelled, attempt=1)])
+    pair.turn()
+    pair.turn()
+    device.work()
+    device.check_free()
+    for _ in range(50):
+        pair.turn()
+    device.work()
+    device.check_free()
+    assert engine.is_idle

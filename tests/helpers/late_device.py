@@ -90,6 +90,18 @@ class LateDevice:
         runner.poison = lambda pages: None  # type: ignore[method-assign]
         self._sampler.begin = self.begin  # type: ignore[method-assign, assignment]
         engine.memory._set_free = self._fill_free  # type: ignore[method-assign]
+        evict, self._evicting = engine.memory._evict, False
+
+        def noted_evict() -> Any:
+            self._evicting = engine.tiers is not None
+            try:
+                return evict()
+            finally:
+                self._evicting = False
+
+        engine.memory._evict = noted_evict  # type: ignore[method-assign]
+        self._kept: set[int] = set()
+        """Free pages that have been given up: what lies there is still to be copied down."""
         self._pool[self._memory._free] = float("nan")
 
     # -- what it is told -------------------------------------------------------------------------
@@ -173,7 +185,8 @@ class LateDevice:
 
     def check_free(self) -> None:
         """Checks that no work wrote to a free page."""
-        free = self._pool[self._memory._free]
+        self._kept &= set(self._memory._free)
+        free = self._pool[[page for page in self._memory._free if page not in self._kept]]
         assert bool(free.isnan().all()), "a step wrote to a free page"
 
     def _enqueue(self, work: Callable[[], None]) -> None:
@@ -185,4 +198,8 @@ class LateDevice:
 
     def _fill_free(self, page: int) -> None:
         self._set_free(page)
+        if self._evicting:
+            self._kept.add(page)
+            return
+        self._kept.discard(page)
         self._pool[page] = float("nan")

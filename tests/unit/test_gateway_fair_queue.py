@@ -132,3 +132,17 @@ def test_room_is_made_by_who_has_most_for_its_weight() -> None:
     assert queue.most_owed("d", 4, 4, 5) == [3, 1], "for its weight it has not"
     assert queue.most_owed("b", 1, 1, 1) == [], "it has most itself"
     assert len(queue) == 4
+
+
+def test_those_that_gave_up_are_forgotten_though_the_head_waits() -> None:
+    queue: TenantFairQueue[object] = TenantFairQueue()
+    waiting = [object() for _ in range(20)]
+    for item in waiting:
+        queue.push(item, tenant="a")
+    for _ in range(3_000):
+        item = object()
+        queue.push(item, tenant="b", cost=random.choice([1.0, 3.0]))
+        assert queue.remove(item, tenant="b")
+        assert len(queue._heap) < 200
+    left = [queue.pop() for _ in waiting]
+    assert left == waiting

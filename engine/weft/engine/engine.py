@@ -357,7 +357,9 @@ class Engine:
             if error is not None:
                 self._fail_group(key, error)
             else:
-                self.scheduler.release(self._groups[key][0])
+                for request in self._groups[key]:
+                    if request in self.scheduler.held:
+                        self.scheduler.release(request)
 
     def _hand_back(self, *, is_running_too: bool) -> None:
         """Hands requests back to their gateways, which resume them elsewhere.
@@ -484,7 +486,10 @@ class Engine:
                 request.num_computed = num_pages * self.config.page_size
                 request.num_published_pages = num_pages
             group.append(request)
-            self.scheduler.add(request)
+            if first in self.scheduler.held:
+                self.scheduler.hold(request)
+            else:
+                self.scheduler.add(request)
 
     # -- ends ------------------------------------------------------------------------------------
 

@@ -134,6 +134,7 @@ class RequestPages:
         request.num_computed += request.num_partial_tokens
         request.partial_page, request.num_partial_tokens = None, 0
         # The source keeps its reference until the copy is made.
+        self.memory.retain([page])  # So does the destination, whatever becomes of the request.
         self._copies.append(PageCopy(source, page))
         self.num_partial_hits += 1
 
@@ -148,7 +149,7 @@ class RequestPages:
     def take_copies(self) -> list[PageCopy]:
         """Copies to be made by the step that has just begun, before anything else."""
         copies, self._copies = self._copies, []
-        self._return_later([copy.source for copy in copies])
+        self._return_later([page for copy in copies for page in copy])
         return copies
 
     def publish(self, request: Request) -> bool:
@@ -225,4 +226,4 @@ class RequestPages:
         """Drops the copies of a request that ended before they were made."""
         for copy in [copy for copy in self._copies if copy.destination in request.pages]:
             self._copies.remove(copy)
-            self.memory.release([copy.source])
+            self.memory.release(copy)

@@ -23,13 +23,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),
     # The services of a mesh are reached directly, whatever proxy the environment names.
     ("grpc.enable_http_proxy", 0),
+    # Else a channel that is opened anew may get the connection of another one.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 """Options for channels between Weft's services."""
 
 
 def open_channel(
     address: str, service: str, identity: Identity | None, options: Options = CHANNEL_OPTIONS
-) -> grpc.aio.Channel:
+) -> ServiceChannel:
     """Opens a channel to a service.
 
     Args:
@@ -38,9 +40,7 @@ def open_channel(
         identity: Identity of this process; None: no TLS.
         options: Options of gRPC.
     """
-    if identity is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return RotatingChannel(address, service, identity, options)
+    return ServiceChannel(address, service, identity, options)
 
 
 def open_blocking_channel(
@@ -64,30 +64,34 @@ def _named(options: Options, service: str) -> Options:
     return (*options, ("grpc.ssl_target_name_override", service_name(service)))
 
 
-class RotatingChannel(grpc.aio.Channel):
-    """A channel whose new calls use the current certificate.
+class ServiceChannel(grpc.aio.Channel):
+    """A channel that can be dialled anew, and whose new calls use the current certificate.
 
     gRPC fixes a channel's certificate when it is made. So a change of the files makes a new inner
     channel, with a connection of its own, for the calls that begin from then on; the old one is
     closed when its last call has ended.
     """
 
-    def __init__(self, address: str, service: str, identity: Identity, options: Options) -> None:
+    def __init__(
+        self, address: str, service: str, identity: Identity | None, options: Options
+    ) -> None:
         self._address = address
         self._identity = identity
-        self._options = _named(options, service)
-        self._material = identity.current()
+        self._options = options if identity is None else _named(options, service)
+        self._material = None if identity is None else identity.current()
         self._inner = self._connect()
         self._open_calls: dict[grpc.aio.Channel, int] = {self._inner: 0}
         self._closing: set[asyncio.Task[None]] = set()
 
     def _connect(self) -> grpc.aio.Channel:
+        if self._material is None:
+            return grpc.aio.insecure_channel(self._address, options=self._options)
         credentials = _credentials(self._material)
         return grpc.aio.secure_channel(self._address, credentials, options=self._options)
 
     def current(self) -> grpc.aio.Channel:
         """The inner channel for new calls."""
-        material = self._identity.current()
+        material = None if self._identity is None else self._identity.current()
         if material is not self._material:
             old = self._inner
             self._material = material
@@ -96,22 +100,37 @@ class RotatingChannel(grpc.aio.Channel):
             self._drop_unused(old)
         return self._inner
 
+    def renew(self) -> None:
+        """Closes the connection, with all calls, and dials anew for the next ones.
+
+        A connection whose packets nobody answers any more (a firewall has forgotten it, or a proxy
+        hangs) stays as it is for a quarter of an hour, though a new one would work.
+        """
+        old, self._inner = self._inner, self._connect()
+        self._open_calls[self._inner] = 0
+        self._open_calls.pop(old, None)
+        self._close(old)
+
     def track(self, inner: grpc.aio.Channel, call: grpc.aio.RpcContext) -> None:
         """Keeps an inner channel for as long as a call on it lasts."""
         self._open_calls[inner] += 1
 
         def done(_: object) -> None:
-            self._open_calls[inner] -= 1
-            self._drop_unused(inner)
+            if inner in self._open_calls:
+                self._open_calls[inner] -= 1
+                self._drop_unused(inner)
 
         call.add_done_callback(done)
 
     def _drop_unused(self, inner: grpc.aio.Channel) -> None:
         if inner is not self._inner and self._open_calls.get(inner) == 0:
             del self._open_calls[inner]
-            task = asyncio.get_running_loop().create_task(inner.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._close(inner)
+
+    def _close(self, inner: grpc.aio.Channel) -> None:
+        task = asyncio.get_running_loop().create_task(inner.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def __aenter__(self) -> Self:
         return self

@@ -107,6 +107,10 @@ class ServiceServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_send_message_length", settings.max_message_bytes),
+                # Of HTTP headers that the REST edge passes on; what is above the first is refused
+                # at random.
+                ("grpc.max_metadata_size", 96 << 10),
+                ("grpc.absolute_max_metadata_size", 128 << 10),
                 # Peers may ping once a second, for as long as a call takes, and are not cut off.
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
                 *options,

@@ -8,6 +8,8 @@ from itertools import count
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+_FEW = 64
+"""So many entries may be gone, beside as many as wait."""
 
 
 class _Entry(Generic[T]):
@@ -168,10 +170,17 @@ class TenantFairQueue(Generic[T]):
         known = self._tenants[entry.tenant]
         shift = entry.cost / known.weight
         known.finish = max(self._now, known.finish - shift)
+        has_shifted = False
         for later in known.entries:
             if later.number > entry.number:
                 later.start = max(self._now, later.start - shift)
-        heapq.heapify(self._heap)
+                has_shifted = True
+        # Those that are gone leave with the head, or here once they are most of all.
+        are_many = len(self._heap) > 2 * self._size + _FEW
+        if are_many:
+            self._heap = [one for one in self._heap if not one.is_gone]
+        if has_shifted or are_many:
+            heapq.heapify(self._heap)
 
     def _forget_paid(self) -> None:
         """Clears all debts once the queue is empty: a new busy period begins."""

@@ -101,6 +101,7 @@ class FleetWorker:
                 self._channel,
                 gateway_id,
                 gateway_epoch,
+                on_silence=self._channel.renew,
                 ping_interval_s=settings.ping_interval_s,
                 dead_after_s=settings.stale_after_s,
                 on_lost=self._lost,
@@ -123,10 +124,13 @@ class FleetWorker:
                 await self._follow(backoff)
             except grpc.aio.AioRpcError as error:
                 self._failure = f"not reachable: {from_rpc_error(error)}"
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._channel.renew()
             except PeerUnavailable as error:
                 self._failure = error.message
             except TimeoutError:
                 self._failure = "sends no load reports"
+                self._channel.renew()
                 if self.session is not None:
                     self.session.stale_after_s = 0.0
             except Exception:

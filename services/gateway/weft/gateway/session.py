@@ -81,6 +81,7 @@ class DecodeSession:
         dead_after_s: float,
         on_lost: Callable[[], None],
         expects_constraints: Callable[[], bool],
+        on_silence: Callable[[], None] = lambda: None,
     ) -> None:
         """Creates the session; `run` opens it.
 
@@ -92,7 +93,9 @@ class DecodeSession:
             dead_after_s: A ping unanswered for longer ends the Session; see `stale_after_s`.
             on_lost: Called after an open Session broke.
             expects_constraints: Whether the worker is to be ready for constrained requests.
+            on_silence: Called when nothing answers on the channel.
         """
+        self._on_silence = on_silence
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._hello = decode_pb2.SessionRequest.Hello(
             gateway_id=gateway_id, gateway_epoch=gateway_epoch
@@ -149,9 +152,13 @@ class DecodeSession:
     async def _serve(self, backoff: ReconnectBackoff) -> None:
         call: Any = self._stub.Session()
         try:
-            async with asyncio.timeout(_WELCOME_TIMEOUT_S):
-                await call.write(decode_pb2.SessionRequest(hello=self._hello))
-                first = await call.read()
+            try:
+                async with asyncio.timeout(_WELCOME_TIMEOUT_S):
+                    await call.write(decode_pb2.SessionRequest(hello=self._hello))
+                    first = await call.read()
+            except TimeoutError:
+                self._on_silence()
+                raise
             if first is grpc.aio.EOF or not first.HasField("welcome"):
                 raise PeerUnavailable("the worker did not answer hello by welcome")
             self.worker_id = first.welcome.worker_id

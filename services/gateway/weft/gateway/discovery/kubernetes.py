@@ -217,6 +217,7 @@ class KubernetesDiscovery:
             for role, port in self._ports.get(service, ())
             if numbers.get(port)
             for endpoint in item.get("endpoints") or ()
+            if endpoint.get("addresses")
         )
 
     def _endpoints(self) -> tuple[Endpoint, ...]:
