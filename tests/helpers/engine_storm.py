@@ -57,6 +57,8 @@ class Sent:
         """Checks that each sample ended once, and that its reported text is right."""
         what = (self.submit.request_id, self.reasons, self.failures)
         assert len(self.failures) <= 1, what
+        broken = ("not finite", "a step failed")
+        assert not any(text in failure for failure in self.failures for text in broken), what
         assert all(len(reasons) == 1 for reasons in self.reasons.values()), what
         assert self.is_over or self.is_abandoned, what
         assert max([*self.reasons, *self.tokens, 0]) < self.submit.sampling.n, what
