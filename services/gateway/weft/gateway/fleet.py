@@ -125,12 +125,12 @@ class FleetWorker:
             except grpc.aio.AioRpcError as error:
                 self._failure = f"not reachable: {from_rpc_error(error)}"
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    self._channel.renew()
+                    self._dial_anew()
             except PeerUnavailable as error:
                 self._failure = error.message
             except TimeoutError:
                 self._failure = "sends no load reports"
-                self._channel.renew()
+                self._dial_anew()
                 if self.session is not None:
                     self.session.stale_after_s = 0.0
             except Exception:
@@ -140,6 +140,11 @@ class FleetWorker:
             self._load = None
             self._adapters = {}
             await backoff.sleep()
+
+    def _dial_anew(self) -> None:
+        """Replaces the connection, unless an open Session shows that it is alive."""
+        if self.session is None or not self.session.is_open:
+            self._channel.renew()
 
     async def _follow(self, backoff: ReconnectBackoff) -> None:
         info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
