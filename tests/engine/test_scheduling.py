@@ -136,3 +136,28 @@ def test_prompts_that_come_together_compute_their_prefix_once(
         pair.settle()
     finally:
         pair.close()
+
+
+def test_a_started_prompt_is_not_passed_for_ever_by_shorter_ones(tmp_path: Path) -> None:
+    """Running requests leave less than a page of each step, in which only short prompts end."""
+    seed = random.randrange(2**31)
+    path = make_tiny("llama", tmp_path, seed, vocab_size=517, num_hidden_layers=1)
+    settings = {"max_step_tokens": 32, "max_running_requests": 32, "prefill_chunk_tokens": 16}
+    clock = ManualClock()
+    engine = make_engine(path, "decode", clock, page_size=16, num_pages=2000, **settings)
+    pair = EnginePair(engine, [], clock)
+
+    def short() -> str:
+        prompt = [random.randrange(3, 500) for _ in range(3)]
+        return pair.submit(prompt, random.randint(20, 100), candidates=[])
+
+    running = [short() for _ in range(20)]
+    for _ in range(3):
+        pair.turn()
+    long = pair.submit([random.randrange(3, 500) for _ in range(40)], 4, candidates=[])
+    num_turns = 0
+    while not pair.answers[long].finished:
+        pair.turn()
+        running = [one if not pair.answers[one].finished else short() for one in running]
+        num_turns += 1
+        assert num_turns < 400

@@ -209,15 +209,15 @@ class Scheduler:
         plan = self.running_plans.plan(self.running) if self.running else Plan()
         has_running = len(plan) > 0
         num_tokens = self.running_plans.num_tokens_beside_prompts(plan)
-        num_counted = max(0, num_tokens - self._limits.decodes_beside)
-        budget = self._limits.max_step_tokens - num_counted
+        budget = self._limits.max_step_tokens - max(0, num_tokens - self._limits.decodes_beside)
         if has_running and self._prompt_budget is not None:
             wanted = self._prompt_budget()
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
         self._start_waiting_fills()
         chunks: list[PlanItem] = []
         for request in self.prefilling:
-            budget -= self._plan_chunk(request, budget, chunks)
+            taken = self._plan_chunk(request, budget, chunks)
+            budget = budget - taken if taken else 0  # Else shorter ones might pass it for ever.
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
         self.running_plans.add_prompts(plan, chunks)
