@@ -66,7 +66,7 @@ def mutated_native_cpu(folder: Path, header: str, original: str, replacement: st
     built = load_native(
         source / cpu.SOURCE.name,
         openmp_library=loaded_openmp_library(),
-        flags=("-ffp-contract=fast", "-O0"),
+        flags=("-O0",),
         folder=folder / "built",
     )
     assert built.library is not None, built.reason

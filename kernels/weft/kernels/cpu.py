@@ -312,8 +312,8 @@ def _build(*flags: str) -> NativeLibrary:
     headers = sorted(SOURCE.parent.glob("*.h"))
     content = hashlib.blake2b(b"\0".join(h.read_bytes() for h in headers), digest_size=8)
     # The definition makes the cached build depend on the headers too.
-    own = ("-ffp-contract=fast", f"-DWEFT_HEADERS=0x{content.hexdigest()}")
-    return load_native(SOURCE, openmp_library=loaded_openmp_library(), flags=(*own, *flags))
+    own = f"-DWEFT_HEADERS=0x{content.hexdigest()}"
+    return load_native(SOURCE, openmp_library=loaded_openmp_library(), flags=(own, *flags))
 
 
 def native_cpu() -> NativeCpu | None:

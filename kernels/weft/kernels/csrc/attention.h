@@ -181,7 +181,8 @@ INLINE void weigh_row(const int is_bf16, float scale, long width, int row, int v
     if (i * VL >= count) break;
     vf weight = {0};
     if (i * VL < visible)
-      weight = vf_exp2_nonpositive(is_bf16, *(vf *)(scores + i * VL) * scale - highest);
+      weight = vf_exp2_nonpositive(
+          is_bf16, vf_fma(*(vf *)(scores + i * VL), vf_splat(scale), vf_splat(-highest)));
     total += weight;
     if (is_bf16)
       vf_store_bf16(scratch->weights + row * KV_BLOCK + i * VL, weight);
@@ -259,8 +260,8 @@ INLINE void merge_row(float *total, float *total_max, float *total_weight, const
   float new_scale = vf_exp2_nonpositive(0, vf_splat(sum_max - now))[0];
   for (long d = 0; d < dim; d += VL) {
     int n = at_most(dim - d, VL);
-    vf merged = load_some(total, 0, d, n) * old_scale + load_some(sum, 0, d, n) * new_scale;
-    store_some(total, 0, d, n, merged);
+    const vf added = load_some(sum, 0, d, n) * new_scale;
+    store_some(total, 0, d, n, vf_fma(load_some(total, 0, d, n), vf_splat(old_scale), added));
   }
   *total_weight = *total_weight * old_scale + sum_weight * new_scale;
   *total_max = now;

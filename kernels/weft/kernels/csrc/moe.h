@@ -148,7 +148,8 @@ static void combine_share(const Experts *m, const Member *me) {
       vf sum = {0};
       for (long j = 0; j < m->top_k; j++) {
         const long pair = r * m->top_k + j;
-        sum += m->weights[pair] * load_some(m->products, 0, m->place[pair] * hidden + c, n);
+        const vf given = load_some(m->products, 0, m->place[pair] * hidden + c, n);
+        sum = vf_fma(vf_splat(m->weights[pair]), given, sum);
       }
       if (m->residual != NULL) sum += load_some(m->residual, is_bf16, r * hidden + c, n);
       store_some(m->out, is_bf16, r * hidden + c, n, sum);

@@ -19,7 +19,7 @@ INLINE float inverse_rms(const int is_bf16, const void *x, long offset, long n, 
   vf total = {0};
   for (long i = 0; i < n; i += VL) {
     vf value = load_some(x, is_bf16, offset + i, at_most(n - i, VL));
-    total += value * value;
+    total = vf_fma(value, value, total);
   }
   return 1.0f / sqrtf(vf_sum(total) / (float)n + eps);
 }
@@ -124,8 +124,8 @@ INLINE void rotate_head(const int is_bf16, const void *x, long from, void *out, 
       low = low * scale * load_some(norm, is_bf16, i, n);
       high = high * scale * load_some(norm, is_bf16, half + i, n);
     }
-    store_some(out, is_bf16, to + i, n, low * cosine - high * sine);
-    store_some(out, is_bf16, to + half + i, n, high * cosine + low * sine);
+    store_some(out, is_bf16, to + i, n, vf_fma(low, cosine, -(high * sine)));
+    store_some(out, is_bf16, to + half + i, n, vf_fma(high, cosine, low * sine));
   }
 }
 

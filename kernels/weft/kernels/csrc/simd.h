@@ -7,6 +7,8 @@
 #include <string.h>
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -26,9 +28,23 @@ typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 
-INLINE vf vf_splat(float x) { return (vf){0} + x; }
+/* `x - 0` is x; `0 + x` would have to be added, as it makes 0 of -0. */
+INLINE vf vf_splat(float x) { return x - (vf){0}; }
 INLINE vf vf_select(vi mask, vf yes, vf no) {
   return (vf)((mask & (vi)yes) | (~mask & (vi)no));
+}
+/* a * b + c, rounded once where the machine can. Said here and never left to the compiler: it would
+ * choose for each number of rows by itself, and a row's bits would depend on the rows beside it. */
+INLINE vf vf_fma(vf a, vf b, vf c) {
+#if VL == 16
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8 && defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
 }
 /* b where either is NaN. */
 INLINE vf vf_max(vf a, vf b) {
@@ -93,15 +109,15 @@ INLINE vf vf_exp(vf x) {
   const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
   vi low = (vi)(x < -87.3f), high = (vi)(x > 88.7f);
   vf y = vf_select(low | high, vf_splat(0.0f), x);
-  vf n = (y * 1.44269504088896341f + shift) - shift;
-  vf r = y - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  vf n = vf_fma(y, vf_splat(1.44269504088896341f), vf_splat(shift)) - shift;
+  vf r = vf_fma(n, vf_splat(-0.693359375f), y);
+  r = vf_fma(n, vf_splat(2.12194440e-4f), r);
+  vf p = vf_fma(r, vf_splat(1.9875691500e-4f), vf_splat(1.3981999507e-3f));
+  p = vf_fma(p, r, vf_splat(8.3334519073e-3f));
+  p = vf_fma(p, r, vf_splat(4.1665795894e-2f));
+  p = vf_fma(p, r, vf_splat(1.6666665459e-1f));
+  p = vf_fma(p, r, vf_splat(5.0000001201e-1f));
+  p = vf_fma(p, r * r, r) + 1.0f;
   /* In two steps: 2^n itself overflows at n = 128. */
   vi whole = __builtin_convertvector(n, vi), half = whole >> 1;
   p = p * (vf)((half + 127) << 23) * (vf)((whole - half + 127) << 23);
@@ -124,12 +140,15 @@ INLINE vf vf_exp2_nonpositive(const int rough, vf x) {
 #endif
   vf r = y - n;
   vf p = vf_splat(1.3333558146428443e-3f);
-  if (!rough) p = (r * 1.5252733804059838e-5f + 1.5403530393381608e-4f) * r + p;
-  p = p * r + 9.6181291076284770e-3f;
-  p = p * r + 5.5504108664821580e-2f;
-  p = p * r + 2.4022650695910072e-1f;
-  p = p * r + 6.9314718055994531e-1f;
-  p = p * r + 1.0f;
+  if (!rough) {
+    const vf first = vf_splat(1.5252733804059838e-5f);
+    p = vf_fma(vf_fma(r, first, vf_splat(1.5403530393381608e-4f)), r, p);
+  }
+  p = vf_fma(p, r, vf_splat(9.6181291076284770e-3f));
+  p = vf_fma(p, r, vf_splat(5.5504108664821580e-2f));
+  p = vf_fma(p, r, vf_splat(2.4022650695910072e-1f));
+  p = vf_fma(p, r, vf_splat(6.9314718055994531e-1f));
+  p = vf_fma(p, r, vf_splat(1.0f));
 #if VL == 16
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else

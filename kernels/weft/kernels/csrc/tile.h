@@ -28,13 +28,13 @@
 
 /* sum += a * b, one word a lane. */
 INLINE vf multiply_add(int is_bf16, vf sum, vu a, vu b) {
-  if (!is_bf16) return sum + (vf)a * (vf)b;
+  if (!is_bf16) return vf_fma((vf)a, (vf)b, sum);
 #if defined(__AVX512BF16__)
   return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
   const uint32_t upper = 0xffff0000u;
-  sum = sum + (vf)(a << 16) * (vf)(b << 16);
-  return sum + (vf)(a & upper) * (vf)(b & upper);
+  sum = vf_fma((vf)(a << 16), (vf)(b << 16), sum);
+  return vf_fma((vf)(a & upper), (vf)(b & upper), sum);
 #endif
 }
 
