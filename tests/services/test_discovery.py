@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from certificates import make_certificates
 from fake_decode import FakeWorker, Script
-from gateway_harness import MODEL, gateway
+from gateway_harness import MODEL, Harness, gateway
 from weft.cli.certs import files_of
 from weft.common.settings import load_settings
 from weft.engine.errors import ConfigError
-from weft.gateway.discovery import Discovery, make_discovery
+from weft.gateway.discovery import Discovery, Endpoint, make_discovery
 from weft.gateway.discovery.dns import DnsDiscovery
 from weft.gateway.discovery.file import FileDiscovery
 from weft.gateway.discovery.kubernetes import ApiServer, KubernetesDiscovery, api_server
@@ -136,6 +136,45 @@ def test_a_file_must_be_good_at_the_start(tmp_path: Path) -> None:
     path.write_text('{"decode": ["h1:99999"]}')
     with pytest.raises(ConfigError, match=r"decode: .*not host:port"):
         FileDiscovery(path, 1)
+
+
+def is_there(mesh: Harness) -> bool:
+    sessions = [worker.session for worker in mesh.app.fleet.workers("decode")]
+    return any(session is not None and session.is_open for session in sessions)
+
+
+class FailingDiscovery:
+    """Fails in a way that no source expects, after it has named what it knows."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self.num_failed = 0
+
+    async def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:
+        if not self.addresses:
+            await asyncio.sleep(0.1)
+        if self.addresses:
+            yield tuple(Endpoint("decode", address) for address in self.addresses)
+        self.num_failed += 1
+        raise AttributeError("a defect")
+
+
+async def test_a_source_that_fails_takes_no_worker_away_and_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        return Script(tokens=[[65]])
+
+    monkeypatch.setattr("weft.gateway.fleet._WATCH_AGAIN_S", 0.1)
+    discovery = FailingDiscovery()
+    async with gateway(tmp_path, script, discovery=discovery, wait=False) as mesh:
+        await mesh.wait(lambda: discovery.num_failed > 0)
+        discovery.addresses = [mesh.workers[0].address]
+        await mesh.wait(lambda: is_there(mesh))
+        num_failed = discovery.num_failed
+        await mesh.wait(lambda: discovery.num_failed > num_failed + 2)
+        request = gateway_pb2.CompleteRequest(text="hello")
+        assert [message async for message in mesh.typed.Complete(request)]
 
 
 async def test_a_running_gateway_follows_a_file(tmp_path: Path) -> None:

@@ -312,6 +312,22 @@ def is_open(mesh: Harness) -> bool:
     return session is not None and session.is_open
 
 
+async def test_no_answer_is_cut_by_a_worker_with_a_smaller_context(tmp_path: Path) -> None:
+    """It has come when the answer's length was settled by those that were there."""
+    async with gateway(tmp_path, breaking(10, 3), num_decode=2, step_s=0.02) as mesh:
+        call = mesh.typed.Chat(request_of())
+        got = Collected()
+        got._take(await call.read())
+        owner = next(worker for worker in mesh.workers if worker.submits)
+        for worker in mesh.app.fleet.workers("decode"):
+            if worker.info is not None and worker.endpoint.address != owner.address:
+                worker.info.max_context_tokens = 16
+        await got.read(call)
+        assert got.error is None
+        assert got.texts == {0: TEXT}
+        assert [submit.attempt for submit in owner.submits] == [1, 2, 3], "it was waited for"
+
+
 async def test_the_same_worker_comes_back(tmp_path: Path) -> None:
     async with gateway(tmp_path, breaking(), step_s=0.05) as mesh:
         call, got = await begin_then_stop(mesh)

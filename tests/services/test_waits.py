@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fill_commands import fill_command
 from kv_chain import StoreCaller
 from silent_prefill import silent_prefill
 from store_server import store_here
@@ -25,8 +26,7 @@ from weft.common.worker.fill_client import FillClient
 from weft.decode import session as decode_session
 from weft.decode.service import DecodeService
 from weft.engine.errors import PeerUnavailable
-from weft.engine.messages import FillCommand, Inbox
-from weft.engine.transfer.handle import KvHandle
+from weft.engine.messages import Inbox
 from weft.v1 import common_pb2, decode_pb2, decode_pb2_grpc, kvstore_pb2
 
 
@@ -187,32 +187,6 @@ async def _answer(call: Any) -> kvstore_pb2.PutDataResponse:
     return answer
 
 
-def command(action: str, lease_id: bytes, address: str) -> FillCommand:
-    handle = KvHandle(
-        owner_id="owner",
-        owner_epoch=1,
-        lease_id=lease_id,
-        lease_s=10.0,
-        namespace=bytes(32),
-        cache_salt="",
-        page_size=4,
-        tokens=[1, 2, 3, 4],
-        start_token=0,
-        end_token=4,
-        pages=[1],
-        filler_epoch=2,
-        nixl=None,
-    )
-    return FillCommand(
-        lease_id=lease_id,
-        worker_id="p0",
-        address=address,
-        kind="prefill",
-        action=action,
-        handle=handle if action == "start" else None,
-    )
-
-
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_a_filler_that_does_not_answer_a_stop_is_left(
     monkeypatch: pytest.MonkeyPatch, is_open: bool
@@ -222,12 +196,12 @@ async def test_a_filler_that_does_not_answer_a_stop_is_left(
     client = FillClient(engine)
     lease_id = secrets.token_bytes(16)
     async with silent_prefill() as (filler, address):
-        client.run(command("start", lease_id, address))
+        client.run(fill_command("start", lease_id, address))
         if is_open:
             async with asyncio.timeout(60):
                 while not filler.num_fills:
                     await asyncio.sleep(0.02)
-        client.run(command("stop", lease_id, address))
+        client.run(fill_command("stop", lease_id, address))
         async with asyncio.timeout(60):
             while client.sizes()["fill_calls"]:
                 await asyncio.sleep(0.02)
@@ -277,8 +251,8 @@ async def test_a_write_to_a_fill_that_has_ended_is_its_end(
     engine: Any = FakeEngine()
     client = FillClient(engine)
     lease_id = secrets.token_bytes(16)
-    client.run(command("start", lease_id, "nowhere:1"))
-    client.run(command("renew", lease_id, "nowhere:1"))
+    client.run(fill_command("start", lease_id, "nowhere:1"))
+    client.run(fill_command("renew", lease_id, "nowhere:1"))
     async with asyncio.timeout(60):
         while client.sizes()["fill_tasks"]:
             await asyncio.sleep(0.01)

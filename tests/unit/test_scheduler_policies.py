@@ -6,12 +6,14 @@ import random
 from typing import get_args
 
 import pytest
+from bare_request import bare_request
 from scheduler_bench import PAGE, Bench
 from weft.engine.scheduler.estimate import DECAY, MAX_EXPECTED_TOKENS
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies import PolicyName
+from weft.engine.scheduler.policies.fair import MAX_IDLE_TENANTS, FairQueue
 from weft.engine.scheduler.policies.longest_prefix import MAX_LOOK_UPS, WINDOW
-from weft.engine.scheduler.state import Request, State
+from weft.engine.scheduler.state import Request, RequestKey, State
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 ONE_AT_A_TIME = SchedulerLimits(PAGE, 64, 64, 1)
@@ -73,6 +75,32 @@ def test_fair_counts_generated_tokens_and_saves_up_nothing_for_who_was_away() ->
     others = len(bench.finished) - 12 - len(late)
     assert others >= 2 * (len(late) - 2), "who was away does not get ahead of the others"
     bench.run(*writer, *reader)
+
+
+def test_fair_forgets_tenants_that_never_come_back_and_not_who_had_much() -> None:
+    queue = FairQueue()
+
+    def request_of(tenant: str, num_tokens: int) -> Request:
+        key, tokens = RequestKey(0, tenant, 1), [0] * num_tokens
+        return bare_request(
+            tokens, PAGE, bytes(32), key=key, num_prompt_tokens=num_tokens, tenant=tenant
+        )
+
+    def serve(tenant: str, num_tokens: int) -> None:
+        request = request_of(tenant, num_tokens)
+        queue.add(request)
+        queue.remove(request)
+        queue.on_admitted(request)
+        queue.on_ended(request)
+
+    serve("much", 200)
+    for number in range(3 * MAX_IDLE_TENANTS):
+        serve(f"once {number}", 20)
+    assert len(queue._tenants) <= MAX_IDLE_TENANTS
+    waiting = [request_of(name, 20) for name in ("much", "new")]
+    for request in waiting:
+        queue.add(request)
+    assert list(queue) == [waiting[1], waiting[0]]
 
 
 def test_longest_prefix_serves_what_is_cached_first() -> None:

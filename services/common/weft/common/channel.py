@@ -100,14 +100,21 @@ class ServiceChannel(grpc.aio.Channel):
             self._drop_unused(old)
         return self._inner
 
-    def renew(self) -> None:
-        """Closes the connection, with all calls, and dials anew for the next ones.
+    def renew(self, *, keeps_calls: bool = False) -> None:
+        """Dials anew for the next calls.
 
         A connection whose packets nobody answers any more (a firewall has forgotten it, or a proxy
         hangs) stays as it is for a quarter of an hour, though a new one would work.
+
+        Args:
+            keeps_calls: The old connection lasts until its calls have ended, for its peer may just
+                be slow; else they end now.
         """
         old, self._inner = self._inner, self._connect()
         self._open_calls[self._inner] = 0
+        if keeps_calls:
+            self._drop_unused(old)
+            return
         self._open_calls.pop(old, None)
         self._close(old)
 

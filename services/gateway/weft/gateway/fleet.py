@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 _INFO_TIMEOUT_S = 5.0
 _MEET_S = 10.0
+_WATCH_AGAIN_S = 1.0
+"""Seconds until a source of addresses is asked again that has failed."""
 _MAX_SILENCE_S = 5.0
 """Longest time without a load report: a worker's server sends them whatever its engine does."""
 _ROLES: dict[Role, worker_pb2.WorkerRole.ValueType] = {
@@ -280,6 +282,11 @@ class FleetWorker:
             return False
         return status.state in (_ON_DEVICE if on_device else _HELD)
 
+    def has_context(self, num_tokens: int) -> bool:
+        """Whether its context holds so many tokens of a request, as far as it is known."""
+        limit = 0 if self.info is None else self.info.max_context_tokens
+        return not limit or num_tokens <= limit
+
     def judge_request(self, error: WeftError | None, *, is_proven: bool) -> None:
         """Records the outcome of a request, for which `breaker.begin` was called.
 
@@ -471,10 +478,21 @@ class Fleet:
     async def run(self) -> None:
         """Follows discovery until cancelled, then releases all workers."""
         try:
-            async for endpoints in self._discovery.watch():
-                await self._update(endpoints)
+            while True:
+                await self._follow()
+                await asyncio.sleep(_WATCH_AGAIN_S)
         finally:
             await self._update(())
+
+    async def _follow(self) -> None:
+        """Follows discovery until it fails in a way that it does not expect itself. Workers that
+        are known serve on.
+        """
+        try:
+            async for endpoints in self._discovery.watch():
+                await self._update(endpoints)
+        except Exception:
+            _log.exception("discovery failed, known workers are kept; it begins anew")
 
     async def _update(self, endpoints: tuple[Endpoint, ...]) -> None:
         self._known_roles = {endpoint.role for endpoint in endpoints} or self._known_roles

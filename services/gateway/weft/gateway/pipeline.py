@@ -451,6 +451,7 @@ def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[Ro
         RoutingRequest(
             request_id=base if len(prompts) == 1 else f"{base}-{number}",
             prompt_ids=prompt.ids,
+            context_tokens=len(prompt.ids) + prompt.max_tokens,
             cache_salt=request.cache_salt,
             routing_key=request.routing_key,
             first_token_s=request.targets.first_token_s,

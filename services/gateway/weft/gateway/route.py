@@ -107,7 +107,7 @@ class Router:
             excluded: Incarnations of decode workers that failed this request before.
 
         Raises:
-            PeerUnavailable: No decode worker is healthy.
+            PeerUnavailable: No decode worker with the context that was promised is healthy.
         """
         now = asyncio.get_running_loop().time()
         fillers = self._choose_prefill(request, now)
@@ -116,11 +116,14 @@ class Router:
 
         def is_excluded(worker: FleetWorker) -> bool:
             session = worker.session
-            return session is None or (worker.endpoint.address, session.worker_epoch) in excluded
+            if session is None or (worker.endpoint.address, session.worker_epoch) in excluded:
+                return True
+            # It may have come when the answer's length was settled, and would cut it.
+            return not worker.has_context(request.context_tokens)
 
-        owners = self._choose(
-            "decode", self._decode, request, 1, now, is_excluded if excluded else None
-        )
+        least = self._fleet.max_context_tokens(request.context_tokens)
+        may_not = is_excluded if excluded or least < request.context_tokens else None
+        owners = self._choose("decode", self._decode, request, 1, now, may_not)
         if not owners or owners[0][0].session is None:
             raise PeerUnavailable(
                 "no decode worker is ready; send the request again",

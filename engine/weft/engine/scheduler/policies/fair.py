@@ -99,7 +99,14 @@ class FairQueue:
             tenant.served += OUTPUT_WEIGHT * count
 
     def _forget_idle(self) -> None:
-        """Forgets tenants at or below the level, which lose nothing by it."""
+        """Forgets tenants at or below the level, which lose nothing by it.
+
+        It is raised to the median of those that are idle first: tenants that never come back were
+        all served a little more than it, and would stay for ever.
+        """
+        idle = sorted(one.served for one in self._tenants.values() if not len(one.queue))
+        if idle:
+            self._level = max(self._level, idle[len(idle) // 2])
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()

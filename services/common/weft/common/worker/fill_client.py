@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
-from weft.common.channel import open_channel
+from weft.common.channel import ServiceChannel, open_channel
 from weft.common.spans import lease_span_id, parse_traceparent
 from weft.common.streams import WRITE_AFTER_END
 from weft.common.tasks import start_logged
@@ -35,6 +35,8 @@ STOP_TIMEOUT_S = 20.0
 """Seconds for a filler to answer a stop, enough for posted writes to end or its agent to be
 destroyed. After that it is only queried.
 """
+RENEWED_AFTER_S = 10.0
+"""Least time between two connections to one service that were dialled anew."""
 T = TypeVar("T")
 
 
@@ -69,7 +71,9 @@ class FillClient:
     def __init__(self, engine: EngineClient, identity: Identity | None = None) -> None:
         self._engine = engine
         self._identity = identity
-        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str], ServiceChannel] = {}
+        self._renewed: dict[tuple[str, str], float] = {}
+        """When each was dialled anew, on the loop's clock."""
         self._open: dict[bytes, _OpenFill] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -117,13 +121,24 @@ class FillClient:
             return kvstore_pb2_grpc.KvStoreServiceStub(channel)
         return prefill_pb2_grpc.PrefillServiceStub(channel)
 
-    def channel(self, address: str, service: str) -> grpc.aio.Channel:
+    def channel(self, address: str, service: str) -> ServiceChannel:
         """The channel to a service, shared by all calls of this worker to it."""
         channel = self._channels.get((address, service))
         if channel is None:
             channel = open_channel(address, service, self._identity)
             self._channels[address, service] = channel
         return channel
+
+    def unanswered(self, address: str, service: str) -> None:
+        """Notes that calls to a service get no answers: the next ones use a new connection, for the
+        old one may be what is broken. Calls that are open go on, as it may just be slow.
+        """
+        name, now = (address, service), asyncio.get_running_loop().time()
+        if now - self._renewed.get(name, -RENEWED_AFTER_S) < RENEWED_AFTER_S:
+            return
+        self._renewed[name] = now
+        logger.info("%s at %s does not answer: next calls use a new connection", service, address)
+        self._channels[name].renew(keeps_calls=True)
 
     async def _fill(self, command: FillCommand, open_fill: _OpenFill) -> None:
         """Runs one lease's stream, from `start` to its last event."""
@@ -153,6 +168,7 @@ class FillClient:
         except TimeoutError:
             why = f"the filler did not answer a stop within {STOP_TIMEOUT_S:g} s"
             last = FillEvent(kind="broken", message=why)
+            self.unanswered(command.address, command.kind)
         except grpc.aio.AioRpcError as error:
             last = FillEvent(kind="broken", message=f"{error.code().name}: {error.details()}")
         except WRITE_AFTER_END as error:
@@ -173,6 +189,8 @@ class FillClient:
             status = await self._stub(command).FillStatus(request, timeout=QUERY_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             logger.debug("no answer about a lease: %s", error.code().name)
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self.unanswered(command.address, command.kind)
             return
         answer = LeaseAnswer(
             lease_id=command.lease_id,

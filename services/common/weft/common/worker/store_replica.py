@@ -68,6 +68,7 @@ class StoreReplica:
         clock: Clock = monotonic,
     ) -> None:
         self.address = address
+        self._fills = fills
         self._worker_id = worker_id
         self._epoch = epoch
         self._page_bytes = page_bytes
@@ -137,6 +138,8 @@ class StoreReplica:
         if not may_be_busy or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
             self._num_late_rests = MAX_LATE_RESTS
         self._rests_until = self._clock() + REST_S
+        if self.is_away and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._fills.unanswered(self.address, "kvstore")
 
     async def _identify(self, epoch: int) -> None:
         """Learns the stable id of the incarnation that answered."""

@@ -61,6 +61,8 @@ class RoutingRequest:
 
     request_id: str
     prompt_ids: Sequence[int]
+    context_tokens: int = 0
+    """Most tokens that prompt and answer may come to; 0: unknown."""
     cache_salt: str = ""
     routing_key: str = ""
     """Routing key; empty: none."""
