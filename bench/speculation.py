@@ -18,7 +18,8 @@ With --json-answers each answer is constrained to a JSON object with one text, a
 begin) one; float32 chooses without a constraint, so that it says nothing of these tokens. With
 --lasting only prompts are used whose answers last, and are cut at lengths between half of --tokens
 and all: engines which choose differently between two nearly equal tokens nevertheless answer at the
-same lengths, and these differ, as in service, so that prompts do not begin and end together.
+same lengths, and these differ, as in service, so that prompts do not begin and end together. With
+--steps the time of the timed turns is told by kind of step, too.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from rich.table import Table
 from serving.checking import Checker, Verdict
 from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 from serving.systems import Answer
+from step_kinds import StepCounts, StepKinds, described_steps, table_of_steps
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from weft.engine.constraints.grammar import GrammarSource
@@ -159,6 +161,7 @@ def main() -> int:
         if arguments.lasting:
             tokens, all_of = arguments.tokens, list(engines.values())
             prompts = {kind: lasting(all_of, texts, tokens) for kind, texts in prompts.items()}
+        watched = {n: StepKinds(one.llm.engine) for n, one in engines.items() if arguments.steps}
         # As a worker does: what stays is not looked through while steps run.
         gc.collect()
         gc.freeze()
@@ -174,6 +177,9 @@ def main() -> int:
             lengths = random.Random(number).choices(range(least, arguments.tokens + 1), k=number)
             for turn in range(num_turns):
                 is_warm = turn >= arguments.warm_turns
+                if turn == arguments.warm_turns:
+                    for kinds_of_steps in watched.values():
+                        kinds_of_steps.take()
                 for name, served in engines.items():
                     cell = cells[name]
                     samples = run(served, chosen, streams, lengths, cell, is_warm=is_warm)
@@ -183,7 +189,7 @@ def main() -> int:
                     progress.advance(timing)
             report.depths = {n: one.llm.engine.drafting.depths() for n, one in engines.items()}
             setup["other_cores"] = MachineUse.now().others_since(before)
-            report.add((kind, streams), cells)
+            report.add((kind, streams), cells, {n: one.take() for n, one in watched.items()})
     if arguments.json_answers:
         check_json(model_dir, answers)
         return report.end({})
@@ -322,8 +328,8 @@ class Report:
         for line in describe_lines(setup):
             self._console.print(line, soft_wrap=True, highlight=False)
 
-    def add(self, row: Row, cells: dict[str, Cell]) -> None:
-        """Prints what all engines did, and keeps it."""
+    def add(self, row: Row, cells: dict[str, Cell], steps: dict[str, StepCounts]) -> None:
+        """Prints what all engines did, and keeps it; `steps`: of each, if they are asked for."""
         kind, streams = row
         table = Table(title=f"{kind}, {streams} at once")
         for column in COLUMNS:
@@ -339,8 +345,13 @@ class Report:
                 *(f"{cell.accepted_length:.2f}", right),
                 f"{cell.trees / cell.verifies:.0%}" if cell.verifies else "-",
             )
-            self._rows.append(_described(name, row, cell, shares))
+            described = _described(name, row, cell, shares)
+            if name in steps:
+                described["steps"] = described_steps(steps[name])
+            self._rows.append(described)
         self._console.print(table)
+        for name, counts in steps.items():
+            self._console.print(table_of_steps(f"steps of {name}", counts))
         self._write()
 
     def end(self, verdicts: dict[str, Verdict]) -> int:
@@ -420,6 +431,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--lasting", action="store_true", help="only prompts with answers of --tokens, cut anew"
     )
+    parser.add_argument("--steps", action="store_true", help="tell the time by kind of step")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES, help="KV of each engine")
