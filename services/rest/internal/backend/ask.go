@@ -17,10 +17,6 @@ import (
 // draining is the reason of ErrorInfo with which a gateway refuses a call, whole, while it drains.
 const draining = "DRAINING"
 
-// While no gateway is well, a stream waits this long for one: one that restarts is often back, or
-// one that joined is met.
-const patience = 5 * time.Second
-
 // pauses before a call that was refused by a gateway that drains is made again. News of the drain
 // may be behind the refusal, then the same gateway may be asked once more.
 var pauses = []time.Duration{0, 50 * time.Millisecond, 200 * time.Millisecond, time.Second}
@@ -68,22 +64,6 @@ func askStream(
 		return nil, err
 	}
 	return &stream{ClientStream: first, ctx: ctx, open: open}, nil
-}
-
-// openSoon gives up when no gateway has been found in time; nothing was sent then.
-func openSoon(
-	ctx context.Context, open func(context.Context) (grpc.ClientStream, error),
-) (grpc.ClientStream, error) {
-	bounded, cancel := context.WithCancel(ctx)
-	timer := time.AfterFunc(patience, cancel)
-	opened, err := open(bounded)
-	if timer.Stop() {
-		return opened, err // bounded ends with ctx
-	}
-	if ctx.Err() == nil {
-		return nil, status.Errorf(codes.Unavailable, "no gateway within %s: %v", patience, err)
-	}
-	return nil, status.FromContextError(ctx.Err()).Err()
 }
 
 // stream is a call with one request. It keeps that until the answer begins.

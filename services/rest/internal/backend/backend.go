@@ -57,6 +57,7 @@ func dial(
 		grpc.WithDefaultServiceConfig(serviceConfig),
 		grpc.WithUnaryInterceptor(askUnary),
 		grpc.WithStreamInterceptor(askStream),
+		grpc.WithStatsHandler(waits{}),
 	}, options...)...)
 }
 

@@ -28,6 +28,10 @@ import (
 const (
 	service = "weft.v1.OpenAIService"
 	longest = 60 * time.Second
+
+	// Calls with these texts pause for longer than they would wait for a gateway.
+	slow    = "slow"    // before their header
+	halting = "halting" // behind it
 )
 
 // fakeGateway answers with its name, or fails as it is told.
@@ -48,10 +52,17 @@ func (g *fakeGateway) ChatCompletions(
 	if g.fail != nil {
 		return g.fail()
 	}
+	text := string(request.GetData())
+	if text == slow {
+		time.Sleep(patience + time.Second)
+	}
 	if err := stream.SendHeader(metadata.Pairs("x-weft-request-id", g.name)); err != nil {
 		return err
 	}
-	return stream.Send(&httpbody.HttpBody{Data: append([]byte(g.name+" "), request.GetData()...)})
+	if text == halting {
+		time.Sleep(patience + time.Second)
+	}
+	return stream.Send(&httpbody.HttpBody{Data: []byte(g.name + " " + text)})
 }
 
 func (g *fakeGateway) Models(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
@@ -131,6 +142,19 @@ func chat(client weftv1.OpenAIServiceClient, text string) (string, metadata.MD, 
 		return "", header, errors.New("more than one message")
 	}
 	return string(body.GetData()), header, nil
+}
+
+func chatLater(t *testing.T, client weftv1.OpenAIServiceClient, text string) <-chan string {
+	t.Helper()
+	answers := make(chan string, 1)
+	go func() {
+		answer, _, err := chat(client, text)
+		if err != nil {
+			t.Error(err)
+		}
+		answers <- answer
+	}()
+	return answers
 }
 
 func mustChat(t *testing.T, client weftv1.OpenAIServiceClient) string {
@@ -238,21 +262,15 @@ func TestOtherFailuresAreNotRepeated(t *testing.T) {
 func TestAStreamWaitsForAGateway(t *testing.T) {
 	address := unused(t)
 	client := connect(t, address)
-	answers := make(chan string, 1)
-	go func() {
-		answer, _, err := chat(client, "hello")
-		answers <- answer
-		if err != nil {
-			t.Error(err)
-		}
-	}()
+	answer := chatLater(t, client, "hello")
 	startGateway(t, "again", address)
-	if answer := <-answers; answer != "again hello" {
-		t.Fatalf("got %q", answer)
+	if got := <-answer; got != "again hello" {
+		t.Fatalf("got %q", got)
 	}
 }
 
 func TestWithoutAGatewayACallFails(t *testing.T) {
+	t.Parallel()
 	client := connect(t, unused(t))
 	if _, _, err := chat(client, "hello"); !isUnreached(err) {
 		t.Fatalf("got %v", err)
