@@ -222,7 +222,12 @@ def put_header(
         namespace=chain.namespace,
         page_bytes=page_bytes,
         pages=[
-            kvstore_pb2.PutPage(key=chain.keys[index], digest=digest, page=page)
+            kvstore_pb2.PutPage(
+                key=chain.keys[index],
+                digest=digest,
+                page=page,
+                parent_key=chain.keys[index - 1] if index else b"",
+            )
             for index, digest, page in zip(indices, digests, pages, strict=True)
         ],
     )

@@ -7,6 +7,8 @@ import contextlib
 import os
 import random
 import resource
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from kv_chain import Chain, Filled, StoreCaller, random_pages
 from numpy.typing import NDArray
 from store_server import store_here
 from weft.engine.errors import ConfigError
+from weft.engine.tiers.keyed import PagePlace
+from weft.engine.tiers.tier import Page
 from weft.kvstore.backends.disk import DiskBackend
 from weft.kvstore.store import KvStore
 
@@ -58,6 +62,10 @@ def disk(store: KvStore) -> Any:
 
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.*") if path.is_file())
+
+
+def num_folders(folder: Path) -> int:
+    return sum(path.is_dir() for path in folder.rglob("*"))
 
 
 def check(filled: Filled, content: NDArray[np.uint8], num_pages: int) -> None:
@@ -162,6 +170,7 @@ async def test_a_disk_that_never_answers_is_let_be(
         chain, _ = await put(caller, 8)
         await on_disk(store, 8)
     async with opened(tmp_path) as (store, caller):
+        await put(caller, 1)
         (path,) = [path for path in files(tmp_path) if path.name.startswith(chain.keys[0].hex())]
         path.unlink()
         os.mkfifo(path)
@@ -212,3 +221,93 @@ async def test_a_namespace_keeps_to_its_quota(tmp_path: Path) -> None:
         answer = await caller.put_data(too_much, range(12), random_pages(12, PAGE_BYTES))
         assert answer.stored_pages == 7
         assert answer.refused_pages == 5
+
+
+async def test_pages_in_the_arena_wait_for_no_other_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, memory_bytes=64 * PAGE_BYTES) as (store, caller):
+        cold, _ = await put(caller, 20)
+        await on_disk(store, 20)
+        assert store._arena_pages is not None
+        store._arena_pages.pages.flush()
+        hot, content = await put(caller, 8)
+        going_on = threading.Event()
+        read = disk(store).medium.read
+
+        def slowly(place: PagePlace, into: Page) -> bool:
+            going_on.wait(30)
+            return bool(read(place, into))
+
+        monkeypatch.setattr(disk(store).medium, "read", slowly)
+        monkeypatch.setattr("weft.kvstore.backends.fetching.FETCH_TIMEOUT_S", 30.0)
+        assert await caller.look_up(cold) == 20
+        async with asyncio.timeout(20):
+            check(await caller.fill(hot), content, 8)
+        going_on.set()
+
+
+async def test_who_waits_no_longer_says_nothing_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that goes during a read of moderate length is no sign of a stalled disk."""
+    async with opened(tmp_path, memory_bytes=64 * PAGE_BYTES) as (store, caller):
+        cold, _ = await put(caller, 20)
+        await on_disk(store, 20)
+        assert store._arena_pages is not None
+        store._arena_pages.pages.flush()
+        begun, going_on = threading.Event(), threading.Event()
+        read = disk(store).medium.read
+
+        def slowly(place: PagePlace, into: Page) -> bool:
+            begun.set()
+            going_on.wait(30)
+            return bool(read(place, into))
+
+        monkeypatch.setattr(disk(store).medium, "read", slowly)
+        monkeypatch.setattr("weft.kvstore.backends.fetching.FETCH_TIMEOUT_S", 30.0)
+        fetch = asyncio.create_task(store._arena_pages.backend.fetch(cold.keys))
+        await until(begun.is_set)
+        fetch.cancel()
+        await asyncio.gather(fetch, return_exceptions=True)
+        assert await caller.look_up(cold) == 20
+        assert disk(store).counters.stalls == 0
+        going_on.set()
+
+
+@pytest.mark.parametrize("num_bytes", [0, PAGE_BYTES // 2])
+async def test_a_file_cut_short_costs_its_own_page_alone(tmp_path: Path, num_bytes: int) -> None:
+    """As a loss of power leaves the last ones."""
+    async with opened(tmp_path) as (store, caller):
+        chain, content = await put(caller, 8)
+        await on_disk(store, 8)
+    (path,) = [path for path in files(tmp_path) if path.name.startswith(chain.keys[7].hex())]
+    os.truncate(path, num_bytes)
+    os.utime(path, (time.time() + 1, time.time() + 1))
+    async with opened(tmp_path) as (store, caller):
+        assert await caller.look_up(chain) == 7
+        check(await caller.fill(chain), content, 7)
+        assert len(files(tmp_path)) == 7
+
+
+async def test_what_is_read_from_the_arena_stays_on_disk(tmp_path: Path) -> None:
+    settings = {"memory_bytes": 64 * PAGE_BYTES, "disk_cache_bytes": 64 * PAGE_BYTES}
+    async with opened(tmp_path, **settings) as (store, caller):
+        hot, content = await put(caller, 10)
+        for number in range(8):
+            await on_disk(store, min(64, 10 * (number + 1)))
+            await put(caller, 10)
+            assert await caller.look_up(hot) == 10
+        await until(lambda: not store._arena_pages.backend._saving)  # type: ignore[union-attr]
+    async with opened(tmp_path, **settings) as (store, caller):
+        assert await caller.look_up(hot) == 10
+        check(await caller.fill(hot), content, 10)
+
+
+async def test_namespaces_leave_no_folders(tmp_path: Path) -> None:
+    async with opened(tmp_path, disk_cache_bytes=16 * PAGE_BYTES) as (store, caller):
+        for _ in range(150):
+            await put(caller, 4, namespace=random.randbytes(32))
+            await until(lambda: not store._arena_pages.backend._saving)  # type: ignore[union-attr]
+        assert len(files(tmp_path)) <= 16
+        assert num_folders(tmp_path) <= 2 + 256

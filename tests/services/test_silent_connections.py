@@ -142,3 +142,26 @@ async def test_questions_about_fills_dial_anew_and_end_no_fill() -> None:
         assert fills.sizes()["fill_calls"] == 2
         assert not engine.said
         await fills.close()
+
+
+async def test_channels_to_workers_that_are_gone_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers come and go for months, each with an address of its own."""
+    monkeypatch.setattr("weft.common.worker.fill_client.MAX_CHANNELS", 4)
+    engine: Any = Engine()
+    filler = SilentPrefill()
+    async with behind_proxy(partial(add_prefill, filler)) as (_, address):
+        fills = FillClient(engine)
+        store = fills.channel("127.0.0.1:1", "kvstore")
+        fills.run(fill_command("start", b"a" * 16, address))
+        async with asyncio.timeout(TIMEOUT_S):
+            while not filler.num_fills:
+                await asyncio.sleep(0.01)
+        for port in range(1, 20):
+            fills.channel(f"127.0.0.1:{port}", "prefill")
+        sizes = fills.sizes()
+        assert sizes["channels"] <= 4
+        assert sizes["fill_calls"] == 1, "what is open stays"
+        assert fills.channel("127.0.0.1:1", "kvstore") is store
+        await fills.close()

@@ -2,7 +2,9 @@
 
     DIR/lock                                 held by the process that uses the folder
     DIR/new/NUMBER                           being written
-    DIR/pages/GROUP/XX/KEY.PARENT.DIGEST     a page; XX are the first digits of its key
+    DIR/pages/XX/KEY.PARENT.DIGEST.GROUP     a page; XX are the first digits of its key
+
+Groups have no folders: there may be one for each user, and empty ones would stay for ever.
 
 A file gets its name in one step, once its bytes are written, and the name says which digest they
 have. After a crash what is cut short has another size, what was never written another digest: both
@@ -16,6 +18,7 @@ import fcntl
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +30,8 @@ from weft.engine.memory.eviction import EvictionPolicy
 from weft.engine.tiers.keyed import KeyedPages, PageName, PagePlace
 from weft.engine.tiers.tier import Page, Tier
 
-_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64}|-)\.([0-9a-f]{16})")
-_GROUP = re.compile(r"([0-9a-f]{2})+")
-_NO_GROUP = "all"
+_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64}|-)\.([0-9a-f]{16})\.((?:[0-9a-f]{2})+|-)")
+_FOLDER = re.compile(r"[0-9a-f]{2}")
 
 
 class PageFile(NamedTuple):
@@ -76,15 +78,13 @@ class PageFiles:
 
     def scan(self) -> Iterator[PageFile]:
         """Lists all page files, in no order."""
-        for group in _folders(self._pages):
-            if group.name != _NO_GROUP and not _GROUP.fullmatch(group.name):
+        for folder in self._pages.iterdir():
+            if _FOLDER.fullmatch(folder.name) is None or not folder.is_dir():
                 continue
-            group_key = b"" if group.name == _NO_GROUP else bytes.fromhex(group.name)
-            for folder in _folders(group):
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        if (found := _NAME.fullmatch(entry.name)) is not None:
-                            yield _stored(found, entry, group_key)
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if (found := _NAME.fullmatch(entry.name)) is not None:
+                        yield _stored(found, entry)
 
     def discard(self, page: PageFile) -> None:
         """Removes a file that `scan` found."""
@@ -152,8 +152,8 @@ class PageFiles:
     def _path(self, place: PagePlace) -> Path:
         key, parent, group = place.name
         digits = key.hex()
-        name = f"{digits}.{parent.hex() or '-'}.{place.digest:016x}"
-        return self._pages / (group.hex() or _NO_GROUP) / digits[:2] / name
+        name = f"{digits}.{parent.hex() or '-'}.{place.digest:016x}.{group.hex() or '-'}"
+        return self._pages / digits[:2] / name
 
     def _make(self, folder: Path) -> None:
         if folder not in self._made:
@@ -162,10 +162,24 @@ class PageFiles:
             self._made.add(folder)
 
 
-def disk_tier(files: PageFiles, num_bytes: int, page_bytes: int, policy: EvictionPolicy) -> Tier:
+def disk_tier(
+    files: PageFiles,
+    num_bytes: int,
+    page_bytes: int,
+    policy: EvictionPolicy,
+    *,
+    is_sure: bool = True,
+) -> Tier:
     """Creates a tier of at most this many bytes in a folder, with the pages found there.
 
     Files of pages of another size go, and so do the oldest ones if there are too many.
+
+    Args:
+        files: The folder's.
+        num_bytes: Of pages.
+        page_bytes: Of one.
+        policy: Which page goes first.
+        is_sure: That pages have this size; else nothing goes.
 
     Raises:
         ConfigError: Not a single page fits.
@@ -182,32 +196,34 @@ def disk_tier(files: PageFiles, num_bytes: int, page_bytes: int, policy: Evictio
     for page in files.scan():
         if page.num_bytes == page_bytes:
             found.append(page)
-        else:
+        elif is_sure:
             files.discard(page)
     found.sort(key=lambda page: page.last_used_s, reverse=True)
-    for page in found[num_slots:]:
+    for page in found[num_slots:] if is_sure else ():
         files.discard(page)
     for page in reversed(found[:num_slots]):
         slot = tier.pages.reserve(page.name.key)
-        if slot is None:  # One key with two digests: either will do.
-            files.discard(page)
-        else:
+        if slot is not None:
             tier.pages.publish(PagePlace(slot, page.name, page.digest))
+        elif is_sure:  # One key with two digests: either will do.
+            files.discard(page)
     return tier
 
 
 def stored_page_bytes(files: PageFiles) -> int:
-    """Size of the page that was used last; 0: there is none."""
-    newest = max(files.scan(), key=lambda page: page.last_used_s, default=None)
-    return newest.num_bytes if newest is not None else 0
+    """Size that most pages have; 0: there is none. The last ones before a loss of power may be cut
+    short.
+    """
+    sizes = Counter(page.num_bytes for page in files.scan() if page.num_bytes)
+    return max(sizes, key=sizes.__getitem__, default=0)
 
 
-def _folders(folder: Path) -> list[Path]:
-    return [entry for entry in folder.iterdir() if entry.is_dir()]
-
-
-def _stored(found: re.Match[str], entry: os.DirEntry[str], group: bytes) -> PageFile:
-    key, parent, digest = found.groups()
+def _stored(found: re.Match[str], entry: os.DirEntry[str]) -> PageFile:
+    key, parent, digest, group = found.groups()
     about = entry.stat(follow_symlinks=False)
-    name = PageName(bytes.fromhex(key), b"" if parent == "-" else bytes.fromhex(parent), group)
+    name = PageName(bytes.fromhex(key), _bytes_of(parent), _bytes_of(group))
     return PageFile(name, int(digest, 16), about.st_size, about.st_mtime)
+
+
+def _bytes_of(digits: str) -> bytes:
+    return b"" if digits == "-" else bytes.fromhex(digits)

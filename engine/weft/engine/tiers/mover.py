@@ -103,7 +103,12 @@ class BackgroundThread:
             )
 
     def _run(self) -> None:
-        while (move := self._jobs.get()) is not None and not self._is_closing:
+        while (move := self._jobs.get()) is not None:
+            if self._is_closing:
+                # Taken before `take_back` could have it: it ends without having been run.
+                self._done.append(move)
+                self._wake()
+                return
             self.current = move
             self._num_begun += 1
             try:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from weft.engine.tiers.keyed import PagePlace
-from weft.engine.tiers.tier import Medium
+from weft.engine.tiers.tier import Tier
 
 
-@dataclass(eq=False, slots=True)
 class Removal:
-    """A `BackgroundJob` that deletes a page."""
+    """A `BackgroundJob` that deletes pages.
 
-    medium: Medium
-    places: Sequence[PagePlace]
+    Args:
+        tier: Has forgotten them.
+        places: Where they were.
+    """
+
+    def __init__(self, tier: Tier, places: Iterable[PagePlace]) -> None:
+        self._tier = tier
+        self._places = list(places)
 
     def run(self) -> None:
         """See `BackgroundJob.run`."""
-        for place in self.places:
-            self.medium.remove(place)
+        while self._places:
+            self._tier.medium.remove(self._places.pop())
 
     def end(self) -> None:
-        """See `BackgroundJob.end`: they were forgotten before."""
+        """See `BackgroundJob.end`; what was not deleted will be with the next save."""
+        self._tier.remove_with_next_save(self._places)

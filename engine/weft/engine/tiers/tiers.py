@@ -484,7 +484,7 @@ class Tiers:
         if self._is_stuck(self.disk):
             self.disk.remove_with_next_save(places)
         else:
-            self._writer.give(Removal(self.disk.medium, places))
+            self._writer.give(Removal(self.disk, places))
 
     def _fetch(self, request: Request) -> None:
         assert self.disk is not None

@@ -118,6 +118,11 @@ class ServiceChannel(grpc.aio.Channel):
         self._open_calls.pop(old, None)
         self._close(old)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is open."""
+        return not any(self._open_calls.values())
+
     def track(self, inner: grpc.aio.Channel, call: grpc.aio.RpcContext) -> None:
         """Keeps an inner channel for as long as a call on it lasts."""
         self._open_calls[inner] += 1

@@ -25,7 +25,8 @@ type limitedBody struct {
 	limited    io.ReadCloser
 	raw        io.ReadCloser
 	controller *http.ResponseController
-	failure    error // first error of a read, io.EOF apart
+	ended      func() // to be called when the handler returns
+	failure    error  // first error of a read, io.EOF apart
 }
 
 func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *limitedBody {
@@ -33,13 +34,21 @@ func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *lim
 	// Bodies only: a deadline left on the connection would end long streams.
 	_ = controller.SetReadDeadline(time.Now().Add(bodyTimeout))
 	ctx := r.Context()
-	context.AfterFunc(ctx, func() {
+	cut := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(cut)
 		// Only then: the context of every request ends, and the next one may be on this connection.
 		if apierror.IsDraining(ctx) {
 			_ = controller.SetReadDeadline(time.Now())
 		}
 	})
 	return &limitedBody{
+		// Of HTTP/2 there is nothing to set a deadline of behind the handler: it would panic.
+		ended: func() {
+			if !stop() {
+				<-cut
+			}
+		},
 		limited:    http.MaxBytesReader(w, r.Body, maxBytes),
 		raw:        r.Body,
 		controller: controller,

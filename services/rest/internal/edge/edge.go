@@ -99,7 +99,9 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if r.Body != nil && r.Body != http.NoBody {
-		r.Body = newLimitedBody(w, r, e.config.MaxBodyBytes)
+		body := newLimitedBody(w, r, e.config.MaxBodyBytes)
+		defer body.ended()
+		r.Body = body
 	}
 	e.mux.ServeHTTP(recorder, r)
 	if info.Failure != nil {

@@ -37,6 +37,10 @@ destroyed. After that it is only queried.
 """
 RENEWED_AFTER_S = 10.0
 """Least time between two connections to one service that were dialled anew."""
+MAX_CHANNELS = 256
+"""Channels to prefill workers from which those without calls are closed, the longest unused first:
+workers come and go, each with an address of its own.
+"""
 T = TypeVar("T")
 
 
@@ -72,6 +76,7 @@ class FillClient:
         self._engine = engine
         self._identity = identity
         self._channels: dict[tuple[str, str], ServiceChannel] = {}
+        """In the order of last use."""
         self._renewed: dict[tuple[str, str], float] = {}
         """When each was dialled anew, on the loop's clock."""
         self._open: dict[bytes, _OpenFill] = {}
@@ -123,11 +128,21 @@ class FillClient:
 
     def channel(self, address: str, service: str) -> ServiceChannel:
         """The channel to a service, shared by all calls of this worker to it."""
-        channel = self._channels.get((address, service))
+        channel = self._channels.pop((address, service), None)
         if channel is None:
+            self._close_unused()
             channel = open_channel(address, service, self._identity)
-            self._channels[address, service] = channel
+        self._channels[address, service] = channel
         return channel
+
+    def _close_unused(self) -> None:
+        # Those of stores are held by their clients, and as many as are configured.
+        idle = [
+            name for name, one in self._channels.items() if name[1] == "prefill" and one.is_idle
+        ]
+        for name in idle[: max(0, len(self._channels) - MAX_CHANNELS + 1)]:
+            self._renewed.pop(name, None)
+            self._spawn(self._channels.pop(name).close())
 
     def unanswered(self, address: str, service: str) -> None:
         """Notes that calls to a service get no answers: the next ones use a new connection, for the
@@ -138,7 +153,8 @@ class FillClient:
             return
         self._renewed[name] = now
         logger.info("%s at %s does not answer: next calls use a new connection", service, address)
-        self._channels[name].renew(keeps_calls=True)
+        if (channel := self._channels.get(name)) is not None:
+            channel.renew(keeps_calls=True)
 
     async def _fill(self, command: FillCommand, open_fill: _OpenFill) -> None:
         """Runs one lease's stream, from `start` to its last event."""

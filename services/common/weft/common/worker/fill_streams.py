@@ -82,7 +82,7 @@ class FillStreams:
         self._streams[stream] = events
         controls: asyncio.Task[None] | None = None
         is_over = False
-        num_taken = 0
+        is_data, num_taken = False, 0
         try:
             await self._port.start(start)
             controls = asyncio.create_task(self._controls(stream, handle.lease_id, requests))
@@ -90,6 +90,9 @@ class FillStreams:
                 event = await events.get()
                 trace.on_event(event)
                 is_over = event.kind in LAST_EVENTS
+                if event.kind == "accepted":
+                    # The filler's word: it may be unable to write to the memory that is offered.
+                    is_data = event.transport == "data"
                 if event.kind == "broken":
                     raise PeerUnavailable(event.message, stage="fill")
                 sent: Sequence[FillEvent] = (event,)
@@ -98,7 +101,7 @@ class FillStreams:
                 for each in sent:
                     yield event_to_proto(each)
                 num_taken += 1
-                if handle.nixl is None and events.empty():
+                if is_data and events.empty():
                     self._port.taken(stream, num_taken)
         finally:
             if controls is not None:

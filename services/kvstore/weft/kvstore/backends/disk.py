@@ -24,6 +24,7 @@ from weft.engine.tiers.disk import PageFiles, disk_tier, stored_page_bytes
 from weft.engine.tiers.keyed import PageName, PagePlace
 from weft.engine.tiers.policy import TierPolicy
 from weft.engine.tiers.tier import PageLoad, PageSave, Tier
+from weft.kvstore.backends import fetching
 from weft.kvstore.backends.fetching import Fetching
 from weft.kvstore.pages import Incoming, Offer, PageStore
 
@@ -126,11 +127,22 @@ class DiskBackend:
                     break
                 num_disk += 1
             num_held += 1
+        self._keep_on_disk(keys[:num_held])
         self.disk.counters.queried_pages += len(keys) - num_arena
         self.disk.counters.hit_pages += num_disk
         if num_disk:
             self._fetching.begin(keys[:num_held])
         return num_held
+
+    def _keep_on_disk(self, keys: Sequence[bytes]) -> None:
+        """Notes that pages are used, also those that are read from the arena: else the most wanted
+        would leave the disk first. The last one stands for those before it, which stay as long as
+        it does.
+        """
+        held = self.disk.pages
+        place = next((found for key in reversed(keys) if (found := held.pin(key))), None)
+        if place is not None:
+            held.unpin(place)
 
     async def fetch(self, keys: Sequence[bytes]) -> None:
         """See `Backend.fetch`."""
@@ -154,13 +166,16 @@ class DiskBackend:
         )
         by_key = {load.place.name.key: load for load in loads}
         moving = [by_key[offer.key] for offer in incoming.offers]
+        began_at = time.monotonic()
         work = self._loop.run_in_executor(self._reader, self._read, moving, incoming)
         try:
             num_read, duration_s = await asyncio.shield(work)
         except asyncio.CancelledError:
-            self._num_late += 1
-            self.disk.counters.stalls += 1
-            work.add_done_callback(partial(self._ended_late, loads, incoming))
+            # Or who waits for it has gone, or had waited for other pages before.
+            is_stalled = time.monotonic() - began_at >= fetching.FETCH_TIMEOUT_S / 2
+            self._num_late += is_stalled
+            self.disk.counters.stalls += is_stalled
+            work.add_done_callback(partial(self._ended_late, loads, incoming, is_stalled))
             raise
         self._policy.observe("disk", num_read * self.disk.page_bytes, duration_s)
         self._ended(loads, incoming, num_read)
@@ -191,9 +206,10 @@ class DiskBackend:
         self,
         loads: Sequence[PageLoad],
         incoming: Incoming,
+        is_stalled: bool,
         work: asyncio.Future[tuple[int, float]],
     ) -> None:
-        self._num_late -= 1
+        self._num_late -= is_stalled
         self._ended(loads, incoming, 0 if work.cancelled() else work.result()[0])
 
     def _remove_later(self, places: Sequence[PagePlace]) -> None:
@@ -253,6 +269,8 @@ class DiskSource:
         self._num_bytes = num_bytes
         self._policy = policy
         self._disk: Tier | None = None
+        self._is_sure = False
+        """Whether pages have the size that was found."""
         if page_bytes := stored_page_bytes(self._files):
             self._disk = self._open(page_bytes)
 
@@ -265,7 +283,8 @@ class DiskSource:
         self, pages: PageStore, namespace_quota: float, threads: ThreadPoolExecutor
     ) -> DiskBackend | None:
         """See `BackendSource.open`. Pages of other sizes leave the disk."""
-        if self._disk is None or self._disk.page_bytes != pages.page_bytes:
+        if not self._is_sure or self._disk is None or self._disk.page_bytes != pages.page_bytes:
+            self._is_sure = True
             self._disk = self._open(pages.page_bytes)
         return None if self._disk is None else DiskBackend(pages, self._disk, namespace_quota)
 
@@ -287,7 +306,9 @@ class DiskSource:
 
     def _open(self, page_bytes: int) -> Tier | None:
         try:
-            disk = disk_tier(self._files, self._num_bytes, page_bytes, self._policy)
+            disk = disk_tier(
+                self._files, self._num_bytes, page_bytes, self._policy, is_sure=self._is_sure
+            )
         except (ConfigError, OSError) as error:
             logger.error("no pages are kept on disk: %s", error)
             return None

@@ -42,6 +42,8 @@ class Fetching:
 
     async def fetch(self, keys: Sequence[bytes]) -> None:
         """Fetches leading keys, as far as time allows."""
+        if self._pages.num_held(keys) == len(keys):
+            return  # Without waiting for other prompts' pages.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 await self._fetch(keys)
