@@ -379,5 +379,40 @@ def test_drafts_begin_once_they_are_right_however_requests_come_and_go(
     assert num_drafted > 0.8 * switch
 
 
+@pytest.mark.parametrize("dip", [2, 40])
+def test_drafts_for_fewer_requests_do_not_begin_in_every_gap(dip: int) -> None:
+    """Where steps overlap, drafts do not pay for eight and do for six, and one ends now and then:
+    until the next one is there, seven count like six."""
+    rng, gate = random.Random(3), MeasuredGate(MAX_DRAFTS, overlaps=True)
+    requests = [_new_request() for _ in range(8)]
+    before: tuple[Plan, list[Run], float] | None = None
+    num_changes, depths = 0, list[int]()
+    for step in range(6_000):
+        # At first long enough for the gate to learn what pays.
+        num_here = 8 - 2 * (step % 400 > 200) if step < 4_000 else 8 - (step % 50 < dip)
+        here = requests[:num_here]
+        count, plan, runs = gate.shape(here).num_drafts, Plan(), list[Run]()
+        if count:
+            plan.verifies = [VerifyItem(request, 0, count) for request in here]
+            for request in here:
+                right = next((i for i in range(count) if rng.random() > 0.7), count)
+                runs.append(Run(request, [1] * (right + 1), [], count))
+        else:
+            plan.decodes = [*here]
+        if before is not None:
+            gate.observe(*before)
+        slow = 1.0 if num_here == 8 else 0.05
+        before = plan, runs, 1e-3 * (1 + slow * count) * rng.uniform(0.99, 1.01)
+        if step >= 4_000:
+            num_changes += bool(depths) and (depths[-1] > 0) != (count > 0)
+            depths.append(count)
+    assert gate.depths()[8] == 0
+    assert gate.depths()[6] > 0
+    if dip == 2:
+        assert num_changes <= 14, "trials, and none for gaps"
+    else:
+        assert sum(depth > 0 for depth in depths) > 0.5 * len(depths)
+
+
 def _new_request() -> Request:
     return bare_request([1], 16, bytes(32), speculates=True)

@@ -41,6 +41,11 @@ RESTING = 4
 apart, and only the steps right before one are watched: there the host may bound the speed, and the
 gate is part of its work.
 """
+DIP = 6
+"""Where steps overlap, and drafts pay for fewer requests only: steps of fewer that have none either
+before they are drafted for. Few do until a prompt takes the place of one that has ended, and each
+change from steps without drafts to others and back costs about one.
+"""
 SETTLED_AFTER = 8
 """Steps after which the context lengths of a step's requests count as settled."""
 FIRST_GAIN = 1.04
@@ -165,6 +170,10 @@ class MeasuredGate:
         """Number of steps that have ended."""
         self._num_resting = 0
         """Steps that are still to be planned without looking at them."""
+        self._plain: _Choice | None = None
+        """The choice because of which steps had no drafts last."""
+        self._num_dipping = 0
+        """Steps of other numbers of requests that have none either before they are drafted for."""
         self._num_settled = 0
         """Steps since many of the requests were new."""
         self._has_prompts = False
@@ -200,7 +209,7 @@ class MeasuredGate:
             choice.look_at = choice.num_steps + LOOK_EVERY
             if self._rests(choice):
                 self._rest(choice, num_requests)
-        return choice.best
+        return NO_DRAFTS if self._is_dip(choice) else choice.best
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """See `DraftGate.observe`."""
@@ -384,6 +393,15 @@ class MeasuredGate:
     @property
     def _probe_every(self) -> int:
         return PROBE_EVERY * self._trial_steps
+
+    def _is_dip(self, choice: _Choice) -> bool:
+        """Whether the number of requests probably is another one for a moment only."""
+        if not choice.best.num_drafts:
+            self._plain, self._num_dipping = choice, DIP
+        elif self._overlaps and choice is not self._plain and self._num_dipping:
+            self._num_dipping -= 1
+            return True
+        return False
 
     def _rests(self, choice: _Choice) -> bool:
         """Whether there have been no drafts for so long that a little later is soon enough. Where
