@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from weft.gateway.openai.bodies import (
 )
 from weft.gateway.openai.parse import parse_body
 from weft.gateway.settings import GatewaySettings
+from weft.gateway.stops import StopAutomaton
 from weft.v1 import decode_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -180,3 +182,39 @@ async def test_every_setting_of_prompts_fits_the_bound_of_bodies() -> None:
     ]
     CompletionBody.model_validate({"prompt": ["x"] * bound})
     CompletionBody.model_validate({"prompt": [[1]] * bound})
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_large_answer_is_not_lost(tmp_path: Path) -> None:
+    """What may be received says nothing of what is sent."""
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        return Script(tokens=[[65] * 200], chunk=50, top_logprobs=20)
+
+    async with gateway(tmp_path, script, max_message_bytes=1 << 16) as mesh:
+        body = {"messages": USER, "n": 2, "max_tokens": 200, "logprobs": True, "top_logprobs": 20}
+        answer = await mesh.json("ChatCompletions", body)
+        assert len(json.dumps(answer)) > 4 << 16
+        assert [len(c["logprobs"]["content"]) for c in answer["choices"]] == [200, 200]
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_prompts_of_a_request_share_their_stop_strings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        return Script(tokens=[byte_level_bpe().encode(ANSWER).ids])
+
+    made = []
+
+    class Counted(StopAutomaton):
+        def __init__(self, stops: Sequence[str]) -> None:
+            made.append(stops)
+            super().__init__(stops)
+
+    monkeypatch.setattr("weft.gateway.pipeline.StopAutomaton", Counted)
+    async with gateway(tmp_path, script) as mesh:
+        body = {"prompt": ["x"] * 32, "max_tokens": 50, "stop": ["every", "nothing"]}
+        answer = await mesh.json("Completions", body)
+        assert {choice["text"] for choice in answer["choices"]} == {"A good answer, "}
+    assert len(made) == 1

@@ -15,7 +15,7 @@ from fake_decode import Script
 from gateway_harness import Harness, gateway
 from processes import ServiceProcess
 from weft.common.errors import from_rpc_error
-from weft.engine.errors import RateLimited
+from weft.engine.errors import InvalidRequest, RateLimited
 from weft.gateway.keys import new_key, write_keys
 from weft.v1 import common_pb2, decode_pb2, gateway_pb2
 
@@ -57,6 +57,18 @@ async def refusal(call: Any) -> Any:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     return from_rpc_error(caught.value)
+
+
+async def test_requests_that_are_wrong_count(tmp_path: Path) -> None:
+    """Each was tokenised; what they had reserved of the tokens is returned."""
+    async with limited(tmp_path) as (mesh, keys):
+        for _ in range(2):
+            error = await refusal(ask(mesh, keys["small"], max_tokens=100_000))
+            assert isinstance(error, InvalidRequest)
+        assert isinstance(await refusal(ask(mesh, keys["small"])), RateLimited)
+        now = asyncio.get_running_loop().time()
+        headers = dict(mesh.app.pipeline.limits.headers("small", now))
+        assert int(headers["x-ratelimit-remaining-tokens"]) > 100
 
 
 async def test_a_tenant_is_limited_and_others_are_not(tmp_path: Path) -> None:

@@ -224,6 +224,27 @@ def test_a_target_that_would_be_missed_is_refused_at_once() -> None:
     assert gate.offer(make(1000, first=4.1), 0.0)
 
 
+@pytest.mark.parametrize("granted", [None, 0.05])
+def test_nobody_waits_for_a_pace_that_is_not_granted(granted: float | None) -> None:
+    """A client may ask for any; it gets it if there is room, and holds nobody up."""
+    fleet = Fleet()
+    gate = LatencyGate(fleet.forecaster, 10.0)
+    tight, other = make(10, between=0.012), make(10, tenant="other", between=0.05)
+    tight.targets = tight.targets.over(Targets(between_tokens_s=granted))
+    assert gate.offer(tight, 0.0), "idle workers manage that"
+    begin(fleet, gate, tight)
+    for _ in range(8):
+        assert gate.offer(make(10, tenant="free"), 0.0), "others are not kept to that pace"
+    fleet.busy(12, 12)
+    again = make(10, between=0.012)
+    again.targets = again.targets.over(Targets(between_tokens_s=granted))
+    with pytest.raises(TargetUnattainable) as refused:
+        gate.offer(again, 0.0)
+    assert refused.value.retry_after_s
+    assert gate.num_held == 0
+    assert gate.offer(other, 0.0)
+
+
 def test_unknown_rates_refuse_nobody() -> None:
     fleet = Fleet()
     for load in fleet.loads:

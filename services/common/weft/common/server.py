@@ -106,7 +106,8 @@ class ServiceServer:
                 # Two processes must not share a port silently.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
-                ("grpc.max_send_message_length", settings.max_message_bytes),
+                # What was made is not lost for its size: who gets it has a limit of its own.
+                ("grpc.max_send_message_length", -1),
                 # Of HTTP headers that the REST edge passes on; what is above the first is refused
                 # at random.
                 ("grpc.max_metadata_size", 96 << 10),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from weft.common.durations import duration
 from weft.common.logging import trace_id as current_trace_id
@@ -35,6 +36,7 @@ from weft.gateway.served import Catalogue, ResolvedModel, Served
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.slo import NO_TARGETS
 from weft.gateway.slo.gated_request import GatedRequest
+from weft.gateway.stops import StopAutomaton
 from weft.gateway.stream import TokenStream
 from weft.gateway.tenants import Rates, Tenants
 from weft.gateway.trace import RequestTrace
@@ -307,6 +309,7 @@ class RequestPipeline:
         limits = ResumeLimits(
             max_attempts=self._settings.max_attempts, timeout_s=self._settings.resume_timeout_s
         )
+        plan = _plan_maker(served.model, request)
         return [
             Generation(
                 request,
@@ -315,7 +318,7 @@ class RequestPipeline:
                 first_index=number * request.sampling.n,
                 model=served.model.name,
                 seed=_seed(request.sampling),
-                plan=_plan(served.model, request, prompt),
+                plan=plan(prompt_ids=prompt.ids),
                 router=served.router,
                 metrics=self._metrics,
                 listener=stream,
@@ -413,14 +416,15 @@ def _seed(sampling: Sampling) -> int:
     return secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
 
 
-def _plan(model: ServedModel, request: GenerateRequest, prompt: PreparedPrompt) -> RenderPlan:
+def _plan_maker(model: ServedModel, request: GenerateRequest) -> Callable[..., RenderPlan]:
+    """Makes the plans of a request's prompts, which share what does not depend on them."""
     stopping = request.stopping
     eos_ids = () if stopping.ignore_eos else model.eos_ids
-    return RenderPlan(
+    return partial(
+        RenderPlan,
         model.vocabulary,
-        prompt.ids,
-        stops=stopping.stops,
-        stop_ids={*stopping.stop_token_ids, *eos_ids},
+        stops=StopAutomaton(stopping.stops) if stopping.stops else None,
+        stop_ids=frozenset((*stopping.stop_token_ids, *eos_ids)),
         min_tokens=stopping.min_tokens,
         include_stop=stopping.include_stop,
         skip_special_tokens=request.skip_special_tokens,
@@ -435,9 +439,10 @@ def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int
 
 
 def _num_tokens(account: _Account) -> int | None:
-    """Tokens that it has come to; None: it was refused, here or by all workers asked."""
+    """Tokens that it has come to; None: it was refused for lack of room or workers."""
     if account.stream is None:
-        return None
+        is_refused = isinstance(account.failure, WeftError) and account.failure.retryable
+        return None if is_refused else 0
     usage = account.stream.usage()
     if not usage.completion_tokens and isinstance(account.failure, (Overloaded, PeerUnavailable)):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from weft.gateway.detokenize import make_detokenizer
 from weft.gateway.stops import StopAutomaton, StopScanner
@@ -17,8 +17,8 @@ class RenderPlan:
         vocabulary: Vocabulary,
         prompt_ids: Sequence[int],
         *,
-        stops: Sequence[str],
-        stop_ids: Iterable[int],
+        stops: StopAutomaton | None,
+        stop_ids: Collection[int],
         min_tokens: int,
         include_stop: bool,
         skip_special_tokens: bool,
@@ -28,16 +28,16 @@ class RenderPlan:
         Args:
             vocabulary: The model's.
             prompt_ids: Tokens of the prompt.
-            stops: Stop strings, not empty ones.
+            stops: Stop strings, which prompts of a request share; None: there are none.
             stop_ids: Tokens that end a sample; the last one's text is not shown.
-            min_tokens: Stop strings count only after so many tokens.
+            min_tokens: Stop strings count only if they end after so many tokens.
             include_stop: Keep the text of the stop string or token.
             skip_special_tokens: Special tokens give no text.
         """
         self.vocabulary = vocabulary
         self.prompt_ids = prompt_ids
-        self.automaton = StopAutomaton(stops) if stops else None
-        self.stop_ids = frozenset(stop_ids)
+        self.automaton = stops
+        self.stop_ids = stop_ids
         self.min_tokens = min_tokens
         self.include_stop = include_stop
         self.skip_special_tokens = skip_special_tokens
@@ -77,9 +77,10 @@ class SampleRenderer:
     def _show(self, token_id: int) -> str:
         self._num_tokens += 1
         text = self._detokenizer.push(token_id)
-        if self._scanner is None or self._num_tokens <= self._min_tokens:
+        if self._scanner is None:
             return text
-        text, self.is_stopped = self._scanner.push(text)
+        counts = self._num_tokens > self._min_tokens
+        text, self.is_stopped = self._scanner.push(text, counts=counts)
         return text
 
     def finish(self, by_stop_token: bool) -> str:

@@ -72,8 +72,13 @@ class StopScanner:
         self._state = 0
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Takes more text; returns the text to show, and whether a stop string was found."""
+    def push(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
+        """Takes more text; returns the text to show, and whether a stop string was found.
+
+        Args:
+            text: Behind what came before.
+            counts: Whether stop strings that end in it count.
+        """
         automaton = self._automaton
         state = self._state
         if state == 0 and automaton.first_chars.isdisjoint(text):
@@ -81,7 +86,7 @@ class StopScanner:
         held = self._held
         for index, char in enumerate(text):
             state = automaton.step(state, char)
-            if automaton.matched[state]:
+            if counts and automaton.matched[state]:
                 end = len(held) + index + 1
                 start = end - automaton.matched[state]
                 self._state, self._held = 0, ""

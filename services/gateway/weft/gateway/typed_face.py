@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -88,7 +89,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         async with self._pipeline.open(request) as stream:
             model = stream.model
             await begin_answer(context, request.request_id, headers=stream.headers)
-            collected: dict[int, gateway_pb2.Choice] = {}
+            collected: dict[int, list[Delta]] = {}
             while deltas := await stream.next_deltas():
                 if is_streamed:
                     await context.write(
@@ -101,13 +102,13 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
                     )
                 else:
                     for delta in deltas:
-                        _collect(collected, delta)
+                        collected.setdefault(delta.sample, []).append(delta)
             await stream.settle()
             last = response(
                 request_id=request.request_id,
                 model=model,
                 create_time=created,
-                choices=[collected[index] for index in sorted(collected)],
+                choices=[_whole_choice(collected[index]) for index in sorted(collected)],
                 usage=stream.usage(),
                 timeline=_timeline(stream),
             )
@@ -322,16 +323,18 @@ def _choice(delta: Delta) -> gateway_pb2.Choice:
     )
 
 
-def _collect(choices: dict[int, gateway_pb2.Choice], delta: Delta) -> None:
-    choice = choices.get(delta.sample)
-    if choice is None:
-        choices[delta.sample] = _choice(delta)
-        return
-    choice.text += delta.text
-    choice.token_ids.extend(delta.ids)
-    choice.logprobs.extend(delta.logprobs)
-    if delta.finish_reason is not None:
-        choice.finish_reason = delta.finish_reason
+def _whole_choice(deltas: Sequence[Delta]) -> gateway_pb2.Choice:
+    """The choice of one sample's deltas. Its text is set once: a message keeps the memory of each
+    text that a field of it ever had.
+    """
+    reasons = [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
+    return gateway_pb2.Choice(
+        index=deltas[0].sample,
+        text="".join(delta.text for delta in deltas),
+        token_ids=chain.from_iterable(delta.ids for delta in deltas),
+        logprobs=chain.from_iterable(delta.logprobs for delta in deltas),
+        finish_reason=reasons[-1] if reasons else common_pb2.FINISH_REASON_UNSPECIFIED,
+    )
 
 
 def _timeline(stream: TokenStream) -> common_pb2.Timeline:

@@ -88,6 +88,7 @@ func (s *stream) Header() (metadata.MD, error) {
 	for attempt := 0; ; attempt++ {
 		header, err := s.ClientStream.Header()
 		if header != nil || err != nil {
+			s.request = nil
 			return header, err
 		}
 		s.failure = s.RecvMsg(&emptypb.Empty{}) // nothing is received: the stream has ended

@@ -82,7 +82,8 @@ class LatencyGate:
     """Decides on every new request, and on the held ones whenever something changes.
 
     - Refused at once: its predicted time to the first token is over its target. What it waits here
-      is part of that, as are the times by which earlier forecasts were wrong in the mean.
+      is part of that, as are the times by which earlier forecasts were wrong in the mean. Also, its
+      client asks for a tighter time between tokens than it is granted, and workers are too busy.
     - Held: while targets are in force (`is_holding`), the workers have more than `ahead_s` of
       prompts queued, or one request more would slow the tokens of running requests below the
       tightest of their targets. Tenants take turns by what they cost (`TenantFairQueue`).
@@ -160,6 +161,7 @@ class LatencyGate:
         while (ask := self._next(now)) is not None:
             forecast = self._weigh(ask)
             try:
+                self._refuse_slow_pace(ask)
                 self._check(ask, forecast, now, 0.0)
             except TargetUnattainable as error:
                 left.append((ask, error))
@@ -172,9 +174,10 @@ class LatencyGate:
     def _next(self, now: float) -> AdmissionRequest | None:
         """Removes and returns the next request, if there is room for it."""
         ask = self._held.head()
-        if ask is None or not (self._has_room(ask) or not self._is_holding()):
-            if ask is not None:
-                self._drain.note(now, 0.0, is_holding=True)
+        if ask is None:
+            return None
+        if self._is_holding() and not self._has_room(ask) and not self._lacks_own_pace(ask):
+            self._drain.note(now, 0.0, is_holding=True)
             return None
         self._held.pop()
         self._hopeful.pop(ask, None)
@@ -203,7 +206,7 @@ class LatencyGate:
             num_generated: Tokens, over its prompts and samples; 0 = nothing is to be learned.
         """
         self.began(ask)
-        pace_s = ask.targets.between_tokens_s
+        pace_s = ask.targets.pace_s
         if pace_s is not None:
             self._paces[pace_s] -= 1
             if not self._paces[pace_s]:
@@ -276,7 +279,9 @@ class LatencyGate:
         )
 
     def _refuse_slow_pace(self, ask: AdmissionRequest) -> None:
-        """Refuses a request for which even an idle worker is too slow."""
+        """Refuses a request for which even an idle worker is too slow, or which would keep others
+        waiting for a pace that it is not granted.
+        """
         pace_s, least_s = ask.targets.between_tokens_s, self._forecaster.least_step_s()
         if pace_s is not None and least_s is not None and least_s > pace_s:
             raise TargetUnattainable(
@@ -286,10 +291,26 @@ class LatencyGate:
                 retry_after_s=_MAX_RETRY_S,
             )
 
+        if pace_s is not None and self._lacks_own_pace(ask):
+            raise TargetUnattainable(
+                f"workers are too busy for a token every {pace_s * 1e3:g} ms; send the request "
+                "again later",
+                stage="admit",
+                retry_after_s=_MIN_RETRY_S,
+            )
+
+    def _lacks_own_pace(self, ask: AdmissionRequest) -> bool:
+        """Whether it would have to wait for a pace that it asks for beyond what it is granted."""
+        own_s = ask.targets.between_tokens_s
+        if own_s is None or own_s == ask.targets.pace_s or not self._is_holding():
+            return False
+        spare = self._forecaster.spare_requests(_HEADROOM * own_s)
+        return spare < self._num_sending + len(ask.prompts)
+
     def _let_through(self, ask: AdmissionRequest, forecast: Forecast, now: float) -> None:
         ask.sent_at, ask.first_token_s = now, forecast.first_token_s
         ask.is_sending = True
         self._num_sending += len(ask.prompts)
         self._tokens_sending += ask.to_compute
-        if ask.targets.between_tokens_s is not None:
-            self._paces[ask.targets.between_tokens_s] += 1
+        if ask.targets.pace_s is not None:
+            self._paces[ask.targets.pace_s] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MIN_TARGET_S = 0.001
 MAX_TARGET_S = 3600.0
@@ -16,6 +16,18 @@ class Targets:
     """Time from the request's arrival at the gateway to its first token."""
     between_tokens_s: float | None = None
     """Mean time between its tokens, after the first."""
+    granted: Targets | None = field(default=None, compare=False, repr=False)
+    """Those that it would have if it asked for none; None: its own are these."""
+
+    @property
+    def pace_s(self) -> float | None:
+        """Time between tokens for which other requests may be kept waiting: what a client asks for
+        beyond what it is granted is its own affair.
+        """
+        own_s, granted = self.between_tokens_s, self.granted
+        if granted is None or own_s is None or granted.between_tokens_s is None:
+            return own_s if granted is None else granted.between_tokens_s
+        return max(own_s, granted.between_tokens_s)
 
     def __bool__(self) -> bool:
         return self.first_token_s is not None or self.between_tokens_s is not None
@@ -25,6 +37,7 @@ class Targets:
         return Targets(
             other.first_token_s if self.first_token_s is None else self.first_token_s,
             other.between_tokens_s if self.between_tokens_s is None else self.between_tokens_s,
+            other,
         )
 
     def outcome(self, first_token_s: float | None, between_tokens_s: float | None) -> str:
