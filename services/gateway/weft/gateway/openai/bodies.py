@@ -188,6 +188,17 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="vLLM's newer form of the `guided_` fields; one constraint in all"
     )
+    # Of other servers. Left out they would change nothing, and nobody would see why.
+    regex: str | None = Field(None, description="not supported; see guided_regex")
+    ebnf: str | None = Field(None, description="not supported; see guided_grammar")
+    allowed_token_ids: Any = Field(None, description="not supported")
+    bad_words: Any = Field(None, description="not supported")
+    use_beam_search: bool | None = Field(None, description="not supported")
+    length_penalty: float | None = Field(None, description="only 1, as it is of beam search")
+    prompt_logprobs: int | None = Field(None, description="not supported")
+    truncate_prompt_tokens: int | None = Field(None, description="not supported")
+    chat_template: str | None = Field(None, description="not supported: the model's own is used")
+    documents: Any = Field(None, description="not supported")
 
 
 class ChatBody(GenerationBody):

@@ -34,6 +34,20 @@ _DEFAULT_COMPLETION_TOKENS = 16
 """Default for completions, as OpenAI's and vLLM's; chat goes on up to the context."""
 
 
+_UNSUPPORTED = {
+    "regex": "this name of a regular expression (guided_regex is supported)",
+    "ebnf": "this name of a grammar (guided_grammar is supported)",
+    "allowed_token_ids": "a list of allowed tokens",
+    "bad_words": "words that must not come",
+    "use_beam_search": "beam search",
+    "prompt_logprobs": "log-probabilities of the prompt",
+    "truncate_prompt_tokens": "cutting the prompt",
+    "chat_template": "a chat template of the request's own",
+    "documents": "documents for the chat template",
+}
+"""Fields of other servers that change the output, by name."""
+
+
 def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
     """Translates a chat body.
 
@@ -133,6 +147,7 @@ def _request(
     max_tokens_param: str = "max_tokens",
     top_logprobs_param: str = "top_logprobs",
 ) -> GenerateRequest:
+    _refuse_unsupported(body)
     constraint = constraint_of(body)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
@@ -251,6 +266,15 @@ def _text_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
         else TokenPrompt(ids=tuple(item))
         for item in cast("list[str] | list[list[int]]", prompt)
     )
+
+
+def _refuse_unsupported(body: GenerationBody) -> None:
+    for name, what in _UNSUPPORTED.items():
+        # What is empty or off asks for nothing.
+        if getattr(body, name) or (name == "prompt_logprobs" and body.prompt_logprobs is not None):
+            raise _unsupported(name, what)
+    if body.length_penalty not in (None, 1):
+        raise _unsupported("length_penalty", "a penalty of beam search")
 
 
 def _unsupported(param: str, what: str) -> InvalidRequest:
