@@ -223,6 +223,23 @@ async def test_a_namespace_keeps_to_its_quota(tmp_path: Path) -> None:
         assert answer.refused_pages == 5
 
 
+def stop_reads(
+    store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, threading.Event]:
+    """Makes reads wait; the events tell that one does, and let them go on."""
+    begun, going_on = threading.Event(), threading.Event()
+    read = disk(store).medium.read
+
+    def slowly(place: PagePlace, into: Page) -> bool:
+        begun.set()
+        going_on.wait(30)
+        return bool(read(place, into))
+
+    monkeypatch.setattr(disk(store).medium, "read", slowly)
+    monkeypatch.setattr("weft.kvstore.backends.fetching.FETCH_TIMEOUT_S", 30.0)
+    return begun, going_on
+
+
 async def test_pages_in_the_arena_wait_for_no_other_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,15 +249,7 @@ async def test_pages_in_the_arena_wait_for_no_other_prompt(
         assert store._arena_pages is not None
         store._arena_pages.pages.flush()
         hot, content = await put(caller, 8)
-        going_on = threading.Event()
-        read = disk(store).medium.read
-
-        def slowly(place: PagePlace, into: Page) -> bool:
-            going_on.wait(30)
-            return bool(read(place, into))
-
-        monkeypatch.setattr(disk(store).medium, "read", slowly)
-        monkeypatch.setattr("weft.kvstore.backends.fetching.FETCH_TIMEOUT_S", 30.0)
+        _, going_on = stop_reads(store, monkeypatch)
         assert await caller.look_up(cold) == 20
         async with asyncio.timeout(20):
             check(await caller.fill(hot), content, 8)
@@ -256,16 +265,7 @@ async def test_who_waits_no_longer_says_nothing_of_the_disk(
         await on_disk(store, 20)
         assert store._arena_pages is not None
         store._arena_pages.pages.flush()
-        begun, going_on = threading.Event(), threading.Event()
-        read = disk(store).medium.read
-
-        def slowly(place: PagePlace, into: Page) -> bool:
-            begun.set()
-            going_on.wait(30)
-            return bool(read(place, into))
-
-        monkeypatch.setattr(disk(store).medium, "read", slowly)
-        monkeypatch.setattr("weft.kvstore.backends.fetching.FETCH_TIMEOUT_S", 30.0)
+        begun, going_on = stop_reads(store, monkeypatch)
         fetch = asyncio.create_task(store._arena_pages.backend.fetch(cold.keys))
         await until(begun.is_set)
         fetch.cancel()
@@ -287,7 +287,7 @@ async def test_a_file_cut_short_costs_its_own_page_alone(tmp_path: Path, num_byt
     async with opened(tmp_path) as (store, caller):
         assert await caller.look_up(chain) == 7
         check(await caller.fill(chain), content, 7)
-        assert len(files(tmp_path)) == 7
+        await until(lambda: len(files(tmp_path)) == 7)
 
 
 async def test_what_is_read_from_the_arena_stays_on_disk(tmp_path: Path) -> None:

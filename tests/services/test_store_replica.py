@@ -8,24 +8,16 @@ from typing import Any
 
 import grpc
 import pytest
+from fill_commands import nixl_target
 from weft.common.spans import Tracer
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import MAX_LATE_RESTS, REST_S, StoreReplica
 from weft.engine.messages import Inbox, StoreLookup, StorePut
-from weft.engine.transfer.handle import NixlTargetInfo
 from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 KEY = bytes(32)
-SOURCE = NixlTargetInfo(
-    version="1",
-    agent_name="a",
-    agent_metadata=b"m",
-    agent_metadata_digest=bytes(32),
-    base_address=1,
-    page_bytes=64,
-    num_pages=10,
-)
+SOURCE = nixl_target(64, 10)
 
 
 class BusyStore(kvstore_pb2_grpc.KvStoreServiceServicer):

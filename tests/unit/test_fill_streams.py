@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fill_commands import fill_handle, nixl_target
 from weft.common.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
 from weft.common.worker.fills import handle_to_proto
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.messages import FillStart
 from weft.engine.transfer.filler import Filler, ShipResult
-from weft.engine.transfer.handle import FillEvent, KvHandle, NixlTargetInfo
+from weft.engine.transfer.handle import FillEvent, KvHandle
 from weft.v1 import common_pb2, kv_pb2
 
 LEASE = bytes(16)
@@ -102,31 +103,8 @@ class Port:
 
 
 def handle_of(memory_type: str) -> KvHandle:
-    target = NixlTargetInfo(
-        version="1",
-        agent_name="a",
-        agent_metadata=b"m",
-        agent_metadata_digest=bytes(32),
-        base_address=8,
-        page_bytes=PAGE_BYTES,
-        num_pages=9,
-        memory_type=memory_type,
-    )
-    return KvHandle(
-        owner_id="owner",
-        owner_epoch=1,
-        lease_id=LEASE,
-        lease_s=600.0,
-        namespace=bytes(32),
-        cache_salt="",
-        page_size=1,
-        tokens=[1, 2, 3, 4],
-        start_token=0,
-        end_token=4,
-        pages=[1, 2, 3, 4],
-        filler_epoch=5,
-        nixl=target if memory_type else None,
-    )
+    target = nixl_target(PAGE_BYTES, 9, memory_type=memory_type) if memory_type else None
+    return fill_handle(LEASE, page_size=1, filler_epoch=5, lease_s=600.0, nixl=target)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from bare_request import bare_request
+from fill_commands import nixl_target
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.memory.radix_cache import RadixCache
 from weft.engine.messages import StoreAnswer, StoreLookup, StorePut, StorePutResult, StoreSegment
@@ -19,15 +20,7 @@ from weft.engine.transfer.handle import NixlTargetInfo
 PAGE = 4
 OFFSET = 10_000
 """Of where the store reads a page from its number in the pool."""
-TARGET = NixlTargetInfo(
-    version="1",
-    agent_name="a",
-    agent_metadata=b"m",
-    agent_metadata_digest=bytes(32),
-    base_address=1,
-    page_bytes=64,
-    num_pages=2000,
-)
+TARGET = nixl_target(64, 2000)
 
 
 class FakePlane:

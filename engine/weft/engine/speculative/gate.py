@@ -43,8 +43,8 @@ gate is part of its work.
 """
 DIP = 6
 """Where steps overlap, and drafts pay for fewer requests only: steps of fewer that have none either
-before they are drafted for. Few do until a prompt takes the place of one that has ended, and each
-change from steps without drafts to others and back costs about one.
+before they are drafted for. That is how it is until a prompt takes the place of one that has ended,
+and a change from steps without drafts to others, and back, costs time that nobody measures.
 """
 SETTLED_AFTER = 8
 """Steps after which the context lengths of a step's requests count as settled."""

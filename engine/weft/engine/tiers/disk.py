@@ -179,7 +179,7 @@ def disk_tier(
         num_bytes: Of pages.
         page_bytes: Of one.
         policy: Which page goes first.
-        is_sure: That pages have this size; else nothing goes.
+        is_sure: That pages have this size; else those of others are left to `discard_others`.
 
     Raises:
         ConfigError: Not a single page fits.
@@ -199,15 +199,26 @@ def disk_tier(
         elif is_sure:
             files.discard(page)
     found.sort(key=lambda page: page.last_used_s, reverse=True)
-    for page in found[num_slots:] if is_sure else ():
+    for page in found[num_slots:]:
         files.discard(page)
     for page in reversed(found[:num_slots]):
         slot = tier.pages.reserve(page.name.key)
-        if slot is not None:
-            tier.pages.publish(PagePlace(slot, page.name, page.digest))
-        elif is_sure:  # One key with two digests: either will do.
+        if slot is None:  # One key with two digests: either will do.
             files.discard(page)
+        else:
+            tier.pages.publish(PagePlace(slot, page.name, page.digest))
     return tier
+
+
+def discard_others(files: PageFiles, page_bytes: int) -> None:
+    """Removes files of pages of another size. May run beside reads and writes of this size.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    for page in files.scan():
+        if page.num_bytes != page_bytes:
+            files.discard(page)
 
 
 def stored_page_bytes(files: PageFiles) -> int:

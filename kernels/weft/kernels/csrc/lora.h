@@ -290,7 +290,7 @@ INLINE void expand_rows(const int is_bf16, const int rows, const int vectors, in
       for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++)
-            sum[r][v] = vf_fma(vf_splat(ranks[r][i * ROW_RANK + j]), b[v], sum[r][v]);
+          sum[r][v] = vf_fma(vf_splat(ranks[r][i * ROW_RANK + j]), b[v], sum[r][v]);
     }
   }
 #pragma GCC unroll 8

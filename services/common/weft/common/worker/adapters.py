@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 60.0
+"""Longest time between attempts to load a failing adapter; doubled from the first to the last."""
 _MAX_NAME_BYTES = 256
 """Of each tensor that was left out, as it is told to gateways."""
-"""Longest time between attempts to load a failing adapter; doubled from the first to the last."""
 _STATES = {
     "loading": worker_pb2.ADAPTER_STATE_LOADING,
     "disk": worker_pb2.ADAPTER_STATE_DISK,

@@ -151,10 +151,11 @@ class FillClient:
         name, now = (address, service), asyncio.get_running_loop().time()
         if now - self._renewed.get(name, -RENEWED_AFTER_S) < RENEWED_AFTER_S:
             return
+        if (channel := self._channels.get(name)) is None:
+            return
         self._renewed[name] = now
         logger.info("%s at %s does not answer: next calls use a new connection", service, address)
-        if (channel := self._channels.get(name)) is not None:
-            channel.renew(keeps_calls=True)
+        channel.renew(keeps_calls=True)
 
     async def _fill(self, command: FillCommand, open_fill: _OpenFill) -> None:
         """Runs one lease's stream, from `start` to its last event."""

@@ -290,7 +290,6 @@ class LatencyGate:
                 stage="admit",
                 retry_after_s=_MAX_RETRY_S,
             )
-
         if pace_s is not None and self._lacks_own_pace(ask):
             raise TargetUnattainable(
                 f"workers are too busy for a token every {pace_s * 1e3:g} ms; send the request "

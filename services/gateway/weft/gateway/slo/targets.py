@@ -24,10 +24,10 @@ class Targets:
         """Time between tokens for which other requests may be kept waiting: what a client asks for
         beyond what it is granted is its own affair.
         """
-        own_s, granted = self.between_tokens_s, self.granted
-        if granted is None or own_s is None or granted.between_tokens_s is None:
-            return own_s if granted is None else granted.between_tokens_s
-        return max(own_s, granted.between_tokens_s)
+        if self.granted is None:
+            return self.between_tokens_s
+        granted_s = self.granted.between_tokens_s
+        return None if granted_s is None else max(granted_s, self.between_tokens_s or 0.0)
 
     def __bool__(self) -> bool:
         return self.first_token_s is not None or self.between_tokens_s is not None

@@ -20,7 +20,7 @@ from pathlib import Path
 from weft.engine.errors import ConfigError
 from weft.engine.memory.eviction import EvictionPolicy
 from weft.engine.messages import TierReport
-from weft.engine.tiers.disk import PageFiles, disk_tier, stored_page_bytes
+from weft.engine.tiers.disk import PageFiles, discard_others, disk_tier, stored_page_bytes
 from weft.engine.tiers.keyed import PageName, PagePlace
 from weft.engine.tiers.policy import TierPolicy
 from weft.engine.tiers.tier import PageLoad, PageSave, Tier
@@ -283,9 +283,11 @@ class DiskSource:
         self, pages: PageStore, namespace_quota: float, threads: ThreadPoolExecutor
     ) -> DiskBackend | None:
         """See `BackendSource.open`. Pages of other sizes leave the disk."""
-        if not self._is_sure or self._disk is None or self._disk.page_bytes != pages.page_bytes:
-            self._is_sure = True
+        was_sure, self._is_sure = self._is_sure, True
+        if self._disk is None or self._disk.page_bytes != pages.page_bytes:
             self._disk = self._open(pages.page_bytes)
+        elif not was_sure:
+            threads.submit(discard_others, self._files, pages.page_bytes)
         return None if self._disk is None else DiskBackend(pages, self._disk, namespace_quota)
 
     async def flush(self) -> int:
