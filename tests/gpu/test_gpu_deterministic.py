@@ -218,7 +218,7 @@ def test_requests_with_adapters_are_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "k"), [(1000, 4096), (70, 200), (128, 100)])
+@pytest.mark.parametrize(("n", "k"), [(1000, 4096), (70, 200), (4096, 100), (4096, 128)])
 def test_rows_of_products_are_the_same_bits(n: int, k: int, dtype: torch.dtype) -> None:
     rows = 500
     x, weight = torch.randn(rows, k, device=CUDA), torch.randn(n, k, device=CUDA) / k**0.5

@@ -17,7 +17,7 @@ import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.sliced_linear import MAX_ROWS
-from weft.kernels.gpu.small_linear import small_linear
+from weft.kernels.gpu.small_linear import FIXED, small_linear
 
 _MANY_COLUMNS = 1 << 14
 """Columns from which wider tiles fill a device too."""
@@ -55,7 +55,7 @@ def fixed_linear(
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     if rows == 0:
         return out
-    if rows <= MAX_ROWS:
+    if rows <= MAX_ROWS and depth > FIXED.tile:
         # Bound by reading the weight, which its kernel streams; the chain is the same.
         return small_linear(x, weight, bias, residual, out_dtype, is_fixed=True)
     shape = launch_shape(rows, columns)

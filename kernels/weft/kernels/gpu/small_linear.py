@@ -53,8 +53,10 @@ class SmallLinearShape(NamedTuple):
     """Tiles whose loads are under way."""
 
 
-_FIXED = SmallLinearShape(columns=64, tile=128, warps=4, stages=5)
-"""Shape where K must be one chain of instructions."""
+FIXED = SmallLinearShape(columns=64, tile=128, warps=4, stages=5)
+"""Shape where K must be one chain of instructions. K is longer than a tile: Triton turns the sum of
+a single product and a bias into one product that begins at the bias, whose bits are others.
+"""
 
 
 def small_linear(
@@ -81,7 +83,8 @@ def small_linear(
         out_dtype: dtype of the result.
         gated: apply the activation.
         is_fixed: each element is one chain of tensor core instructions over K for any number of
-            rows, and rounded before `residual` is added (`weft.kernels.gpu.fixed_linear`).
+            rows, and rounded before `residual` is added (`weft.kernels.gpu.fixed_linear`); K is
+            longer than a tile of `FIXED`.
         norm: Applied to `x` before, for which see `can_take_norm`; or None.
         out: Receives the result, contiguous; may be `residual`. None: a tensor of its own.
         tap: [M, N] with rows of any stride: receives the result as well, of plain
@@ -108,7 +111,7 @@ def small_linear(
         return out
     if is_fixed and added is not None:
         raise ValueError("what adapters add to products of fixed bits comes behind them")
-    shape = _FIXED if is_fixed else launch_shape(columns, k, is_gated=gated)
+    shape = FIXED if is_fixed else launch_shape(columns, k, is_gated=gated)
     _small_linear_kernel[(triton.cdiv(columns, shape.columns),)](
         out,
         x,
