@@ -424,6 +424,19 @@ def test_a_lock_that_is_kept_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
     registry.change(lambda manifest: manifest)
 
 
+def test_a_registry_is_never_larger_than_what_is_read(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    long = "a" * 3900
+    many = [entry(f"a{number}", path=long, state="serving") for number in range(4000)]
+    registry.change(lambda old: replace(old, generation=1, entries=tuple(many)))
+    more = [entry(f"b{number}", path=long, state="serving") for number in range(500)]
+    with pytest.raises(Overloaded, match="unload some"):
+        registry.change(lambda old: replace(old, generation=2, entries=(*old.entries, *more)))
+    assert len(registry.read().entries) == 4000
+    registry.change(lambda old: old.retire("a7"))
+    assert registry.read().of("a7", "serving") is None
+
+
 def test_copies_that_nobody_means_are_removed(tmp_path: Path, seed: int) -> None:
     registry = Registry(tmp_path)
     write_adapter(tmp_path / "one", seed)

@@ -96,7 +96,7 @@ class Registry:
 
         Raises:
             ConfigError: The manifest cannot be read or written.
-            Overloaded: Somebody else keeps the lock.
+            Overloaded: Somebody else keeps the lock, or the manifest would be too large to read.
         """
         with self._lock():
             old = self.read()
@@ -120,10 +120,17 @@ class Registry:
             remove_copies(self.root, self.read().digests())
 
     def _write(self, manifest: Manifest) -> None:
+        data = serialise(manifest)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise Overloaded(
+                f"the registry would have {len(data):,} bytes, {MAX_MANIFEST_BYTES:,} at most; "
+                "unload some adapters",
+                stage="queue",
+            )
         temporary = self.root / COPIES / f"{MANIFEST}.new"
         try:
             with temporary.open("wb") as file:
-                file.write(serialise(manifest))
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self._path)
