@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import re
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +18,8 @@ from random_schemas import person, varied_schemas
 from threads import one_thread
 from tiny_models import EOS_TOKEN_ID, make_tiny
 from weft.engine.constraints import masks
-from weft.engine.errors import InvalidRequest
+from weft.engine.constraints.grammar import GrammarSource
+from weft.engine.errors import Internal, InvalidRequest
 from weft.engine.llm import LLM
 from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress
 from weft.engine.request import Constraint, StopCriteria
@@ -290,6 +294,55 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
     assert (again.param, again.message) == ("constraint", error.message)
     assert isinstance(fine, Outcome)
     assert fine.reason == "stop"
+
+
+def test_a_compiler_that_cannot_be_started_fails_what_waits_for_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next request tries again."""
+    calls = 0
+
+    def refuse(*_: object, **__: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    letters = Constraint(kind="regex", text="[a-z]{3}")
+    with one_thread(), LLM(model_dir, dtype="float32", num_pages=64, num_threads=1) as llm:
+        desk = Desk(llm.engine, model_dir)
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuse)
+            failed = desk.run(*(desk.submit(letters, prompt()) for _ in range(2)))
+        for error in failed:
+            assert isinstance(error, Internal)
+            assert "try again" in error.message
+        assert calls < 5
+        (outcome,) = desk.run(desk.submit(letters, prompt()))
+        assert isinstance(outcome, Outcome)
+        assert desk.text(outcome).isalpha()
+
+
+def test_what_is_compiled_and_cannot_be_read_fails_alone(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, broken = GrammarSource.read, 1
+
+    def break_first(source: GrammarSource, serialised: bytes) -> Any:
+        nonlocal broken
+        if broken:
+            broken -= 1
+            raise MemoryError
+        return read(source, serialised)
+
+    monkeypatch.setattr(GrammarSource, "read", break_first)
+    letters, digits = (Constraint(kind="regex", text=text) for text in ("[a-z]{3}", "[0-9]{3}"))
+    with one_thread(), LLM(model_dir, dtype="float32", num_pages=64, num_threads=1) as llm:
+        desk = Desk(llm.engine, model_dir)
+        (error,) = desk.run(desk.submit(letters, prompt()))
+        assert isinstance(error, Internal)
+        (outcome,) = desk.run(desk.submit(digits, prompt()))
+        assert isinstance(outcome, Outcome)
+        assert desk.text(outcome).isdigit()
 
 
 def test_a_model_without_a_tokenizer_refuses_constraints(tmp_path: Path) -> None:

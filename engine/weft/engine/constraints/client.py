@@ -114,7 +114,7 @@ class CompilerClient:
                             self._finish(receive(self._sock, CompileResult), source)
                     if self._seconds_left() == 0.0:
                         raise PeerClosed("it does not answer")
-                except (PeerClosed, OSError) as error:
+                except Exception as error:  # whatever it is, each order gets an answer
                     self._lose_process(selector, error)
             self._end_process(selector)
 
@@ -156,20 +156,21 @@ class CompilerClient:
 
     def _send(self, selector: selectors.BaseSelector) -> None:
         while self._ordered and len(self._sent) < MAX_SENT:
-            sock = self._sock or self._start_process(selector)
             constraint = self._ordered.popleft()
             self._next_number += 1
             until = time.monotonic() + WALL_FACTOR * self._config.timeout_s + START_S
             self._sent[self._next_number] = constraint, until
+            sock = self._sock or self._start_process(selector)
             sock.sendall(encode(CompileOrder(number=self._next_number, constraint=constraint)))
 
     def _finish(self, result: CompileResult, source: GrammarSource) -> None:
-        constraint, _ = self._sent.pop(result.number)
+        constraint, _ = self._sent[result.number]
         outcome: xgrammar.CompiledGrammar | WeftError
         if result.problem:
             outcome = InvalidRequest(result.problem, stage="compile", param="constraint")
         else:
             outcome = source.read(result.grammar)
+        del self._sent[result.number]
         self._done.append(Compiled(constraint, outcome))
         self._wake()
 
@@ -181,9 +182,13 @@ class CompilerClient:
         # A process that forks must have no threads of its own.
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env={**os.environ, **single}
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], env={**os.environ, **single}
+                )
+            except BaseException:
+                ours.close()
+                raise
         self._sock = ours
         selector.register(ours, selectors.EVENT_READ)
         ours.sendall(encode(self._config))
@@ -193,9 +198,11 @@ class CompilerClient:
 
     def _lose_process(self, selector: selectors.BaseSelector, error: Exception) -> None:
         """Fails the orders in flight; the next order starts a new process."""
-        logger.warning("the grammar compiler is gone: %s", error)
+        logger.warning("the grammar compiler is gone: %s: %s", type(error).__name__, error)
         self._end_process(selector)
-        lost = Internal("the grammar compiler ended; try again", stage="compile")
+        lost = Internal(
+            "the grammar compiler cannot be started, or ended; try again", stage="compile"
+        )
         lost.retryable = True
         self._done += [Compiled(constraint, lost) for constraint, _ in self._sent.values()]
         self._sent.clear()

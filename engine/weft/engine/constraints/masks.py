@@ -60,7 +60,7 @@ class ConstraintState:
         self, grammar: xgrammar.CompiledGrammar, vocab_size: int, *, is_tame: bool = False
     ) -> None:
         self._grammar = grammar
-        self._matcher: xgrammar.GrammarMatcher | None = xgrammar.GrammarMatcher(grammar)
+        self._matcher: xgrammar.GrammarMatcher | None = None
         self._followed: list[int] = []
         self._slow_s = 0.0
         self.vocab_size = vocab_size
@@ -359,8 +359,9 @@ def _alone(job: MaskJob) -> Masks | WeftError:
         return job.state.next_masks(job.tokens, job.drafts)
     except WeftError as error:
         return error
-    except RuntimeError as error:
-        return Internal(f"no mask: {error}", stage="decode")
+    except Exception as error:  # whatever it is, it is this sample's alone
+        logger.warning("a mask failed", exc_info=error)
+        return Internal(f"no mask: {type(error).__name__}: {error}", stage="decode")
 
 
 def _together(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
@@ -383,7 +384,7 @@ def _together(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
         vocab_size = jobs[0].state.vocab_size
         words = np.zeros((len(allowed), -(-vocab_size // 32)), np.int32)
         _fill([matcher for _, matcher in allowed], words)
-    except RuntimeError:
+    except Exception:  # one by one it shows whose it is
         return None
     for (place, _), mask in zip(allowed, _masks(words, vocab_size), strict=True):
         found[place] = [mask]
