@@ -64,6 +64,8 @@ class Script:
     asked."""
     fill_failure: str = ""
     """Why the fill failed."""
+    timelines: Sequence[common_pb2.Timeline] = ()
+    """Of each sample, instead of the usual one."""
 
 
 @dataclass
@@ -455,12 +457,17 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             stop_token_id=stop_id,
             completion_tokens=run.sent.get(sample, 0),
             cached_prompt_tokens=len(run.prompt) // 2,
-            timeline=common_pb2.Timeline(
-                worker_id=self.worker_id,
-                steps=run.steps,
-                first_token_time=duration(0.25),
-                fills=self._fills(run),
-            ),
+            timeline=self._timeline(run, sample),
+        )
+
+    def _timeline(self, run: Run, sample: int) -> common_pb2.Timeline:
+        if run.script.timelines:
+            return run.script.timelines[sample]
+        return common_pb2.Timeline(
+            worker_id=self.worker_id,
+            steps=run.steps,
+            first_token_time=duration(0.25),
+            fills=self._fills(run),
         )
 
     def _fills(self, run: Run) -> list[common_pb2.FillTimeline]:

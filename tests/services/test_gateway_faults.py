@@ -17,6 +17,7 @@ from gateway_harness import MODEL, Harness, gateway
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from tiny_tokenizers import byte_level_bpe
+from weft.common.durations import duration
 from weft.common.errors import from_rpc_error
 from weft.engine.errors import (
     DeadlineExceeded,
@@ -499,11 +500,63 @@ async def test_metrics_count(tmp_path: Path) -> None:
         await text_of(mesh, max_tokens=5)
         await failure_of(chat(mesh, model="nope"))
         read = mesh.app.metrics.registry.get_sample_value
-        await mesh.wait(lambda: read("weft_request_duration_seconds_count") == 2)
+        await mesh.wait(lambda: read("weft_requests_total", {"outcome": "model_not_found"}) == 1)
         assert read("weft_requests_total", {"outcome": "ok"}) == 1
-        assert read("weft_requests_total", {"outcome": "model_not_found"}) == 1
+        assert read("weft_request_duration_seconds_count") == 1  # of the one that was served
         assert read("weft_generation_tokens_total") == 5
         assert read("weft_prompt_tokens_total") == len(mesh.workers[0].prompts[0])
         assert read("weft_time_to_first_token_seconds_count") == 1
         assert read("weft_inter_token_latency_seconds_count") == 4
+        assert read("weft_time_per_output_token_seconds_count") == 1
+        gaps_s = read("weft_inter_token_latency_seconds_sum")
+        assert read("weft_time_per_output_token_seconds_sum") == pytest.approx(gaps_s / 4)
         assert read("weft_decode_workers") == 1
+
+
+@pytest.mark.parametrize("lengths", [(2, 6), (6, 2)])
+async def test_a_prompt_is_counted_as_the_sample_that_began_first_tells(
+    tmp_path: Path, lengths: tuple[int, int]
+) -> None:
+    """Siblings begin with its pages, later, whichever ends first."""
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        fill = common_pb2.FillTimeline(
+            source=common_pb2.FILL_SOURCE_PREFILL, bytes=1 << 20, worker_id="prefill-0"
+        )
+        first = common_pb2.Timeline(
+            worker_id="decode-0",
+            queued_time=duration(0.1),
+            first_token_time=duration(2.0),
+            finish_time=duration(3.0),
+            fills=[fill],
+        )
+        sibling = common_pb2.Timeline(
+            worker_id="decode-0",
+            queued_time=duration(2.0),
+            first_token_time=duration(2.01),
+            finish_time=duration(3.5),
+        )
+        tokens = [[TOKENS[0]] * length for length in lengths]
+        return Script(tokens=tokens, timelines=[first, sibling])
+
+    async with gateway(tmp_path, script, metrics_port=0) as mesh:
+        await mesh.json("ChatCompletions", {"model": MODEL, "messages": USER, "n": 2})
+        read = mesh.app.metrics.registry.get_sample_value
+        await mesh.wait(lambda: read("weft_requests_total", {"outcome": "ok"}) == 1)
+        assert read("weft_request_queue_time_seconds_sum") == pytest.approx(0.1)
+        assert read("weft_request_prefill_time_seconds_sum") == pytest.approx(1.9)
+        assert read("weft_fills_total", {"source": "prefill", "outcome": "ok"}) == 1
+        assert read("weft_time_per_output_token_seconds_count") == 2
+
+
+async def test_a_prompt_that_never_left_the_queue_was_there_until_its_end(tmp_path: Path) -> None:
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        timeline = common_pb2.Timeline(worker_id="decode-0", finish_time=duration(60.0))
+        return Script(tokens=[TOKENS], timelines=[timeline])
+
+    async with gateway(tmp_path, script, metrics_port=0) as mesh:
+        await text_of(mesh)
+        read = mesh.app.metrics.registry.get_sample_value
+        await mesh.wait(lambda: read("weft_request_queue_time_seconds_count") == 1)
+        assert read("weft_request_queue_time_seconds_sum") == 60.0
+        assert read("weft_request_prefill_time_seconds_count") == 0

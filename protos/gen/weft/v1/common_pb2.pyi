@@ -694,7 +694,9 @@ class Timeline(_message.Message):
     tree_steps: _builtins.int
     """Of the steps, those in which its drafts formed a tree."""
     @_builtins.property
-    def queued_time(self) -> _duration_pb2.Duration: ...
+    def queued_time(self) -> _duration_pb2.Duration:
+        """Time until anything was done for the request; absent if nothing ever was."""
+
     @_builtins.property
     def fills(self) -> _containers.RepeatedCompositeFieldContainer[Global___FillTimeline]: ...
     @_builtins.property

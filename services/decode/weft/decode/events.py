@@ -213,7 +213,6 @@ def _failed(failed: Failed, worker_id: str) -> decode_pb2.SessionEvent.Failed:
 def timeline_to_proto(timeline: Timeline, worker_id: str) -> common_pb2.Timeline:
     """Converts a timeline for the wire."""
     out = common_pb2.Timeline(
-        queued_time=duration(timeline.admitted_s or 0.0),
         matched_tokens=timeline.matched_tokens,
         local_prefill_tokens=timeline.local_prefill_tokens,
         fills=_fills(timeline.fills),
@@ -224,6 +223,8 @@ def timeline_to_proto(timeline: Timeline, worker_id: str) -> common_pb2.Timeline
         accepted_tokens=timeline.num_accepted_tokens,
         tree_steps=timeline.num_tree_steps,
     )
+    if timeline.admitted_s is not None:
+        out.queued_time.CopyFrom(duration(timeline.admitted_s))
     if timeline.first_token_s is not None:
         out.first_token_time.CopyFrom(duration(timeline.first_token_s))
     if timeline.finish_s is not None:

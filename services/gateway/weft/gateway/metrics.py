@@ -9,6 +9,7 @@ from itertools import product
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from weft.gateway.sample import Sample
 from weft.v1 import common_pb2
 
 _TTFT_BUCKETS_S = (
@@ -242,16 +243,22 @@ class GatewayMetrics:
                 self.fill_bytes.labels(source, transport).inc(fill.bytes)
         if not timeline.HasField("finish_time"):
             return
-        queued_s = timeline.queued_time.ToNanoseconds() / 1e9
         finish_s = timeline.finish_time.ToNanoseconds() / 1e9
+        # One that never left the queue waited there until its end.
+        has_left = timeline.HasField("queued_time")
+        queued_s = timeline.queued_time.ToNanoseconds() / 1e9 if has_left else finish_s
         self.queue_time.observe(queued_s)
         if not timeline.HasField("first_token_time"):
             return
         first_s = timeline.first_token_time.ToNanoseconds() / 1e9
         self.prefill_time.observe(max(0.0, first_s - queued_s))
         self.decode_time.observe(max(0.0, finish_s - first_s))
-        if timeline.steps > 1:
-            self.time_per_output_token.observe((finish_s - first_s) / (timeline.steps - 1))
+
+    def observe_sample(self, sample: Sample) -> None:
+        """Counts a sample that has ended."""
+        pace_s = sample.pace_s
+        if pace_s is not None:
+            self.time_per_output_token.observe(pace_s)
 
     def observe_targets(self, outcome: str) -> None:
         """Counts a request with a latency target that has ended; see `GatedRequest.outcome`."""

@@ -380,17 +380,18 @@ class RequestPipeline:
         metrics.requests.labels(outcome).inc()
         if model:
             metrics.model_requests.labels(model, outcome).inc()
-        metrics.request_duration.observe(duration_s)
         if stream is not None:
+            metrics.request_duration.observe(duration_s)
             usage = stream.usage()
             metrics.prompt_tokens.inc(usage.prompt_tokens)
             metrics.cached_prompt_tokens.inc(usage.cached_prompt_tokens)
-            metrics.generation_tokens.inc(usage.completion_tokens)
             for generation in stream.generations:
                 num_generated = sum(len(sample.ids) for sample in generation.samples)
                 metrics.observe_prompt(
                     generation.timeline, generation.num_prompt_tokens, num_generated
                 )
+                for sample in generation.samples:
+                    metrics.observe_sample(sample)
 
 
 def _warn(request: GenerateRequest, error: WeftError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from weft.common.tasks import log_failure
@@ -169,6 +170,7 @@ class Generation:
         if self._request.ends_session:
             self._router.end_session(placement.session, self._request)
         self.attempt += 1
+        self._timeline = common_pb2.Timeline()
         self._placement = placement
         self._attempt_trace = trace
         self._has_proven = False
@@ -228,7 +230,9 @@ class Generation:
             ids, logprobs = ids[num_known:], logprobs[num_known:]
         if not ids:
             return
+        num_before = len(sample.ids)
         text = sample.push(ids)
+        self._metrics.generation_tokens.inc(len(sample.ids) - num_before)
         num_bytes = len(text) if text.isascii() else len(text.encode())
         if logprobs:
             num_used = len(sample.ids) - event.first_index - num_known
@@ -272,7 +276,10 @@ class Generation:
         sample = self.samples[event.sample]
         self.cached_prompt_tokens = max(self.cached_prompt_tokens, event.cached_prompt_tokens)
         if event.HasField("timeline"):
-            self._timeline = event.timeline
+            # That of the sample which began first: its siblings share what was done for it.
+            known = self._timeline
+            if not known.ByteSize() or _began(event.timeline) < _began(known):
+                self._timeline = event.timeline
             if self._placement is not None:
                 self._router.filled(event.timeline.fills)
         self._unsettled.discard(event.sample)
@@ -378,3 +385,10 @@ class Generation:
         if self._attempt_trace is not None:
             self._attempt_trace.end(error)
         return placement
+
+
+def _began(timeline: common_pb2.Timeline) -> tuple[float, int]:
+    """Nanoseconds from the submission to a sample's first token, and to the end of its queueing."""
+    has_first = timeline.HasField("first_token_time")
+    first = timeline.first_token_time.ToNanoseconds() if has_first else math.inf
+    return first, timeline.queued_time.ToNanoseconds()

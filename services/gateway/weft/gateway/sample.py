@@ -42,6 +42,12 @@ class Sample:
         """Event loop time; 0: no token yet."""
         self.last_token_time = 0.0
 
+    @property
+    def pace_s(self) -> float | None:
+        """Mean seconds between its tokens; None: it has fewer than two."""
+        num_gaps = len(self.ids) - 1
+        return (self.last_token_time - self.first_token_time) / num_gaps if num_gaps > 0 else None
+
     def push(self, ids: Sequence[int]) -> str:
         """Takes tokens up to the one that completes a stop string; returns the text to show."""
         renderer = self.renderer

@@ -20,8 +20,11 @@ class Answered(Protocol):
     def ids(self) -> Sequence[int]:
         """Token ids."""
 
+    @property
+    def pace_s(self) -> float | None:
+        """Mean seconds between its tokens; None: it has fewer than two."""
+
     first_token_time: float
-    last_token_time: float
 
 
 class GatedRequest:
@@ -118,7 +121,7 @@ class GatedRequest:
         if error is None:
             first = [_first(prompt) for prompt in samples]
             first_s = max(first) - self._arrival if first and all(first) else None
-            paces = [pace for prompt in samples for one in prompt if (pace := _pace_s(one))]
+            paces = [pace for prompt in samples for one in prompt if (pace := one.pace_s)]
             return self._targets.outcome(first_s, max(paces, default=None))
         if isinstance(error, Overloaded):
             return "refused"
@@ -131,9 +134,3 @@ class GatedRequest:
 def _first(samples: Sequence[Answered]) -> float:
     """Time of the first token of any sample; 0: there was none."""
     return min((one.first_token_time for one in samples if one.first_token_time), default=0.0)
-
-
-def _pace_s(sample: Answered) -> float:
-    """Mean time between its tokens; 0: it has fewer than two."""
-    num_gaps = len(sample.ids) - 1
-    return (sample.last_token_time - sample.first_token_time) / num_gaps if num_gaps > 0 else 0.0
