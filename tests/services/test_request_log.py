@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import grpc
 import pytest
 from fake_decode import Script
 from gateway_harness import Harness, gateway
+from weft.common import requestlog
 from weft.common.requestlog import (
     LoggedPrompt,
     LoggedSample,
@@ -97,26 +99,30 @@ SAMPLING = common_pb2.SamplingParams(temperature=0.7, top_p=0.9, n=2, logit_bias
 async def test_a_log_says_how_to_ask_again_and_nothing_of_what_was_said(tmp_path: Path) -> None:
     script = Scripted()
     path = tmp_path / "requests.jsonl"
+    constrained = common_pb2.SamplingParams()
+    constrained.CopyFrom(SAMPLING)
+    constrained.constraint.choice.choices.append("a secret choice")
     async with gateway(tmp_path, script, request_log=path) as harness:
         script.harness = harness
         await ask(
             harness,
             "A secret prompt",
             client_id="mine",
-            sampling=SAMPLING,
-            stop=common_pb2.StopCriteria(max_tokens=50, stop=["END"]),
+            sampling=constrained,
+            stop=common_pb2.StopCriteria(max_tokens=50, stop=["secret end"]),
         )
         (line,) = await logged(path, 1)
         (submit,) = harness.workers[0].submits
         assert line.sampling["seed"] == str(submit.sampling.seed)
         assert line.sampling["temperature"] == pytest.approx(0.7)
         assert line.sampling["logit_bias"] == {"5": 1.5}
-        assert (line.stop["stop"], line.stop["max_tokens"]) == (["END"], 50)
+        assert line.stop["max_tokens"] == 50
         assert (line.outcome, line.request_id) == ("ok", submit.request_id)
         assert line.client_request_id == "mine"
         assert line.num_prompt_tokens == len(harness.ids("A secret prompt"))
         assert [sample.num_tokens for sample in line.samples] == [len(harness.ids(ANSWER))] * 2
         # Every field with content is absent, not empty.
+        assert "secret" not in path.read_text()
         fields = json.loads(path.read_text())
         assert not {"prompt_ids", "prompt_text"} & fields.keys()
         assert all(sample.keys() == {"finish_reason", "num_tokens"} for sample in fields["samples"])
@@ -186,6 +192,44 @@ def prompts(count: int, size: int = 100) -> Sequence[LoggedPrompt]:
         LoggedPrompt(time=float(n), request_id=f"cmpl-{n}", prompt_ids=list(range(size)))
         for n in range(count)
     ]
+
+
+def test_a_single_file_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = RequestLog(path, max_bytes=4096, num_files=1)
+    for prompt in prompts(100):
+        log.write(prompt)
+    log.close()
+    assert [*tmp_path.iterdir()] == [path]
+    assert 0 < path.stat().st_size <= 4096
+    assert lines_of(path)[-1].request_id == "cmpl-99"
+
+
+def test_what_waits_for_a_disk_is_bounded_in_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requestlog, "MAX_QUEUED_TOKENS", 1000)
+    is_back = threading.Event()
+    path = tmp_path / "log.jsonl"
+    log = RequestLog(path, 1 << 20, 1, finish=lambda _: assert_is_set(is_back))
+    for prompt in prompts(20):
+        prompt.prompt_ids = [7] * 90
+        prompt.samples = [LoggedSample(ids=[8] * 10)]
+        log.write(prompt)
+    assert log.num_dropped == 10
+    is_back.set()
+    deadline = time.monotonic() + 60
+    while len(lines_of(path)) < 10 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (again,) = prompts(1)
+    again.prompt_ids = [7] * 1000
+    log.write(again)  # there is room again
+    log.close()
+    assert len(lines_of(path)) == 11
+
+
+def assert_is_set(event: threading.Event) -> None:
+    assert event.wait(60)
 
 
 def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from opentelemetry import trace as otel
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from weft.cli.trace_tree import SpanNode, build_trees
-from weft.common.spans import Span, SpanContext, Tracer, new_trace, parse_traceparent
+from weft.common.spans import (
+    Span,
+    SpanContext,
+    Tracer,
+    described_error,
+    new_trace,
+    parse_traceparent,
+)
 from weft.v1 import trace_pb2
 
 PROPAGATOR = TraceContextTextMapPropagator()
@@ -46,6 +53,16 @@ def test_a_context_survives_its_header() -> None:
         child = context.child()
         assert (child.trace_id, child.is_sampled) == (context.trace_id, is_sampled)
         assert child.span_id != context.span_id
+
+
+def test_what_is_wrong_with_a_request_is_not_told() -> None:
+    """It may quote what the client sent."""
+    text = "at $.properties['Jane Doe'].type: 'secret' is no type"
+    assert described_error("INVALID_REQUEST", text, "constraint") == "INVALID_REQUEST: constraint"
+    assert described_error("INVALID_REQUEST", text, None) == "INVALID_REQUEST"
+    assert described_error("PEER_UNAVAILABLE", "decode-0 is gone", None).endswith(
+        "decode-0 is gone"
+    )
 
 
 def span(context: SpanContext, request_id: str = "", name: str = "x") -> Span:

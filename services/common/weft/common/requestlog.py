@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
+from google.protobuf.json_format import MessageToDict
 from weft.engine.errors import ConfigError
+from weft.v1 import common_pb2
 
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096
 """Most lines waiting to be written; more are dropped and counted."""
+MAX_QUEUED_TOKENS = 2_000_000
+"""Most tokens in them, of some 36 bytes each."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -59,6 +63,19 @@ class LoggedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
     """ok, or the failure's reason in lower case; empty = it ran when the service ended."""
     duration_s: float = 0.0
     samples: list[LoggedSample] = []
+
+
+def terms(
+    sampling: common_pb2.SamplingParams, stop: common_pb2.StopCriteria, *, has_content: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both as a line has them; what the client wrote into them (its constraint and stop strings)
+    only with content.
+    """
+    found = tuple(MessageToDict(one, preserving_proto_field_name=True) for one in (sampling, stop))
+    if not has_content:
+        found[0].pop("constraint", None)
+        found[1].pop("stop", None)
+    return found[0], found[1]
 
 
 _encoder = msgspec.json.Encoder()
@@ -111,14 +128,20 @@ class RequestLog:
             raise ConfigError(f"--request-log {path}: {error.strerror}") from error
         self._finish = finish
         self._queue: queue.Queue[LoggedPrompt | None] = queue.Queue(MAX_QUEUED)
+        self._tokens_put = 0
+        self._tokens_taken = 0
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
     def write(self, prompt: LoggedPrompt) -> None:
         """Queues a prompt; drops it when the file cannot keep up."""
+        num_tokens = _num_tokens(prompt)
         try:
+            if self._tokens_put - self._tokens_taken + num_tokens > MAX_QUEUED_TOKENS:
+                raise queue.Full
             self._queue.put_nowait(prompt)
+            self._tokens_put += num_tokens
         except queue.Full:
             self.num_dropped += 1
             if self.num_dropped.bit_count() == 1:  # 1, 2, 4, ...
@@ -140,6 +163,11 @@ class RequestLog:
                 self._file.write_line(to_line(prompt))
             except Exception:
                 _log.exception("a prompt could not be logged")
+            self._tokens_taken += _num_tokens(prompt)
+
+
+def _num_tokens(prompt: LoggedPrompt) -> int:
+    return sum(len(ids or ()) for ids in (prompt.prompt_ids, *(one.ids for one in prompt.samples)))
 
 
 class _PrivateFile(RotatingFileHandler):
@@ -155,6 +183,12 @@ class _PrivateFile(RotatingFileHandler):
             return os.open(path, flags, 0o600)
 
         return open(self.baseFilename, "a", encoding="utf-8", opener=opener)
+
+    def doRollover(self) -> None:
+        """Without older files the only one begins anew, where the base class would go on."""
+        if not self.backupCount and self.stream is not None:
+            self.stream.truncate(0)
+        super().doRollover()
 
     def write_line(self, line: str) -> None:
         """Writes one line; starts a new file if it does not fit."""

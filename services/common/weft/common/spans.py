@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from weft.engine.errors import InvalidRequest
+
 REQUEST_ID_KEY = "x-weft-request-id"
 """Metadata key of the request id in calls between services, beside `traceparent`."""
 
@@ -44,6 +46,15 @@ class SpanContext(NamedTuple):
     def child(self, span_id: int | None = None) -> SpanContext:
         """The context of a new span in the same trace."""
         return SpanContext(self.trace_id, span_id or new_span_id(), self.is_sampled)
+
+
+def described_error(reason: str, message: str, param: str | None) -> str:
+    """A failure as spans tell it: of what a client sent, not what is wrong with it, since that may
+    quote it.
+    """
+    if reason == InvalidRequest.reason:
+        return f"{reason}: {param}" if param else reason
+    return f"{reason}: {message}"
 
 
 def new_span_id() -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from google.protobuf.json_format import MessageToDict
-from weft.common.requestlog import LoggedPrompt
+from weft.common.requestlog import LoggedPrompt, terms
 from weft.engine.messages import SessionBatch
 from weft.v1 import decode_pb2
 
@@ -16,7 +15,8 @@ class Ledger:
     """Submits whose end has not been reported, as lines of a request log.
 
     Args:
-        has_tokens: Keep the prompts' tokens too; without them they cannot be replayed.
+        has_tokens: Keep the prompts' tokens, constraints and stop strings too; without them they
+            cannot be replayed.
     """
 
     def __init__(self, has_tokens: bool) -> None:
@@ -31,14 +31,15 @@ class Ledger:
             session: It came on.
             prompt: All tokens.
         """
+        sampling, stop = terms(message.sampling, message.stop, has_content=self._has_tokens)
         line = LoggedPrompt(
             time=time.time(),
             request_id=message.request_id,
             trace_id=message.traceparent[3:35],
             model=message.model,
             adapter=message.adapter.name,
-            sampling=MessageToDict(message.sampling, preserving_proto_field_name=True),
-            stop=MessageToDict(message.stop, preserving_proto_field_name=True),
+            sampling=sampling,
+            stop=stop,
             top_logprobs=message.logprobs.top_logprobs if message.HasField("logprobs") else None,
             num_prompt_tokens=len(prompt),
             prompt_ids=prompt if self._has_tokens else None,

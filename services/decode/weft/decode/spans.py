@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from weft.common.spans import Attribute, Span, SpanContext, Tracer, lease_span_id
+from weft.common.spans import Attribute, Span, SpanContext, Tracer, described_error, lease_span_id
 from weft.engine.clock import monotonic
 from weft.engine.messages import Finished, SessionBatch, Submit
 from weft.engine.scheduler.state import FillRecord, Timeline
@@ -77,7 +77,8 @@ class RequestSpans:
                 if failed.timeline is not None:
                     self._record(_prompt_stages(opened, key[1], failed.timeline))
                 failure = failed.failure
-                self._end(key, opened, {}, f"{failure.reason}: {failure.message}")
+                error = described_error(failure.reason, failure.message, failure.param)
+                self._end(key, opened, {}, error)
 
     def on_session_closed(self, session: int) -> None:
         """Drops the requests of a closed session, which are cancelled without a report."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from google.protobuf.json_format import MessageToDict
 from tokenizers import Tokenizer
-from weft.common.requestlog import LoggedPrompt, LoggedSample, RequestLog
+from weft.common.requestlog import LoggedPrompt, LoggedSample, RequestLog, terms
 from weft.gateway.request import GenerateRequest, Stopping
 from weft.gateway.run import Generation
 from weft.gateway.settings import GatewaySettings
@@ -67,6 +66,11 @@ class GatewayRequestLog:
         """
         arrived_at = time.time() - duration_s
         for generation in generations:
+            sampling, stop = terms(
+                sampling_to_proto(request.sampling, generation.seed),
+                _stop(request.stopping, generation.prompt.max_tokens),
+                has_content=self._has_ids,
+            )
             self._log.write(
                 LoggedPrompt(
                     time=arrived_at,
@@ -75,8 +79,8 @@ class GatewayRequestLog:
                     trace_id=trace_id,
                     model=model,
                     adapter="" if request.adapter is None else request.adapter.name,
-                    sampling=_as_dict(sampling_to_proto(request.sampling, generation.seed)),
-                    stop=_as_dict(_stop(request.stopping, generation.prompt.max_tokens)),
+                    sampling=sampling,
+                    stop=stop,
                     top_logprobs=request.top_logprobs,
                     num_prompt_tokens=generation.num_prompt_tokens,
                     prompt_ids=generation.prompt.ids if self._has_ids else None,
@@ -117,10 +121,6 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 def _reason(reason: common_pb2.FinishReason.ValueType | None) -> str:
     return "" if reason is None else _REASONS.get(reason, "")
-
-
-def _as_dict(message: common_pb2.SamplingParams | common_pb2.StopCriteria) -> dict[str, object]:
-    return MessageToDict(message, preserving_proto_field_name=True)
 
 
 def _stop(stopping: Stopping, max_tokens: int) -> common_pb2.StopCriteria:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from weft.common.spans import Attribute, Span, SpanContext, Tracer
+from weft.common.spans import Attribute, Span, SpanContext, Tracer, described_error
 from weft.engine.clock import monotonic
 from weft.engine.errors import WeftError
 from weft.gateway.request import GenerateRequest
@@ -59,6 +59,7 @@ class AttemptTrace:
         start_s, self._start_s = self._start_s, None
         if start_s is None:
             return
+        text = "" if error is None else described_error(error.reason, error.message, error.param)
         self._record(
             Span(
                 name=f"attempt {self._attempt}",
@@ -69,7 +70,7 @@ class AttemptTrace:
                 request_id=self._wire_id,
                 kind="client",
                 attributes={"weft.worker_id": self._worker_id, "weft.attempt": self._attempt},
-                error="" if error is None else f"{error.reason}: {error.message}",
+                error=text,
             )
         )
 
