@@ -97,6 +97,16 @@ def write(root: Path, *entries: tuple[str, bytes, dict[str, Any]]) -> int:
     return Registry(root).change(change).generation
 
 
+async def test_states_can_be_walked_while_they_change(engine: Engine) -> None:
+    """Metrics are collected in a thread."""
+    first, second = (AdapterState(digest=one, name="a", state="device") for one in (ONE, TWO))
+    engine.report(first)
+    walk = iter(engine.follower.states)
+    engine.report(second)
+    assert [*walk] == [first]
+    assert [*engine.follower.states] == [second]
+
+
 async def test_it_loads_what_is_registered_for_its_model(engine: Engine, tmp_path: Path) -> None:
     generation = write(
         tmp_path,

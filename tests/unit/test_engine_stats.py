@@ -10,6 +10,7 @@ import pytest
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.stats import (
     MIN_STALE_S,
+    RATE_WINDOW_S,
     STALE_STEPS,
     UNKNOWN_STALE_S,
     UNKNOWN_STEP_S,
@@ -24,6 +25,27 @@ def run_step(stats: EngineStats, num_tokens: int, duration_s: float) -> None:
     request: Any = SimpleNamespace()
     item = PlanItem(request, 0, num_tokens, samples=True)
     stats.step(Plan(chunks=[item]), duration_s, FillCosts(None, 16))
+
+
+def test_an_idle_engine_makes_no_tokens_a_second() -> None:
+    now = 100.0
+    stats = EngineStats(lambda: now, MAX_STEP_TOKENS)
+    request: Any = SimpleNamespace()
+
+    def run(seconds: float) -> None:
+        """Decodes four tokens a step, ten steps a second."""
+        nonlocal now
+        for _ in range(round(10 * seconds)):
+            now += 0.1
+            stats.step(Plan(decodes=[request] * 4), 0.1, FillCosts(None, 16))
+
+    run(3.5)
+    assert stats.decode_tokens_per_s == pytest.approx(40.0, rel=0.05)
+    now += 2 * RATE_WINDOW_S
+    assert stats.decode_tokens_per_s == 0.0
+    now += 1000.0
+    run(RATE_WINDOW_S + 0.1)
+    assert stats.decode_tokens_per_s == pytest.approx(40.0, rel=0.05)
 
 
 def test_the_first_long_step_is_allowed_for() -> None:

@@ -62,7 +62,8 @@ class EngineStats:
         self._window_decode_steps = 0
         self._window_decode_s = 0.0
         self._window_decodes = 0
-        self.decode_tokens_per_s = 0.0
+        self._last_rate = 0.0
+        """Tokens a second in the last window."""
         self.decode_step_s = 0.0
         """Mean time of a step with decodes, in the last window that had any."""
         self.decode_step_requests = 0.0
@@ -111,6 +112,8 @@ class EngineStats:
                 costs.observe_beside(num_prompt_tokens, duration_s)
         elif num_decodes and not num_prompt_tokens:
             costs.observe_decode(duration_s)
+        if self._is_idle:
+            self._window_start, self._window_tokens = self._clock() - duration_s, 0
         self._window_tokens += num_drawn
         if num_decodes:
             self._window_decode_steps += 1
@@ -120,8 +123,18 @@ class EngineStats:
         if elapsed >= RATE_WINDOW_S:
             self._end_window(elapsed)
 
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens generated a second, over all requests, in the last window; 0 without steps."""
+        return 0.0 if self._is_idle else self._last_rate
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there were no steps for so long that the window begins anew."""
+        return self._clock() - self._window_start > 2 * RATE_WINDOW_S
+
     def _end_window(self, elapsed_s: float) -> None:
-        self.decode_tokens_per_s = self._window_tokens / elapsed_s
+        self._last_rate = self._window_tokens / elapsed_s
         if num_steps := self._window_decode_steps:
             self.decode_step_s = self._window_decode_s / num_steps
             self.decode_step_requests = self._window_decodes / num_steps

@@ -224,8 +224,8 @@ class AdapterFollower:
 
     @property
     def states(self) -> Collection[AdapterState]:
-        """States of the adapters as reported by the engine."""
-        return self._states.values()
+        """States of the adapters as reported by the engine; for any thread."""
+        return tuple(self._states.values())
 
     def statuses(self) -> list[worker_pb2.AdapterStatus]:
         """States of this worker's adapters, for the wire."""
