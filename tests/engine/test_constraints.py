@@ -19,7 +19,7 @@ from threads import one_thread
 from tiny_models import EOS_TOKEN_ID, make_tiny
 from weft.engine.constraints import masks
 from weft.engine.constraints.grammar import GrammarSource
-from weft.engine.errors import Internal, InvalidRequest
+from weft.engine.errors import Internal, InvalidRequest, Overloaded
 from weft.engine.llm import LLM
 from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress
 from weft.engine.request import Constraint, StopCriteria
@@ -343,6 +343,37 @@ def test_what_is_compiled_and_cannot_be_read_fails_alone(
         (outcome,) = desk.run(desk.submit(digits, prompt()))
         assert isinstance(outcome, Outcome)
         assert desk.text(outcome).isdigit()
+
+
+def test_grammars_of_unfinished_requests_take_no_more_than_they_may(model_dir: Path) -> None:
+    settings = {"num_pages": 256, "num_threads": 1, "max_running_requests": 1}
+    constraints = [
+        Constraint(
+            kind="regex",
+            text=f"[a-z]{{80,{90 + i}}}-[0-9]{{60,80}}",
+        )
+        for i in range(12)
+    ]
+    stop = StopCriteria(max_tokens=300)
+    with (
+        one_thread(),
+        LLM(model_dir, dtype="float32", constraint_cache_bytes=1 << 20, **settings) as llm,
+    ):
+        desk = Desk(llm.engine, model_dir)
+        grammars = llm.engine._constraints._compiled
+        for _ in range(2):
+            submits = [desk.submit(one, prompt(), stop=stop) for one in constraints]
+            outcomes = desk.run(*submits)
+            refused = [one for one in outcomes if not isinstance(one, Outcome)]
+            assert 0 < len(refused) < len(outcomes), "they all fit, or none does"
+            for error in refused:
+                assert isinstance(error, Overloaded)
+            assert grammars._num_bytes <= 1 << 20
+            assert not grammars._num_users
+        # One after the other there is room for each.
+        for one in constraints:
+            (outcome,) = desk.run(desk.submit(one, prompt(), stop=stop))
+            assert isinstance(outcome, Outcome)
 
 
 def test_a_model_without_a_tokenizer_refuses_constraints(tmp_path: Path) -> None:

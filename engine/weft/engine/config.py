@@ -237,7 +237,7 @@ class EngineConfig:
     constraint_compile_bytes: int = 1 << 30
     """Memory that compiling one constraint may take, in a separate process."""
     constraint_cache_bytes: int = 256 << 20
-    """Most bytes of compiled constraints in the cache; a single one may take a quarter."""
+    """Most bytes of compiled constraints, in use and cached; a single one may take a quarter."""
     early_compiler: bool = True
     """Whether to start the constraint compiler once constrained requests may come; else with the
     first.

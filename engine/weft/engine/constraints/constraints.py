@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weft.engine.config import EngineConfig
 from weft.engine.constraints.grammars import Grammars
 from weft.engine.constraints.wire import TOKENIZER_FILE, CompilerConfig
-from weft.engine.errors import InvalidRequest, WeftError
+from weft.engine.errors import InvalidRequest, Overloaded, WeftError
 from weft.engine.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.engine.scheduler.state import Request, RequestKey, State
 
@@ -77,7 +77,7 @@ class Constraints:
         if constraint is None:
             return True
         self._check(constraint)
-        grammar = self._compiled.find(constraint)
+        grammar = self._compiled.hold(constraint)
         if grammar is not None:
             self._grammars[request.key] = grammar
             return True
@@ -110,12 +110,16 @@ class Constraints:
         """Requests whose grammar has been compiled, or has failed to."""
         ready: list[tuple[RequestKey, WeftError | None]] = []
         for constraint, outcome in self._compiled.take():
-            for key in self._waiting.pop(constraint, ()):
-                if isinstance(outcome, WeftError):
-                    ready.append((key, outcome))
-                else:
-                    self._grammars[key] = outcome
-                    ready.append((key, None))
+            keys, error = self._waiting.pop(constraint, ()), None
+            if isinstance(outcome, WeftError):
+                error = outcome
+            else:
+                try:
+                    self._compiled.keep(constraint, outcome, len(keys))
+                    self._grammars.update(dict.fromkeys(keys, outcome))
+                except Overloaded as full:
+                    error = full
+            ready += [(key, error) for key in keys]
         return ready
 
     def end(self, request: Request, *, is_last: bool) -> None:
@@ -131,7 +135,8 @@ class Constraints:
         self._states.pop((request.key, request.sample), None)
         if not is_last:
             return
-        self._grammars.pop(request.key, None)
+        if self._grammars.pop(request.key, None) is not None:
+            self._compiled.let_go(constraint)
         keys = self._waiting.get(constraint, [])
         if request.key in keys:
             keys.remove(request.key)

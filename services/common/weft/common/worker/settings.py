@@ -158,7 +158,7 @@ class WorkerSettings(PageSettings):
     constraint_cache_bytes: int = engine_field(
         "constraint_cache_bytes",
         256 << 20,
-        "size of the cache of compiled constraints, in bytes",
+        "most bytes of compiled constraints, those in use included",
     )
     early_compiler: bool = Field(
         True,
