@@ -128,6 +128,31 @@ def test_samples_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
     assert [tuple(sample.token_ids) for sample in repeated] == texts
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [5, 21])
+def test_what_a_sample_computed_is_not_cached_for_its_siblings(
+    model_dir: Path, num_prompt_tokens: int
+) -> None:
+    """Also where there is no room for all of them at once, and no full page of the prompt."""
+    settings = {"page_size": 8, "num_pages": 64, "num_threads": 1, "max_running_requests": 2}
+    with one_thread(), LLM(model_dir, dtype="float32", **settings) as llm:
+        for turn, cached in enumerate((0, num_prompt_tokens - 1)):
+            submit = Submit(
+                session=0,
+                request_id=f"r{turn}",
+                attempt=1,
+                prompt=list(range(num_prompt_tokens)),
+                sampling=SamplingParams(temperature=1.0, seed=turn, n=4),
+                stop=StopCriteria(max_tokens=20, ignore_eos=True),
+            )
+            inbox: Inbox | None = Inbox(submits=[submit])
+            told: list[int] = []
+            while inbox is not None or llm.engine.has_work:
+                for batch in llm.engine.turn(inbox).sessions:
+                    told += [finished.cached_prompt_tokens for finished in batch.finished]
+                inbox = None
+            assert told == [cached] * 4
+
+
 def test_each_session_gets_its_own_tokens(llm: LLM) -> None:
     """Of requests that decode together, end at different times, and want log-probabilities or not;
     the same as each gets alone."""

@@ -193,6 +193,7 @@ class Intake:
             adapter=first.adapter,
             traceparent=first.traceparent,
             num_cached_tokens=first.num_cached_tokens,
+            is_sibling=True,
             speculates=first.speculates,
         )
 

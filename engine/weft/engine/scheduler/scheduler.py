@@ -463,7 +463,7 @@ class Scheduler:
             self.pages.use_partial(request)
         else:
             self.pages.forget_partial(request)
-        if request.awaits_first_token and not has_pages:
+        if request.awaits_first_token and not (has_pages or request.is_sibling):
             request.num_cached_tokens = request.num_computed
         self._note_admission(request, now)
         self._transition(request, state)

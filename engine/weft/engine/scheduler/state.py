@@ -230,6 +230,9 @@ class Request:
     """Cached tokens at the last lookup, while it waits."""
     num_cached_tokens: int = 0
     """Prompt tokens of this request that were found instead of computed."""
+    is_sibling: bool = False
+    """Whether it follows another sample, which computes their prompt: what that one found counts.
+    """
     slot: int = -1
     adapter_slot: int = 0
     """Slot of its adapter in the device's tables, while it has a `slot`; 0: no adapter."""
