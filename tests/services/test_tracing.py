@@ -272,9 +272,18 @@ def test_samples_share_one_request() -> None:
     spans.on_submit(submit(CLIENT.traceparent, n=3))
     for sample in (1, 0, 2):
         assert spans.num_open == 1
-        spans.on_batch(finished(sample, timeline(admitted_s=0.0, first_token_s=0.1, finish_s=0.2)))
-    names = sorted(span.name for span in tracer.find("r", 20))
-    assert names == ["decode", "decode", "decode", "queue", "request"]
+        # The others are admitted behind the first one's prompt, of which they compute the end.
+        began_s = 0.5 if sample else 0.0
+        times = {"admitted_s": 0.1 + began_s, "first_token_s": 0.6 + began_s / 50}
+        tokens = 3 if sample else 100
+        spans.on_batch(finished(sample, timeline(**times, local_prefill_tokens=tokens, finish_s=2)))
+    found = tracer.find("r", 20)
+    names = sorted(span.name for span in found)
+    assert names == ["decode", "decode", "decode", "prefill", "queue", "request"]
+    (queue,) = (span for span in found if span.name == "queue")
+    assert queue.end_s - queue.start_s == pytest.approx(0.1)
+    (prefill,) = (span for span in found if span.name == "prefill")
+    assert prefill.attributes["weft.tokens"] == 100
     assert spans.num_open == 0
 
 

@@ -33,5 +33,6 @@ def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> R
     if not running:
         return None
     leader, *others = running
+    leader.is_sibling = False
     leader.unforked_samples = {other.sample: unforked[other.sample] for other in others}
     return leader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class _Open:
     unfinished: set[int]
     """Samples that have not ended."""
     num_completion_tokens: int = 0
+    prompt: Timeline | None = None
+    """Of the sample that had its first token first: its siblings began with its prompt."""
 
 
 class RequestSpans:
@@ -74,8 +77,7 @@ class RequestSpans:
             key = (batch.session, failed.request_id, failed.attempt)
             opened = self._open.pop(key, None)
             if opened is not None:
-                if failed.timeline is not None:
-                    self._record(_prompt_stages(opened, key[1], failed.timeline))
+                opened.prompt = opened.prompt or failed.timeline
                 failure = failed.failure
                 error = described_error(failure.reason, failure.message, failure.param)
                 self._end(key, opened, {}, error)
@@ -93,14 +95,13 @@ class RequestSpans:
         opened.unfinished.discard(finished.sample)
         opened.num_completion_tokens += finished.completion_tokens
         timeline = finished.timeline
-        # Siblings share the first sample's prompt.
-        if finished.sample == 0 or timeline.fills or timeline.local_prefill_tokens:
-            self._record(_prompt_stages(opened, key[1], timeline))
+        if opened.prompt is None or _began(timeline) < _began(opened.prompt):
+            opened.prompt = timeline
         self._record(_decode_stage(opened, finished))
         if not opened.unfinished:
             del self._open[key]
             attributes: dict[str, Attribute] = {
-                "weft.matched_tokens": timeline.matched_tokens,
+                "weft.matched_tokens": opened.prompt.matched_tokens,
                 "weft.cached_tokens": finished.cached_prompt_tokens,
                 "weft.finish_reason": finished.reason,
             }
@@ -111,6 +112,8 @@ class RequestSpans:
             self._tracer.record(span)
 
     def _end(self, key: _Key, opened: _Open, attributes: dict[str, Attribute], error: str) -> None:
+        if opened.prompt is not None:
+            self._record(_prompt_stages(opened, key[1], opened.prompt))
         self._tracer.record(
             Span(
                 name="request",
@@ -128,6 +131,12 @@ class RequestSpans:
                 error=error,
             )
         )
+
+
+def _began(timeline: Timeline) -> tuple[float, float]:
+    """Seconds from the submission to a sample's first token, and to its admission."""
+    first_s, admitted_s = timeline.first_token_s, timeline.admitted_s
+    return math.inf if first_s is None else first_s, math.inf if admitted_s is None else admitted_s
 
 
 def _prompt_stages(opened: _Open, request_id: str, timeline: Timeline) -> Iterator[Span]:
