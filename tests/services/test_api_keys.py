@@ -23,7 +23,7 @@ from weft.common.admin import read_token
 from weft.common.errors import from_rpc_error
 from weft.engine.errors import ConfigError, InvalidApiKey, Unauthenticated
 from weft.gateway.authenticate import ApiKeys
-from weft.gateway.keys import KeySet, Tenant, new_key, parse_hash, write_keys
+from weft.gateway.keys import KeySet, Tenant, new_key, parse_hash, read_keys, write_keys
 from weft.v1 import admin_pb2, admin_pb2_grpc, decode_pb2, gateway_pb2
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -227,6 +227,21 @@ async def test_keys_and_operators_tokens_are_no_substitute_for_each_other(tmp_pa
         models = gateway_pb2.ListModelsRequest()
         error = await refusal(mesh.typed.ListModels(models, metadata=bearer(token)))
         assert isinstance(error, InvalidApiKey)
+
+
+def test_changes_at_once_all_count(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    command = [sys.executable, "-m", "weft.cli", "keys"]
+    adding = [
+        subprocess.Popen(
+            [*command, "add", f"t{number}", "--file", str(path)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for number in range(6)
+    ]
+    assert [process.wait(120) for process in adding] == [0] * 6
+    assert sorted(entry.tenant for entry in read_keys(path)) == [f"t{n}" for n in range(6)]
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:

@@ -123,10 +123,13 @@ async def test_chat_says_what_is_wrong(tmp_path: Path) -> None:
     async with gateway(tmp_path, echo) as harness:
         echo.harness = harness
         address = harness.app.server.address
-        status, out, _ = await run("chat", "--address", address, "--model", "no", typed="hello\n")
+        status, out, told = await run(
+            "chat", "--address", address, "--model", "no", typed="hello\n"
+        )
         refused, _, err = await run("chat", "--address", address, "--temperature", "-1")
-    assert status == 0
-    assert "the model `no` does not exist" in out
+    assert status == 1
+    assert "the model `no` does not exist" in told
+    assert "does not exist" not in out
     assert refused == 2
     assert "must be a number from 0 to 100" in err
 

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter
 from weft.common.errors import error_detail, from_error_detail, from_rpc_error
-from weft.common.server import ServiceServer
+from weft.common.server import SECOND_SIGNAL_AFTER_S, ServiceServer
 from weft.common.settings import ServiceSettings
 from weft.engine.errors import (
     ConfigError,
@@ -221,6 +221,8 @@ async def main() -> int:
     server.write_ready_file(worker_id="w")
     request_id.set("r1")
     async def drain() -> None:
+        print("draining", flush=True)
+        await asyncio.sleep(float(await asyncio.to_thread(sys.stdin.readline)))
         print("drained", flush=True)
         if settings.drain_grace_s == 17:
             raise KeyError("of the drain")
@@ -237,6 +239,7 @@ def test_process_drains_on_sigterm(tmp_path: Path, is_good: bool) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), "--ready-file", str(ready)]
         + ([] if is_good else ["--drain-grace-s", "17"]),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -251,7 +254,10 @@ def test_process_drains_on_sigterm(tmp_path: Path, is_good: bool) -> None:
         assert content["worker_id"] == "w"
         assert urllib.request.urlopen(f"http://{content['metrics_address']}").status == 200
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "draining\n"
+        process.send_signal(signal.SIGTERM)  # from another sender of the same one
+        out, err = process.communicate("0.3\n", timeout=20)
     finally:
         process.kill()
     assert process.returncode == (0 if is_good else 1), err
@@ -262,6 +268,34 @@ def test_process_drains_on_sigterm(tmp_path: Path, is_good: bool) -> None:
     assert record["request_id"] == "r1"
     assert record["service"] == "demo"
     assert ["of the drain" in json.dumps(other) for other in others] == ([] if is_good else [True])
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    flags = ["--ready-file", str(ready), "--drain-grace-s", "600"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "draining\n"
+        process.stdin.write("500\n")
+        process.stdin.flush()
+        time.sleep(1.5 * SECOND_SIGNAL_AFTER_S)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "drained" not in out
 
 
 def test_a_signal_before_the_service_waits_for_it_ends_it_in_order() -> None:

@@ -267,6 +267,21 @@ async def test_sigterm_lets_streams_finish(rest: Rest) -> None:
     assert await asyncio.to_thread(rest.process.wait) == 0
 
 
+async def test_a_second_sigterm_ends_it_at_once(rest: Rest) -> None:
+    """But not one that comes right behind the first, from another sender."""
+    stream = await rest.client.chat.completions.create(
+        model="hang", messages=user("x y"), stream=True
+    )
+    for _ in range(2):
+        rest.process.send(signal.SIGTERM)
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(1.5)
+    assert rest.process.is_running
+    rest.process.send(signal.SIGTERM)
+    assert await asyncio.to_thread(rest.process.wait) == -signal.SIGTERM
+    await stream.close()
+
+
 async def test_a_second_edge_on_the_port_says_which_flag(
     rest: Rest, rest_binary: Path, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_service import is_alive
 from weft.cli.up.supervisor import RestartBackoff
+from weft.common.server import SECOND_SIGNAL_AFTER_S
 
 FAKE_MESH = Path(__file__).resolve().parent.parent / "helpers" / "fake_mesh.py"
 WORKERS = ("decode-0:worker", "prefill-0:worker", "gateway")
@@ -91,6 +92,38 @@ def test_a_signal_ends_everything_with_status_0(
     assert not [pid for pid in mesh.pids() if is_alive(pid)]
     assert not list(mesh.folder.glob("*.json"))
     assert not [e for e in mesh.entries() if e.get("event") in ("died", "killed")]
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(
+    start: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from `timeout 60 make serve`: one from `timeout`, one passed on by make."""
+    monkeypatch.setenv("FAKE_DRAIN_GRACE_S", "600")
+    mesh = start("decode-0:worker", "gateway:stubborn")
+    mesh.ready()
+    gateway = mesh.started("gateway")["pid"]
+    for _ in range(2):
+        mesh.process.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+    time.sleep(1.5 * SECOND_SIGNAL_AFTER_S)
+    assert is_alive(gateway)
+    assert mesh.end(signal.SIGTERM) == 0
+    assert mesh.until(lambda e: e.get("event") == "killed")["name"] == "gateway"
+    assert not [pid for pid in mesh.pids() if is_alive(pid)]
+
+
+def test_under_nohup_a_hang_up_is_no_end(start: Callable[..., Mesh]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    try:
+        mesh = start(*WORKERS)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    mesh.ready()
+    mesh.process.send_signal(signal.SIGHUP)
+    # Told in order: had it ended the mesh, the workers would not start again.
+    os.kill(mesh.started("prefill-0")["pid"], signal.SIGKILL)
+    assert is_alive(mesh.started("prefill-0", 2)["pid"])
+    assert mesh.end(signal.SIGTERM) == 0
 
 
 def test_a_killed_supervisor_takes_everything_along(start: Callable[..., Mesh]) -> None:

@@ -16,12 +16,15 @@ from weft.cli.up.plan import MeshPlan
 
 TALKS = """
 import sys
-from weft.cli.up.console import ConsoleReporter, MeshConsole
-reporter = ConsoleReporter(MeshConsole())
+from rich.console import Console
+from weft.cli.output import SteadyOutput, finish_output
+from weft.cli.up.console import ConsoleReporter
+reporter = ConsoleReporter(Console(file=SteadyOutput()))
 for number in range(3):
     sys.stdin.readline()
     reporter.restarting(f"decode-{number}", 0.5)
 sys.stderr.write("served to the end")
+finish_output()
 """
 
 
@@ -40,6 +43,37 @@ def test_a_pipe_without_a_reader_is_no_end() -> None:
         assert process.stderr is not None
         assert process.stderr.read() == "served to the end"
         assert process.wait(60) == 0
+
+
+def test_a_full_disk_is_no_end() -> None:
+    """As with `weft up >> FILE`."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", TALKS],
+            input="\n\n\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "served to the end")
+
+
+@pytest.mark.parametrize("flags", [[], ["--hashes"]])
+def test_what_another_command_cannot_write_it_says(tmp_path: Path, flags: list[str]) -> None:
+    command = [sys.executable, "-m", "weft.cli", "keys"]
+    at = ["--file", str(tmp_path / "keys.json")]
+    subprocess.run([*command, "add", "acme", *at], check=True, capture_output=True, timeout=60)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, "list", *flags, *at],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    told = "weft keys: cannot write: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, told)
 
 
 def test_brackets_are_shown_and_lines_stay_whole() -> None:

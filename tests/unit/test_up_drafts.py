@@ -37,6 +37,27 @@ def test_who_is_told_of_the_folder(
     assert told == {"decode-0"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "environ", "folder"),
+    [
+        ([], {}, "demo-head"),
+        (["--model", "demo"], {}, "demo-head"),
+        (["--model-name", "mine"], {}, "demo-head"),
+        (["--draft-dir", "own"], {}, "own"),
+        (["--draft-dir", "none"], {}, None),
+        (["--model", "other"], {}, None),
+        ([], {"WEFT_UP_MODEL": "other"}, None),
+        (["--model", "demo,other"], {}, None),
+    ],
+)
+def test_the_demo_models_head_is_for_it_alone(
+    flags: list[str], environ: dict[str, str], folder: str | None
+) -> None:
+    flags = ["--demo-draft-dir", "demo-head", *flags]
+    settings = load_settings(UpSettings, flags, environ)
+    assert settings.draft_dir == (None if folder is None else Path(folder))
+
+
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3", "model"])
 def test_what_needs_a_folder_is_refused_without(
     drafter: str, capsys: pytest.CaptureFixture[str]

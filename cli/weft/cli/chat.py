@@ -120,6 +120,7 @@ def main(argv: Sequence[str]) -> int:
             return 1
         console.print(f"{model} at {arguments.address}; /reset, /quit", style="dim")
         conversation = Conversation(stub, _request(arguments, model), console)
+        has_failed = False
         for line in _lines():
             if line == "/quit":
                 break
@@ -129,8 +130,11 @@ def main(argv: Sequence[str]) -> int:
             try:
                 conversation.say(line)
             except grpc.RpcError as error:
-                console.print(explain(error, arguments.address), style="red", markup=False)
-    return 0
+                has_failed = True
+                text = explain(error, arguments.address)
+                Console(stderr=True).print(text, style="red", markup=False)
+    # At a terminal the failure was seen, and the talk went on.
+    return int(has_failed and not sys.stdin.isatty())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from weft.cli.numbers import MAX_DAYS, whole_number
 from weft.engine.errors import ConfigError, WeftError
-from weft.gateway.keys import KeyEntry, new_key, read_keys, write_keys
+from weft.gateway.keys import KeyEntry, locked_keys, new_key, read_keys, write_keys
 
 DEFAULT_FILE = "api-keys.json"
 
@@ -35,11 +35,13 @@ def main(argv: Sequence[str]) -> int:
                 lifetime,
                 manages_adapters=arguments.adapters,
             )
-            write_keys(path, [*_entries(path), entry])
+            with locked_keys(path):
+                write_keys(path, [*_entries(path), entry])
             sys.stderr.write(f"{path}: added {entry.id} for {entry.tenant}; its only showing:\n")
             sys.stdout.write(f"{key}\n")
         elif arguments.action == "revoke":
-            write_keys(path, _without(_entries(path), arguments.key))
+            with locked_keys(path):
+                write_keys(path, _without(_entries(path), arguments.key))
             sys.stdout.write(f"{path}: revoked {arguments.key}\n")
         elif arguments.hashes:
             for entry in read_keys(path):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NamedTuple
 
+from weft.cli.output import CANNOT_WRITE, finish_output
 from weft.engine.errors import ConfigError
 
 
@@ -56,9 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
-        return run(arguments[1:])
+        status = run(arguments[1:])
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         sys.stderr.write(f"weft {name}: {error}\n")
+        return 1
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        finish_output()
+        sys.stderr.write(f"weft {name}: cannot write: {error.strerror}\n")
         return 1
     except KeyboardInterrupt:
         return 130

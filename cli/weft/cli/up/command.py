@@ -7,13 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, cast
 
 from rich.console import Console
+from rich.markup import escape
 from weft.cli.channel import cli_identity
 from weft.cli.operators import Operators, find_services
+from weft.cli.output import SteadyOutput, finish_output
 from weft.cli.rest_binary import find_rest_binary
 from weft.cli.up.adapters import load_adapters
-from weft.cli.up.console import ConsoleReporter, MeshConsole
+from weft.cli.up.console import ConsoleReporter
 from weft.cli.up.exits import report_exit
 from weft.cli.up.liveness import health_checker
 from weft.cli.up.mesh import run_mesh
@@ -33,7 +36,7 @@ _TAIL_LINES = 25
 def main(argv: Sequence[str]) -> int:
     """Runs `weft up`; returns the exit status."""
     settings = load_settings(UpSettings, argv)
-    console = MeshConsole()
+    console = Console(file=cast("IO[str]", SteadyOutput()))
     try:
         _check_platform()
         for index in range(settings.gateways):
@@ -43,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     except WeftError as error:
         sys.stderr.write(f"weft up: {error}\n")
         return 1
+    finally:
+        finish_output()
 
 
 def _run(settings: UpSettings, state: StateFolder, console: Console) -> int:
@@ -75,7 +80,8 @@ async def _serve(
     async def wait_ready() -> None:
         edges = plan.rest_edges.values() or [None] * len(plan.gateways)
         for gateway, edge in zip(plan.gateways.values(), edges, strict=True):
-            await wait_for_mesh(gateway, edge, settings.ready_timeout_s, identity)
+            url = None if edge is None else f"{plan.rest_scheme}://{edge}"
+            await wait_for_mesh(gateway, url, settings.ready_timeout_s, identity, reporter.notice)
         if settings.adapter:
             first = next(iter(plan.gateways))
             operators = Operators(
@@ -144,6 +150,7 @@ def _show_failure(console: Console, error: ExitedEarly, log: Path) -> None:
         tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     except OSError:
         tail = []
-    console.print(f"[bold red]{error}[/]; the end of {log}:", highlight=False, soft_wrap=True)
+    head = f"[bold red]{escape(str(error))}[/]; the end of {escape(str(log))}:"
+    console.print(head, highlight=False, soft_wrap=True)
     for line in tail:
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,17 +20,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from weft.cli.up.plan import BACK, MeshPlan
-
-
-class MeshConsole(Console):
-    """Falls silent when nobody reads it any more: what is served does not end for that."""
-
-    def on_broken_pipe(self) -> None:
-        """Called where a print met a pipe without a reader."""
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # what is buffered is written once more at the end
-        os.close(nowhere)
 
 
 class ConsoleReporter:

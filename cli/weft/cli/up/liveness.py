@@ -1,4 +1,4 @@
-"""Finds workers that live and yet do nothing: engines that stand still, servers that hang."""
+"""Finds services that live and yet do nothing: engines that stand still, servers that hang."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from weft.common.server import LIVENESS
 from weft.common.tls import Identity
 
 IsAlive = Callable[[str, str], Awaitable[bool]]
-"""Whether the worker of this name, at this host:port, is alive."""
+"""Whether the service of this name, at this host:port, is alive."""
 
 _LOOKS = 10
-"""Checks within the time that a worker may be unreachable; each opens a connection."""
+"""Checks within the time that a service may be unreachable; each opens a connection."""
 _CALL_TIMEOUT_S = 5.0
 
 
 async def wait_stalled(
     is_alive: Callable[[], Awaitable[bool]], timeout_s: float, interval_s: float | None = None
 ) -> None:
-    """Returns once a worker was not alive at any look during `timeout_s`.
+    """Returns once a service was not alive at any look during `timeout_s`.
 
     Only the time between looks counts: when this process stood still itself, or the whole machine,
-    that says nothing about the worker.
+    that says nothing about the service.
 
     Args:
         is_alive: Asks it.
@@ -54,7 +54,7 @@ def health_checker(identity: Identity | None) -> IsAlive:
     async def is_alive(name: str, address: str) -> bool:
         request = health_pb2.HealthCheckRequest(service=LIVENESS)
         # A connection of its own for each look: an old one that is stuck says nothing.
-        async with open_channel(address, name.rpartition("-")[0], identity) as channel:
+        async with open_channel(address, name.partition("-")[0], identity) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:
                 answer = await stub.Check(request, timeout=_CALL_TIMEOUT_S)

@@ -12,6 +12,7 @@ from typing import Any
 from weft.cli.up.liveness import IsAlive
 from weft.cli.up.process import ServiceSpec
 from weft.cli.up.supervisor import ExitReporter, Reporter, RestartBackoff, Supervisor
+from weft.common.server import SECOND_SIGNAL_AFTER_S
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -29,7 +30,8 @@ async def run_mesh(
     max_restart_delay_s: float = 30.0,
     ready_timeout_s: float | None = None,
 ) -> None:
-    """Runs the services until SIGINT, SIGTERM or SIGHUP; a second signal cuts draining short.
+    """Runs the services until SIGINT, SIGTERM or SIGHUP (unless that is ignored, as under nohup); a
+    second signal cuts draining short.
 
     Returns or raises only when every process is gone.
 
@@ -97,16 +99,23 @@ async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event, at_once: asyncio.Event) -> Iterator[None]:
-    """The first signal sets `stop`, the next one `at_once`."""
+    """The first signal sets `stop`, the next one `at_once`; those that come together are one."""
     loop = asyncio.get_running_loop()
+    first_at: float | None = None
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [one for one in _SIGNALS if not (is_nohup and one is signal.SIGHUP)]
 
     def received() -> None:
-        (at_once if stop.is_set() else stop).set()
+        nonlocal first_at
+        stop.set()
+        first_at = loop.time() if first_at is None else first_at
+        if loop.time() - first_at >= SECOND_SIGNAL_AFTER_S:
+            at_once.set()
 
-    for number in _SIGNALS:
+    for number in numbers:
         loop.add_signal_handler(number, received)
     try:
         yield
     finally:
-        for number in _SIGNALS:
+        for number in numbers:
             loop.remove_signal_handler(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -127,13 +127,14 @@ def plan_mesh(
             rest_edges[f"rest{suffix}"] = _reachable(rest_address)
             # All of them: an edge goes on when a gateway does not.
             command = [str(rest_binary), *_rest(settings, gateways.values(), rest_address)]
-            services.append(_spec(state, f"rest{suffix}", command, FRONT))
+            edge = _spec(state, f"rest{suffix}", command, FRONT)
+            services.append(replace(edge, tells_health=False))
     return MeshPlan(
         services=tuple(services),
         model_names=tuple(model.name for model in models),
         gateways=gateways,
         rest_edges=rest_edges,
-        rest_scheme="http" if settings.tls_dir is None else "https",
+        rest_scheme=_rest_scheme(settings),
         tls_dir=settings.tls_dir,
         needs_key=settings.api_keys_file is not None,
         worker_addresses=workers,
@@ -321,6 +322,11 @@ def _rest(settings: UpSettings, gateways: Iterable[str], rest_address: str) -> l
         ),
         *shlex.split(settings.rest_args),
     ]
+
+
+def _rest_scheme(settings: UpSettings) -> str:
+    own = {word.partition("=")[0].lstrip("-") for word in shlex.split(settings.rest_args)}
+    return "http" if settings.tls_dir is None and "https-cert" not in own else "https"
 
 
 def _https(settings: UpSettings) -> dict[str, object]:

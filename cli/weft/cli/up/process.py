@@ -46,6 +46,8 @@ class ServiceSpec:
     log_file: Path
     stop_phase: int = 0
     """Services of a lower phase are stopped first."""
+    tells_health: bool = True
+    """Whether its liveness can be asked for by gRPC."""
 
 
 class ExitedEarly(Exception):

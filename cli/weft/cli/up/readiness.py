@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import ssl
+from collections.abc import Callable
 
 import grpc
 from google.protobuf.empty_pb2 import Empty
@@ -15,28 +17,40 @@ from weft.v1 import gateway_pb2, gateway_pb2_grpc, openai_pb2_grpc
 _INTERVAL_S = 0.1
 _CALL_TIMEOUT_S = 5.0
 _FLEET_GRACE_S = 10.0
+_NOTICE_EVERY_S = 15.0
 
 
 async def wait_for_mesh(
     grpc_address: str,
-    rest_address: str | None,
+    rest_url: str | None,
     timeout_s: float,
     identity: Identity | None = None,
+    notice: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Returns once `/readyz` says 200, or without REST once the gateway itself says so.
 
     That takes one worker of each kind; the others get some seconds more to be seen.
 
+    Args:
+        grpc_address: A gateway's.
+        rest_url: Its REST edge's, scheme and address; None: there is none.
+        timeout_s: How long it may take.
+        identity: Identity of the command line; None: the mesh runs without TLS.
+        notice: Told now and then what is still missing.
+
     Raises:
         TimeoutError: It did not in time; the message has the last answer.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
+    deadline, next_notice = loop.time() + timeout_s, loop.time() + _NOTICE_EVERY_S
     async with open_channel(grpc_address, "gateway", identity) as channel:
-        while (problem := await _problem(channel, rest_address, identity)) is not None:
+        while (problem := await _problem(channel, rest_url, identity)) is not None:
+            told = problem.rstrip(".")
             if loop.time() > deadline:
-                told = problem.rstrip(".")
                 raise TimeoutError(f"the mesh was not ready after {timeout_s:g} s: {told}")
+            if loop.time() > next_notice:
+                next_notice += _NOTICE_EVERY_S
+                notice(f"the mesh is not ready yet: {told}")
             await asyncio.sleep(_INTERVAL_S)
         deadline = min(deadline, loop.time() + _FLEET_GRACE_S)
         while loop.time() < deadline and not await _sees_everyone(channel):
@@ -44,10 +58,10 @@ async def wait_for_mesh(
 
 
 async def _problem(
-    channel: grpc.aio.Channel, rest_address: str | None, identity: Identity | None
+    channel: grpc.aio.Channel, rest_url: str | None, identity: Identity | None
 ) -> str | None:
-    if rest_address is not None:
-        return await asyncio.to_thread(_get_readyz, rest_address, identity)
+    if rest_url is not None:
+        return await asyncio.to_thread(_get_readyz, rest_url, identity)
     stub = openai_pb2_grpc.OpenAIServiceStub(channel)
     try:
         await stub.Ready(Empty(), timeout=_CALL_TIMEOUT_S)
@@ -65,11 +79,14 @@ async def _sees_everyone(channel: grpc.aio.Channel) -> bool:
     return all(worker.healthy for worker in fleet.workers)
 
 
-def _get_readyz(address: str, identity: Identity | None) -> str | None:
-    if identity is None:
-        connection = http.client.HTTPConnection(address, timeout=_CALL_TIMEOUT_S)
-    else:
-        context = identity.client_context()
+def _get_readyz(url: str, identity: Identity | None) -> str | None:
+    scheme, _, address = url.partition("://")
+    connection = http.client.HTTPConnection(address, timeout=_CALL_TIMEOUT_S)
+    if scheme == "https":
+        context = ssl.create_default_context() if identity is None else identity.client_context()
+        # Whether it is ready is asked, at an address that its certificate need not name, and no
+        # more: who it is, clients check.
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(address, timeout=_CALL_TIMEOUT_S, context=context)
     try:
         connection.request("GET", "/readyz")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from weft.common.settings import LogLevel, Settings, is_loopback
 from weft.engine.config import DrafterName
+
+KEYS_VARIABLE = "WEFT_GATEWAY_API_KEYS_FILE"
 
 
 class UpSettings(Settings):
@@ -111,13 +113,17 @@ class UpSettings(Settings):
         "draft_dir, or model with a whole model there; default the head that "
         "draft_dir holds, else none",
     )
+    demo_draft_dir: Path | None = Field(
+        None, description="the draft_dir of a mesh that serves the demo model alone"
+    )
     enable_faults: bool = Field(False, description="let `weft fault` inject faults, for tests")
     tls_dir: Path | None = Field(
         None, description="folder of `weft certs`: gRPC is mutual TLS and REST is HTTPS; none = off"
     )
     api_keys_file: Path | None = Field(
         None,
-        description="tenants' API keys, made by `weft keys`; none = no keys needed",
+        description="tenants' API keys, made by `weft keys`; none = no keys needed; default "
+        f"${KEYS_VARIABLE}, which the gateways would follow anyway",
     )
     insecure: bool = Field(
         False,
@@ -136,7 +142,7 @@ class UpSettings(Settings):
     stall_timeout_s: float | None = Field(
         30.0,
         gt=0,
-        description="time for which a worker's engine may stall, or the worker not answer, before "
+        description="time for which a worker's engine may stall, or a service not answer, before "
         "it is killed and restarted, in seconds; none = never",
     )
     max_restart_delay_s: float = Field(
@@ -208,6 +214,18 @@ class UpSettings(Settings):
                     f"--adapter {text}: the folder is not in --adapter-root {self.adapter_root}"
                 ) from None
         return model, name, str(folder)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Sets what was not given and follows from something else."""
+        values = dict(values)
+        if keys := os.environ.get(KEYS_VARIABLE):
+            values.setdefault("api_keys_file", keys)
+        demo_draft_dir = values.get("demo_draft_dir")
+        if demo_draft_dir is not None and values.get("model", ["demo"]) in ("demo", ["demo"]):
+            values.setdefault("draft_dir", demo_draft_dir)
+        return values
 
     @model_validator(mode="after")
     def _check_draft(self) -> Self:

@@ -74,8 +74,8 @@ class Supervisor:
         reporter: Hears what happens.
         report_exit: Told of workers that are gone for sure.
         make_backoff: Delays of one service's restarts.
-        is_alive: Tells whether a worker does anything; None: processes that live are left alone.
-        stall_timeout_s: A worker that was not alive for longer is killed; None: never.
+        is_alive: Tells whether a service does anything; None: processes that live are left alone.
+        stall_timeout_s: A service that was not alive for longer is killed; None: never.
         ready_timeout_s: A service that does not serve by then after its start is killed; None:
             never.
     """
@@ -162,7 +162,7 @@ class Supervisor:
                 self._reporter.died(spec.name, error.how)
 
     async def _until_gone(self, process: ServiceProcess) -> int:
-        """The exit status; a worker that stands still for too long is killed first."""
+        """The exit status; a service that stands still for too long is killed first."""
         stalling = asyncio.create_task(self._kill_stalled(process))
         try:
             return await process.gone()
@@ -171,7 +171,7 @@ class Supervisor:
 
     async def _kill_stalled(self, process: ServiceProcess) -> None:
         ask, timeout_s, ready = self._is_alive, self._stall_timeout_s, process.ready
-        if ask is None or timeout_s is None or ready is None or ready.worker_id is None:
+        if ask is None or timeout_s is None or ready is None or not process.spec.tells_health:
             return
         await wait_stalled(partial(ask, process.spec.name, ready.address), timeout_s)
         self._reporter.stalled(process.spec.name, timeout_s)
@@ -209,10 +209,11 @@ class Supervisor:
         waits: list[asyncio.Task[Any]] = [all_gone, hurry]
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
-        for process in processes:
-            if not process.is_gone:
-                process.kill()
-                self._reporter.killed(process.spec.name)
+        late = [process for process in processes if not process.is_gone]
+        for process in late:
+            process.kill()
+        for process in late:
+            self._reporter.killed(process.spec.name)
         await all_gone
 
 

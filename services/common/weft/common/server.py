@@ -34,6 +34,10 @@ _log = logging.getLogger(__name__)
 
 LIVENESS = "liveness"
 """Name under which grpc.health.v1 reports liveness, whether or not the service is ready."""
+SECOND_SIGNAL_AFTER_S = 1.0
+"""Signals that come sooner after the first are the same one: a terminal, `make` and a service
+manager may each send theirs to all processes, which then pass it on to each other.
+"""
 QUARANTINE_STATUS = 3
 """Exit status of a service that ends because too many of its pages are quarantined."""
 
@@ -241,7 +245,7 @@ class ServiceServer:
         self._stop_wanted.set()
 
     async def run_until_signal(self, drain: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serves until SIGTERM or SIGINT, then drains and stops; a second signal stops at once.
+        """Serves until SIGTERM or SIGINT, then drains and stops; a second one stops at once.
 
         Args:
             drain: Lets running work finish; it gets `drain_grace_s` at most.
@@ -262,7 +266,7 @@ class ServiceServer:
             _log.info("draining", extra={"signal": name})
             stopping = asyncio.create_task(self.stop(drain))
             if signalled.done():
-                signalled = asyncio.create_task(received.get())
+                signalled = asyncio.create_task(_second(received))
             done, _ = await asyncio.wait({stopping, signalled}, return_when=asyncio.FIRST_COMPLETED)
             if stopping not in done:
                 stopping.cancel()
@@ -322,6 +326,16 @@ class ServiceServer:
         export, self._export = self._export, None
         if export is not None:
             await asyncio.to_thread(export.close)
+
+
+async def _second(received: asyncio.Queue[signal.Signals]) -> signal.Signals:
+    """The next signal that is not the first one again."""
+    loop = asyncio.get_running_loop()
+    first_at = loop.time()
+    while True:
+        number = await received.get()
+        if loop.time() - first_at >= SECOND_SIGNAL_AFTER_S:
+            return number
 
 
 def _state(is_good: bool) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import hashlib
 import hmac
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,7 @@ _ID = r"[0-9a-f]{12}"
 _KEY = re.compile(rf"{PREFIX}({_ID})-[A-Za-z0-9_-]{{43}}")
 _HASH_TEXT = re.compile(rf"({TENANT}):({_ID}):([0-9a-f]{{64}})")
 _NO_DIGEST = bytes(32)
+_LOCK_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,39 @@ def read_keys(path: Path) -> list[KeyEntry]:
         places = {".".join(map(str, item["loc"])) for item in error.errors(include_input=False)}
         where = ", ".join(sorted(place for place in places if place)) or "it is not JSON"
         raise ConfigError(f"API key file {path} is not valid: {where}") from None
+
+
+@contextlib.contextmanager
+def locked_keys(path: Path) -> Iterator[None]:
+    """Keeps others from changing the file between reading and writing it.
+
+    Raises:
+        ConfigError: The lock, a file beside it, cannot be taken.
+    """
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        lock = os.open(path.with_name(f".{path.name}.lock"), flags, 0o600)
+    except OSError as error:
+        raise ConfigError(f"API key file {path}: {error.strerror}") from error
+    try:
+        _lock(lock, path)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(lock: int, path: Path) -> None:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            is_held = isinstance(error, BlockingIOError)
+            if not is_held or time.monotonic() >= deadline:
+                why = "another process is changing it" if is_held else error.strerror
+                raise ConfigError(f"API key file {path}: {why}") from error
+        time.sleep(0.01)
 
 
 def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:

@@ -44,6 +44,9 @@ const (
 	flushTimeout = 1500 * time.Millisecond
 	// Requests that are given up have this long to tell their clients.
 	lastWords = time.Second
+	// Signals that come sooner after the first are the same one: a service manager may send it to
+	// all processes, and the supervisor among them passes it on.
+	secondSignalAfter = time.Second
 )
 
 func main() {
@@ -54,6 +57,8 @@ func main() {
 	logger := slog.New(slog.NewJSONHandler(os.Stderr, nil))
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
+	// From then on a signal ends the process at once.
+	context.AfterFunc(ctx, func() { time.AfterFunc(secondSignalAfter, stop) })
 	if err := run(ctx, settings, logger); err != nil {
 		logger.Error("weft-rest failed", "error", err.Error())
 		os.Exit(1)

@@ -1,0 +1,52 @@
+"""Standard output that may fail."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+
+CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE}
+"""Numbers of errors of a full disk, a terminal that is gone, and a pipe that nobody reads."""
+
+
+class SteadyOutput(io.TextIOBase):
+    """Standard output whose failures end nothing: nobody reads it any more, its disk is full, its
+    terminal is gone.
+    """
+
+    def write(self, text: str) -> int:
+        """Writes as much as can be written."""
+        with contextlib.suppress(OSError):
+            sys.stdout.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Passes on what was written, as far as possible."""
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return sys.stdout.isatty()
+
+    def fileno(self) -> int:
+        """That of standard output."""
+        return sys.stdout.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """That of standard output."""
+        return sys.stdout.encoding
+
+
+def finish_output() -> None:
+    """Writes what is buffered, or drops it: the interpreter would try again at its end and fail."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
