@@ -163,6 +163,7 @@ def train(arguments: argparse.Namespace, model: Path) -> None:
         return {"tokens_per_step": gained}
 
     trainer.run(arguments.checkpoint_steps, evaluate)
+    save_head(head, target, arguments.out)  # also of a run that had ended before
     draw(trainer.log, arguments.out / "curves.png")
     (arguments.out / "log.json").write_text(json.dumps(trainer.log))
 
@@ -206,6 +207,7 @@ def adapt(arguments: argparse.Namespace, model: Path) -> None:
         return {"tokens_per_step": gained}
 
     trainer.run(arguments.checkpoint_steps, evaluate)
+    save_lora(added, arguments.alpha, arguments.out)  # also of a run that had ended before
     if arguments.json:
         content = {"before": before, "depths": list(DEPTHS), "log": trainer.log}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")

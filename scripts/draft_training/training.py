@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -12,12 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from .head import DraftHead
+from .lora import LoraLinear
 from .target import Target
 from .texts import Batch, Text, batches
 
@@ -142,6 +145,7 @@ class Trainer:
         self.head, self.target, self.texts = head, target, texts
         self.settings, self.folder = settings, folder
         self._is_drafted = head.t2d.cpu()
+        self._inputs = _digest(head, texts)
         self.step = 0
         self.log: list[dict[str, Any]] = []
         trained = [p for p in head.parameters() if p.requires_grad]
@@ -234,6 +238,7 @@ class Trainer:
             "file": file,
             "step": self.step,
             "settings": asdict(self.settings),
+            "inputs": self._inputs,
             "log": self.log,
         }
         part = self.folder / ".state.json.part"
@@ -253,6 +258,11 @@ class Trainer:
                 f"{self.folder} holds a run with other settings ({state['settings']}): "
                 "give the same, or another folder"
             )
+        if state.get("inputs") != self._inputs:
+            raise SystemExit(
+                f"{self.folder} holds a run with other texts, or another target, head, vocabulary "
+                "or alpha: give the same, or another folder"
+            )
         tensors = load_file(self.folder / state["file"], device=str(self.target.device))
         prefix = "head."
         self.head.load_state_dict(
@@ -265,3 +275,20 @@ class Trainer:
                 "step": torch.tensor(float(self.step)),
                 **moments,
             }
+
+
+def _digest(head: DraftHead, texts: Sequence[Text]) -> str:
+    """SHA-256 of what a run begins with and does not change: frozen tensors, scales and texts."""
+    digest = hashlib.sha256()
+    trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
+    for name, tensor in (*head.named_parameters(), *head.named_buffers()):
+        if name not in trained:
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    for module in head.modules():
+        if isinstance(module, LoraLinear):
+            digest.update(f"{module.scaling} ".encode())
+    for text in texts:
+        digest.update(f"{len(text.tokens)} {text.num_prompt} ".encode())
+        digest.update(np.ascontiguousarray(text.tokens))
+    return digest.hexdigest()

@@ -338,20 +338,32 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(
         assert torch.equal(stopped.head.state_dict()[name], expected), name
     with pytest.raises(SystemExit, match="other settings"):
         Trainer(stopped.head, target, texts, settings_of(7), tmp_path / "parts")
+    with pytest.raises(SystemExit, match="other texts"):
+        Trainer(stopped.head, target, texts[1:], settings, tmp_path / "parts")
+    # More texts may choose another vocabulary, of which the rows of the LM head are.
+    moved = random_head(target, random.Random(seed + 1))
+    moved.load_state_dict({**moved.state_dict(), "t2d": stopped.head.t2d})
+    with pytest.raises(SystemExit, match="vocabulary"):
+        Trainer(moved, target, texts, settings, tmp_path / "parts")
 
 
 def test_a_draft_adapter_is_all_that_changes_and_is_read_as_it_was_trained(
     target: Target, rng: random.Random, tmp_path: Path
 ) -> None:
     """Stopped and gone on with, as any training."""
-    head = random_head(target, rng)
+    head_seed, seed = rng.getrandbits(30), rng.getrandbits(30)
+    head = random_head(target, random.Random(head_seed))
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     texts = random_texts(rng, 12, list(range(VOCAB)))
-    seed = rng.getrandbits(30)
     added = add_lora(head, 4, 8.0, seed)
     trainer = Trainer(head, target, texts, settings_of(6), tmp_path / "run")
     trainer.run(checkpoint_steps=3, max_steps=3)
-    other = random_head(target, random.Random(0))
+    for changed_seed, alpha in ((head_seed + 1, 8.0), (head_seed, 32.0)):
+        changed = random_head(target, random.Random(changed_seed))
+        add_lora(changed, 4, alpha, seed)
+        with pytest.raises(SystemExit, match="another"):
+            Trainer(changed, target, texts, settings_of(6), tmp_path / "run")
+    other = random_head(target, random.Random(head_seed))
     others = add_lora(other, 4, 8.0, seed)
     trainer = Trainer(other, target, texts, settings_of(6), tmp_path / "run")
     trainer.run(checkpoint_steps=3)
