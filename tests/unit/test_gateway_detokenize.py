@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback_bpe, byte_level_bpe
 from tokenizers import Tokenizer
@@ -85,6 +85,19 @@ def test_byte_fallback_continues_its_prompt(prompt: str, text: str) -> None:
         assert not any("\ufffd" in delta for delta in deltas)
     alone = run(make_detokenizer(byte_fallback(), [], True), ids)
     assert "".join(alone) == tokenizer.decode(ids)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.text(alphabet="the fox🎉你好é世\n", min_size=2, max_size=24), st.data())
+def test_byte_fallback_goes_on_in_a_run_of_bytes(text: str, data: st.DataObject) -> None:
+    """As behind a prompt whose last characters are bytes: the context begins within one of them."""
+    tokenizer = byte_fallback().tokenizer
+    ids = tokenizer.encode(text).ids
+    cut = data.draw(st.integers(0, len(ids) - 1))
+    known, whole = tokenizer.decode(ids[:cut]), tokenizer.decode(ids)
+    assume("\ufffd" not in known and whole.startswith(known))
+    deltas = run(make_detokenizer(byte_fallback(), ids[:cut], True), ids[cut:])
+    assert "".join(deltas) == whole[len(known) :]
 
 
 def test_special_tokens_are_skipped_or_shown() -> None:

@@ -11,6 +11,7 @@ from weft.gateway.vocabulary import Vocabulary
 _REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 5
 """Number of prompt tokens decoded as context of the first generated one (a leading space)."""
+_MAX_CHARACTER_BYTES = 4
 _MAX_HELD_TOKENS = 16
 """Most tokens of an incomplete text that are held back: no character has more."""
 
@@ -81,10 +82,8 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = vocabulary.tokenizer
         self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
-        tail = prompt_ids[-_CONTEXT_TOKENS:]
-        self._ids = [token_id for token_id in tail if token_id not in self._skipped]
+        self._ids, self._context = self._context_of(prompt_ids)
         self._split = len(self._ids)
-        self._context = self._decode(self._ids)
 
     def push(self, token_id: int) -> str:
         """See `Detokenizer.push`."""
@@ -100,6 +99,18 @@ class WindowDetokenizer:
     def finish(self) -> str:
         """See `Detokenizer.finish`."""
         return self._advance(self._decode(self._ids))
+
+    def _context_of(self, prompt_ids: Sequence[int]) -> tuple[list[int], str]:
+        """The prompt's last tokens, and their text. They begin where a character does, if they can:
+        of a run of bytes that begins within one, some tokenizers decode nothing.
+        """
+        found: list[tuple[list[int], str]] = []
+        for count in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_CHARACTER_BYTES):
+            ids = [one for one in prompt_ids[-count:] if one not in self._skipped]
+            found.append((ids, self._decode(ids)))
+            if _REPLACEMENT not in found[-1][1]:
+                return found[-1]
+        return found[0]
 
     def _advance(self, text: str) -> str:
         delta = text[len(self._context) :]
