@@ -56,6 +56,27 @@ def test_both_layouts_of_rotation_parameters_are_read(style: str, kind: str) -> 
     assert ModelConfig.from_dict(raw).rope == expected[kind]
 
 
+def test_both_layouts_at_once_must_agree() -> None:
+    new = {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}
+    raw = {**tiny_config("llama"), "rope_parameters": new}
+    alone = ModelConfig.from_dict(raw).rope
+    old = {"rope_type": "llama3", **LLAMA3}
+    assert ModelConfig.from_dict({**raw, "rope_scaling": old}).rope == alone
+    with pytest.raises(ModelError, match="keep one of them"):
+        ModelConfig.from_dict({**raw, "rope_scaling": {**old, "factor": 2.0}})
+
+
+def test_the_original_length_stands_in_either_place() -> None:
+    """The one of the whole file counts, as in transformers."""
+    section = {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}
+    raw = {**tiny_config("llama"), "rope_parameters": section}
+    whole = {**raw, "original_max_position_embeddings": 64}
+    assert ModelConfig.from_dict(whole).rope.original_max_positions == 64
+    bare = without(section, "original_max_position_embeddings")
+    whole["rope_parameters"] = bare
+    assert ModelConfig.from_dict(whole).rope.original_max_positions == 64
+
+
 def test_absent_fields_take_the_architectures_defaults() -> None:
     optional = (
         "head_dim", "num_key_value_heads", "attention_bias", "rms_norm_eps", "rope_parameters",
@@ -95,6 +116,25 @@ def test_end_tokens_are_named_once(tmp_path: Path) -> None:
     assert ModelConfig.load(tmp_path).eos_token_ids == (7,)
     generation.write_text(json.dumps({"eos_token_id": [9, 7, 9, 8]}))
     assert ModelConfig.load(tmp_path).eos_token_ids == (9, 7, 8)
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+@pytest.mark.parametrize("is_unigram", [True, False])
+def test_where_no_file_names_an_end_the_tokenizers_is_taken(
+    tmp_path: Path, is_added: bool, is_unigram: bool
+) -> None:
+    """As the gateway does."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama", eos_token_id=None)))
+    assert ModelConfig.load(tmp_path).eos_token_ids == ()
+    vocab: Any = {"<unk>": 0, "a": 1, "</s>": 2}
+    if is_unigram:
+        vocab = [[token, 0.0] for token in vocab]
+    added = [{"id": 2, "content": "</s>", "special": True}] if is_added else []
+    tokenizer = {"added_tokens": added, "model": {"vocab": vocab}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert ModelConfig.load(tmp_path).eos_token_ids == ()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert ModelConfig.load(tmp_path).eos_token_ids == (2,)
 
 
 def test_the_fingerprint_ignores_what_only_generation_uses() -> None:
@@ -195,6 +235,14 @@ def test_a_mistral_without_the_field_has_the_window_of_its_class() -> None:
         ("low_freq_factor", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}),
         ("rope_scaling.rope_type",
          {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+        # transformers would take the second.
+        ("rope_scaling", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+        ("rope_scaling.rope_type", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        ("is_causal", {"is_causal": False}),
+        ("dual_chunk_attention_config",
+         {"dual_chunk_attention_config": {"original_max_position_embeddings": 16}}),
+        ("max_position_embeddings", {"max_position_embeddings": 10**12}),
+        ("rms_norm_eps", {"rms_norm_eps": 10**400}),
         ("eos_token_id", {"eos_token_id": [1, -2]}),
     ],
 )  # fmt: skip
@@ -205,7 +253,7 @@ def test_what_is_not_supported_is_refused_by_name(field: str, overrides: dict[st
     assert f"{field.split('.')[-1]}" in caught.value.message
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "\x00\xff"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "\x00\xff", "[" * 10**5])
 def test_a_malformed_file_is_refused_by_its_path(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"config\.json"):

@@ -131,11 +131,16 @@ def test_a_quantised_tensor_is_refused(model_dir: Path) -> None:
         load_model(model_dir, "float32")
 
 
-def test_a_tied_model_ignores_a_stored_head_and_an_untied_one_needs_it(tmp_path: Path) -> None:
+def test_a_tied_model_ignores_a_stored_copy_and_an_untied_one_needs_it(tmp_path: Path) -> None:
     tied = make_tiny("llama", tmp_path / "tied", 1, tie_word_embeddings=True)
     expected = logits(load_model(tied, "float32"))
-    rewrite(tied, {"lm_head.weight": torch.randn(517, 72)})
+    embedding = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(tied, {"lm_head.weight": embedding.clone()})
     assert torch.equal(logits(load_model(tied, "float32")), expected)
+    # A head of its own was trained, and the flag forgotten.
+    rewrite(tied, {"lm_head.weight": torch.randn(517, 72)})
+    with pytest.raises(ModelError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
+        load_model(tied, "float32")
     rewrite(tied, {"lm_head.weight": None})
     edit_config(tied, tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"lm_head\.weight"):
@@ -162,13 +167,30 @@ def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:
         ("{", "not an index"),
         ('{"weight_map": [1]}', "not an index"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "not a plain file name"),
-        ('{"weight_map": {"a": "model-9.safetensors"}}', "not there"),
+        ('{"weight_map": {"a": "model-9.safetensors"}}', "remove the one that is not meant"),
+        (
+            '{"weight_map": {"a": "model.safetensors", "b": "model-9.safetensors"}}',
+            "not there: model-9",
+        ),
+        ('{"weight_map": {"a": "' + "x" * 5000 + '"}}', "not a plain file name"),
     ],
 )
 def test_a_bad_index_is_refused(model_dir: Path, index: str, message: str) -> None:
     (model_dir / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=message):
         load_model(model_dir, "float32")
+
+
+def test_weights_that_are_written_in_place_have_another_digest(model_dir: Path) -> None:
+    """Also where their times are kept, as by `rsync --inplace --times`."""
+    path = model_dir / "model.safetensors"
+    before, stat = load_model(model_dir, "float32").digest, path.stat()
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\x3f")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_mtime_ns == stat.st_mtime_ns
+    assert load_model(model_dir, "float32").digest != before
 
 
 def test_the_digest_follows_weights_configuration_and_dtype(model_dir: Path) -> None:

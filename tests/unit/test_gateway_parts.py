@@ -228,6 +228,9 @@ def test_template_equals_transformers() -> None:
         "{{ range(10 ** 12)|list }}",
         "{{ messages[0].content + 1 }}",
         "{{ messages[7].role.x }}",
+        "{% set n = messages|length %}{{ 1 // (n - n) }}",
+        "{{ messages|dictsort }}",
+        "{% macro again(x) %}{{ again(x) }}{% endmacro %}{{ again(1) }}",
     ],
 )
 def test_template_refusals_are_invalid_requests(source: str) -> None:

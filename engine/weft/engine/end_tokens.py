@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from weft.engine.errors import ModelError
@@ -35,3 +37,39 @@ def end_token_ids(
         if ids:
             return tuple(dict.fromkeys(ids))
     return ()
+
+
+def tokenizer_end_token(folder: Path) -> tuple[int, ...]:
+    """What to take where those files name none: the id of the tokenizer's `eos_token`.
+
+    Args:
+        folder: With tokenizer.json, and tokenizer_config.json or special_tokens_map.json.
+
+    Returns:
+        One id, or none where the files are missing, malformed or silent.
+    """
+    name = None
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        token = _read(folder / file).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        name = token if isinstance(token, str) else name
+    if name is None:
+        return ()
+    tokenizer = _read(folder / "tokenizer.json")
+    for added in tokenizer.get("added_tokens") or ():
+        if isinstance(added, dict) and added.get("content") == name:
+            return (added["id"],) if isinstance(added.get("id"), int) else ()
+    model = tokenizer.get("model")
+    entries = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(entries, list):  # of a unigram model: token and score
+        entries = {entry[0]: index for index, entry in enumerate(entries)}
+    found = entries.get(name) if isinstance(entries, dict) else None
+    return (found,) if isinstance(found, int) else ()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

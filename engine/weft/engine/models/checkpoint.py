@@ -147,6 +147,27 @@ class Checkpoint:
         tensor.file.was_read(name)
         self._advance(tensor.num_bytes)
 
+    def check_alike(self, name: str, copy: str) -> None:
+        """Checks that two tensors, where both are there, are the same.
+
+        Raises:
+            ModelError: They differ.
+        """
+        if not (self.has(name) and self.has(copy)):
+            return
+        files = [self._tensors[one].file for one in (name, copy)]
+        first, second = (
+            file.open().get_tensor(one) for file, one in zip(files, (name, copy), strict=True)
+        )
+        is_same = first.shape == second.shape and torch.equal(first, second)
+        for file in files:
+            file.close()
+        if not is_same:
+            raise ModelError(
+                f"{self._where}: {copy} is not {name}, though config.json has "
+                "tie_word_embeddings: set it to false, or remove the tensor"
+            )
+
     def has(self, name: str) -> bool:
         """Whether the files have a tensor of this name."""
         return name in self._tensors

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.engine.end_tokens import end_token_ids
+from weft.engine.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.errors import ModelError
 from weft.engine.models.fields import Fields
 
+MAX_POSITIONS = 1 << 24
+"""Most positions of a model: their rotations are a table."""
 _DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
@@ -146,7 +148,10 @@ class ModelConfig:
         raw = read_json_file(model_dir / "config.json")
         generation_file = model_dir / "generation_config.json"
         generation = read_json_file(generation_file) if generation_file.exists() else {}
-        return cls.from_dict(raw, generation, where=str(model_dir))
+        config = cls.from_dict(raw, generation, where=str(model_dir))
+        if config.eos_token_ids:
+            return config
+        return replace(config, eos_token_ids=tokenizer_end_token(model_dir))
 
     @classmethod
     def from_dict(
@@ -185,7 +190,7 @@ class ModelConfig:
             intermediate_size=fields.positive("intermediate_size"),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope_config(fields),
-            max_position_embeddings=fields.positive("max_position_embeddings"),
+            max_position_embeddings=_max_positions(fields),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias and family.qkv_bias is None,
@@ -232,7 +237,7 @@ def read_json_file(path: Path) -> Mapping[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: expected a JSON object")
@@ -255,12 +260,28 @@ def _default_head_dim(fields: Fields, family: _Family) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
+def _max_positions(fields: Fields) -> int:
+    count = fields.positive("max_position_embeddings")
+    if count > MAX_POSITIONS:
+        raise fields.error("max_position_embeddings", f"at most {MAX_POSITIONS:,} are supported")
+    return count
+
+
 def _refuse_unsupported(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.error("hidden_act", f"only silu is supported, not {activation!r}")
     if fields.get("quantization_config"):
         raise fields.error("quantization_config", "quantised checkpoints are not supported")
+    if not fields.flag("is_causal", True):
+        raise fields.error("is_causal", "only causal attention is supported")
+    chunks = fields.section("dual_chunk_attention_config")
+    original = chunks.positive("original_max_position_embeddings", MAX_POSITIONS)
+    if list(chunks) and fields.positive("max_position_embeddings") > original:
+        raise fields.error(
+            "dual_chunk_attention_config",
+            "is not supported; without it set max_position_embeddings to what it calls original",
+        )
 
 
 def _sliding_window(fields: Fields, family: _Family) -> SlidingWindow | None:
@@ -313,7 +334,16 @@ def rope_config(fields: Fields) -> RopeConfig:
     Raises:
         ModelError: A rotation that is not supported; the message names the field.
     """
-    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    names = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
+    first, *others = [_rotation(fields, name) for name in names or ["rope_scaling"]]
+    # transformers lets the second win: whoever adds it to a newer file means it.
+    if any(replace(other, theta=first.theta) != first for other in others):
+        raise fields.error("rope_scaling", "is not what rope_parameters say; keep one of them")
+    return first
+
+
+def _rotation(fields: Fields, name: str) -> RopeConfig:
+    """The rotation that one section describes."""
     rope = fields.section(name)
     if any(isinstance(rope.get(key), dict) for key in rope):
         raise fields.error(name, "different rotations per kind of layer are not supported")
@@ -326,14 +356,15 @@ def rope_config(fields: Fields) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor"))
     if kind == "llama3":
-        default = fields.positive("max_position_embeddings")
+        original = "original_max_position_embeddings"
+        default = rope.positive(original, fields.positive("max_position_embeddings"))
         return RopeConfig(
             theta=theta,
             scaling="llama3",
             factor=rope.number("factor"),
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
-            original_max_positions=rope.positive("original_max_position_embeddings", default),
+            original_max_positions=fields.positive(original, default),
         )
     raise fields.error(
         f"{name}.rope_type", f"{kind!r} is not supported (default, linear and llama3 are)"

@@ -106,7 +106,8 @@ def file_digest(path: Path, report: Callable[[int], None] | None = None) -> byte
 def _cached_file_digest(path: Path) -> bytes:
     real = path.resolve()
     stat = real.stat()
-    key = [str(real), stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    # Writing changes the last one, whatever is done to the others.
+    key = [str(real), stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino, stat.st_ctime_ns]
     name = hashlib.blake2b(str(real).encode(), digest_size=16).hexdigest()
     record = _record_folder() / f"{name}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.engine.errors import ModelError
+
+_SHOWN_CHARS = 80
 
 
 class Fields:
@@ -50,9 +52,10 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number greater than zero."""
         value = self._required(name, default)
-        ok = isinstance(value, int | float) and not isinstance(value, bool)
-        if not ok or not math.isfinite(value) or value <= 0:
-            raise self.error(name, f"expected a number greater than zero, got {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
+            shown = repr(value)[:_SHOWN_CHARS]
+            raise self.error(name, f"expected a number greater than zero, got {shown}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:

@@ -13,6 +13,7 @@ Progress = Callable[[int, int], None]
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
+_MAX_NAME_BYTES = 255
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -24,6 +25,11 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     index = model_dir / _INDEX_FILE
     if index.exists():
         names = sorted(set(_weight_map(index).values()))
+        if (model_dir / _SINGLE_FILE).exists() and _SINGLE_FILE not in names:
+            raise ModelError(
+                f"{model_dir} holds {_SINGLE_FILE} beside {_INDEX_FILE}, which does not name it: "
+                "remove the one that is not meant"
+            )
     elif (model_dir / _SINGLE_FILE).exists():
         names = [_SINGLE_FILE]
     else:
@@ -45,6 +51,6 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         raise ModelError(f"{index} is not an index of safetensors files: {error!r}") from error
     for file in files.values():
         # A name with a folder in it could lead out of the model's directory.
-        if Path(file).name != file:
-            raise ModelError(f"{index}: {file!r} is not a plain file name")
+        if Path(file).name != file or len(file.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
+            raise ModelError(f"{index}: {file[:_MAX_NAME_BYTES]!r} is not a plain file name")
     return files

@@ -70,6 +70,8 @@ def load_model(
     with Checkpoint(
         model_dir, torch_dtype, target, progress, unused=lambda name: _is_unused(name, config)
     ) as checkpoint:
+        if config.tie_word_embeddings:
+            checkpoint.check_alike("model.embed_tokens.weight", "lm_head.weight")
         model = build(config, Weights(checkpoint, arena=arena))
         checkpoint.finish()
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ from tokenizers import Tokenizer
 from weft.engine.end_tokens import end_token_ids
 from weft.engine.errors import ModelError
 from weft.gateway.template import ChatTemplate
+from weft.gateway.tokenizer_files import read_json, read_tokenizer
 from weft.gateway.vocabulary import Vocabulary
+
+_log = logging.getLogger(__name__)
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -62,15 +65,15 @@ def load_model(folder: Path, name: str = "", max_context_tokens: int | None = No
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such directory; --model-dir takes a Hugging Face model")
-    config = _text_config(_read_json(folder / "config.json", required=True))
-    tokenizer_config = _read_json(folder / "tokenizer_config.json")
-    generation_config = _read_json(folder / "generation_config.json")
-    tokenizer = _read_tokenizer(folder / "tokenizer.json")
-    vocabulary = Vocabulary(tokenizer)
+    config = _text_config(read_json(folder / "config.json", required=True))
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    generation_config = read_json(folder / "generation_config.json")
     context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
     specials = _special_tokens(
-        {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}
+        {**read_json(folder / "special_tokens_map.json"), **tokenizer_config}
     )
+    tokenizer = read_tokenizer(folder, tokenizer_config, specials)
+    vocabulary = Vocabulary(tokenizer)
     source = _template_source(folder, tokenizer_config)
     return ServedModel(
         name=name or folder.resolve().name,
@@ -85,20 +88,6 @@ def load_model(folder: Path, name: str = "", max_context_tokens: int | None = No
     )
 
 
-def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if required:
-            raise ModelError(f"{path}: missing; --model-dir takes a Hugging Face model") from None
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: a JSON object is expected")
-    return content
-
-
 def _integer(config: dict[str, Any], name: str, default: int) -> int:
     value = config.get(name, default)
     if not isinstance(value, int) or value < 1:
@@ -110,18 +99,6 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The language part of a composite model's config."""
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    if not path.is_file():
-        raise ModelError(f"{path}: missing; a model with a fast tokenizer is needed")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises nothing more specific
-        raise ModelError(f"{path}: not a tokenizer: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -138,14 +115,25 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = tokenizer_config.get("chat_template")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from error
+    source, where = tokenizer_config.get("chat_template"), "tokenizer_config.json"
     if source is None:
-        source = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {item.get("name"): item.get("template") for item in source}
+        where = "chat_template.json"
+        source = read_json(folder / where).get("chat_template")
+    if isinstance(source, list) and all(isinstance(item, dict) for item in source):
+        named = {str(item.get("name")): item.get("template") for item in source}
+        if "default" not in named:
+            _log.warning("no chat template is called `default`, only %s", ", ".join(named))
         source = named.get("default")
-    return source if isinstance(source, str) else None
+    if source is not None and not isinstance(source, str):
+        raise ModelError(
+            f"{folder / where}: chat_template: expected a text, or a list of such with names, got "
+            f"{str(source)[:200]}"
+        )
+    return source
 
 
 def _eos_ids(

@@ -19,6 +19,17 @@ _MARK = "\U0010fffd continued here \U0010fffd"
 be part of what they write behind it.
 """
 
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template's own code can raise."""
+
 
 class _GenerationTag(Extension):
     """Accepts `{% generation %}...{% endgeneration %}`, which marks the assistant's own text for
@@ -93,7 +104,7 @@ class ChatTemplate:
         }
         try:
             text = self._template.render(names)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+        except _REFUSALS as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}",
                 stage="prepare",
