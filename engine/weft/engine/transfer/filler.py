@@ -179,7 +179,7 @@ class Lease:
     job: FillJob | None
     end_token: int
     """End of the accepted range."""
-    accepted_at: float
+    timings: FillTimings
     term: LeaseTerm
     sign_of_life_at: float
     transport: str
@@ -196,7 +196,6 @@ class Lease:
     """Number of these events that the stream has passed on."""
     said_with_chunk: int = 0
     """`num_said` at the end of the last chunk."""
-    timings: FillTimings = field(default_factory=FillTimings)
     needs_fence: bool = False
     is_stranded: bool = False
     """Whether its source pages stay referenced for the life of this process."""
@@ -290,7 +289,7 @@ class Filler:
             stream=start.stream,
             job=None,
             end_token=handle.end_token,
-            accepted_at=now,
+            timings=FillTimings(accepted_at=now),
             term=LeaseTerm(handle.lease_s, self._clock),
             sign_of_life_at=now,
             transport="nixl" if handle.nixl is not None else "data",
@@ -358,7 +357,7 @@ class Filler:
         ready = job.num_computed // size * size
         is_complete = job.num_computed >= lease.end_token
         if is_complete:
-            lease.timings.last_chunk_computed_s = self._clock() - lease.accepted_at
+            lease.timings.last_chunk_computed_s = self._clock() - lease.timings.accepted_at
             lease.timings.queued_s = self._jobs.queued_s(job)
             lease.timings.computed_tokens = lease.end_token - job.num_cached_tokens
             self.counters.computed_tokens += lease.timings.computed_tokens
@@ -539,8 +538,8 @@ class Filler:
     def _report_written(self, lease: Lease, chunk: ShipChunk, result: ShipResult) -> None:
         timings = lease.timings
         if chunk.index == 0:
-            timings.first_write_posted_s = result.posted_at - lease.accepted_at
-        timings.last_write_complete_s = result.completed_at - lease.accepted_at
+            timings.first_write_posted_s = result.posted_at - timings.accepted_at
+        timings.last_write_complete_s = result.completed_at - timings.accepted_at
         timings.bytes += len(chunk.local_pages) * self._page_bytes
         self.counters.shipped_pages += len(chunk.local_pages)
         self.counters.shipped_bytes += len(chunk.local_pages) * self._page_bytes

@@ -66,6 +66,8 @@ EventKind = Literal[
 class FillTimings:
     """Durations measured by the filler since it accepted the fill."""
 
+    accepted_at: float = 0.0
+    """That moment, on the filler's monotonic clock; means nothing on other machines."""
     queued_s: float = 0.0
     first_write_posted_s: float = 0.0
     last_chunk_computed_s: float = 0.0

@@ -21,9 +21,9 @@ class FillTrace:
         self._tracer = tracer
         self._request_id = start.request_id
         self._start_s = monotonic()
-        self._accepted_s = self._start_s
         self._attributes: dict[str, Attribute] = {"weft.owner_id": start.handle.owner_id}
         self._timings: FillTimings | None = None
+        self._accepted_s = 0.0
         self._error = "the owner's stream broke"
         self._is_on = tracer.is_on and bool(start.traceparent)
         if self._is_on:
@@ -33,7 +33,6 @@ class FillTrace:
     def on_event(self, event: FillEvent) -> None:
         """Records an event sent to the owner."""
         if event.kind == "accepted" and "weft.transport" not in self._attributes:
-            self._accepted_s = monotonic()
             self._attributes["weft.transport"] = event.transport
             self._attributes["weft.tokens"] = event.end_token - event.start_token
         elif event.kind == "done":
@@ -54,6 +53,8 @@ class FillTrace:
         if timings is not None:
             self._attributes["weft.computed_tokens"] = timings.computed_tokens
             self._attributes["weft.bytes"] = timings.bytes
+            # The engine's clock is this process's: both are CLOCK_MONOTONIC.
+            self._accepted_s = timings.accepted_at
             self._stage("queue", 0.0, timings.queued_s, {})
             if timings.computed_tokens:
                 tokens: dict[str, Attribute] = {"weft.tokens": timings.computed_tokens}
