@@ -18,6 +18,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from weft.cli.channel import (
     Metadata,
     add_gateway_flags,
@@ -100,7 +101,7 @@ def show(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
     table.add_column("service", no_wrap=True)
     table.add_column("after", justify="right", no_wrap=True)
     table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table.add_column("")
     for root in build_trees(spans):
         _add(table, root, "", "")
     console.print(table)
@@ -110,12 +111,15 @@ def _add(table: Table, node: SpanNode, lead: str, below: str) -> None:
     span = node.span
     name = f"[red]{escape(span.name)}[/]" if span.error else escape(span.name)
     after = "" if node.after_s is None else f"{'~' if node.is_shifted else ''}{_ms(node.after_s)}"
+    details = Text.from_markup(_details(span))
+    # Cut where the terminal is narrow, but for what has failed.
+    details.no_wrap, details.overflow = not span.error, "fold" if span.error else "ellipsis"
     table.add_row(
         f"[dim]{lead}[/]{name}",
         escape(span.instance or span.service),
         after,
         _ms(node.duration_s),
-        _details(span),
+        details,
     )
     for index, child in enumerate(node.children):
         is_last = index == len(node.children) - 1

@@ -7,7 +7,9 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from weft.common.settings import PageSettings
-from weft.engine.memory.eviction import EvictionName
+
+StoreEvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "slru"]
+"""Of a worker's policies those that need nothing but the pages."""
 
 
 class KvStoreSettings(PageSettings):
@@ -21,7 +23,7 @@ class KvStoreSettings(PageSettings):
         description="id that stays the same over restarts; empty = kvstore and port",
     )
     memory_bytes: int = Field(1 << 30, ge=1 << 16, description="size of the arena, in bytes")
-    eviction_policy: EvictionName = Field(
+    eviction_policy: StoreEvictionName = Field(
         "lru",
         description="order of evicting pages, in the arena and on disk: least recently, least "
         "frequently or most recently used, first in, last in (filo), or slru: those "

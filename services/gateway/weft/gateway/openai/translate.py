@@ -35,8 +35,8 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 
 _UNSUPPORTED = {
-    "regex": "this name of a regular expression (guided_regex is supported)",
-    "ebnf": "this name of a grammar (guided_grammar is supported)",
+    "regex": "a regular expression is given as guided_regex",
+    "ebnf": "a grammar is given as guided_grammar",
     "allowed_token_ids": "a list of allowed tokens",
     "bad_words": "words that must not come",
     "use_beam_search": "beam search",
@@ -87,7 +87,7 @@ def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateReques
     if body.suffix:
         raise _unsupported("suffix", "text behind the completion")
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
-        raise _unsupported("best_of", "best_of other than n")
+        raise _unsupported("best_of", "choosing among more answers than n")
     if body.echo and body.logprobs is not None:
         raise _unsupported("echo", "log-probabilities of an echoed prompt")
     return _request(
@@ -278,4 +278,4 @@ def _refuse_unsupported(body: GenerationBody) -> None:
 
 
 def _unsupported(param: str, what: str) -> InvalidRequest:
-    return invalid(param, f"{what}: not supported by this server; leave it out")
+    return invalid(param, f"not supported by this server ({what}); leave it out")
