@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from weft.kernels.lora import LoraSegments, LoraWeights, rank_rows, sort_tokens
+from weft.kernels.lora import ROW_RANK, LoraSegments, LoraWeights, sort_tokens
 
 POISON_ROW = np.iinfo(np.int32).min // 2
+
+
+class LoraRows(NamedTuple):
+    """The A and B of one projection as rows of the pool."""
+
+    a: torch.Tensor
+    """[ceil(r / ROW_RANK), ROW_RANK, in_features]."""
+    b: torch.Tensor
+    """[ceil(r / ROW_RANK), ROW_RANK, out_features]."""
+
+
+def rank_rows(a: torch.Tensor, b: torch.Tensor) -> LoraRows:
+    """Cuts A [r, in_features] and B [out_features, r] into rows, the last filled up with zeros."""
+    missing = -a.shape[0] % ROW_RANK
+
+    def cut(values: torch.Tensor) -> torch.Tensor:
+        filled = torch.nn.functional.pad(values, (0, 0, 0, missing))
+        return filled.reshape(-1, ROW_RANK, values.shape[1])
+
+    return LoraRows(cut(a), cut(b.t()))
 
 
 def poison_new_memory(patch: pytest.MonkeyPatch) -> None:

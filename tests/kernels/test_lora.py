@@ -23,7 +23,6 @@ from weft.kernels.lora import (
     add_embedding_lora,
     add_lora,
     pack_b,
-    rank_rows,
     sort_tokens,
 )
 
@@ -421,21 +420,6 @@ def test_the_place_of_rows_changes_nothing(dtype: torch.dtype) -> None:
     out = linear(x, packed, lora=addition([case], slots))
     other = linear(x, packed, lora=addition([LoraCase(turned, case.plain)], slots))
     assert torch.equal(out, other)
-
-
-@pytest.mark.parametrize("rank", [1, 7, 8, 9, 24])
-def test_rank_rows_hold_all_ranks_and_zeros(rank: int) -> None:
-    a, b = torch.randn(rank, 13), torch.randn(29, rank)
-    rows = rank_rows(a, b)
-    count = -(-rank // ROW_RANK)
-    assert rows.a.shape == (count, ROW_RANK, 13)
-    assert rows.b.shape == (count, ROW_RANK, 29)
-    assert torch.equal(rows.a.flatten(0, 1)[:rank], a)
-    assert torch.equal(rows.b.flatten(0, 1)[:rank].T, b)
-    assert not rows.a.flatten(0, 1)[rank:].any()
-    assert not rows.b.flatten(0, 1)[rank:].any()
-    with pytest.raises(ValueError, match="differ in rank"):
-        rank_rows(a, torch.randn(29, rank + 1))
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:

@@ -130,37 +130,6 @@ class LoraWeights:
         return self.table.shape[2] * ROW_RANK
 
 
-class LoraRows(NamedTuple):
-    """The A and B of one projection as rows of the pool."""
-
-    a: torch.Tensor
-    """[ceil(r / ROW_RANK), ROW_RANK, in_features]."""
-    b: torch.Tensor
-    """[ceil(r / ROW_RANK), ROW_RANK, out_features]."""
-
-
-def rank_rows(a: torch.Tensor, b: torch.Tensor) -> LoraRows:
-    """Cuts an adapter's parameters of one projection into rows, the last filled up with zeros.
-
-    Args:
-        a: [r, in_features], r at least 1.
-        b: [out_features, r], scaled already.
-
-    Raises:
-        ValueError: They differ in rank.
-    """
-    rank = a.shape[0]
-    if b.shape[1] != rank:
-        raise ValueError(f"A {tuple(a.shape)} and B {tuple(b.shape)} differ in rank")
-    missing = -rank % ROW_RANK
-
-    def cut(values: torch.Tensor) -> torch.Tensor:
-        filled = torch.nn.functional.pad(values, (0, 0, 0, missing))
-        return filled.reshape(-1, ROW_RANK, values.shape[1])
-
-    return LoraRows(cut(a), cut(b.t()))
-
-
 def packed_sizes(width: int) -> tuple[int, int]:
     """Sizes of a packed row of B of so many columns."""
     return -(-width // B_COLUMNS), ROW_RANK * B_COLUMNS
