@@ -1,10 +1,12 @@
 """The C builder: cached, atomic, one OpenMP runtime in a process, reasons instead of raises."""
 
 import ctypes
+import os
 import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,34 @@ def test_changed_source_or_flags_build_anew(tmp_path: Path) -> None:
     changed = load_native(source, folder=tmp_path)
     assert len({first.path, with_flags.path, changed.path}) == 3
     assert call_answer(changed.library, 7) == 35
+
+
+@pytest.mark.parametrize("damage", ["half", "zeros", "no digest"])
+def test_what_a_power_cut_leaves_is_not_loaded(tmp_path: Path, damage: str) -> None:
+    """Loading it would end the process with a signal."""
+    constant, argument = random.randrange(2, 1 << 20), random.randrange(1 << 20)
+    source, cache = write_source(tmp_path, constant), tmp_path / "cache"
+    command = [sys.executable, "-c", BUILD_SCRIPT, str(source), str(cache)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    path = Path(done.stdout.split()[0])
+    whole = path.read_bytes()
+    cut = {"half": whole[: len(whole) // 2], "no digest": whole[:-16]}
+    path.write_bytes(cut.get(damage, whole[:4096] + bytes(len(whole) - 4096)))
+    subprocess.run(command, capture_output=True, check=True)
+    again = load_native(source, folder=cache)
+    assert call_answer(again.library, argument) == constant * argument
+
+
+def test_what_killed_builds_left_is_removed(tmp_path: Path) -> None:
+    old, new = tmp_path / ".build-old", tmp_path / ".build-new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "code.o").touch()
+    long_ago = time.time() - 3 * build.COMPILE_TIMEOUT_S
+    os.utime(old, (long_ago, long_ago))
+    load_native(write_source(tmp_path, 3), folder=tmp_path)
+    assert not old.exists()
+    assert new.exists()  # of a build that may run
 
 
 def test_damaged_cache_entry_is_built_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ native code too. The result of a build is kept in a cache folder under a name th
 everything the machine code depends on; several processes may build at the same time.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -12,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,9 @@ BASE_FLAGS = (
 """Always passed."""
 
 COMPILE_TIMEOUT_S = 300.0
+_WORK_PREFIX = ".build-"
+_DIGEST_BYTES = 16
+"""Of the digest of a library, behind it in its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +123,17 @@ def load_native(
 
 def _load_existing(target: Path) -> ctypes.CDLL | None:
     """Loads a cached library; None if it is not there or is damaged (it is then built again)."""
-    if not target.exists():
-        return None
     try:
-        return ctypes.CDLL(str(target))
+        content = target.read_bytes()
+        is_whole = _digest(content[:-_DIGEST_BYTES]) == content[-_DIGEST_BYTES:]
+        # Of a damaged one loading may fail with a signal.
+        return ctypes.CDLL(str(target)) if is_whole else None
     except OSError:
         return None
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def _build_key(
@@ -171,8 +181,9 @@ def _compile(
 ) -> None:
     """Builds `target` so that other processes see either nothing or the whole file."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _remove_abandoned(target.parent)
     # Same file system as the target, so that the last step is a rename.
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as work:
+    with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=target.parent) as work:
         compiled, linked = Path(work) / "code.o", Path(work) / "code.so"
         openmp_flags = [] if openmp_library is None else ["-fopenmp"]
         compile_command = [*flags, *openmp_flags, "-c", str(source), "-o", str(compiled)]
@@ -182,7 +193,21 @@ def _compile(
         if openmp_library is not None:
             link_command += [str(openmp_library), f"-Wl,-rpath,{openmp_library.parent}"]
         _run([compiler_path, *link_command, "-lm"])
+        # Loaders ignore what follows a library; on the disk before it has its name.
+        with linked.open("r+b") as file:
+            digest = _digest(file.read())
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(linked, target)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes what builds that were killed have left."""
+    for work in folder.glob(f"{_WORK_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - work.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
+                shutil.rmtree(work, ignore_errors=True)
 
 
 def _run(command: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import queue
 import threading
 import time
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xgrammar
+from weft.engine.cores import num_cores
 from weft.engine.errors import Internal, InvalidRequest, WeftError
 from weft.engine.scheduler.plan import parents_of
 
@@ -398,7 +398,7 @@ def _together(jobs: Sequence[MaskJob]) -> list[Masks | WeftError] | None:
 
 def _fill(matchers: list[xgrammar.GrammarMatcher], words: npt.NDArray[np.int32]) -> None:
     """Writes the masks of the next tokens, [matchers, words of a mask], by some threads."""
-    wanted = min(MAX_THREADS, (os.cpu_count() or 1) // 2, len(matchers) // MASKS_OF_A_THREAD)
+    wanted = min(MAX_THREADS, num_cores() // 2, len(matchers) // MASKS_OF_A_THREAD)
     _filler(max(1, wanted), threading.get_ident()).batch_fill_next_token_bitmask(matchers, words)
 
 

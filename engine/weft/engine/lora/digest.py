@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.engine.cores import num_cores
 from weft.engine.errors import AdapterError
 from weft.engine.lora.files import AdapterFiles, open_adapter
 from weft.engine.lora.peft_config import variants_of
@@ -79,7 +79,7 @@ def _piece_digests(files: AdapterFiles) -> list[bytes]:
     """Digests of the weight file's pieces, made by some threads."""
     pieces = files.pieces(_PIECE_BYTES)
     digests, errors = [b""] * len(pieces), list[Exception]()
-    num_threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // _CORES_OF_A_THREAD))
+    num_threads = min(_MAX_THREADS, max(1, num_cores() // _CORES_OF_A_THREAD))
 
     def run(first: int) -> None:
         try:

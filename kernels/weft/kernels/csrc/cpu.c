@@ -86,7 +86,7 @@ int weft_moe(const Experts *experts) {
 #pragma omp parallel num_threads(threads) if (parallel)
   {
     Member me = join_team(&barrier);
-    moe_share(experts, first, second, &me);
+    moe_share(experts, first, second, threads, &me);
   }
   return FINE;
 }

@@ -113,16 +113,17 @@ static void gather_share(const Experts *m, const Member *me) {
              (const char *)m->x + size * (size_t)r, size);
 }
 
-/* This thread's units of one of the two products, over all experts. */
+/* This thread's units of one of the two products, over all experts; `ranges` divide them among
+ * `threads`, of which the team may have fewer. */
 static void experts_share(const Experts *m, Group group, const void *x, void *out, int out_bf16,
-                          Range *ranges, const Member *me) {
+                          Range *ranges, int threads, const Member *me) {
   const Weight *const *weights = group == TO_W13 ? m->w13 : m->w2;
   const int64_t *units = group == TO_W13 ? m->units : m->units + m->experts + 1;
   Placed placed;
   Amx amx = {0};
   int at = 0;
   long e = 0;
-  for (int64_t unit; (unit = next_unit(ranges, me->threads, me->thread, &at)) >= 0;) {
+  for (int64_t unit; (unit = next_unit(ranges, threads, me->thread, &at)) >= 0;) {
     if (unit < units[e]) e = 0; /* taken from another thread */
     while (unit >= units[e + 1]) e++;
     const Weight *w = weights[e];
@@ -156,7 +157,7 @@ static void combine_share(const Experts *m, const Member *me) {
     }
 }
 
-static void moe_share(const Experts *m, Range *first, Range *second, Member *me) {
+static void moe_share(const Experts *m, Range *first, Range *second, int threads, Member *me) {
   const int is_bf16 = m->w13[0]->is_bf16;
   gather_share(m, me);
   wait_for_all(me);
@@ -164,13 +165,13 @@ static void moe_share(const Experts *m, Range *first, Range *second, Member *me)
     shrink_places(m, TO_W13, m->gathered, me);
     wait_for_all(me);
   }
-  experts_share(m, TO_W13, m->gathered, m->inner, is_bf16, first, me);
+  experts_share(m, TO_W13, m->gathered, m->inner, is_bf16, first, threads, me);
   wait_for_all(me);
   if (m->lora != NULL) {
     shrink_places(m, TO_W2, m->inner, me);
     wait_for_all(me);
   }
-  experts_share(m, TO_W2, m->inner, m->products, 0, second, me);
+  experts_share(m, TO_W2, m->inner, m->products, 0, second, threads, me);
   wait_for_all(me);
   combine_share(m, me);
 }

@@ -22,6 +22,7 @@ from weft.common.worker.frames import (
     parse_from_engine,
 )
 from weft.engine.config import EngineConfig
+from weft.engine.cores import num_cores
 from weft.engine.errors import ConfigError, Internal, PeerUnavailable, error_class
 from weft.engine.messages import EngineInfo, Inbox, LoadReport, Outbox
 
@@ -82,8 +83,9 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         our_orders, their_orders = socket.socketpair()
         environment = dict(os.environ)
-        threads = self._config.num_threads or os.cpu_count() or 1
-        environment["OMP_NUM_THREADS"] = str(threads)
+        if self._config.num_threads:
+            environment["OMP_NUM_THREADS"] = str(self._config.num_threads)
+        environment.setdefault("OMP_NUM_THREADS", str(num_cores()))
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         try:
             self._process = await asyncio.create_subprocess_exec(
