@@ -136,6 +136,29 @@ async def test_tenants_share_no_cached_prefixes_unless_told_to(tmp_path: Path) -
         assert all(len(salt.encode()) <= 128 for salt in (*salts.values(), family, own))
 
 
+async def test_chats_of_one_name_are_each_tenants_own(tmp_path: Path) -> None:
+    """Also where tenants share cached prefixes, and so a salt."""
+    keys = [new_key(name, "family") for name in ("member", "member", "cousin")]
+    file = tmp_path / "keys.json"
+    write_keys(file, [entry for _, entry in keys])
+    async with gateway(tmp_path, script, api_keys_file=file) as mesh:
+        (worker,) = mesh.workers
+        chats, ends = [], []
+        for key, _ in keys:
+            request = hello("")
+            request.session_id = "chat"
+            assert [m async for m in mesh.typed.Complete(request, metadata=bearer(key))]
+            chats.append((worker.submits[-1].cache_salt, worker.submits[-1].session_id))
+            end = gateway_pb2.EndSessionRequest(session_id="chat")
+            assert (await mesh.typed.EndSession(end, metadata=bearer(key))).workers == 1
+            await mesh.wait(lambda: len(worker.session_ends) > len(ends))
+            ends.append((worker.session_ends[-1].cache_salt, worker.session_ends[-1].session_id))
+    assert chats == ends
+    assert chats[0] == chats[1] != chats[2]
+    assert chats[0][0] == chats[2][0]
+    assert all(len(session.encode()) <= 128 for _, session in chats)
+
+
 async def test_a_tenant_cannot_cancel_for_another(tmp_path: Path) -> None:
     def endless(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
         return Script(tokens=[[65] * 400])

@@ -104,11 +104,17 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
 
 
 def in_tenant_cache(request: GenerateRequest) -> GenerateRequest:
-    """Gives the request a cache salt that no other tenant's request can have.
+    """Gives the request a cache salt that no request of another cache group can have, and a session
+    that no other tenant's can be.
 
     A client's own `cache_salt` still separates within the tenant.
     """
-    return replace(request, cache_salt=tenant_salt(request.tenant, request.cache_salt))
+    tenant = request.tenant
+    return replace(
+        request,
+        cache_salt=tenant_salt(tenant, request.cache_salt),
+        session_id=tenant_session(tenant, request.session_id),
+    )
 
 
 def tenant_salt(tenant: Tenant | None, cache_salt: str) -> str:
@@ -118,6 +124,14 @@ def tenant_salt(tenant: Tenant | None, cache_salt: str) -> str:
     # Two digests, so that no choice of a salt makes one tenant's input another's.
     group = hashlib.blake2b(tenant.cache_group.encode(), digest_size=32).digest()
     return hashlib.blake2b(cache_salt.encode(), key=group, digest_size=32).hexdigest()
+
+
+def tenant_session(tenant: Tenant | None, session_id: str) -> str:
+    """Derives a session id that no other tenant's chat can have, though they may share a salt."""
+    if tenant is None or not session_id:
+        return session_id
+    name = hashlib.blake2b(tenant.name.encode(), digest_size=32).digest()
+    return hashlib.blake2b(session_id.encode(), key=name, digest_size=32).hexdigest()
 
 
 def _bearer(metadata: Any) -> str:
