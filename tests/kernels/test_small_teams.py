@@ -33,7 +33,7 @@ torch.testing.assert_close(linear(x, packed), x @ weight.T, rtol=1e-4, atol=1e-4
 """
 
 
-@pytest.mark.parametrize("limit", ["1", "2", "3"])
+@pytest.mark.parametrize("limit", ["1", "3"])
 def test_a_team_may_be_smaller_than_asked_for(limit: str) -> None:
     """As by OMP_THREAD_LIMIT, or OMP_DYNAMIC on a busy machine."""
     if cpu.native_cpu() is None:
