@@ -33,12 +33,11 @@ torch.testing.assert_close(linear(x, packed), x @ weight.T, rtol=1e-4, atol=1e-4
 """
 
 
-@pytest.mark.parametrize("limit", ["1", "3"])
-def test_a_team_may_be_smaller_than_asked_for(limit: str) -> None:
+def test_a_team_may_be_smaller_than_asked_for() -> None:
     """As by OMP_THREAD_LIMIT, or OMP_DYNAMIC on a busy machine."""
     if cpu.native_cpu() is None:
         pytest.skip(f"cc: {cpu.native_cpu_missing()}")
-    environment = {**os.environ, "OMP_THREAD_LIMIT": limit, "OMP_NUM_THREADS": "4"}
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "3", "OMP_NUM_THREADS": "4"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120
     )
