@@ -240,14 +240,20 @@ def stop_reads(
     return begun, going_on
 
 
+async def put_cold(store: KvStore, caller: StoreCaller) -> Chain:
+    """Twenty pages that are on the disk alone."""
+    chain, _ = await put(caller, 20)
+    await on_disk(store, 20)
+    assert store._arena_pages is not None
+    store._arena_pages.pages.flush()
+    return chain
+
+
 async def test_pages_in_the_arena_wait_for_no_other_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tmp_path, memory_bytes=64 * PAGE_BYTES) as (store, caller):
-        cold, _ = await put(caller, 20)
-        await on_disk(store, 20)
-        assert store._arena_pages is not None
-        store._arena_pages.pages.flush()
+        cold = await put_cold(store, caller)
         hot, content = await put(caller, 8)
         _, going_on = stop_reads(store, monkeypatch)
         assert await caller.look_up(cold) == 20
@@ -261,10 +267,8 @@ async def test_who_waits_no_longer_says_nothing_of_the_disk(
 ) -> None:
     """An owner that goes during a read of moderate length is no sign of a stalled disk."""
     async with opened(tmp_path, memory_bytes=64 * PAGE_BYTES) as (store, caller):
-        cold, _ = await put(caller, 20)
-        await on_disk(store, 20)
+        cold = await put_cold(store, caller)
         assert store._arena_pages is not None
-        store._arena_pages.pages.flush()
         begun, going_on = stop_reads(store, monkeypatch)
         fetch = asyncio.create_task(store._arena_pages.backend.fetch(cold.keys))
         await until(begun.is_set)

@@ -194,12 +194,17 @@ def prompts(count: int, size: int = 100) -> Sequence[LoggedPrompt]:
     ]
 
 
-def test_a_single_file_begins_anew(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    log = RequestLog(path, max_bytes=4096, num_files=1)
+def write_many(path: Path, num_files: int) -> None:
+    """More prompts than fit into the files."""
+    log = RequestLog(path, max_bytes=4096, num_files=num_files)
     for prompt in prompts(100):
         log.write(prompt)
     log.close()
+
+
+def test_a_single_file_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write_many(path, 1)
     assert [*tmp_path.iterdir()] == [path]
     assert 0 < path.stat().st_size <= 4096
     assert lines_of(path)[-1].request_id == "cmpl-99"
@@ -233,11 +238,7 @@ def assert_is_set(event: threading.Event) -> None:
 
 
 def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    log = RequestLog(path, max_bytes=4096, num_files=3)
-    for prompt in prompts(100):
-        log.write(prompt)
-    log.close()
+    write_many(tmp_path / "log.jsonl", 3)
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["log.jsonl", "log.jsonl.1", "log.jsonl.2"]
     assert all(file.stat().st_size <= 4096 for file in files)

@@ -10,7 +10,9 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def num_cores() -> int:
     """Cores by the process's affinity and its control group's quota, rounded up; at least 1."""
-    cores = len(os.sched_getaffinity(0))
+    # Only Linux tells the affinity.
+    is_told = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if is_told else os.cpu_count() or 1
     try:
         quota, period = map(int, _QUOTA.read_text().split())
     except (OSError, ValueError):  # none: `max`, or another system

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import hmac
 import json
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from weft.common.file_lock import wait_for_lock
 from weft.engine.errors import ConfigError
 
 PREFIX = "sk-weft-"
@@ -160,24 +159,15 @@ def locked_keys(path: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"API key file {path}: {error.strerror}") from error
     try:
-        _lock(lock, path)
+        try:
+            wait_for_lock(lock, _LOCK_TIMEOUT_S)
+        except TimeoutError:
+            raise ConfigError(f"API key file {path}: another process is changing it") from None
+        except OSError as error:
+            raise ConfigError(f"API key file {path}: {error.strerror}") from error
         yield
     finally:
         os.close(lock)
-
-
-def _lock(lock: int, path: Path) -> None:
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            is_held = isinstance(error, BlockingIOError)
-            if not is_held or time.monotonic() >= deadline:
-                why = "another process is changing it" if is_held else error.strerror
-                raise ConfigError(f"API key file {path}: {why}") from error
-        time.sleep(0.01)
 
 
 def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:

@@ -12,19 +12,17 @@ several machines, as long as it has file locks and atomic renames (local disks, 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from weft.common.adapters.manifest import Manifest, parse, serialise
 from weft.common.adapters.paths import COPIES, copy_adapter, remove_copies
+from weft.common.file_lock import wait_for_lock
 from weft.engine.errors import ConfigError, Overloaded
 
 MANIFEST = "adapters.json"
 MAX_MANIFEST_BYTES = 16 << 20
-_LOCK_EVERY_S = 0.01
 Stamp = tuple[int, int, int]
 """Identity of a file's version: modification time, inode, size."""
 
@@ -153,25 +151,19 @@ class Registry:
                 f"{path}: {error.strerror}; a gateway writes into its adapter root"
             ) from error
         try:
-            deadline = time.monotonic() + self._lock_timeout_s
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        raise Overloaded(
-                            f"{path} is held by another process for over "
-                            f"{self._lock_timeout_s:g} s",
-                            stage="queue",
-                            retry_after_s=1.0,
-                        ) from None
-                    time.sleep(_LOCK_EVERY_S)
-                except OSError as error:
-                    raise ConfigError(
-                        f"{path} cannot be locked: {error.strerror}; the adapter root must be on a "
-                        "file system with locks"
-                    ) from error
+            try:
+                wait_for_lock(descriptor, self._lock_timeout_s)
+            except TimeoutError:
+                raise Overloaded(
+                    f"{path} is held by another process for over {self._lock_timeout_s:g} s",
+                    stage="queue",
+                    retry_after_s=1.0,
+                ) from None
+            except OSError as error:
+                raise ConfigError(
+                    f"{path} cannot be locked: {error.strerror}; the adapter root must be on a "
+                    "file system with locks"
+                ) from error
             yield
         finally:
             os.close(descriptor)
