@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from weft.engine import parts as engine_parts
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import FillCommand, FillReply, Inbox, LeaseReply, SessionBatch
+from weft.engine.parts import load_parts
+from weft.engine.transfer import staging_parts
 
 from gpu_mesh.shared import VERSION, CopyReceiver, CopySenders, SharedPages
 
@@ -38,8 +39,8 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
     """The process: loads, says its epoch, then turns until it is told `close`."""
     resolved = EngineConfig(**config)
     if resolved.transport == "data":
-        engine_parts.PinnedStagingPages = SharedPages  # type: ignore[assignment,misc]
-    engine = Engine(resolved, engine_parts.load_parts(resolved))
+        staging_parts.PinnedStagingPages = SharedPages  # type: ignore[assignment,misc]
+    engine = Engine(resolved, load_parts(resolved))
     lock = threading.Lock()
 
     def send(message: FromWorker) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from serving.systems import Answer, Outcome
+from serving.systems import Answer, Arrivals, Outcome
 
 TIMEOUT_S = 300.0
 T = TypeVar("T")
@@ -106,15 +106,11 @@ class LoadSystem:
         return Outcome(wall_s, [self._client.decode(raw, num_tokens) for raw in raws])
 
     def run_with_arrivals(
-        self,
-        prompts: Sequence[list[int]],
-        num_tokens: int,
-        arriving: Sequence[list[int]],
-        num_events_before: int,
+        self, prompts: Sequence[list[int]], num_tokens: int, arrivals: Arrivals
     ) -> tuple[Outcome, list[Answer]]:
         """See `Streaming`."""
         bodies = [self._client.encode(prompt, num_tokens) for prompt in prompts]
-        late_bodies = [self._client.encode(prompt, 1) for prompt in arriving]
+        late_bodies = [self._client.encode(prompt, 1) for prompt in arrivals.prompts]
         raws, late_raws = [Raw() for _ in bodies], [Raw() for _ in late_bodies]
         num_arrived = 0
 
@@ -123,7 +119,7 @@ class LoadSystem:
             all_began = asyncio.Event()
 
             def on_piece() -> None:
-                if min(len(raw.pieces) for raw in raws) >= num_events_before:
+                if min(len(raw.pieces) for raw in raws) >= arrivals.num_events_before:
                     all_began.set()
 
             pairs = zip(bodies, raws, strict=True)
@@ -135,11 +131,14 @@ class LoadSystem:
                 for task in running:
                     task.add_done_callback(lambda _: all_began.set())
                 await all_began.wait()
+                send_s = time.perf_counter()
                 for body, raw in zip(late_bodies, late_raws, strict=True):
+                    await asyncio.sleep(max(0.0, send_s - time.perf_counter()))
                     if any(task.done() for task in running):
                         break
                     num_arrived += 1
-                    await self._client.exchange(body, raw, None)
+                    tasks.create_task(self._client.exchange(body, raw, None))
+                    send_s += arrivals.interval_s
 
         wall_s = self._timed(run())
         answers = [self._client.decode(raw, num_tokens) for raw in raws]

@@ -35,7 +35,7 @@ from serving.workload import Prompts
 
 UP_FLAGS = "--local-prefill-max-tokens 128 --kvstore 1"
 """Short prompts run where they are decoded, long ones are shipped; computed pages are kept."""
-MIXED_STREAMS, MIXED_TOKENS, MIXED_ARRIVING = 4, 224, 3
+MIXED_STREAMS, MIXED_TOKENS, MIXED_ARRIVING, MIXED_INTERVAL_S = 4, 320, 3, 0.9
 CHUNK_MIB = 48
 DEFAULT_PAGE_BYTES = 360 << 10
 
@@ -183,6 +183,7 @@ def build_sections(
                 MIXED_TOKENS,
                 MIXED_ARRIVING,
                 arguments.long_tokens,
+                MIXED_INTERVAL_S,
             )
         )
     if "first-token" in rows and systems.grpc:

@@ -13,6 +13,7 @@ from serving.load import LoadError
 from serving.series import Ledger, Series
 from serving.systems import (
     Answer,
+    Arrivals,
     EngineSystem,
     Outcome,
     Streaming,
@@ -201,9 +202,10 @@ def prefill_rate(answer: Answer) -> float:
 class Mixed:
     """Running streams while long prompts arrive: their rate and gaps, then beside those before.
 
-    The value is output tokens per second of the running streams between the first prompt's
-    arrival and the last one's first token; the ratio is to the same streams before the prompts
-    came. Times to the first token are the arriving prompts'.
+    One prompt arrives each `interval_s`, whatever the system has done with those before. The value
+    is output tokens per second of the running streams from the first arrival until the last one's
+    interval has passed; the ratio is to the same streams before the prompts came. Times to the
+    first token are the arriving prompts'.
     """
 
     ledger: Ledger
@@ -213,6 +215,7 @@ class Mixed:
     num_tokens: int
     num_arriving: int
     arriving_tokens: int
+    interval_s: float
     name: str = MIXED
     num_events_before: int = 48
 
@@ -229,7 +232,8 @@ class Mixed:
         before = min(self.num_events_before, self.num_tokens // 3)
         for system in rotated(self.systems, turn):
             row = self.ledger.row(self.name, system.name, str(self.num_streams))
-            work = (prompts, self.num_tokens, arriving, before)
+            arrivals = Arrivals(arriving, before, self.interval_s)
+            work = (prompts, self.num_tokens, arrivals)
             found = attempt(row, partial(system.run_with_arrivals, *work))
             if found is None or not turn:
                 continue
@@ -241,15 +245,14 @@ class Mixed:
     def finish(self) -> None:
         """See `Section.finish`."""
 
-    @staticmethod
-    def _note(row: Series, turn: int, outcome: Outcome, arrived: list[Answer]) -> None:
+    def _note(self, row: Series, turn: int, outcome: Outcome, arrived: list[Answer]) -> None:
         answers = outcome.answers
         if not arrived:
             raise LoadError("the streams ended before a prompt came: give them more tokens")
         all_began_s = max(answer.event_times_s[0] for answer in answers)
         one_ended_s = min(answer.event_times_s[-1] for answer in answers)
         arrived_s = arrived[0].sent_s
-        until_s = min(one_ended_s, arrived[-1].event_times_s[-1])
+        until_s = min(one_ended_s, arrived_s + len(arrived) * self.interval_s)
 
         def rate(since_s: float, until_s: float) -> float:
             times = [t for answer in answers for t in answer.event_times_s]

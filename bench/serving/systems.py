@@ -66,24 +66,32 @@ class System(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Prompts that come while others run, at times that no system decides, so that all get the
+    same work.
+    """
+
+    prompts: Sequence[list[int]]
+    """Each wants one token."""
+    num_events_before: int
+    """Events of every running stream before the first of these is sent."""
+    interval_s: float
+    """Seconds from one to the next."""
+
+
 class Streaming(System, Protocol):
     """A system that can take prompts while others run."""
 
     def run_with_arrivals(
-        self,
-        prompts: Sequence[list[int]],
-        num_tokens: int,
-        arriving: Sequence[list[int]],
-        num_events_before: int,
+        self, prompts: Sequence[list[int]], num_tokens: int, arrivals: Arrivals
     ) -> tuple[Outcome, list[Answer]]:
-        """Generates for `prompts`; meanwhile other prompts arrive, one after the other.
+        """Generates for `prompts`; meanwhile other prompts arrive.
 
         Args:
             prompts: All at once, `num_tokens` each.
             num_tokens: As in `run`.
-            arriving: Each wants one token, and comes when the one before it has got its own; no
-                more come once one of `prompts` has ended.
-            num_events_before: Events of every one of `prompts` before the first of `arriving`.
+            arrivals: None is sent any more once one of `prompts` has ended.
 
         Returns:
             The outcome of `prompts`, and the answers to those that arrived.
@@ -117,26 +125,22 @@ class EngineSystem:
         return Outcome(time.perf_counter() - started_s, answers)
 
     def run_with_arrivals(
-        self,
-        prompts: Sequence[list[int]],
-        num_tokens: int,
-        arriving: Sequence[list[int]],
-        num_events_before: int,
+        self, prompts: Sequence[list[int]], num_tokens: int, arrivals: Arrivals
     ) -> tuple[Outcome, list[Answer]]:
         """See `Streaming`."""
         started_s = time.perf_counter()
         answers = self._submit(prompts, num_tokens)
-        while min(len(answer.event_times_s) for answer in answers) < num_events_before:
+        while min(len(answer.event_times_s) for answer in answers) < arrivals.num_events_before:
             self._turn(None)
-        arrived: list[Answer] = []
-        for prompt in arriving:
-            if len(self._open) < len(prompts):
-                break
-            arrived += self._submit([prompt], 1)
-            while not arrived[-1].event_times_s:
-                self._turn(None)
+        waiting, arrived = list(arrivals.prompts), list[Answer]()
+        send_s = time.perf_counter()
         while self._open:
-            self._turn(None)
+            one_ended = any(len(answer.token_ids or ()) == num_tokens for answer in answers)
+            if waiting and not one_ended and time.perf_counter() >= send_s:
+                arrived += self._submit([waiting.pop(0)], 1)
+                send_s += arrivals.interval_s
+            else:
+                self._turn(None)
         return Outcome(time.perf_counter() - started_s, answers), arrived
 
     def close(self) -> None:

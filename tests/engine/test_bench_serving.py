@@ -135,7 +135,8 @@ def test_no_prompt_arrives_once_the_streams_have_ended(scripted_server: Any) -> 
     long = chunked(sse(*[text_event("a")] * 30, usage_event(30), "[DONE]"))
     system = load_rest(scripted_server(MODELS, long))
     # So many pieces never come: the streams have ended when prompts may arrive.
-    outcome, arrived = system.run_with_arrivals([[1]], 30, [[2], [3]], 10**6)
+    arrivals = importlib.import_module("serving.systems").Arrivals([[2], [3]], 10**6, 0.0)
+    outcome, arrived = system.run_with_arrivals([[1]], 30, arrivals)
     assert [answer.text for answer in outcome.answers] == ["a" * 30]
     assert arrived == []
 

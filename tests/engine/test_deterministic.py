@@ -17,7 +17,7 @@ from paging import PagedDriver, PagedRequest
 from threads import one_thread
 from tiny_adapters import LINEAR, adapter_tensors, vocabulary_tensors, write_adapter
 from tiny_models import make_tiny
-from weft.engine import parts
+from weft.engine import device, parts
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.engine.llm import LLM
@@ -196,7 +196,7 @@ def test_the_flag_is_refused_elsewhere(
 ) -> None:
     path = make_tiny("llama", tmp_path, head_dim=24 if missing == "compiler" else 20)
     if missing == "compiler":
-        monkeypatch.setattr(parts, "native_cpu", lambda: None)
+        monkeypatch.setattr(device, "native_cpu", lambda: None)
     config = EngineConfig(
         model_dir=path, dtype="float32", num_pages=16, transport="data", deterministic=True
     )

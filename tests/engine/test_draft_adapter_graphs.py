@@ -50,7 +50,7 @@ def case(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> DraftAda
         assert isinstance(drafted.head, Eagle3Head)
         return DraftAdapterFiles(adaptable_shapes(drafted.head.config))
 
-    monkeypatch.setattr(parts, "_draft_adapters", brought)
+    monkeypatch.setattr(parts, "draft_adapters", brought)
     return DraftAdapterCase(tmp_path, seed)
 
 

@@ -184,12 +184,12 @@ memory = ctypes.create_string_buffer(8192)
 small = Stack(ctypes.addressof(memory), 0, 8192)
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
 import torch
-from weft.engine.parts import _missing_native
+from weft.engine.device import missing_native
 from weft.kernels import cpu
 from weft.kernels.linear import linear, pack_linear
 native = cpu.native_cpu()
 assert native.is_amx_refused and not native.has_amx
-(notice,) = _missing_native(torch.device("cpu"))
+(notice,) = missing_native(torch.device("cpu"))
 assert "refuses AMX" in notice, notice
 x, weight = torch.randn(40, 96).bfloat16(), torch.randn(64, 96).bfloat16()
 exact = x.double() @ weight.double().T

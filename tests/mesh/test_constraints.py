@@ -56,6 +56,42 @@ class Pet(BaseModel):
     tags: list[str] = Field(max_length=2)
 
 
+class Owner(BaseModel):
+    """Refers to another type, as most arguments of real functions do."""
+
+    name: str = Field(max_length=8)
+    pets: list[Pet] = Field(max_length=1)
+
+
+TOOLS: Any = [openai.pydantic_function_tool(Owner), openai.pydantic_function_tool(Pet)]
+OF_NAME = {kind.__name__: kind for kind in (Owner, Pet)}
+
+
+@pytest.mark.parametrize("name", ["", "Owner"])
+async def test_demanded_calls_have_valid_names_and_arguments(mesh: TinyMesh, name: str) -> None:
+    choice: Any = {"type": "function", "function": {"name": name}} if name else "required"
+    arguments: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Enter them."}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "logit_bias": endings(mesh),
+    }
+    async with client(mesh) as sdk:
+        whole = await sdk.chat.completions.create(**arguments, n=4, seed=5)
+        async with sdk.chat.completions.stream(**arguments, seed=6) as stream:
+            streamed = await stream.get_final_completion()
+    for answer in (whole, streamed):
+        for one in answer.choices:
+            assert one.finish_reason == ("stop" if name else "tool_calls")
+            (call,) = one.message.tool_calls
+            assert call.id
+            assert not one.message.content
+            assert call.function.name == (name or call.function.name)
+            OF_NAME[call.function.name].model_validate_json(call.function.arguments)
+
+
 async def test_the_sdk_parses_answers_into_its_types(mesh: TinyMesh) -> None:
     async with client(mesh) as sdk:
         free = sdk.chat.completions.create(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -341,57 +341,9 @@ def prepare_step(
         ValueError: An argument does not fit.
         IndexError: A position, slot, length, page or row of an adapter points outside.
     """
-    rows, dim = positions.shape[0], pool.shape[-1]
-    native = cpu.native_cpu()
-    prepared = None
     if ancestors is not None:
-        check_ancestors(ancestors, rows, None, max_q_len)
-    if layer.native is not None and native is not None and fits_native(native, num_heads, pool):
-        dtype, kv_heads = layer.qkv.dtype, pool.shape[1]
-        shape = (rows, (num_heads + 2 * kv_heads) * dim)
-        widths = (layer.qkv.out_features, layer.o.in_features)
-        if widths != (shape[1], num_heads * dim):
-            raise ValueError(
-                f"qkv and o {widths} do not fit {num_heads} heads of {tuple(pool.shape)}"
-            )
-        check_rope(shape, dtype, positions, cos_sin, pool, slots, (num_heads, kv_heads))
-        check_attention((rows, num_heads, dim), dtype, pool, page_table, cu_q_lens, kv_lens)
-        attention = cpu.AttentionStruct(
-            None,
-            None,
-            page_table.data_ptr(),
-            cu_q_lens.data_ptr(),
-            kv_lens.data_ptr(),
-            *page_table.shape,
-            page_table.stride(0),
-            num_heads,
-            scale,
-            ancestors=None if ancestors is None else ancestors.data_ptr(),
-        )
-        width = native.layer_scratch_width(ctypes.byref(layer.native), ctypes.byref(attention), dim)
-        scratch = torch.empty(rows * width, dtype=dtype)
-        described_lora = None
-        if lora is not None:
-            _check_lora(layer, lora, rows)
-            groups = (lora.qkv, lora.o, lora.gate_up, lora.down)
-            if any(groups):
-                described_lora = describe_lora(native, groups, lora.segments)
-        batch = cpu.BatchStruct(
-            attention,
-            positions.data_ptr(),
-            slots.data_ptr(),
-            cos_sin.data_ptr(),
-            cos_sin.shape[0],
-            rows,
-            scratch.data_ptr(),
-            None if described_lora is None else described_lora.address,
-        )
-        described = cpu.describe_pool(pool)
-        status = native.check_batch(ctypes.byref(batch), ctypes.byref(described))
-        if status:
-            cpu.check_status(status, "prepare_step")
-        prepared = NativeStep(batch, described, scratch, described_lora)
-    return DecoderStep(
+        check_ancestors(ancestors, positions.shape[0], None, max_q_len)
+    step = DecoderStep(
         pool=pool,
         positions=positions,
         slots=slots,
@@ -405,8 +357,65 @@ def prepare_step(
         max_kv_len=max_kv_len,
         lora=lora,
         ancestors=ancestors,
-        native=prepared,
+        native=None,
     )
+    native = cpu.native_cpu()
+    if layer.native is None or native is None or not fits_native(native, num_heads, pool):
+        return step
+    return replace(step, native=_describe_step(native, layer, step))
+
+
+def _describe_step(
+    native: cpu.NativeCpu, layer: DecoderLayerWeight, step: DecoderStep
+) -> NativeStep:
+    """Checks a step and describes it for the native operation."""
+    assert layer.native is not None
+    pool, rows, dtype = step.pool, step.positions.shape[0], layer.qkv.dtype
+    dim, kv_heads = pool.shape[-1], pool.shape[1]
+    shape = (rows, (step.num_heads + 2 * kv_heads) * dim)
+    widths = (layer.qkv.out_features, layer.o.in_features)
+    if widths != (shape[1], step.num_heads * dim):
+        raise ValueError(
+            f"qkv and o {widths} do not fit {step.num_heads} heads of {tuple(pool.shape)}"
+        )
+    heads, table = (step.num_heads, kv_heads), step.page_table
+    check_rope(shape, dtype, step.positions, step.cos_sin, pool, step.slots, heads)
+    check_attention((rows, step.num_heads, dim), dtype, pool, table, step.cu_q_lens, step.kv_lens)
+    attention = cpu.AttentionStruct(
+        None,
+        None,
+        table.data_ptr(),
+        step.cu_q_lens.data_ptr(),
+        step.kv_lens.data_ptr(),
+        *table.shape,
+        table.stride(0),
+        step.num_heads,
+        step.scale,
+        ancestors=None if step.ancestors is None else step.ancestors.data_ptr(),
+    )
+    width = native.layer_scratch_width(ctypes.byref(layer.native), ctypes.byref(attention), dim)
+    scratch = torch.empty(rows * width, dtype=dtype)
+    lora = None
+    if step.lora is not None:
+        _check_lora(layer, step.lora, rows)
+        groups = (step.lora.qkv, step.lora.o, step.lora.gate_up, step.lora.down)
+        if any(groups):
+            lora = describe_lora(native, groups, step.lora.segments)
+    batch = cpu.BatchStruct(
+        attention,
+        step.positions.data_ptr(),
+        step.slots.data_ptr(),
+        step.cos_sin.data_ptr(),
+        step.cos_sin.shape[0],
+        rows,
+        scratch.data_ptr(),
+        None if lora is None else lora.address,
+    )
+    described = cpu.describe_pool(pool)
+    status = native.check_batch(ctypes.byref(batch), ctypes.byref(described))
+    if status:
+        cpu.check_status(status, "prepare_step")
+    return NativeStep(batch, described, scratch, lora)
 
 
 def _check_lora(w: DecoderLayerWeight, lora: LoraStep, rows: int) -> None:

@@ -152,24 +152,14 @@ def measure_needs(
         cuda_graphs=False,
         lora=lora,
     )
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    try:
-        of_trees = min(max_requests, max(TREE_REQUESTS)) * max(tree_rows, default=0)
-        max_logits = max(max_requests * (1 + max_drafts), of_trees)
-        step = largest_step(max_requests, max_step_tokens, max_context_tokens, layout, max_logits)
-        if lora is not None:
-            # Of all adapters, as they take most.
-            step.adapter_slots = np.arange(max_step_tokens, dtype=np.int32) % lora.max_slots
-        runner.run(step)
-        torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"no memory for a step of {max_step_tokens} tokens beside weights of {_gib(weights)}: "
-            f"{error}; lower max_step_tokens"
-        ) from error
-    step_bytes = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
+    tables = torch.cuda.memory_allocated(device) - weights
+    of_trees = min(max_requests, max(TREE_REQUESTS)) * max(tree_rows, default=0)
+    max_logits = max(max_requests * (1 + max_drafts), of_trees)
+    step = largest_step(max_requests, max_step_tokens, max_context_tokens, layout, max_logits)
+    if lora is not None:
+        # Of all adapters, as they take most.
+        step.adapter_slots = np.arange(max_step_tokens, dtype=np.int32) % lora.max_slots
+    step_bytes = _measure_step(runner, step, device)
     graphs = 0
     if cuda_graphs:
         has_lora = lora is not None
@@ -182,7 +172,6 @@ def measure_needs(
             tree_rows=tree_rows,
         )
         graphs = _measure_graphs(runner, buckets)
-    table_bytes = before - weights
     del runner
     gc.collect()
     torch.cuda.empty_cache()
@@ -191,10 +180,28 @@ def measure_needs(
         total=total,
         free=free,
         weights=weights,
-        step=step_bytes + table_bytes,
+        step=step_bytes + tables,
         graphs=graphs,
         sampling=sampling_bytes(vocab_size, max_requests, max_logits if cuda_graphs else 0),
     )
+
+
+def _measure_step(runner: ModelRunner, step: StepArrays, device: torch.device) -> int:
+    """Runs a step; returns the bytes that it took meanwhile."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        runner.run(step)
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        num_tokens = len(step.token_ids)
+        raise ConfigError(
+            f"no memory for a step of {num_tokens} tokens beside {_gib(before)} of weights and "
+            f"tables: {error}; lower max_step_tokens"
+        ) from error
+    step_bytes = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return step_bytes
 
 
 def _measure_graphs(runner: ModelRunner, buckets: Sequence[GraphBucket]) -> int:

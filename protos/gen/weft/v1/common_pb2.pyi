@@ -33,6 +33,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens or the context length."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
     """Cancelled by the client or its disconnect."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 4
+    """From the gateway alone: the model waits for what its calls of tools return."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sample ended."""
@@ -44,6 +46,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the context length."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
 """Cancelled by the client or its disconnect."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 4
+"""From the gateway alone: the model waits for what its calls of tools return."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _FillSource:

@@ -22,6 +22,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
+    """Auto."""
+    TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
+    """The model decides."""
+    TOOL_MODE_NONE: _ToolMode.ValueType  # 2
+    """The model is told of no tool."""
+    TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
+    """The answer is one or more calls and nothing else."""
+
+class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
+    """Whether tools are called."""
+
+TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
+"""Auto."""
+TOOL_MODE_AUTO: ToolMode.ValueType  # 1
+"""The model decides."""
+TOOL_MODE_NONE: ToolMode.ValueType  # 2
+"""The model is told of no tool."""
+TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
+"""The answer is one or more calls and nothing else."""
+Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
+
 class _RegistryState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -82,22 +110,125 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant", or what the chat template knows."""
     content: _builtins.str
+    tool_call_id: _builtins.str
+    """With role "tool": the call that `content` is the result of."""
+    name: _builtins.str
+    """Passed on to the chat template."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of the assistant: calls that it made."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1..64 letters, digits, `_`, `-`, `.`."""
+    description: _builtins.str
+    parameters: _builtins.str
+    """JSON schema of its arguments; empty = any object."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """What a model calls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Of the call, in its sample."""
+    id: _builtins.str
+    """In a streamed answer set in the call's first message, as is the name."""
+    name: _builtins.str
+    arguments: _builtins.str
+    """A JSON object; in a streamed answer text to add to it."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SINGLE_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolMode.ValueType
+    name: _builtins.str
+    """The answer is one call of this function."""
+    single: _builtins.bool
+    """At most one call."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolMode.ValueType = ...,
+        name: _builtins.str = ...,
+        single: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name", "single", b"single"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class LatencyTargets(_message.Message):
@@ -147,6 +278,8 @@ class ChatRequest(_message.Message):
     TARGETS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     END_SESSION_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     stream: _builtins.bool
     cache_salt: _builtins.str
@@ -181,6 +314,12 @@ class ChatRequest(_message.Message):
     def targets(self) -> Global___LatencyTargets:
         """Absent, also in part: the tenant's targets, if it has any."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """At most 128."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice: ...
     def __init__(
         self,
         *,
@@ -196,10 +335,12 @@ class ChatRequest(_message.Message):
         targets: Global___LatencyTargets | None = ...,
         session_id: _builtins.str = ...,
         end_session: _builtins.bool = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "end_session", b"end_session", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "end_session", b"end_session", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stream: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
     _WhichOneofArgType__stream: _TypeAlias = _typing.Literal["_stream", b"_stream"]  # noqa: Y015
@@ -291,17 +432,23 @@ class Choice(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of the sample, below n."""
     text: _builtins.str
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set in the sample's last message."""
+    reasoning: _builtins.str
+    """Of a chat: what the model wrote to think, and what it calls; neither is in `text`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids behind `text`. They may run ahead of it (a character not complete yet)."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]: ...
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
     def __init__(
         self,
         *,
@@ -310,10 +457,12 @@ class Choice(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

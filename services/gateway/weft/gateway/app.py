@@ -86,7 +86,13 @@ class GatewayApp:
         self._settings = settings
         self._identity = load_identity(settings)
         loaded = models or [
-            load_model(folder, name, settings.max_context_tokens)
+            load_model(
+                folder,
+                name,
+                settings.max_context_tokens,
+                tool_parser=settings.tool_parser,
+                reasoning_parser=settings.reasoning_parser,
+            )
             for name, folder in settings.model_folders
         ]
         self._models = {model.name: model for model in loaded}

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from weft.engine.end_tokens import end_token_ids
 from weft.engine.errors import ModelError
+from weft.gateway.answer.formats import FORMATS, ToolFormat, find_reasoning, find_tool_format
 from weft.gateway.template import ChatTemplate
 from weft.gateway.tokenizer_files import read_json, read_tokenizer
 from weft.gateway.vocabulary import Vocabulary
@@ -28,6 +29,8 @@ _SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 _DEFAULT_CONTEXT_TOKENS = 2048
+AUTO, THINK_TAGS = "auto", "think"
+"""Names of parsers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,10 @@ class ServedModel:
     vocabulary: Vocabulary
     template: ChatTemplate | None
     """Chat template; None: the model has none, and chat requests are refused."""
+    tool_format: ToolFormat
+    """How it writes calls of tools."""
+    has_reasoning: bool
+    """Whether its answers may begin with reasoning, which is shown apart."""
     eos_ids: frozenset[int]
     vocabulary_size: int
     """First invalid id; the model's size, which may exceed the tokenizer's."""
@@ -51,7 +58,14 @@ class ServedModel:
     """Unix time of the load, in seconds."""
 
 
-def load_model(folder: Path, name: str = "", max_context_tokens: int | None = None) -> ServedModel:
+def load_model(
+    folder: Path,
+    name: str = "",
+    max_context_tokens: int | None = None,
+    *,
+    tool_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+) -> ServedModel:
     """Reads a Hugging Face model directory.
 
     Args:
@@ -59,6 +73,8 @@ def load_model(folder: Path, name: str = "", max_context_tokens: int | None = No
             generation_config.json are used when there.
         name: Served name; empty = the folder's.
         max_context_tokens: Bound below the model's own.
+        tool_parser: Name of a `ToolFormat`; "auto" = what the chat template teaches.
+        reasoning_parser: "think", "none" or "auto" = what the chat template says.
 
     Raises:
         ModelError: A file is missing or cannot be understood; the message names it.
@@ -75,11 +91,16 @@ def load_model(folder: Path, name: str = "", max_context_tokens: int | None = No
     tokenizer = read_tokenizer(folder, tokenizer_config, specials)
     vocabulary = Vocabulary(tokenizer)
     source = _template_source(folder, tokenizer_config)
+    has_reasoning = reasoning_parser == THINK_TAGS
+    if reasoning_parser == AUTO:
+        has_reasoning = find_reasoning(source or "")
     return ServedModel(
         name=name or folder.resolve().name,
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         template=None if source is None else ChatTemplate(source, specials),
+        tool_format=FORMATS.get(tool_parser) or find_tool_format(source or ""),
+        has_reasoning=has_reasoning,
         eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
         vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),
         max_context_tokens=min(context, max_context_tokens or context),

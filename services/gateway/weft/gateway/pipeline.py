@@ -428,8 +428,17 @@ def _plan_maker(model: ServedModel, request: GenerateRequest) -> Callable[..., R
         stop_ids=frozenset((*stopping.stop_token_ids, *eos_ids)),
         min_tokens=stopping.min_tokens,
         include_stop=stopping.include_stop,
-        skip_special_tokens=request.skip_special_tokens,
+        skip_special_tokens=request.skip_special_tokens and not _shows_special(model, request),
     )
+
+
+def _shows_special(model: ServedModel, request: GenerateRequest) -> bool:
+    """Whether calls of tools are told by special tokens."""
+    calls, tools = request.calls, model.tool_format
+    if calls is None or calls.is_demanded:
+        return False
+    ids = (model.tokenizer.token_to_id(tag) for tag in (tools.opener, tools.hidden_opener) if tag)
+    return any(id_ in model.vocabulary.special_ids for id_ in ids)
 
 
 def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from weft.engine.errors import ContextTooLong
 from weft.gateway.admit import Admission
+from weft.gateway.answer.describe import with_described_tools
+from weft.gateway.answer.formats import END_THINK, THINK
 from weft.gateway.model import ServedModel, least_tokens
 from weft.gateway.request import ChatPrompt, PreparedPrompt, Prompt, Stopping, TextPrompt
 from weft.gateway.settings import GatewaySettings
@@ -17,6 +20,14 @@ from weft.gateway.tokens import decode, encode
 from weft.gateway.validate import invalid
 
 T = TypeVar("T")
+
+
+class _Tokenized(NamedTuple):
+    """A prompt's tokens."""
+
+    ids: list[int]
+    begins_reasoning: bool = False
+    """See `PreparedPrompt`."""
 
 
 class Preparer:
@@ -53,7 +64,8 @@ class Preparer:
         """
         tokenized = await self._in_thread(lambda: self._tokenize_all(tuple(prompts)))
         return [
-            self._fit(prompt, ids, stopping) for prompt, ids in zip(prompts, tokenized, strict=True)
+            self._fit(prompt, given, stopping)
+            for prompt, given in zip(prompts, tokenized, strict=True)
         ]
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
@@ -65,8 +77,8 @@ class Preparer:
             Overloaded: Too many such calls wait.
             DeadlineExceeded: No thread came free in time.
         """
-        (ids,) = await self._bounded(lambda: self._tokenize_all((prompt,)))
-        return ids
+        (given,) = await self._bounded(lambda: self._tokenize_all((prompt,)))
+        return given.ids
 
     async def detokenize(self, many: Sequence[Sequence[int]]) -> list[str]:
         """Decodes lists of token ids, special tokens included.
@@ -93,7 +105,7 @@ class Preparer:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _tokenize_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def _tokenize_all(self, prompts: Sequence[Prompt]) -> list[_Tokenized]:
         for prompt in prompts:
             self._refuse_hopeless(prompt)
         return [self._tokenize(prompt) for prompt in prompts]
@@ -103,30 +115,43 @@ class Preparer:
         if isinstance(prompt, TextPrompt):
             least = least_tokens(self._model, [prompt.text])
         elif isinstance(prompt, ChatPrompt):
-            least = least_tokens(self._model, [_content(m) for m in prompt.messages])
+            tools = [json.dumps(tool) for tool in prompt.tools]
+            least = least_tokens(self._model, [*tools, *(_content(m) for m in prompt.messages)])
         else:
             least = len(prompt.ids)
         if least >= self._context_tokens():
             raise self._too_long(prompt, f"at least {least}; shorten it")
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
+    def _tokenize(self, prompt: Prompt) -> _Tokenized:
         tokenizer = self._model.tokenizer
         if isinstance(prompt, TextPrompt):
-            return encode(tokenizer, prompt.text, add_special_tokens=prompt.add_special_tokens)
+            add_special = prompt.add_special_tokens
+            return _Tokenized(encode(tokenizer, prompt.text, add_special_tokens=add_special))
         if isinstance(prompt, ChatPrompt):
-            if self._model.template is None:
-                raise invalid("messages", f"the model `{self._model.name}` has no chat template")
-            text = self._model.template.render(
-                prompt.messages,
-                add_generation_prompt=prompt.add_generation_prompt,
-                continue_final_message=prompt.continue_final_message,
-                variables=prompt.template_variables,
-            )
+            text = self._render(prompt)
             # The template has written the special tokens itself.
-            return encode(tokenizer, text, add_special_tokens=False)
-        return list(prompt.ids)
+            ids = encode(tokenizer, text, add_special_tokens=False)
+            return _Tokenized(ids, self._model.has_reasoning and _begins_reasoning(prompt, text))
+        return _Tokenized(list(prompt.ids))
 
-    def _fit(self, prompt: Prompt, ids: list[int], stopping: Stopping) -> PreparedPrompt:
+    def _render(self, prompt: ChatPrompt) -> str:
+        template, messages = self._model.template, prompt.messages
+        variables = dict(prompt.template_variables)
+        if template is None:
+            raise invalid("messages", f"the model `{self._model.name}` has no chat template")
+        if not template.takes_tools:
+            messages = tuple(with_described_tools(messages, prompt.tools))
+        elif prompt.tools:
+            variables["tools"] = list(prompt.tools)
+        return template.render(
+            messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            variables=variables,
+        )
+
+    def _fit(self, prompt: Prompt, given: _Tokenized, stopping: Stopping) -> PreparedPrompt:
+        ids = given.ids
         if not ids:
             raise invalid(_param(prompt), "the prompt has no tokens; give at least one")
         context = self._context_tokens()
@@ -143,7 +168,9 @@ class Preparer:
                 "min_tokens",
                 f"{stopping.min_tokens}, but only {max_tokens} tokens can be generated",
             )
-        return PreparedPrompt(ids=ids, max_tokens=max_tokens)
+        return PreparedPrompt(
+            ids=ids, max_tokens=max_tokens, begins_reasoning=given.begins_reasoning
+        )
 
     def _too_long(self, prompt: Prompt, problem: str) -> ContextTooLong:
         context = self._context_tokens()
@@ -152,6 +179,14 @@ class Preparer:
             stage="validate",
             param=_param(prompt),
         )
+
+
+def _begins_reasoning(prompt: ChatPrompt, text: str) -> bool:
+    """Whether a rendered conversation ends within the reasoning of the model's turn."""
+    if prompt.continue_final_message:
+        final = _content(prompt.messages[-1])
+        return final.rfind(THINK) > final.rfind(END_THINK)
+    return text.rstrip().endswith(THINK)
 
 
 def _param(prompt: Prompt) -> str:

@@ -32,7 +32,11 @@ class ChatPrompt:
     """A conversation to answer."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """Messages, each with `role` and `content`, strings."""
+    """Messages, each with `role` and `content`, strings. One with `tool_calls` has them in OpenAI's
+    form, but for the arguments, which are an object.
+    """
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools that the model is told of, in OpenAI's form."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
@@ -75,6 +79,18 @@ class Stopping:
     include_stop: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """Calls of tools that an answer may have."""
+
+    is_demanded: bool = False
+    """Whether the answer is nothing but calls; its constraint says so."""
+    name: str = ""
+    """Function whose arguments are the answer; empty: the answer names what it calls."""
+    most: int | None = None
+    """Most calls; None: any number."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedAdapter:
     """The adapter that a name referred to when the request came; it does not change any more."""
@@ -99,6 +115,8 @@ class GenerateRequest:
     stopping: Stopping = field(default_factory=Stopping)
     top_logprobs: int | None = None
     """Number of alternatives at each position; None: no log-probabilities."""
+    calls: Calls | None = None
+    """Calls that answers may have; None: they are text."""
     constraint_param: str = "constraint"
     """The client's name for the constraint, for error messages."""
     max_tokens_param: str = "max_tokens"
@@ -131,3 +149,5 @@ class PreparedPrompt:
     ids: list[int]
     max_tokens: int
     """Most tokens of each sample; prompt and output together fit the context."""
+    begins_reasoning: bool = False
+    """Whether the prompt ends within the model's reasoning."""

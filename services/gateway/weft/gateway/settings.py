@@ -53,6 +53,15 @@ class GatewaySettings(ServiceSettings):
         [],
         description="further models, NAME=DIRECTORY each; workers report which one they serve",
     )
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+        "auto",
+        description="how models write calls of tools; auto = as their chat templates teach",
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = Field(
+        "auto",
+        description="what of a chat's answer is reasoning: what stands between think tags, or "
+        "nothing; auto = as the chat template says",
+    )
     adapter_root: Path | None = Field(
         None,
         description="folder that LoRA adapters are loaded from and registered in, the same as the "

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -70,9 +70,12 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda fmt: now().strftime(fmt)
         try:
             self._template = environment.from_string(source)
+            names = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.takes_tools = "tools" in names
+        """Whether the template tells the model of tools."""
 
     def render(
         self,

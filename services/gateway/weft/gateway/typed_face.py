@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
@@ -11,6 +12,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.breaker import BreakerState
 from weft.engine.request import Constraint
 from weft.gateway.adapters.calls import AdapterCalls
+from weft.gateway.answer import AnswerParser, AnswerPart, joined
+from weft.gateway.answer.make import parser_maker
 from weft.gateway.authenticate import current_tenant
 from weft.gateway.edge import CallFacts, Context, begin_answer, call_facts
 from weft.gateway.end_session import end_session
@@ -28,6 +31,15 @@ from weft.gateway.request import (
 from weft.gateway.served import Catalogue, ResolvedModel, Served
 from weft.gateway.slo.targets import Targets
 from weft.gateway.stream import Delta, TokenStream
+from weft.gateway.tools import (
+    NO_TOOLS,
+    Tool,
+    ToolUse,
+    check_tools,
+    json_object,
+    past_call,
+    use_tools,
+)
 from weft.gateway.validate import check_ids, invalid
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -35,6 +47,12 @@ _BREAKER_STATES = {
     BreakerState.CLOSED: gateway_pb2.BREAKER_STATE_CLOSED,
     BreakerState.OPEN: gateway_pb2.BREAKER_STATE_OPEN,
     BreakerState.HALF_OPEN: gateway_pb2.BREAKER_STATE_HALF_OPEN,
+}
+_TOOL_CHOICES = {
+    gateway_pb2.TOOL_MODE_UNSPECIFIED: "auto",
+    gateway_pb2.TOOL_MODE_AUTO: "auto",
+    gateway_pb2.TOOL_MODE_NONE: "none",
+    gateway_pb2.TOOL_MODE_REQUIRED: "required",
 }
 AnyRequest = gateway_pb2.ChatRequest | gateway_pb2.CompleteRequest
 
@@ -59,8 +77,9 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
     async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """See gateway.proto."""
         self._check_size(request)
-        prompt = ChatPrompt(messages=_messages(request.messages))
-        translated = _translate(request, call_facts(context, "chatcmpl"), prompt)
+        tools, use = _tool_use(request)
+        prompt = ChatPrompt(messages=_messages(request.messages), tools=tools)
+        translated = _translate(request, call_facts(context, "chatcmpl"), prompt, use)
         await self._answer(translated, request.stream, context, gateway_pb2.ChatResponse)
 
     async def Complete(self, request: gateway_pb2.CompleteRequest, context: Context) -> None:  # type: ignore[override]
@@ -87,7 +106,11 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         created = Timestamp()
         created.GetCurrentTime()
         async with self._pipeline.open(request) as stream:
-            model = stream.model
+            model, make_parser = stream.model, None
+            if isinstance(request.prompts[0], ChatPrompt):
+                base = self._models.base(stream.base_model).model
+                make_parser = parser_maker(request, base, stream.generations[0].prompt)
+            choices = _Choices(make_parser)
             await begin_answer(context, request.request_id, headers=stream.headers)
             collected: dict[int, list[Delta]] = {}
             while deltas := await stream.next_deltas():
@@ -97,7 +120,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
                             request_id=request.request_id,
                             model=model,
                             create_time=created,
-                            choices=[_choice(delta) for delta in deltas],
+                            choices=[choices.of([delta]) for delta in deltas],
                         )
                     )
                 else:
@@ -108,7 +131,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
                 request_id=request.request_id,
                 model=model,
                 create_time=created,
-                choices=[_whole_choice(collected[index]) for index in sorted(collected)],
+                choices=[choices.of(collected[index]) for index in sorted(collected)],
                 usage=stream.usage(),
                 timeline=_timeline(stream),
             )
@@ -245,15 +268,59 @@ def _describe_adapter(meant: ResolvedModel) -> gateway_pb2.Model:
     )
 
 
-def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, str], ...]:
+def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, Any], ...]:
+    translated: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
+        where = f"messages[{index}]"
         if not message.role:
-            raise invalid(f"messages[{index}].role", "is empty; give user, assistant or system")
-    return tuple({"role": message.role, "content": message.content} for message in messages)
+            raise invalid(f"{where}.role", "is empty; give user, assistant or system")
+        given: dict[str, Any] = {"name": message.name, "tool_call_id": message.tool_call_id}
+        if message.tool_calls:
+            given["tool_calls"] = [
+                past_call(call.id, call.name, call.arguments, f"{where}.tool_calls[{number}]")
+                for number, call in enumerate(message.tool_calls)
+            ]
+        more = {name: value for name, value in given.items() if value}
+        translated.append({"role": message.role, "content": message.content, **more})
+    return tuple(translated)
 
 
-def _translate(request: AnyRequest, facts: CallFacts, prompt: Prompt) -> GenerateRequest:
+def _tools(tools: Sequence[gateway_pb2.Tool]) -> tuple[Tool, ...]:
+    """Tools in OpenAI's form."""
+    translated: list[Tool] = []
+    for index, tool in enumerate(tools):
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description:
+            function["description"] = tool.description
+        if tool.parameters:
+            where = f"tools[{index}].parameters"
+            function["parameters"] = json_object(tool.parameters, where)
+        translated.append({"type": "function", "function": function})
+    return check_tools(translated)
+
+
+def _tool_use(request: gateway_pb2.ChatRequest) -> tuple[tuple[Tool, ...], ToolUse]:
+    """The tools that the model is told of, and their use."""
+    choice = request.tool_choice
+    mode = _TOOL_CHOICES.get(choice.mode)
+    if mode is None:
+        raise invalid("tool_choice.mode", f"{choice.mode} is not a mode")
+    tools = () if mode == "none" else _tools(request.tools)
+    most = 1 if choice.single else None
+    return tools, use_tools(tools, choice.name or mode, is_named=bool(choice.name), most=most)
+
+
+def _translate(
+    request: AnyRequest, facts: CallFacts, prompt: Prompt, use: ToolUse = NO_TOOLS
+) -> GenerateRequest:
     """Converts the requests of this face."""
+    sampling = _sampling(request.sampling)
+    if sampling.constraint is not None and use.calls is not None:
+        raise invalid(
+            "sampling.constraint", "contradicts tools; set the mode of tool_choice to NONE"
+        )
+    if use.constraint is not None:
+        sampling = replace(sampling, constraint=use.constraint)
     timeout_s = facts.timeout_s
     if request.HasField("timeout"):
         given_s = request.timeout.ToNanoseconds() / 1e9
@@ -263,10 +330,11 @@ def _translate(request: AnyRequest, facts: CallFacts, prompt: Prompt) -> Generat
         client_request_id=facts.client_request_id,
         model=request.model,
         prompts=(prompt,),
-        sampling=_sampling(request.sampling),
+        sampling=sampling,
         stopping=_stopping(request.stop),
         top_logprobs=request.logprobs.top_logprobs if request.HasField("logprobs") else None,
-        constraint_param="sampling.constraint",
+        calls=use.calls,
+        constraint_param="sampling.constraint" if use.constraint is None else "tools",
         timeout_s=timeout_s,
         cache_salt=request.cache_salt,
         priority=request.priority,
@@ -313,28 +381,37 @@ def _stopping(given: common_pb2.StopCriteria) -> Stopping:
     )
 
 
-def _choice(delta: Delta) -> gateway_pb2.Choice:
-    return gateway_pb2.Choice(
-        index=delta.sample,
-        text=delta.text,
-        token_ids=delta.ids,
-        logprobs=delta.logprobs,
-        finish_reason=delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED,
-    )
+class _Choices:
+    """Makes choices of deltas, whose text is parsed if there is a parser for it."""
 
+    def __init__(self, make_parser: Callable[[], AnswerParser] | None) -> None:
+        self._make_parser = make_parser
+        self._parsers: dict[int, AnswerParser] = {}
 
-def _whole_choice(deltas: Sequence[Delta]) -> gateway_pb2.Choice:
-    """The choice of one sample's deltas. Its text is set once: a message keeps the memory of each
-    text that a field of it ever had.
-    """
-    reasons = [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
-    return gateway_pb2.Choice(
-        index=deltas[0].sample,
-        text="".join(delta.text for delta in deltas),
-        token_ids=chain.from_iterable(delta.ids for delta in deltas),
-        logprobs=chain.from_iterable(delta.logprobs for delta in deltas),
-        finish_reason=reasons[-1] if reasons else common_pb2.FINISH_REASON_UNSPECIFIED,
-    )
+    def of(self, deltas: Sequence[Delta]) -> gateway_pb2.Choice:
+        """What consecutive deltas of one sample add. Its text is set once: a message keeps the
+        memory of each text that a field of it ever had.
+        """
+        sample, text = deltas[0].sample, "".join([delta.text for delta in deltas])
+        reason = deltas[-1].finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED
+        part = AnswerPart(content=text)
+        if self._make_parser is not None:
+            parser = self._parsers.setdefault(sample, self._make_parser())
+            part = parser.push(text, is_last=deltas[-1].finish_reason is not None)
+            if reason == common_pb2.FINISH_REASON_STOP and parser.has_called:
+                reason = common_pb2.FINISH_REASON_TOOL_CALLS
+        return gateway_pb2.Choice(
+            index=sample,
+            text=part.content,
+            token_ids=chain.from_iterable(delta.ids for delta in deltas),
+            logprobs=chain.from_iterable(delta.logprobs for delta in deltas),
+            finish_reason=reason,
+            reasoning=part.reasoning,
+            tool_calls=[
+                gateway_pb2.ToolCall(**asdict(call))
+                for call in (joined(part.calls) if len(deltas) > 1 else part.calls)
+            ],
+        )
 
 
 def _timeline(stream: TokenStream) -> common_pb2.Timeline:

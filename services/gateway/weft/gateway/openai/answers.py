@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class Answer(BaseModel):
@@ -65,12 +65,29 @@ class ChatLogprobs(Answer):
     refusal: None = None
 
 
+class FunctionAnswer(Answer):
+    """What is called."""
+
+    name: str
+    arguments: str = Field(description="a JSON object, as text")
+
+
+class ToolCallAnswer(Answer):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionAnswer
+
+
 class ChatMessageAnswer(Answer):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where there are calls and no text")
     refusal: None = None
+    reasoning_content: str | None = Field(None, description="what the model wrote to think")
+    tool_calls: list[ToolCallAnswer] | None = None
 
 
 class ChatChoice(Answer):
@@ -94,12 +111,30 @@ class ChatAnswer(Answer):
     weft: WeftAnswer | None = None
 
 
+class FunctionDelta(Answer):
+    """What a chunk adds to what is called."""
+
+    name: str | None = Field(None, description="in the call's first chunk")
+    arguments: str
+
+
+class ToolCallDelta(Answer):
+    """What a chunk adds to a call."""
+
+    index: int
+    id: str | None = Field(None, description="in the call's first chunk")
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(Answer):
     """What a chunk adds to the message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Answer):

@@ -18,11 +18,11 @@ from weft.gateway.validate import (
     MAX_MESSAGES,
     MAX_STOP_IDS,
     MAX_STOPS,
+    MAX_TOOLS,
 )
 
 _CONFIG = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 _MAX_PARTS = 1024
-_MAX_TOOLS = 1024
 
 
 def _few_entries(value: object) -> object:
@@ -42,7 +42,8 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 Parts = Annotated[list["ContentPart"], Field(fail_fast=True, max_length=_MAX_PARTS)]
-Tools = Annotated[list[Any], Field(max_length=_MAX_TOOLS)]
+Tools = Annotated[list["ToolBody"], Field(fail_fast=True, max_length=MAX_TOOLS)]
+ToolCalls = Annotated[list["ToolCallBody"], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
@@ -75,20 +76,86 @@ class ContentPart(BaseModel):
     text: str | None = Field(None, description="of a text part")
 
 
+class CalledFunction(BaseModel):
+    """The field `function` of a call."""
+
+    model_config = _CONFIG
+
+    name: Annotated[str, Field(min_length=1)] = Field(description="the function's")
+    arguments: str = Field(description="a JSON object, as text")
+
+
+class ToolCallBody(BaseModel):
+    """A call in a message of the assistant."""
+
+    model_config = _CONFIG
+
+    id: str | None = Field(None, description="passed on to the chat template")
+    type: Literal["function"] | None = Field(None)
+    function: CalledFunction
+
+
+class FunctionBody(BaseModel):
+    """The field `function` of a tool."""
+
+    model_config = _CONFIG
+
+    name: str = Field(description="1 to 64 letters, digits, `_`, `-`, `.`")
+    description: str | None = Field(None, description="for the model")
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON schema of the arguments; absent = any object"
+    )
+    strict: bool | None = Field(
+        None, description="not used: demanded calls are always valid, others never enforced"
+    )
+
+
+class ToolBody(BaseModel):
+    """A function that the model may call."""
+
+    model_config = _CONFIG
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class ChosenFunction(BaseModel):
+    """The field `function` of `tool_choice`."""
+
+    model_config = _CONFIG
+
+    name: str
+
+
+class ToolChoiceBody(BaseModel):
+    """The field `tool_choice`, where it names a function."""
+
+    model_config = _CONFIG
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
 class Message(BaseModel):
     """One message of a conversation."""
 
     model_config = _CONFIG
 
     role: Annotated[str, Field(min_length=1)] = Field(
-        description="system, developer, user, assistant, or what the chat template knows"
+        description="system, developer, user, assistant, tool, or what the chat template knows"
     )
     content: str | Parts | None = Field(
         None, description="text, or text parts; an assistant's may be absent"
     )
     name: str | None = Field(None, description="passed on to the chat template")
-    tool_calls: Tools | None = Field(None, description="not supported yet")
-    function_call: Any = Field(None, description="not supported yet")
+    tool_calls: ToolCalls | None = Field(None, description="calls that the assistant made")
+    tool_call_id: str | None = Field(
+        None, description="of a tool's result: the call's; passed on to the chat template"
+    )
+    reasoning_content: str | None = Field(
+        None, description="of the assistant; passed on to the chat template"
+    )
+    function_call: Any = Field(None, description="not supported; see tool_calls")
 
 
 class JsonSchemaFormat(BaseModel):
@@ -208,9 +275,17 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, description="newer name of max_tokens")
     logprobs: bool | None = Field(None, description="return log-probabilities")
     top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
-    tools: Tools | None = Field(None, description="only with `tool_choice: none`, and not used")
-    tool_choice: str | dict[str, Any] | None = Field(None, description="`none`; tools are not used")
-    functions: Tools | None = Field(None, description="not supported yet")
+    tools: Tools | None = Field(None, description="functions that the model may call")
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = Field(
+        None,
+        description="none: no tool is shown; auto, the default: the model decides; required, or a "
+        "function: the answer is such calls and nothing else",
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: at most one call; default true"
+    )
+    functions: Any = Field(None, description="not supported; see tools")
+    function_call: Any = Field(None, description="not supported; see tool_choice")
     modalities: Items[str] | None = Field(None, description="`['text']`; others not supported")
     add_generation_prompt: bool | None = Field(None, description="default true")
     continue_final_message: bool | None = Field(None, description="continue the last message")
@@ -238,6 +313,7 @@ class TokenizeBody(Body):
 
     prompt: str | None = Field(None, description="a text")
     messages: Messages | None = Field(None, description="a conversation")
+    tools: Tools | None = Field(None, description="for messages: shown to the model")
     add_special_tokens: bool | None = Field(None, description="for a text; default true")
     add_generation_prompt: bool | None = Field(None, description="for messages; default true")
     continue_final_message: bool | None = Field(None, description="for messages")

@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from google.protobuf.json_format import MessageToDict
+from weft.gateway.answer import AnswerParser, CallPart, joined
 from weft.gateway.openai.logprobs import chat_logprobs, completion_logprobs
 from weft.gateway.stream import Delta
 from weft.gateway.vocabulary import Vocabulary
@@ -127,9 +128,26 @@ class ChatWriter(AnswerWriter):
     chunk_name = "chat.completion.chunk"
 
     def __init__(
-        self, request_id: str, model: str, vocabulary: Vocabulary, *, include_usage: bool = False
+        self,
+        request_id: str,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        include_usage: bool = False,
+        make_parser: Callable[[], AnswerParser] | None = None,
     ) -> None:
+        """Prepares the constant parts.
+
+        Args:
+            request_id: As in `AnswerWriter`.
+            model: As in `AnswerWriter`.
+            vocabulary: As in `AnswerWriter`.
+            include_usage: As in `AnswerWriter`.
+            make_parser: Makes what takes a sample's text apart; None: all of it is content.
+        """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
+        self._make_parser = make_parser
+        self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
         self._suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
 
@@ -138,15 +156,17 @@ class ChatWriter(AnswerWriter):
         opening = b""
         if prefix is None:
             prefix, opening = self._open(delta.sample)
-        if delta.logprobs:
-            body = self._with_logprobs(delta)
+        if self._make_parser is not None:
+            body = self._parsed(delta, self._make_parser)
+        elif delta.logprobs:
+            body = self._with_logprobs(delta, {"content": delta.text})
         elif delta.text:
             body = prefix + b'"content":' + _encode(delta.text).encode() + self._suffix
         else:
             body = b""
         if delta.finish_reason is None:
             return opening + body
-        reason = _encode(_FINISH.get(delta.finish_reason, "stop")).encode()
+        reason = _encode(self._finish(delta)).encode()
         return b"".join(
             (opening, body, prefix, b'},"logprobs":null,"finish_reason":', reason, b"}", self._tail)
         )
@@ -157,11 +177,31 @@ class ChatWriter(AnswerWriter):
         self._prefixes[index] = prefix
         return prefix, prefix + b'"role":"assistant","content":"","refusal":null' + self._suffix
 
-    def _with_logprobs(self, delta: Delta) -> bytes:
+    def _parsed(self, delta: Delta, make_parser: Callable[[], AnswerParser]) -> bytes:
+        parser = self._parsers.setdefault(delta.sample, make_parser())
+        part = parser.push(delta.text, is_last=delta.finish_reason is not None)
+        added: dict[str, object] = {}
+        if part.reasoning:
+            added["reasoning_content"] = part.reasoning
+        if part.content:
+            added["content"] = part.content
+        if part.calls:
+            added["tool_calls"] = [_call_delta(call) for call in part.calls]
+        return self._with_logprobs(delta, added) if added or delta.logprobs else b""
+
+    def _finish(self, delta: Delta) -> str:
+        reason = delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED
+        parser = self._parsers.get(delta.sample)
+        if reason == common_pb2.FINISH_REASON_STOP and parser is not None and parser.has_called:
+            return "tool_calls"
+        return _FINISH.get(reason, "stop")
+
+    def _with_logprobs(self, delta: Delta, added: Mapping[str, object]) -> bytes:
+        logprobs = chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
         choice = {
             "index": delta.sample,
-            "delta": {"content": delta.text},
-            "logprobs": chat_logprobs(self._vocabulary, delta.logprobs),
+            "delta": added,
+            "logprobs": logprobs,
             "finish_reason": None,
         }
         return self._head + to_json(choice) + self._tail
@@ -169,14 +209,40 @@ class ChatWriter(AnswerWriter):
     def _choice(self, delta: Delta) -> dict[str, object]:
         return {
             "index": delta.sample,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": {"role": "assistant", **self._message(delta)},
             "logprobs": (
                 chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
             ),
-            "finish_reason": _FINISH.get(
-                delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED, "stop"
-            ),
+            "finish_reason": self._finish(delta),
         }
+
+    def _message(self, delta: Delta) -> dict[str, object]:
+        """The message of a sample's whole text, but for its role."""
+        if self._make_parser is None:
+            return {"content": delta.text, "refusal": None}
+        parser = self._parsers[delta.sample] = self._make_parser()
+        part = parser.push(delta.text, is_last=True)
+        has_text = bool(part.content) or not part.calls
+        message: dict[str, object] = {
+            "content": part.content if has_text else None,
+            "refusal": None,
+        }
+        if part.reasoning:
+            message["reasoning_content"] = part.reasoning
+        if part.calls:
+            message["tool_calls"] = [_call(call) for call in joined(part.calls)]
+        return message
+
+
+def _call(call: CallPart) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta(call: CallPart) -> dict[str, object]:
+    if call.id:
+        return {"index": call.index, **_call(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 class CompletionWriter(AnswerWriter):

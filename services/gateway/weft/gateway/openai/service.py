@@ -13,6 +13,7 @@ from google.protobuf.empty_pb2 import Empty
 from weft.common.adapters.manifest import Entry
 from weft.engine.errors import Draining, PeerUnavailable, WeftError
 from weft.gateway.adapters.calls import AdapterCalls
+from weft.gateway.answer.make import parser_maker
 from weft.gateway.edge import Context, begin_answer, call_facts
 from weft.gateway.end_session import end_session
 from weft.gateway.fleet import Fleet
@@ -87,12 +88,13 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             ChatBody, request.data, lambda body: chat_request(body, facts)
         )
 
-        def write(name: str, model: ServedModel) -> AnswerWriter:
+        def write(stream: TokenStream, model: ServedModel) -> AnswerWriter:
             return ChatWriter(
                 generate.request_id,
-                name,
+                stream.model,
                 model.vocabulary,
                 include_usage=_includes_usage(body),
+                make_parser=parser_maker(generate, model, stream.generations[0].prompt),
             )
 
         await self._answer(generate, body, write, context)
@@ -105,10 +107,10 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         )
         echoes = await self._echoes(generate) if body.echo else ()
 
-        def write(name: str, model: ServedModel) -> AnswerWriter:
+        def write(stream: TokenStream, model: ServedModel) -> AnswerWriter:
             return CompletionWriter(
                 generate.request_id,
-                name,
+                stream.model,
                 model.vocabulary,
                 include_usage=_includes_usage(body),
                 echoes=echoes,
@@ -121,11 +123,11 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self,
         request: GenerateRequest,
         body: GenerationBody,
-        write: Callable[[str, ServedModel], AnswerWriter],
+        write: Callable[[TokenStream, ServedModel], AnswerWriter],
         context: Context,
     ) -> None:
         async with self._pipeline.open(request) as stream:
-            writer = write(stream.model, self._models.base(stream.base_model).model)
+            writer = write(stream, self._models.base(stream.base_model).model)
             kind = _EVENTS if body.stream else _JSON
             await begin_answer(context, request.request_id, kind, stream.headers)
             if body.stream:

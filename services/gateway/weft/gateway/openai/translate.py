@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from weft.engine.errors import InvalidRequest
@@ -16,8 +17,10 @@ from weft.gateway.openai.bodies import (
     LoadAdapterBody,
     Message,
     TokenizeBody,
+    ToolBody,
+    ToolChoiceBody,
 )
-from weft.gateway.openai.constrain import constraint_of
+from weft.gateway.openai.constrain import GivenConstraint, constraint_of
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
@@ -28,6 +31,7 @@ from weft.gateway.request import (
     TokenPrompt,
 )
 from weft.gateway.slo.targets import Targets
+from weft.gateway.tools import NO_TOOLS, ToolUse, check_tools, past_call, use_tools
 from weft.gateway.validate import invalid
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -54,24 +58,28 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
     Raises:
         InvalidRequest: It asks for what is not supported, or fields contradict each other.
     """
-    if body.tools and body.tool_choice != "none":
-        raise invalid(
-            "tools",
-            "tools are not supported by this server; leave them out, or set tool_choice to none",
-        )
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "calling tools")
-    if body.functions:
-        raise _unsupported("functions", "calling functions")
+    for name in ("functions", "function_call"):
+        if getattr(body, name):
+            raise _unsupported(name, "functions are given as tools, chosen by tool_choice")
     if body.modalities is not None and set(body.modalities) - {"text"}:
         raise _unsupported("modalities", "output other than text")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     tokens = body.max_completion_tokens
+    prompt = chat_prompt(body)
+    choice = body.tool_choice
+    if choice == "none":
+        prompt = replace(prompt, tools=())
     return _request(
         body,
         facts,
-        prompts=(chat_prompt(body),),
+        prompts=(prompt,),
+        tool_use=use_tools(
+            prompt.tools,
+            choice.function.name if isinstance(choice, ToolChoiceBody) else choice or "auto",
+            is_named=isinstance(choice, ToolChoiceBody),
+            most=1 if body.parallel_tool_calls is False else None,
+        ),
         max_tokens=body.max_tokens if tokens is None else tokens,
         max_tokens_param="max_tokens" if tokens is None else "max_completion_tokens",
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -134,6 +142,7 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         add_generation_prompt=add_prompt,
         continue_final_message=continues,
         template_variables=body.chat_template_kwargs or {},
+        tools=check_tools([_tool(tool) for tool in body.tools or ()]),
     )
 
 
@@ -146,9 +155,14 @@ def _request(
     top_logprobs: int | None,
     max_tokens_param: str = "max_tokens",
     top_logprobs_param: str = "top_logprobs",
+    tool_use: ToolUse = NO_TOOLS,
 ) -> GenerateRequest:
     _refuse_unsupported(body)
     constraint = constraint_of(body)
+    if constraint is not None and tool_use.calls is not None:
+        raise invalid(constraint.param, "contradicts tools; set tool_choice to none")
+    if tool_use.constraint is not None:
+        constraint = GivenConstraint("tools", tool_use.constraint)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
     return GenerateRequest(
@@ -159,6 +173,7 @@ def _request(
         sampling=_sampling(body, None if constraint is None else constraint.value),
         stopping=_stopping(body, max_tokens),
         top_logprobs=top_logprobs,
+        calls=tool_use.calls,
         constraint_param="constraint" if constraint is None else constraint.param,
         max_tokens_param=max_tokens_param,
         top_logprobs_param=top_logprobs_param,
@@ -231,8 +246,8 @@ def _stopping(body: GenerationBody, max_tokens: int | None) -> Stopping:
 
 def _message(index: int, message: Message) -> dict[str, Any]:
     where = f"messages[{index}]"
-    if message.tool_calls or message.function_call is not None:
-        raise _unsupported(f"{where}.tool_calls", "tool calls")
+    if message.function_call is not None:
+        raise _unsupported(f"{where}.function_call", "calls are given as tool_calls")
     content = message.content
     if content is None and message.role == "assistant":
         content = ""  # as SDKs send back a turn without text
@@ -248,9 +263,28 @@ def _message(index: int, message: Message) -> dict[str, Any]:
             texts.append(part.text)
         content = "\n".join(texts)
     translated: dict[str, Any] = {"role": message.role, "content": content}
-    if message.name is not None:
-        translated["name"] = message.name
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            translated[name] = value
+    if message.tool_calls:
+        translated["tool_calls"] = [
+            past_call(
+                call.id or "",
+                call.function.name,
+                call.function.arguments,
+                f"{where}.tool_calls[{number}]",
+            )
+            for number, call in enumerate(message.tool_calls)
+        ]
     return translated
+
+
+def _tool(tool: ToolBody) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    function = tool.function
+    given = {"description": function.description, "parameters": function.parameters}
+    described = {name: value for name, value in given.items() if value is not None}
+    return {"type": tool.type, "function": {"name": function.name, **described}}
 
 
 def _text_prompts(body: CompletionBody) -> tuple[Prompt, ...]:

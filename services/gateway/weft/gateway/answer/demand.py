@@ -1,0 +1,76 @@
+"""The constraint under which an answer is the calls that a request demands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.engine.request import Constraint
+
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value has a schema for each name, and so may have any name."""
+_OF_VALUES = ("const", "enum", "default", "examples")
+
+
+def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Constraint:
+    """A list of one or more calls, as `weft.gateway.answer.formats.CALLS_ONLY` has them.
+
+    Args:
+        tools: Those that may be called, of OpenAI's form.
+        most: Most calls; None: any number.
+    """
+    branches, arguments = [], {}
+    for number, tool in enumerate(tools):
+        function, place = tool["function"], f"arguments-{number}"
+        # Apart, for references into it: the grammar compiler follows none through a list.
+        arguments[place] = _moved(function.get("parameters") or _ANY_OBJECT, f"#/$defs/{place}")
+        branches.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    "arguments": {"$ref": f"#/$defs/{place}"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": branches},
+        "$defs": arguments,
+    }
+    if most is not None:
+        schema["maxItems"] = most
+    return _constraint(schema)
+
+
+def demanded_arguments(tool: Mapping[str, Any]) -> Constraint:
+    """The arguments of one function."""
+    return _constraint(tool["function"].get("parameters") or _ANY_OBJECT)
+
+
+def _constraint(schema: Mapping[str, Any]) -> Constraint:
+    return Constraint(kind="json_schema", text=json.dumps(schema, ensure_ascii=False))
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references into itself are right once it stands at `place`."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[name] = place + value[1:]
+        elif name in _OF_NAMES and isinstance(value, dict):
+            moved[name] = {key: _moved(one, place) for key, one in value.items()}
+        elif name in _OF_VALUES:
+            moved[name] = value
+        else:
+            moved[name] = _moved(value, place)
+    return moved

@@ -1,0 +1,110 @@
+"""Tools as clients give them, for both faces."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from weft.engine.request import Constraint
+from weft.gateway.answer.demand import demanded_arguments, demanded_calls
+from weft.gateway.request import Calls
+from weft.gateway.validate import MAX_TOOLS, check_range, invalid
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+Tool = Mapping[str, Any]
+
+
+class ToolUse(NamedTuple):
+    """What a choice of tools asks for."""
+
+    calls: Calls | None
+    """Calls that the answer may have; None: it has none."""
+    constraint: Constraint | None
+    """Under which it consists of calls; None: it need not."""
+
+
+NO_TOOLS = ToolUse(None, None)
+
+
+def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Checks the names of tools.
+
+    Args:
+        tools: Of OpenAI's form.
+
+    Raises:
+        InvalidRequest: There are too many, or a name is none or stands there twice.
+    """
+    check_range("tools", len(tools), 0, MAX_TOOLS, "tools")
+    known: set[str] = set()
+    for number, tool in enumerate(tools):
+        name, param = tool["function"]["name"], f"tools[{number}].function.name"
+        if not _NAME.fullmatch(name):
+            raise invalid(param, f"{name[:80]!r} is not 1 to 64 letters, digits, _, - or .")
+        if name in known:
+            raise invalid(param, f"two tools are called {name!r}")
+        known.add(name)
+    return tuple(tools)
+
+
+def use_tools(
+    tools: Sequence[Tool], choice: str, *, is_named: bool = False, most: int | None = None
+) -> ToolUse:
+    """What an answer may be.
+
+    Args:
+        tools: Those that the model is told of; empty: none.
+        choice: "none", "auto", "required"; or a function's name.
+        is_named: It is a name.
+        most: Most calls; None: any number.
+
+    Raises:
+        InvalidRequest: The choice needs tools that are not there.
+    """
+    if is_named:
+        for tool in tools:
+            if tool["function"]["name"] == choice:
+                return ToolUse(Calls(name=choice, is_demanded=True), demanded_arguments(tool))
+        raise invalid("tool_choice", f"no tool is called {choice[:80]!r}")
+    if choice == "required":
+        if not tools:
+            raise invalid("tool_choice", "required, but there are no tools")
+        return ToolUse(Calls(is_demanded=True, most=most), demanded_calls(tools, most))
+    if choice == "none" or not tools:
+        return NO_TOOLS
+    return ToolUse(Calls(most=most), None)
+
+
+def past_call(id_: str, name: str, arguments: str, where: str) -> dict[str, Any]:
+    """A call of an earlier message, as chat templates take it.
+
+    Args:
+        id_: Its id; empty = none.
+        name: The function's.
+        arguments: A JSON object; empty = one without any.
+        where: Field to name.
+
+    Raises:
+        InvalidRequest: The arguments are something else.
+    """
+    parsed = json_object(arguments or "{}", f"{where}.function.arguments")
+    given_id = {"id": id_} if id_ else {}
+    return {**given_id, "type": "function", "function": {"name": name, "arguments": parsed}}
+
+
+def json_object(text: str, param: str) -> dict[str, Any]:
+    """The JSON object that a field contains as text.
+
+    Raises:
+        InvalidRequest: It contains something else.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(param, f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise invalid(param, "is not a JSON object")
+    return value

@@ -1,0 +1,167 @@
+"""Answers taken apart: the same whatever pieces the text comes in, and nothing of it lost."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from weft.gateway.answer import NamedCallParser, TextParser, joined
+from weft.gateway.answer.formats import (
+    CALLS_ONLY,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    find_reasoning,
+    find_tool_format,
+)
+
+HARD = {"a": 'x</tool_call>"}{][', "b": [1, {"c": None}], "é": "\\", "": {"deep": [[["{"]]]}}
+ARGUMENTS = json.dumps(HARD, ensure_ascii=False)
+CALL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
+LLAMA = '{"name": "g.h-1", "parameters": {"q": 1}}'
+
+
+@dataclass
+class Parsed:
+    """What became of a text."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    has_called: bool = False
+
+
+def parse(text: str, cuts: list[int], **options: Any) -> Parsed:
+    parser = TextParser(**options)
+    bounds = [0, *sorted(cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [parser.push(piece) for piece in pieces[:-1]]
+    parts.append(parser.push(pieces[-1], is_last=True))
+    calls = [call for part in parts for call in part.calls]
+    assert [one.index for one in joined(calls)] == list(range(len(joined(calls))))
+    # The first part of a call, and no other one, has its id and its name.
+    assert all(bool(call.id) == bool(call.name) for call in calls)
+    assert sum(bool(call.id) for call in calls) == len(joined(calls))
+    return Parsed(
+        "".join(part.content for part in parts),
+        "".join(part.reasoning for part in parts),
+        tuple((call.name, call.arguments) for call in joined(calls)),
+        parser.has_called,
+    )
+
+
+def called(*calls: tuple[str, str], content: str = "", reasoning: str = "") -> Parsed:
+    return Parsed(content, reasoning, calls, has_called=True)
+
+
+F = ("f", ARGUMENTS)
+CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
+    ({"tools": HERMES}, f"<tool_call>\n{CALL}\n</tool_call>", called(F)),
+    (
+        {"tools": HERMES},
+        f'Let me see.\n\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{{"arguments": {{"k": 1}}, '
+        '"name": "g"}</tool_call>\n',
+        called(F, ("g", '{"k": 1}'), content="Let me see."),
+    ),
+    ({"tools": HERMES}, '<tool_call>{"name": "f"}</tool_call>', called(("f", "{}"))),
+    (
+        {"tools": HERMES},
+        '<tool_call>{"name": "f", "arguments": "{\\"k\\": 2}"}</tool_call>',
+        called(("f", '{"k": 2}')),
+    ),
+    ({"tools": HERMES}, f"<tool_call>{CALL}", called(F)),
+    ({"tools": HERMES, "max_calls": 1}, f"<tool_call>{CALL}</tool_call>" * 2, called(F)),
+    # Cut off by a limit of tokens.
+    ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": {"a": 1', called(("f", '{"a": 1'))),
+    ({"tools": HERMES}, '<tool_call>{"name": "f"', Parsed('<tool_call>{"name": "f"')),
+    # No calls.
+    ({"tools": HERMES}, "a \n<tool_call> no </tool_call> b", None),
+    ({"tools": HERMES}, 'a <tool_call>{"x": 1}</tool_call> b <tool', None),
+    ({"tools": HERMES}, '<tool_call>{"name": 1, "arguments": {}}', None),
+    ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": [1]}', None),
+    ({"tools": HERMES}, "<tool_call>" + '{"a":' * 5000 + "1" + "}" * 5000, None),
+    ({"tools": HERMES}, " blanks at both ends \n", None),
+    ({"tools": LLAMA3_JSON}, '{"foo": 1} and more', None),
+    ({"tools": LLAMA3_JSON}, f" Hello {LLAMA}", None),
+    ({"tools": LLAMA3_JSON}, "", None),
+    ({"tools": MISTRAL}, "plain [TOOL", None),
+    ({"tools": None}, f"<think>x</think><tool_call>{CALL}</tool_call>", None),
+    ({"tools": MISTRAL}, f"[TOOL_CALLS] [{CALL}, {CALL}]", called(F, F)),
+    ({"tools": MISTRAL}, f"So: [TOOL_CALLS][{CALL}]", called(F, content="So:")),
+    ({"tools": LLAMA3_JSON}, f"{LLAMA}; {LLAMA}", called(*[("g.h-1", '{"q": 1}')] * 2)),
+    ({"tools": LLAMA3_JSON}, f"<|python_tag|>{LLAMA}", called(("g.h-1", '{"q": 1}'))),
+    ({"tools": CALLS_ONLY}, f" [{CALL},\n {CALL}]", called(F, F)),
+    (
+        {"tools": HERMES, "has_reasoning": True},
+        f"\n<think>\n I hmm <tool_call>\n\n</think>\n\n<tool_call>{CALL}</tool_call>",
+        called(F, reasoning="I hmm <tool_call>"),
+    ),
+    (
+        {"tools": None, "has_reasoning": True},
+        "<think>\n\n</think>\n\nHello </think>",
+        Parsed("Hello </think>"),
+    ),
+    ({"tools": None, "has_reasoning": True}, "Hello <think>x</think>", None),
+    ({"tools": None, "has_reasoning": True}, "<thin", None),
+    (
+        {"tools": None, "has_reasoning": True, "begins_reasoning": True},
+        "so </thin\n</think>\n\nfour",
+        Parsed("four", "so </thin"),
+    ),
+    (
+        {"tools": None, "has_reasoning": True},
+        "<think>cut off ",
+        Parsed("", "cut off "),
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "text", "expected"), CASES, ids=range(len(CASES)))
+def test_texts_are_taken_apart_wherever_they_are_cut(
+    options: dict[str, Any], text: str, expected: Parsed | None
+) -> None:
+    expected = Parsed(text) if expected is None else expected
+    assert parse(text, [], **options) == expected
+    if len(text) < 1000:
+        assert parse(text, list(range(len(text) + 1)), **options) == expected
+    for _ in range(30):
+        cuts = [random.randint(0, len(text)) for _ in range(random.randint(1, 12))]
+        assert parse(text, cuts, **options) == expected, cuts
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = TextParser(HERMES)
+    given = []
+    for piece in ("<tool_call>{", '"name": "f", "arguments"', ': {"a', '": "b', '"}', "}"):
+        part = parser.push(piece)
+        assert part.content == ""
+        given.append("".join(call.arguments for call in part.calls))
+    assert given == ["", "", '{"a', '": "b', '"}', ""]
+
+
+def test_text_is_shown_as_soon_as_it_can_be_no_tag() -> None:
+    parser = TextParser(HERMES, has_reasoning=True)
+    shown = [parser.push(piece).content for piece in ("<", "th", "ird> a <to", "ol_bar ", "b")]
+    assert shown == ["", "", "<third> a", " <tool_bar", " b"]
+
+
+def test_the_arguments_of_one_function() -> None:
+    parser = NamedCallParser("f", 9)
+    (first,) = parser.push('{"a"').calls
+    assert parser.push("").calls == []
+    (second,) = parser.push(": 1}", is_last=True).calls
+    assert (first.name, len(first.id), second.name, second.id) == ("f", 9, "", "")
+    assert first.arguments + second.arguments == '{"a": 1}'
+    assert not parser.has_called
+
+
+def test_templates_tell_how_a_model_writes() -> None:
+    assert find_tool_format("... <tool_call>\n{{ ... }}") is HERMES
+    assert find_tool_format("{{ '[TOOL_CALLS] [' }}") is MISTRAL
+    assert find_tool_format("{%- if message.role == 'ipython' %}") is LLAMA3_JSON
+    assert find_tool_format("{{ message.content }}") is HERMES
+    assert find_reasoning("{% set content = content.split('</think>')[-1] %}")
+    assert not find_reasoning("{{ message.content }}")
