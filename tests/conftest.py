@@ -144,16 +144,35 @@ def _turn(file: str) -> str:
     return file
 
 
+LONG_FILES = (
+    *("captured_steps", "triton_compiles", "triton_moe", "triton_lora_product", "constraints"),
+    *("portable_cpu", "demo_model", "rest_go", "attention"),
+)
+"""Files of few tests that take a minute and more, by name."""
+
+
 def _longest_first(items: list[pytest.Item]) -> None:
-    """Turns with meshes, then those of the most tests: none that is long is left for the end."""
+    """Turns with meshes, then long files, then those of the most tests: none that is long is left
+    for the end.
+    """
     turns = {item.nodeid: _turn(item.nodeid.partition("::")[0]) for item in items}
     counts = Counter(turns.values())
 
-    def place(item: pytest.Item) -> tuple[bool, int, str]:
+    def place(item: pytest.Item) -> tuple[bool, bool, int, str]:
         turn = turns[item.nodeid]
-        return turn not in MESH_TURNS, -counts[turn], turn
+        is_long = Path(turn).stem.removeprefix("test_") in LONG_FILES
+        return turn not in MESH_TURNS, not is_long, -counts[turn], turn
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(request: pytest.FixtureRequest) -> None:
+    """See `fast_interpreter`."""
+    if any("triton-interpreter" in marker.args for marker in request.node.iter_markers("needs")):
+        from fast_interpreter import replace_functions_once
+
+        replace_functions_once()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ class Parsed:
 def parse(text: str, cuts: list[int], **options: Any) -> Parsed:
     parser = TextParser(**options)
     bounds = [0, *sorted(cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(bounds)]
     parts = [parser.push(piece) for piece in pieces[:-1]]
     parts.append(parser.push(pieces[-1], is_last=True))
     calls = [call for part in parts for call in part.calls]

@@ -67,6 +67,7 @@ _COUNT_ROW = tl.constexpr(int(Field.COUNT_ROW))
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _MASKED = tl.constexpr(MASKED_LOGIT)
 _NOT_DRAFTED = tl.constexpr(NOT_DRAFTED)
+_TREES = tl.constexpr(TREES)
 _NOT_FINITE = tl.constexpr(ERROR_NOT_FINITE)
 _NO_CANDIDATE = tl.constexpr(ERROR_NO_CANDIDATE)
 _SPREAD = tl.constexpr(NOISE_SPREAD)
@@ -474,10 +475,17 @@ def _count_kernel(source: Source, tokens: tl.tensor) -> None:
     if (count_row >= 0) & (token >= 0):
         first = tl.load(source.firsts + row)
         last, is_accepted = first, token >= 0
+        one = tl.full([], 1, tl.int64)
         for at in range(first + 1, row + 1):
             is_its = is_before(source, row, first, at)
             is_right = tl.load(tokens + last) == tl.load(source.row_tokens + at)
             is_accepted = is_accepted & (is_right | (is_its == 0))
             last = tl.where(is_its, at, last)
+            if source.drafted == _TREES:
+                # Of siblings with one token the first is the accepted one.
+                own = tl.load(source.words + row) ^ (one << (row - first))
+                other = tl.load(source.words + at) ^ (one << (at - first))
+                is_same = tl.load(source.row_tokens + at) == tl.load(source.row_tokens + row)
+                is_accepted = is_accepted & ((at == row) | (own != other) | (is_same == 0))
         # Several rows may draw the same token.
         tl.atomic_add(source.counts + count_row * source.vocab + token, 2, mask=is_accepted)
