@@ -9,7 +9,6 @@
 #include "amx.h"
 #include "rows.h"
 #include "team.h"
-#include "tile.h"
 
 #define ROW_RANK 8
 #define B_COLUMNS 16 /* of a block of b */
@@ -52,8 +51,7 @@ typedef struct {
   const int32_t *starts;      /* [segments + 1] */
   const int32_t *slots;       /* [segments] */
   int64_t *blocks;            /* [segments + 1]: blocks of tokens before each; set here */
-  float *shrunk; /* [tokens + 15, width]: ranks as floats; in bfloat16 as words of two neighbours
-                  * from the same place on, but where lora_amx.h adds: see there */
+  float *shrunk;              /* [tokens + 15, width]; pairs where lora_amx.h adds: see there */
   int64_t tokens, segments, width;
 } Lora;
 
@@ -159,21 +157,9 @@ INLINE void sum_ranks(const vf sum[SHRINK_RANKS], float *to) {
 #endif
 }
 
-/* Ranks as they are multiplied with b: of its type. */
-INLINE void store_ranks_of(const int is_bf16, const vf sum[SHRINK_RANKS], char *to) {
-  float ranks[SHRINK_RANKS];
-  bf16 rounded[SHRINK_RANKS];
-  sum_ranks(sum, ranks);
-  for (int r = 0; r < SHRINK_RANKS; r++) rounded[r] = float_to_bf16(ranks[r]);
-  if (is_bf16)
-    memcpy(to, rounded, sizeof rounded);
-  else
-    memcpy(to, ranks, sizeof ranks);
-}
-
 /* to[t][r] = x[t] . a[r], rows of `bytes` bytes. */
 INLINE void shrink_tile(const int is_bf16, const int tokens, const char *const *x, const char *a,
-                        long bytes, char *const *to) {
+                        long bytes, float *const *to) {
   vf sum[SHRINK_TOKENS][SHRINK_RANKS];
 #pragma GCC unroll 4
   for (int t = 0; t < tokens; t++)
@@ -184,7 +170,7 @@ INLINE void shrink_tile(const int is_bf16, const int tokens, const char *const *
     shrink_step(is_bf16, tokens, x, a, bytes, at, 4 * VL, sum);
   if (rest > 0) shrink_step(is_bf16, tokens, x, a, bytes, bytes - rest, (size_t)rest, sum);
 #pragma GCC unroll 4
-  for (int t = 0; t < tokens; t++) store_ranks_of(is_bf16, sum[t], to[t]);
+  for (int t = 0; t < tokens; t++) sum_ranks(sum[t], to[t]);
 }
 
 #define SHRINK_CASE(N)                                 \
@@ -193,7 +179,7 @@ INLINE void shrink_tile(const int is_bf16, const int tokens, const char *const *
     break;
 
 INLINE void shrink_tokens(const int is_bf16, int tokens, const char *const *x, const char *a,
-                          long bytes, char *const *to) {
+                          long bytes, float *const *to) {
   switch (tokens) {
     SHRINK_CASE(1) SHRINK_CASE(2)
 #if SHRINK_TOKENS == 4
@@ -223,12 +209,11 @@ static void shrink_block(const Lora *lora, const LoraPart *part, int is_bf16, co
         if (first == 0 && rank == 0) prefetch_bytes(row + half, half);
         if (first == 0 && rank > 0 && next != NULL) prefetch_bytes(next, half);
         const char *from[SHRINK_TOKENS];
-        char *to[SHRINK_TOKENS];
+        float *to[SHRINK_TOKENS];
         for (int t = 0; t < some; t++) {
           const long token = tokens[first + t];
           from[t] = x + token * bytes;
-          to[t] = (char *)(lora->shrunk + token * lora->width + part->offset) +
-                  (i * ROW_RANK + rank) * (is_bf16 ? 2 : 4);
+          to[t] = lora->shrunk + token * lora->width + part->offset + i * ROW_RANK + rank;
         }
         if (is_bf16)
           shrink_tokens(1, some, from, row + rank * bytes, bytes, to);
@@ -282,8 +267,7 @@ static void ask_for_b(const Addition *add, int is_bf16, long column, long n, Ask
 /* to[r] += ranks[r] * b, for `vectors` vectors of n columns: n is VL, or less for a single one. */
 INLINE void expand_rows(const int is_bf16, const int rows, const int vectors, int n,
                         const LoraPart *part, const int32_t *table, long count, long column,
-                        const char *const *ranks, float *const *to) {
-  const int steps = is_bf16 ? ROW_RANK / 2 : ROW_RANK;
+                        const float *const *ranks, float *const *to) {
   vf sum[EXPAND_ROWS][2];
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
@@ -294,18 +278,19 @@ INLINE void expand_rows(const int is_bf16, const int rows, const int vectors, in
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++)
       words[v] = words_of_b(is_bf16, part, table[i], column + v * VL);
-    for (int j = 0; j < steps; j++) {
-      vu b[2];
+    for (int j = 0; j < ROW_RANK; j++) {
+      vf b[2];
 #pragma GCC unroll 2
-      for (int v = 0; v < vectors; v++)
-        b[v] = load_words(words[v] + 4 * B_COLUMNS * j, 4 * (size_t)n);
+      for (int v = 0; v < vectors; v++) {
+        const long step = is_bf16 ? j / 2 : j;
+        b[v] = (vf)load_words(words[v] + 4 * B_COLUMNS * step, 4 * (size_t)n);
+        if (is_bf16) b[v] = j % 2 == 0 ? (vf)((vu)b[v] << 16) : (vf)((vu)b[v] & 0xffff0000u);
+      }
 #pragma GCC unroll 8
-      for (int r = 0; r < rows; r++) {
-        const vu rank = (vu){0} + load_word(ranks[r] + 4 * (i * steps + j));
+      for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++)
-          sum[r][v] = multiply_add(is_bf16, sum[r][v], rank, b[v]);
-      }
+          sum[r][v] = vf_fma(vf_splat(ranks[r][i * ROW_RANK + j]), b[v], sum[r][v]);
     }
   }
 #pragma GCC unroll 8
@@ -319,7 +304,7 @@ INLINE void expand_rows(const int is_bf16, const int rows, const int vectors, in
  * end where blocks of b do. */
 INLINE void expand_columns(const int is_bf16, const int rows, int n, const LoraPart *part,
                            const int32_t *table, long count, long column,
-                           const char *const *ranks, float **to) {
+                           const float *const *ranks, float **to) {
   while (n > 0) {
     const int whole = VL - (int)(column % VL);
     const int some = whole == VL && n >= 2 * VL ? 2 * VL : at_most(n, whole);
@@ -354,11 +339,11 @@ INLINE void expand_tokens(const int is_bf16, const Addition *add, const Piece *p
   for (long done = 0; num_rows > 0 && done < count;) {
     const long left = count - done;
     const int rows = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    const char *ranks[EXPAND_ROWS];
+    const float *ranks[EXPAND_ROWS];
     float *to[EXPAND_ROWS];
     for (int r = 0; r < rows; r++, done++) {
       const long token = tokens == NULL ? first + done : tokens[done];
-      ranks[r] = (const char *)(add->lora->shrunk + token * add->lora->width + part->offset);
+      ranks[r] = add->lora->shrunk + token * add->lora->width + part->offset;
       to[r] = piece->c + (token - piece->first_row) * PANEL;
     }
     const long column = piece->column;
