@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 SPIN_COUNT = "1000"
 """GOMP_SPINCOUNT: engines that share cores must not spin (docs/decisions)."""
 EXIT_GRACE_S = 3.0
+MAX_UNREAD_BYTES = 16 << 20
+"""What the engine has not read, from which on `room` waits."""
 
 
 class EngineClient:
@@ -107,11 +109,18 @@ class EngineClient:
             their_orders.close()
         replies, self._orders = await asyncio.open_connection(sock=our_orders)
         self._reading_orders = asyncio.create_task(self._read_orders(replies))
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        reader = await self.connect(ours)
+        assert self._writer is not None
         self._writer.write(frame(self._config))
         ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._reading = asyncio.create_task(self._read(reader, ready))
         return await ready
+
+    async def connect(self, end: socket.socket) -> asyncio.StreamReader:
+        """Sends to this end of a connection from now on; returns what comes from the other one."""
+        reader, self._writer = await asyncio.open_connection(sock=end, limit=1 << 20)
+        self._writer.transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
+        return reader
 
     @property
     def loop_age_s(self) -> float:
@@ -139,6 +148,14 @@ class EngineClient:
             self._loop.call_soon(self._flush)
         else:
             merge(self._pending, inbox)
+
+    async def room(self) -> None:
+        """Waits while much of what was sent is unread, as by an engine that stands still. For
+        messages that others would send on and on: pages.
+        """
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError):  # Its end is told by `gone`.
+                await self._writer.drain()
 
     def order(self, inbox: Inbox) -> None:
         """Sends fault orders, which are executed even while the engine's loop is stalled.

@@ -182,6 +182,8 @@ class FillClient:
                         break
                     for passed in await _passed(faults.FILL_EVENT_IN, event):
                         self._tell(command.lease_id, passed)
+                    if event.kind == "data":
+                        await self._engine.room()
         except TimeoutError:
             why = f"the filler did not answer a stop within {STOP_TIMEOUT_S:g} s"
             last = FillEvent(kind="broken", message=why)
