@@ -283,6 +283,16 @@ async def test_reasoning_stands_apart(mesh: Mesh) -> None:
     assert texts["choices"][0]["text"] == mesh.text
 
 
+@pytest.mark.parametrize(
+    "mesh", ["{{ enable_thinking is defined }}{{ reasoning_effort }}"], indirect=True
+)
+async def test_templates_are_told_how_much_to_reason(mesh: Mesh) -> None:
+    mesh.text = "x"
+    for effort, told in (("low", "Falselow"), ("none", "Truenone"), (None, "False")):
+        await mesh.harness.json("ChatCompletions", {"messages": USER, "reasoning_effort": effort})
+        assert mesh.prompt == told
+
+
 async def test_reasoning_can_be_left_in_the_text(tmp_path: Path) -> None:
     (tmp_path / MODEL).mkdir()
     (tmp_path / MODEL / "chat_template.jinja").write_text(THINKING)

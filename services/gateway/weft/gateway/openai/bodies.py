@@ -292,6 +292,10 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="more variables for the chat template, such as enable_thinking"
     )
+    reasoning_effort: str | None = Field(
+        None,
+        description="a variable for the chat template; `none` sets enable_thinking to false",
+    )
 
 
 class CompletionBody(GenerationBody):

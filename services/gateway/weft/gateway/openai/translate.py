@@ -141,7 +141,7 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         messages=tuple(_message(i, message) for i, message in enumerate(body.messages)),
         add_generation_prompt=add_prompt,
         continue_final_message=continues,
-        template_variables=body.chat_template_kwargs or {},
+        template_variables={**_effort(body), **(body.chat_template_kwargs or {})},
         tools=check_tools([_tool(tool) for tool in body.tools or ()]),
     )
 
@@ -277,6 +277,13 @@ def _message(index: int, message: Message) -> dict[str, Any]:
             for number, call in enumerate(message.tool_calls)
         ]
     return translated
+
+
+def _effort(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """What a chat template is told of how much to reason."""
+    effort = body.reasoning_effort if isinstance(body, ChatBody) else None
+    told = {} if effort is None else {"reasoning_effort": effort}
+    return {"enable_thinking": False, **told} if effort == "none" else told
 
 
 def _tool(tool: ToolBody) -> dict[str, Any]:
