@@ -94,6 +94,22 @@ async def test_what_is_typed_in_another_encoding_is_asked_as_it_can_be(tmp_path:
         assert "caf\ufffd" in harness.tokenizer.decode(echo.prompts[0])
 
 
+async def test_chat_shows_reasoning_before_the_answer(tmp_path: Path) -> None:
+    (tmp_path / MODEL).mkdir()
+    template = "{% for m in messages %}{{ m.content }}|{% endfor %}<think>{# </think> #}"
+    (tmp_path / MODEL / "chat_template.jinja").write_text(template)
+    echo = Echo("one and one [b]\n</think>\n\nTwo.")
+    async with gateway(tmp_path, echo) as echo.harness:
+        typed = "1+1?\nSure?\n"
+        status, out, err = await run(
+            "chat", "--address", echo.harness.app.server.address, typed=typed
+        )
+    assert status == 0, err
+    assert out.count("one and one [b]\n\nTwo.\n") == 2
+    tokenizer = echo.harness.tokenizer
+    assert tokenizer.decode(echo.prompts[1]) == "1+1?|Two.|Sure?|<think>"
+
+
 async def test_ctrl_c_stops_the_answer_not_the_chat(tmp_path: Path) -> None:
     echo = Echo(secrets.token_hex(20))
     async with gateway(tmp_path, echo) as harness:

@@ -59,12 +59,19 @@ class Conversation:
         pieces: list[str] = []
         begin_s = time.monotonic()
         last: gateway_pb2.ChatResponse | None = None
+        is_reasoning = False
         call = self._stub.Chat(self._request, metadata=api_key_metadata())
         # Not KeyboardInterrupt: raised inside of gRPC's own code it may be swallowed there.
         before = signal.signal(signal.SIGINT, lambda *_: call.cancel())
         try:
             for last in call:
                 for choice in last.choices:
+                    if choice.reasoning:
+                        is_reasoning = True
+                        self._console.out(choice.reasoning, style="dim", end="", highlight=False)
+                    if choice.text and is_reasoning:
+                        is_reasoning = False
+                        self._write("\n\n")
                     pieces.append(choice.text)
                     self._write(choice.text)
         except grpc.RpcError:
