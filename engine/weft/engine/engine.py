@@ -113,28 +113,7 @@ class Engine:
         self.fills.listener = self.scheduler
         if self.tiers is not None:
             self.tiers.listener = self.scheduler
-        jobs = ComputeJobs(
-            config,
-            parts.intake,
-            self.scheduler,
-            parts.info.max_context_tokens,
-            self._look_up,
-            self.adapters.holds,
-            clock,
-        )
-        self.filler = Filler(
-            config.page_size,
-            parts.info.epoch,
-            parts.layout.page_bytes,
-            parts.memory,
-            jobs,
-            parts.plane.shipper,
-            self._out.fill_reply,
-            clock,
-            nixl_version=parts.plane.nixl_version,
-            memory_type=parts.plane.memory_type,
-            max_chunk_pages=parts.plane.shipper.max_chunk_pages,
-        )
+        self.filler = self._make_filler()
         num_held_pages = pages.num_cached_pages
         if self.tiers is not None:
             num_held_pages = self.tiers.num_held_pages
@@ -168,6 +147,32 @@ class Engine:
         """Whether the last turn computed something."""
         self._expire_at = 0.0
         self._report_at = 0.0
+
+    def _make_filler(self) -> Filler:
+        """The side of this worker that fills pages of others."""
+        config, parts, clock = self.config, self.parts, self._clock
+        jobs = ComputeJobs(
+            config,
+            parts.intake,
+            self.scheduler,
+            parts.info.max_context_tokens,
+            self._look_up,
+            self.adapters.holds,
+            clock,
+        )
+        return Filler(
+            config.page_size,
+            parts.info.epoch,
+            parts.layout.page_bytes,
+            parts.memory,
+            jobs,
+            parts.plane.shipper,
+            self._out.fill_reply,
+            clock,
+            nixl_version=parts.plane.nixl_version,
+            memory_type=parts.plane.memory_type,
+            max_chunk_pages=parts.plane.shipper.max_chunk_pages,
+        )
 
     # -- one turn --------------------------------------------------------------------------------
 

@@ -94,6 +94,14 @@ class GatewayMetrics:
         """
         self._histogram_class = LoopHistogram if is_on else _NoHistogram
         self.registry = CollectorRegistry()
+        self._add_latencies()
+        self._add_sizes()
+        self._add_fills()
+        self._add_outcomes()
+        self._add_adapters()
+        self._add_losses()
+
+    def _add_latencies(self) -> None:
         self.time_to_first_token = self._histogram(
             "weft_time_to_first_token_seconds",
             "From the request's arrival to its first token.",
@@ -128,6 +136,8 @@ class GatewayMetrics:
             "Of a prompt on its decode worker: from its first token to its end.",
             _DURATION_BUCKETS_S,
         )
+
+    def _add_sizes(self) -> None:
         self.request_prompt_tokens = self._histogram(
             "weft_request_prompt_tokens", "Tokens of a prompt.", _TOKEN_BUCKETS
         )
@@ -136,6 +146,13 @@ class GatewayMetrics:
             "Tokens generated for a prompt, over its samples.",
             _TOKEN_BUCKETS,
         )
+        self.prompt_tokens = self._counter("weft_prompt_tokens", "Prompt tokens accepted.")
+        self.cached_prompt_tokens = self._counter(
+            "weft_cached_prompt_tokens", "Prompt tokens whose KV came from the owner's cache."
+        )
+        self.generation_tokens = self._counter("weft_generation_tokens", "Tokens generated.")
+
+    def _add_fills(self) -> None:
         self.fills = Counter(
             "weft_fills",
             "Fills and loads of prompts that have ended, by source (prefill, kvstore, host, disk) "
@@ -149,6 +166,17 @@ class GatewayMetrics:
             ["source", "transport"],
             registry=self.registry,
         )
+        self._kv_changes = self._counter(
+            "weft_kv_changes", "Changes of workers' prefix caches that were followed."
+        )
+        self._kv_snapshots = self._counter(
+            "weft_kv_snapshots", "Snapshots of workers' prefix caches that were taken."
+        )
+        self._kv_gaps = self._counter(
+            "weft_kv_gaps", "Changes that were missing: a snapshot was asked for."
+        )
+
+    def _add_outcomes(self) -> None:
         self.requests = Counter(
             "weft_requests",
             "Requests ended, by outcome: ok, or the failure's reason in lower case.",
@@ -181,6 +209,8 @@ class GatewayMetrics:
             self.slo_requests.labels(outcome)
         for scope, kind in product(("global", "tenant"), ("requests", "tokens")):
             self.rate_limited.labels(scope, kind)
+
+    def _add_adapters(self) -> None:
         self.adapter_loads = Counter(
             "weft_adapter_loads",
             "Loads of LoRA adapters asked of this gateway, by outcome: ok, or the failure's reason "
@@ -194,11 +224,8 @@ class GatewayMetrics:
             "From such a call to its answer, copying and all workers' loads included.",
             _DURATION_BUCKETS_S,
         )
-        self.prompt_tokens = self._counter("weft_prompt_tokens", "Prompt tokens accepted.")
-        self.cached_prompt_tokens = self._counter(
-            "weft_cached_prompt_tokens", "Prompt tokens whose KV came from the owner's cache."
-        )
-        self.generation_tokens = self._counter("weft_generation_tokens", "Tokens generated.")
+
+    def _add_losses(self) -> None:
         self.retries = self._counter(
             "weft_request_retries", "Submissions repeated on another decode worker."
         )
@@ -209,15 +236,6 @@ class GatewayMetrics:
             "weft_resume_pause_seconds",
             "From the loss of a decode worker to the next token from another one.",
             _DURATION_BUCKETS_S,
-        )
-        self._kv_changes = self._counter(
-            "weft_kv_changes", "Changes of workers' prefix caches that were followed."
-        )
-        self._kv_snapshots = self._counter(
-            "weft_kv_snapshots", "Snapshots of workers' prefix caches that were taken."
-        )
-        self._kv_gaps = self._counter(
-            "weft_kv_gaps", "Changes that were missing: a snapshot was asked for."
         )
         self.session_losses = self._counter(
             "weft_session_losses", "Sessions with decode workers that broke."
