@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from weft.gateway.answer.formats import (
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
+    ToolFormat,
     find_reasoning,
     find_tool_format,
 )
@@ -58,6 +60,10 @@ def called(*calls: tuple[str, str], content: str = "", reasoning: str = "") -> P
     return Parsed(content, reasoning, calls, has_called=True)
 
 
+def cut(*calls: tuple[str, str]) -> Parsed:
+    return Parsed(calls=calls)
+
+
 F = ("f", ARGUMENTS)
 CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
     ({"tools": HERMES}, f"<tool_call>\n{CALL}\n</tool_call>", called(F)),
@@ -75,12 +81,38 @@ CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
     ),
     ({"tools": HERMES}, f"<tool_call>{CALL}", called(F)),
     ({"tools": HERMES, "max_calls": 1}, f"<tool_call>{CALL}</tool_call>" * 2, called(F)),
+    # As smaller models write them.
+    (
+        {"tools": HERMES},
+        'Hi <tool_call>{"name":"f","arguments":{"a":1}\n</tool_call>\n'
+        '<tool_call>{"name":"g","arguments":{}}</tool_call> bye',
+        called(("f", '{"a":1}'), ("g", "{}"), content="Hibye"),
+    ),
+    ({"tools": HERMES}, f"<tool_call>[{CALL},\n{CALL}]</tool_call>", called(F, F)),
+    (
+        {"tools": HERMES},
+        '<tool_call>{"arguments": {"a": "1\n2"}, "name": "f"}</tool_call>',
+        called(("f", '{"a": "1\\n2"}')),
+    ),
+    (
+        {"tools": HERMES},
+        '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "\\ud83d"}</tool_call>',
+        called(("\ufffd", '{"a": "\ufffd"}')),
+    ),
+    (
+        {"tools": MISTRAL},
+        '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "123456789"}]',
+        called(("f", "{}")),
+    ),
     # Cut off by a limit of tokens.
-    ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": {"a": 1', called(("f", '{"a": 1'))),
+    ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": {"a": 1', cut(("f", '{"a": 1'))),
+    ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": {}', cut(("f", "{}"))),
+    ({"tools": CALLS_ONLY, "is_demanded": True}, '[{"name": "f', Parsed()),
     ({"tools": HERMES}, '<tool_call>{"name": "f"', Parsed('<tool_call>{"name": "f"')),
     # No calls.
     ({"tools": HERMES}, "a \n<tool_call> no </tool_call> b", None),
     ({"tools": HERMES}, 'a <tool_call>{"x": 1}</tool_call> b <tool', None),
+    ({"tools": HERMES}, 'a <tool_call>{"name": "", "arguments": {}}</tool_call> bye', None),
     ({"tools": HERMES}, '<tool_call>{"name": 1, "arguments": {}}', None),
     ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": [1]}', None),
     ({"tools": HERMES}, "<tool_call>" + '{"a":' * 5000 + "1" + "}" * 5000, None),
@@ -112,6 +144,13 @@ CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
         "so </thin\n</think>\n\nfour",
         Parsed("four", "so </thin"),
     ),
+    # Of a text that the prompt began.
+    ({"tools": None, "has_reasoning": True, "is_continued": True}, "\n <think>4</think>", None),
+    (
+        {"tools": None, "has_reasoning": True, "is_continued": True, "begins_reasoning": True},
+        " is 4\n</think>\nFour",
+        Parsed("Four", " is 4"),
+    ),
     (
         {"tools": None, "has_reasoning": True},
         "<think>cut off ",
@@ -141,6 +180,30 @@ def test_arguments_come_as_they_are_written() -> None:
         assert part.content == ""
         given.append("".join(call.arguments for call in part.calls))
     assert given == ["", "", '{"a', '": "b', '"}', ""]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "' + "a" * 60_000,
+        "a" + "\n" * 60_000,
+        f"<tool_call>{CALL}" + "\n" * 60_000,
+        "\n" * 60_000,
+        "<" * 60_000,
+        "<tool_call>" * 6_000,
+        '<tool_call>{"name"' * 4_000,
+        "<tool_call>" + '{"a":' * 12_000,
+    ],
+    ids=range(8),
+)
+@pytest.mark.parametrize("tools", [HERMES, LLAMA3_JSON])
+def test_the_time_of_long_texts_is_that_of_their_length(text: str, tools: ToolFormat) -> None:
+    """Each piece is looked at a few times: minutes, were it all that is held."""
+    parser = TextParser(tools, has_reasoning=True)
+    begin = time.process_time()
+    for at in range(0, len(text), 2):
+        parser.push(text[at : at + 2])
+    assert time.process_time() - begin < 10.0
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_tag() -> None:

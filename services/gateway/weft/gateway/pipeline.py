@@ -21,13 +21,20 @@ from weft.engine.errors import (
     WeftError,
 )
 from weft.gateway.admit import Admission, shutting_down
+from weft.gateway.answer.formats import END_THINK, THINK
 from weft.gateway.authenticate import in_tenant_cache
 from weft.gateway.keys import Tenant
 from weft.gateway.limits import ASSUMED_OUTPUT_TOKENS, Charge, RateLimits
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.model import ServedModel
 from weft.gateway.render import RenderPlan
-from weft.gateway.request import GenerateRequest, PreparedPrompt, ResolvedAdapter, Sampling
+from weft.gateway.request import (
+    ChatPrompt,
+    GenerateRequest,
+    PreparedPrompt,
+    ResolvedAdapter,
+    Sampling,
+)
 from weft.gateway.request_log import GatewayRequestLog
 from weft.gateway.resume import ResumeLimits
 from weft.gateway.routing import RoutingRequest
@@ -433,12 +440,14 @@ def _plan_maker(model: ServedModel, request: GenerateRequest) -> Callable[..., R
 
 
 def _shows_special(model: ServedModel, request: GenerateRequest) -> bool:
-    """Whether calls of tools are told by special tokens."""
+    """Whether calls of tools or reasoning are told by special tokens."""
     calls, tools = request.calls, model.tool_format
-    if calls is None or calls.is_demanded:
-        return False
-    ids = (model.tokenizer.token_to_id(tag) for tag in (tools.opener, tools.hidden_opener) if tag)
-    return any(id_ in model.vocabulary.special_ids for id_ in ids)
+    tags = [THINK, END_THINK] if model.has_reasoning else []
+    if calls is not None and not calls.is_demanded:
+        tags += [tag for tag in (tools.opener, tools.hidden_opener) if tag]
+    is_chat = isinstance(request.prompts[0], ChatPrompt)
+    ids = (model.tokenizer.token_to_id(tag) for tag in tags)
+    return is_chat and any(id_ in model.vocabulary.special_ids for id_ in ids)
 
 
 def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:

@@ -139,6 +139,8 @@ class Preparer:
         variables = dict(prompt.template_variables)
         if template is None:
             raise invalid("messages", f"the model `{self._model.name}` has no chat template")
+        if not template.knows_developers:
+            messages = tuple(map(_as_system, messages))
         if not template.takes_tools:
             messages = tuple(with_described_tools(messages, prompt.tools))
         elif prompt.tools:
@@ -179,6 +181,11 @@ class Preparer:
             stage="validate",
             param=_param(prompt),
         )
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A developer's message, as models know it that were made before there were such."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def _begins_reasoning(prompt: ChatPrompt, text: str) -> bool:

@@ -76,6 +76,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.takes_tools = "tools" in names
         """Whether the template tells the model of tools."""
+        self.knows_developers = "developer" in source
+        """Whether it has words for messages of the role `developer`."""
 
     def render(
         self,

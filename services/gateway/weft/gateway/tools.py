@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from weft.engine.errors import InvalidRequest
 from weft.engine.request import Constraint
+from weft.gateway.answer.call_reader import parse_json
 from weft.gateway.answer.demand import demanded_arguments, demanded_calls
 from weft.gateway.request import Calls
 from weft.gateway.validate import MAX_TOOLS, check_range, invalid
@@ -65,34 +67,45 @@ def use_tools(
         InvalidRequest: The choice needs tools that are not there.
     """
     if is_named:
-        for tool in tools:
+        for number, tool in enumerate(tools):
             if tool["function"]["name"] == choice:
+                _check_parameters(number, tool)
                 return ToolUse(Calls(name=choice, is_demanded=True), demanded_arguments(tool))
         raise invalid("tool_choice", f"no tool is called {choice[:80]!r}")
     if choice == "required":
         if not tools:
             raise invalid("tool_choice", "required, but there are no tools")
+        for number, tool in enumerate(tools):
+            _check_parameters(number, tool)
         return ToolUse(Calls(is_demanded=True, most=most), demanded_calls(tools, most))
     if choice == "none" or not tools:
         return NO_TOOLS
     return ToolUse(Calls(most=most), None)
 
 
-def past_call(id_: str, name: str, arguments: str, where: str) -> dict[str, Any]:
-    """A call of an earlier message, as chat templates take it.
+def _check_parameters(number: int, tool: Tool) -> None:
+    """Raises InvalidRequest for arguments to be enforced that would be no object."""
+    kind = (tool["function"].get("parameters") or {}).get("type", "object")
+    if kind != "object":
+        raise invalid(
+            f"tools[{number}].function.parameters.type", f'must be "object", not {str(kind)[:80]!r}'
+        )
+
+
+def past_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of an earlier message, as chat templates take it: with an object as `arguments`, or
+    with the text, where that is none, as of a call that was cut off.
 
     Args:
         id_: Its id; empty = none.
         name: The function's.
         arguments: A JSON object; empty = one without any.
-        where: Field to name.
-
-    Raises:
-        InvalidRequest: The arguments are something else.
     """
-    parsed = json_object(arguments or "{}", f"{where}.function.arguments")
+    given: object = arguments
+    with contextlib.suppress(InvalidRequest):
+        given = json_object(arguments or "{}", "arguments")
     given_id = {"id": id_} if id_ else {}
-    return {**given_id, "type": "function", "function": {"name": name, "arguments": parsed}}
+    return {**given_id, "type": "function", "function": {"name": name, "arguments": given}}
 
 
 def json_object(text: str, param: str) -> dict[str, Any]:
@@ -102,8 +115,8 @@ def json_object(text: str, param: str) -> dict[str, Any]:
         InvalidRequest: It contains something else.
     """
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise invalid(param, f"is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise invalid(param, "is not a JSON object")

@@ -277,8 +277,7 @@ def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, An
         given: dict[str, Any] = {"name": message.name, "tool_call_id": message.tool_call_id}
         if message.tool_calls:
             given["tool_calls"] = [
-                past_call(call.id, call.name, call.arguments, f"{where}.tool_calls[{number}]")
-                for number, call in enumerate(message.tool_calls)
+                past_call(call.id, call.name, call.arguments) for call in message.tool_calls
             ]
         more = {name: value for name, value in given.items() if value}
         translated.append({"role": message.role, "content": message.content, **more})
@@ -396,7 +395,9 @@ class _Choices:
         reason = deltas[-1].finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED
         part = AnswerPart(content=text)
         if self._make_parser is not None:
-            parser = self._parsers.setdefault(sample, self._make_parser())
+            parser = self._parsers.get(sample)
+            if parser is None:
+                parser = self._parsers[sample] = self._make_parser()
             part = parser.push(text, is_last=deltas[-1].finish_reason is not None)
             if reason == common_pb2.FINISH_REASON_STOP and parser.has_called:
                 reason = common_pb2.FINISH_REASON_TOOL_CALLS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
 _INSIDE_STRINGS = re.compile(r'["\\]')
@@ -11,15 +12,22 @@ _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 """Beginning of a call that can be passed on as it comes: the name stands before the arguments."""
+_MAX_HEAD = 512
+"""Longest such beginning: names of functions are short, and it is looked at again and again."""
+_BLANKS = " \t\r\n"
 
 
 class ObjectEnd:
-    """Finds the end of a JSON object, whose first character is the first that is given."""
+    """Finds the end of a JSON object.
+
+    Args:
+        depth: Number of its brackets that were opened before the first text that is given.
+    """
 
     __slots__ = ("_depth", "_in_string", "_is_escaped")
 
-    def __init__(self) -> None:
-        self._depth = 0
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
         self._in_string = self._is_escaped = False
 
     def push(self, text: str) -> int | None:
@@ -51,18 +59,34 @@ class CallReader:
     together, once the object is complete.
     """
 
-    __slots__ = ("_arguments_end", "_end", "_has_all", "name", "rest", "text")
+    __slots__ = (
+        "_end",
+        "_is_in_arguments",
+        "_is_streamed",
+        "_num_chars",
+        "_pieces",
+        "_tail",
+        "name",
+        "rest",
+    )
 
     def __init__(self) -> None:
         self.name = ""
         """Name of the function; empty: not known yet."""
-        self.text = ""
-        """What was read before the name was known."""
         self.rest: str | None = None
         """Text behind the object; None: it has not ended."""
-        self._end, self._arguments_end = ObjectEnd(), ObjectEnd()
-        self._has_all = False
-        """Whether all arguments were given."""
+        self._pieces: list[str] = []
+        self._num_chars = 0
+        self._end = ObjectEnd()
+        """Of the object; of its arguments while these are passed on."""
+        self._is_streamed = self._is_in_arguments = False
+        self._tail: str | None = ""
+        """Text behind the arguments of which it is not known whether the object goes on."""
+
+    @property
+    def text(self) -> str:
+        """What was read before the name was known."""
+        return "".join(self._pieces)
 
     def push(self, text: str) -> str:
         """Takes more text, of which the first begins with the object; returns more arguments.
@@ -70,44 +94,92 @@ class CallReader:
         Raises:
             ValueError: The object has ended and is no call.
         """
-        end = self._end.push(text)
-        if end is not None:
-            text, self.rest = text[:end], text[end:]
-        if self.name:
+        if self._is_streamed:
             return self._more_arguments(text)
-        self.text += text
-        head = _HEAD.match(self.text)
+        self._pieces.append(text)
+        # Of a head that does not come soon the object's end is awaited.
+        head = None
+        if self._num_chars <= _MAX_HEAD:
+            head = _HEAD.match(whole := self.text)
+        self._num_chars += len(text)
         if head is not None:
             self.name = _name(head.group(1))
-            return self._more_arguments(self.text[head.end() :])
-        return "" if self.rest is None else self._whole()
+            self._is_streamed = self._is_in_arguments = True
+            self._pieces, self._end = [], ObjectEnd()
+            return self._more_arguments(whole[head.end() :])
+        end = self._end.push(text)
+        if end is None:
+            return ""
+        self._pieces[-1], self.rest = text[:end], text[end:]
+        return self._whole()
 
     def _more_arguments(self, text: str) -> str:
-        if self._has_all:
-            return ""
-        end = self._arguments_end.push(text)
-        self._has_all = end is not None
-        return text[:end]
+        arguments = ""
+        if self._is_in_arguments:
+            end = self._end.push(text)
+            arguments = text[:end]
+            if end is None:
+                return arguments
+            self._is_in_arguments, text = False, text[end:]
+        self._find_end(text)
+        return arguments
+
+    def _find_end(self, text: str) -> None:
+        """Finds the end of the object behind its arguments, where its bracket may be missing."""
+        if self._tail is not None:
+            text = (self._tail + text).lstrip(_BLANKS)
+            self._tail = text
+            if not text:
+                return
+            if not text.startswith((",", "}")):
+                self.rest = text
+                return
+            self._tail, self._end = None, ObjectEnd(1)
+        end = self._end.push(text)
+        if end is not None:
+            self.rest = text[end:]
 
     def _whole(self) -> str:
         """Reads the complete object."""
         try:
-            call = json.loads(self.text)
+            call = json.loads(self.text, strict=False)
         except RecursionError as error:
             raise ValueError("too deeply nested") from error
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or not name:
             raise ValueError("no name")
         arguments = call.get("arguments", call.get("parameters")) or {}
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)  # Some models write them as JSON in a string.
+            arguments = json.loads(arguments, strict=False)  # Some models write them as a string.
         if not isinstance(arguments, dict):
             raise ValueError("arguments that are no object")
-        self.name = call["name"]
-        return json.dumps(arguments, ensure_ascii=False)
+        self.name = _encodable(name)
+        return _encodable(json.dumps(arguments, ensure_ascii=False))
 
 
 def _name(quoted: str) -> str:
     try:
-        return str(json.loads(quoted, strict=False))
+        return _encodable(str(json.loads(quoted, strict=False)))
     except ValueError:  # An escape that JSON does not have.
         return quoted[1:-1]
+
+
+def _encodable(text: str) -> str:
+    """The text with U+FFFD for halves of characters, which JSON's escapes can name."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def parse_json(text: str) -> Any:
+    """Parses JSON.
+
+    Raises:
+        ValueError: It is none, or names halves of characters.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is too deeply nested") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("it has half of a character, a lone surrogate") from error
+    return value

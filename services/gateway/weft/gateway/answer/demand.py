@@ -11,7 +11,11 @@ from weft.engine.request import Constraint
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value has a schema for each name, and so may have any name."""
-_OF_VALUES = ("const", "enum", "default", "examples")
+_OF_VALUES = ("const", "enum")
+_OF_READERS = ("title", "description", "examples", "default", "$comment")
+"""Keywords that enforce nothing, and would count as a part of the constraint."""
+_OF_TYPES = ("properties", "$ref", "anyOf", "oneOf", "allOf", "const", "enum")
+"""Keywords by which a schema without `type` is one of objects, or is taken as it is."""
 
 
 def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Constraint:
@@ -25,7 +29,7 @@ def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Cons
     for number, tool in enumerate(tools):
         function, place = tool["function"], f"arguments-{number}"
         # Apart, for references into it: the grammar compiler follows none through a list.
-        arguments[place] = _moved(function.get("parameters") or _ANY_OBJECT, f"#/$defs/{place}")
+        arguments[place] = _arguments(function, f"#/$defs/{place}")
         branches.append(
             {
                 "type": "object",
@@ -50,7 +54,14 @@ def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Cons
 
 def demanded_arguments(tool: Mapping[str, Any]) -> Constraint:
     """The arguments of one function."""
-    return _constraint(tool["function"].get("parameters") or _ANY_OBJECT)
+    return _constraint(_arguments(tool["function"], "#"))
+
+
+def _arguments(function: Mapping[str, Any], place: str) -> Any:
+    schema = _moved(function.get("parameters") or _ANY_OBJECT, place)
+    if "type" in schema or any(name in schema for name in _OF_TYPES):
+        return schema
+    return {**_ANY_OBJECT, **schema}
 
 
 def _constraint(schema: Mapping[str, Any]) -> Constraint:
@@ -58,13 +69,17 @@ def _constraint(schema: Mapping[str, Any]) -> Constraint:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references into itself are right once it stands at `place`."""
+    """A schema whose references into itself are right once it stands at `place`, without what is
+    for its readers.
+    """
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
         return schema
     moved: dict[str, Any] = {}
     for name, value in schema.items():
+        if name in _OF_READERS:
+            continue
         if name == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[name] = place + value[1:]
         elif name in _OF_NAMES and isinstance(value, dict):

@@ -27,7 +27,7 @@ class ToolFormat:
     """Characters of a call's id; nine, which some chat templates check, are all of it."""
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", separators="[,]")
 """Hermes, Qwen2.5 and Qwen3."""
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", separators="[,]", id_length=9)
 """Mistral, up to version 7 of its tokenizer."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from weft.gateway.answer.formats import CALLS_ONLY
 from weft.gateway.answer.parser import AnswerParser, NamedCallParser, TextParser
 from weft.gateway.model import ServedModel
-from weft.gateway.request import GenerateRequest, PreparedPrompt
+from weft.gateway.request import ChatPrompt, GenerateRequest, PreparedPrompt
 
 
 def parser_maker(
@@ -21,14 +21,17 @@ def parser_maker(
         return lambda: NamedCallParser(name, tools.id_length)
     if calls is not None and calls.is_demanded:
         only = replace(CALLS_ONLY, id_length=tools.id_length)
-        return lambda: TextParser(only)
+        return lambda: TextParser(only, is_demanded=True)
     # A constrained text begins with what it is constrained to.
     has_reasoning = model.has_reasoning and request.sampling.constraint is None
     if calls is None and not has_reasoning:
         return None
+    (given,) = request.prompts
+    is_continued = isinstance(given, ChatPrompt) and given.continue_final_message
     return lambda: TextParser(
         None if calls is None else tools,
         has_reasoning=has_reasoning,
         begins_reasoning=prompt.begins_reasoning,
+        is_continued=is_continued,
         max_calls=None if calls is None else calls.most,
     )

@@ -12,6 +12,8 @@ from weft.gateway.answer.call_reader import CallReader
 from weft.gateway.answer.formats import END_THINK, THINK, ToolFormat
 
 _BLANKS = " \t\r\n"
+_MAX_BLANKS = 256
+"""Most blanks that are held back."""
 _ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -83,6 +85,8 @@ class TextParser:
         *,
         has_reasoning: bool = False,
         begins_reasoning: bool = False,
+        is_continued: bool = False,
+        is_demanded: bool = False,
         max_calls: int | None = None,
     ) -> None:
         """Prepares the parser.
@@ -91,6 +95,8 @@ class TextParser:
             tools: How calls are written; None: none are looked for.
             has_reasoning: The text may begin with reasoning.
             begins_reasoning: It does, and the opening tag stands in the prompt.
+            is_continued: The prompt ends within a text that this one continues.
+            is_demanded: The text is calls; what is left of one that was cut off is left out.
             max_calls: Further calls are left out; None: there may be any number.
         """
         self._num_calls = 0
@@ -101,16 +107,21 @@ class TextParser:
         """Text whose meaning is not known yet."""
         self._opening: str | None = None
         """Text that announced a call, which is content if none follows; None: one has followed."""
-        self._skips_blanks = has_reasoning
+        self._skips_blanks = has_reasoning and not is_continued
+        self._is_demanded = is_demanded
+        self._is_complete = True
+        """Whether the last call has ended."""
         self._first = self._first_call if tools is not None and not tools.opener else self._content
         self._state = self._first
-        if has_reasoning:
-            self._state = self._reasoning if begins_reasoning else self._maybe_reasoning
+        if has_reasoning and begins_reasoning:
+            self._state = self._reasoning
+        elif has_reasoning and not is_continued:
+            self._state = self._maybe_reasoning
 
     @property
     def has_called(self) -> bool:
         """See `AnswerParser`."""
-        return self._num_calls > 0
+        return self._num_calls > 0 and self._is_complete
 
     def push(self, text: str, *, is_last: bool = False) -> AnswerPart:
         """See `AnswerParser.push`."""
@@ -168,7 +179,8 @@ class TextParser:
         """At the beginning of a text that has calls there, or none."""
         assert self._tools is not None
         text, opener = self._held.lstrip(_BLANKS), self._tools.hidden_opener
-        if not is_last and (not text or _is_beginning(text, opener)):
+        is_open = _is_beginning(text, opener) or not text
+        if is_open and not is_last and len(self._held) <= _MAX_BLANKS:
             return False
         if not text.startswith(("{", opener)):
             self._tools, self._state = None, self._content
@@ -203,7 +215,7 @@ class TextParser:
             self._give_up(part, call.text)
             return bool(self._held)
         if call.name:
-            self._opening = None
+            self._opening, self._is_complete = None, call.rest is not None
             self._note(part, is_new, arguments)
         elif is_last:
             self._give_up(part, call.text)
@@ -216,7 +228,11 @@ class TextParser:
     def _behind_call(self, part: AnswerPart, is_last: bool) -> bool:
         """Before the closing tag; without it a call is one all the same."""
         assert self._tools is not None
-        text, closer = self._held.lstrip(_BLANKS), self._tools.closer
+        self._held = text = self._held.lstrip(_BLANKS + self._tools.separators)
+        closer = self._tools.closer
+        if text.startswith("{"):
+            self._state = self._before_call
+            return True
         if not is_last and (not text or _is_beginning(text, closer)):
             return False
         self._held, self._state, self._skips_blanks = text.removeprefix(closer), self._content, True
@@ -224,9 +240,8 @@ class TextParser:
 
     def _give_up(self, part: AnswerPart, text: str) -> None:
         """What was read for a call is none: content, like what follows."""
-        if self._opening is not None:
-            part.content += self._opening
-        part.content += text
+        if not self._is_demanded:
+            part.content += (self._opening or "") + text
         self._opening, self._state = None, self._content
         if not self._tools or not self._tools.opener:
             self._tools = None
@@ -266,8 +281,8 @@ def _is_beginning(text: str, tag: str) -> bool:
 
 
 def _before_tag(text: str, tag: str, is_last: bool) -> str:
-    """The part of a text without the tag that surely stands before one, trailing blanks left out;
-    all of it where nothing follows.
+    """The part of a text without the tag that surely stands before one, without blanks at its end,
+    if they are few; all of it where nothing follows.
     """
     if is_last:
         return text
@@ -275,4 +290,5 @@ def _before_tag(text: str, tag: str, is_last: bool) -> str:
         if text.endswith(tag[:size]):
             text = text[:-size]
             break
-    return text.rstrip(_BLANKS)
+    bare = text.rstrip(_BLANKS)
+    return bare if len(text) - len(bare) <= _MAX_BLANKS else text

@@ -38,6 +38,17 @@ def _few_entries(value: object) -> object:
     return value
 
 
+def _one_choice(value: object) -> object:
+    """Refuses what is no choice of tools in its own words: a union would tell of its members."""
+    is_function = isinstance(value, dict) and value.get("type") == "function"
+    if value is None or value in ("none", "auto", "required") or is_function:
+        return value
+    raise PydanticCustomError(
+        "tool_choice",
+        'Input should be none, auto, required or {"type": "function", "function": {"name": ...}}',
+    )
+
+
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -134,6 +145,11 @@ class ToolChoiceBody(BaseModel):
 
     type: Literal["function"]
     function: ChosenFunction
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ToolChoiceBody, BeforeValidator(_one_choice)
+]
 
 
 class Message(BaseModel):
@@ -276,7 +292,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = Field(None, description="return log-probabilities")
     top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
     tools: Tools | None = Field(None, description="functions that the model may call")
-    tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = Field(
+    tool_choice: ToolChoice | None = Field(
         None,
         description="none: no tool is shown; auto, the default: the model decides; required, or a "
         "function: the answer is such calls and nothing else",

@@ -178,7 +178,9 @@ class ChatWriter(AnswerWriter):
         return prefix, prefix + b'"role":"assistant","content":"","refusal":null' + self._suffix
 
     def _parsed(self, delta: Delta, make_parser: Callable[[], AnswerParser]) -> bytes:
-        parser = self._parsers.setdefault(delta.sample, make_parser())
+        parser = self._parsers.get(delta.sample)
+        if parser is None:
+            parser = self._parsers[delta.sample] = make_parser()
         part = parser.push(delta.text, is_last=delta.finish_reason is not None)
         added: dict[str, object] = {}
         if part.reasoning:

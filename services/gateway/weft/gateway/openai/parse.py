@@ -18,7 +18,9 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 # In a location pydantic mixes field names with the names of union members.
-_UNION_MEMBER = re.compile(r"(str|int|float|bool|(list|dict|constrained|function)\b.*|[A-Z]\w*)")
+_UNION_MEMBER = re.compile(
+    r"(str|int|float|bool|(list|dict|constrained)\b.*|function-\w+\[.*|literal\[.*|[A-Z]\w*)"
+)
 _MAX_SHOWN_CHARS = 80
 _LARGE_BYTES = 64 << 10
 """Size from which bodies are not parsed on the event loop."""

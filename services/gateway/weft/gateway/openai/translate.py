@@ -59,7 +59,7 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
         InvalidRequest: It asks for what is not supported, or fields contradict each other.
     """
     for name in ("functions", "function_call"):
-        if getattr(body, name):
+        if getattr(body, name) not in (None, "none", []):
             raise _unsupported(name, "functions are given as tools, chosen by tool_choice")
     if body.modalities is not None and set(body.modalities) - {"text"}:
         raise _unsupported("modalities", "output other than text")
@@ -268,13 +268,8 @@ def _message(index: int, message: Message) -> dict[str, Any]:
             translated[name] = value
     if message.tool_calls:
         translated["tool_calls"] = [
-            past_call(
-                call.id or "",
-                call.function.name,
-                call.function.arguments,
-                f"{where}.tool_calls[{number}]",
-            )
-            for number, call in enumerate(message.tool_calls)
+            past_call(call.id or "", call.function.name, call.function.arguments)
+            for call in message.tool_calls
         ]
     return translated
 
