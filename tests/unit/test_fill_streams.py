@@ -15,8 +15,9 @@ from weft.common.worker.fill_streams import FillStreams
 from weft.common.worker.fills import handle_to_proto
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.messages import FillStart
-from weft.engine.transfer.filler import Filler, ShipResult
+from weft.engine.transfer.filler import Filler
 from weft.engine.transfer.handle import FillEvent, KvHandle
+from weft.engine.transfer.lease import ShipResult
 from weft.v1 import common_pb2, kv_pb2
 
 LEASE = bytes(16)
@@ -95,7 +96,7 @@ class Port:
     def stop(self, lease_id: bytes) -> None:
         self._filler.on_stop(lease_id)
 
-    def broken(self, stream: int) -> None:
+    def ended(self, stream: int) -> None:
         self._filler.on_stream_broken(stream)
 
     def taken(self, stream: int, num_events: int) -> None:

@@ -9,8 +9,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.intake import Intake
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request
-from weft.engine.transfer.filler import FillJob
 from weft.engine.transfer.handle import KvHandle
+from weft.engine.transfer.lease import FillJob
 
 
 class ComputeJobs:

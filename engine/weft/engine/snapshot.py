@@ -11,7 +11,7 @@ from weft.engine.messages import AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request
 from weft.engine.transfer.fill import Fill
-from weft.engine.transfer.filler import Lease
+from weft.engine.transfer.lease import Lease
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine

@@ -16,6 +16,8 @@ MAX_WHITESPACE = 32
 """Most whitespace characters between two tokens of JSON: enough for deep indentation, while a model
 that emits nothing else is stopped.
 """
+MAX_TEXT_SHARE = 4
+"""Most characters that a compiled grammar is sent as, for each byte that it may have."""
 _ORIGIN = re.compile(r"^\[[^\]]*\] \S+: ")
 
 
@@ -55,7 +57,10 @@ class GrammarSource:
         size, limit = compiled.memory_size_bytes, self._max_grammar_bytes
         if size > limit:
             raise ValueError(f"is too large: {size:,} bytes when compiled, at most {limit:,}")
-        return compiled.serialize_json()
+        text = compiled.serialize_json()
+        if len(text) > (most := MAX_TEXT_SHARE * limit):  # Grows faster than what it describes.
+            raise ValueError(f"is too large: {len(text):,} bytes to send, at most {most:,}")
+        return text
 
     def read(self, serialised: str) -> xgrammar.CompiledGrammar:
         """Reads what `compile` returned, possibly in another process with the same vocabulary."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from weft.engine import faults
 from weft.engine.store import StoreLink
-from weft.engine.transfer.filler import Filler, ShipResult
+from weft.engine.transfer.filler import Filler
+from weft.engine.transfer.lease import ShipResult
 from weft.engine.transfer.owner import OwnerFills
 from weft.engine.transfer.plane import DataPlane
 

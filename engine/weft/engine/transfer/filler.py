@@ -18,21 +18,25 @@ remembered, so a late or repeated start is declined.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from weft.engine.clock import Clock
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.messages import FillReply, FillStart, LeaseQuery
-from weft.engine.transfer.handle import (
-    LEASE_ID_BYTES,
-    FillEvent,
-    FillTimings,
-    KvHandle,
-    NixlTargetInfo,
+from weft.engine.transfer.data_budget import DataBudget
+from weft.engine.transfer.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
+from weft.engine.transfer.lease import (
+    RAN_OUT,
+    FillJob,
+    Jobs,
+    Lease,
+    LeaseState,
+    LeaseTerm,
+    ShipChunk,
+    Shipper,
+    ShipResult,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,163 +47,6 @@ MAX_CHUNK_BYTES = 64 << 20
 """Largest WRITE, bytes."""
 MAX_DATA_CHUNK_BYTES = 16 << 20
 """Largest chunk copied into a stream. The next one is read once the stream has taken all of it."""
-RAN_OUT = "the lease ran out"
-
-
-class LeaseState(Enum):
-    """State of a lease at the filler; the values are what a query answers."""
-
-    ACTIVE = "active"
-    STOPPING = "stopping"
-    STOPPED = "stopped"
-    FENCE_NEEDED = "fence_needed"
-
-
-class LeaseTerm:
-    """Validity of a lease for writes. The engine renews it, the shipping thread checks it.
-
-    Args:
-        lease_s: From now and from each renewal, in seconds.
-        clock: Monotonic seconds of the filler, which go on while its process is stopped.
-    """
-
-    def __init__(self, lease_s: float, clock: Clock) -> None:
-        self._lease_s = lease_s
-        self._clock = clock
-        self.expires_at = 0.0
-        """Expiry on the filler's clock."""
-        self.renew()
-
-    def renew(self) -> None:
-        """Starts the term anew."""
-        self.expires_at = self._clock() + self._lease_s
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the term is over: nothing may be posted any more."""
-        return self._clock() >= self.expires_at
-
-
-@dataclass(frozen=True, slots=True)
-class ShipChunk:
-    """A chunk to ship: local pages to the owner's pages."""
-
-    lease_id: bytes
-    index: int
-    start_token: int
-    end_token: int
-    local_pages: list[int]
-    remote_pages: list[int]
-    digests: list[int] | None
-    """Digests of the pages, where known."""
-    target: NixlTargetInfo | None
-    owner_id: str
-    owner_epoch: int
-    term: LeaseTerm
-    """Term of the lease: nothing of the chunk is posted once it is over."""
-
-
-@dataclass(slots=True)
-class ShipResult:
-    """Outcome of shipping a chunk."""
-
-    lease_id: bytes
-    index: int
-    digests: list[int] = field(default_factory=list)
-    posted_at: float = 0.0
-    completed_at: float = 0.0
-    error: str = ""
-    needs_fence: bool = False
-    """Failed; the agent is destroyed, but writes that the network took can still arrive."""
-    is_stranded: bool = False
-    """Failed, and the agent lives on: NIXL may go on reading the pages."""
-
-
-class FillJob(Protocol):
-    """The source of a lease's pages: a prompt being computed, or pages that a store holds."""
-
-    lease_id: bytes
-    tokens: list[int]
-    """Tokens at positions [0, end of what will be written)."""
-    pages: list[int]
-    """Page i holds positions from i * page_size on; pages before the lease's start are unused."""
-    num_computed: int
-    """Position before which the KV exists in `pages`."""
-    num_cached_tokens: int
-    digests: Sequence[int] | None
-    """Digests of `pages` if they are kept; None: computed when the pages are shipped."""
-
-
-class Jobs(Protocol):
-    """Source of a filler's jobs (the engine, or a store)."""
-
-    def why_not(self, handle: KvHandle) -> tuple[str, str]:
-        """(reason, message) to decline a well-formed handle, or two empty strings."""
-        ...
-
-    def begin(self, handle: KvHandle, request_id: str, traceparent: str) -> FillJob:
-        """Creates a job; `Filler.on_progress` is to be called as its pages become ready."""
-        ...
-
-    def queued_s(self, job: FillJob) -> float:
-        """Seconds that a job waited before it was worked on."""
-        ...
-
-    def end(self, job: FillJob) -> None:
-        """Ends a job, whose pages are not wanted any more; chunks under way keep references."""
-        ...
-
-
-class Shipper(Protocol):
-    """Moves chunks off the step (`weft.engine.transfer.ship`)."""
-
-    def prepare(self, owner: tuple[str, int], target: NixlTargetInfo) -> None:
-        """Connects to this owner (id, epoch), to which writes will follow."""
-        ...
-
-    def ship(self, chunk: ShipChunk) -> None:
-        """Queues a chunk; its pages stay referenced until the result."""
-        ...
-
-    def stop(self, lease_id: bytes) -> None:
-        """Stops posting for a lease; queued chunks are returned with an error."""
-        ...
-
-    def forget(self, lease_id: bytes) -> None:
-        """Forgets a closed lease, none of whose chunks is queued or posted."""
-        ...
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Lease:
-    """One fill that this engine has accepted."""
-
-    handle: KvHandle
-    stream: int
-    job: FillJob | None
-    end_token: int
-    """End of the accepted range."""
-    timings: FillTimings
-    term: LeaseTerm
-    sign_of_life_at: float
-    transport: str
-    state: LeaseState = LeaseState.ACTIVE
-    next_token: int
-    """End of what is queued for shipping or shipped."""
-    next_chunk: int = 0
-    shipping: dict[int, ShipChunk] = field(default_factory=dict)
-    held: deque[ShipChunk] = field(default_factory=deque)
-    """Chunks of `shipping` that wait until the stream has taken the ones before."""
-    num_said: int = 0
-    """Number of events given to the stream."""
-    num_taken: int = 0
-    """Number of these events that the stream has passed on."""
-    said_with_chunk: int = 0
-    """`num_said` at the end of the last chunk."""
-    needs_fence: bool = False
-    is_stranded: bool = False
-    """Whether its source pages stay referenced for the life of this process."""
-    failure: str = ""
 
 
 @dataclass(slots=True)
@@ -258,6 +105,7 @@ class Filler:
         self._reply = reply
         self._clock = clock
         self._nixl_version = nixl_version
+        self._data = DataBudget()
         self._memory_type = memory_type
         most = max_chunk_pages or MAX_CHUNK_BYTES
         self._max_chunk_pages = min(most, max(1, max_chunk_bytes // page_bytes))
@@ -322,17 +170,22 @@ class Filler:
 
     def on_stream_broken(self, stream: int) -> None:
         """Stops posting for the lease of a stream that broke."""
+        self._data.taken(stream)
         lease = self._by_stream.pop(stream, None)
         if lease is not None:
             lease.stream = -1
             self._stop(lease, "the owner's stream broke")
+        self._ship_waiting()
 
     def on_taken(self, stream: int, num_events: int) -> None:
         """Notes that a stream has passed on events: another chunk may be copied into it."""
         lease = self._by_stream.get(stream)
         if lease is not None:
             lease.num_taken = max(lease.num_taken, num_events)
+            if lease.num_taken >= lease.said_with_chunk and len(lease.held) == len(lease.shipping):
+                self._data.taken(stream)
             self._ship_held(lease)
+        self._ship_waiting()
 
     def on_query(self, query: LeaseQuery) -> str:
         """State of a lease, stopped if active; an unknown one counts as used from now on."""
@@ -522,11 +375,26 @@ class Filler:
 
     def _ship_held(self, lease: Lease) -> None:
         """Passes chunks to the shipper: over NIXL at once, as data one after the other."""
-        while lease.held and (
-            lease.handle.nixl is not None
-            or (len(lease.held) == len(lease.shipping) and lease.num_taken >= lease.said_with_chunk)
-        ):
+        while lease.held:
+            if lease.handle.nixl is None:
+                is_first = len(lease.held) == len(lease.shipping)
+                if not is_first or lease.num_taken < lease.said_with_chunk:
+                    return
+                num_bytes = len(lease.held[0].local_pages) * self._page_bytes
+                if not self._data.ask(lease.stream, num_bytes):
+                    return
             self._shipper.ship(lease.held.popleft())
+
+    def _ship_waiting(self) -> None:
+        """Passes on chunks of leases that waited for others' data to be taken."""
+        while (stream := self._data.first_waiting) is not None:
+            lease = self._by_stream.get(stream)
+            if lease is not None:
+                self._ship_held(lease)
+            if lease is None or not lease.held:
+                self._data.leave(stream)
+            elif self._data.first_waiting == stream:
+                return
 
     def _drop_held(self, lease: Lease) -> None:
         """Drops chunks that the shipper has not been given."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.engine import faults
-from weft.engine.transfer.filler import RAN_OUT, ShipChunk, ShipResult
 from weft.engine.transfer.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
+from weft.engine.transfer.lease import RAN_OUT, ShipChunk, ShipResult
 from weft.engine.transfer.nixl import (
     PeerKey,
     SendAgents,

@@ -9,8 +9,9 @@ from weft.engine import faults
 from weft.engine.clock import Clock
 from weft.engine.memory.keys import PageKeys
 from weft.engine.messages import FillReply, FillStart, LeaseQuery
-from weft.engine.transfer.filler import Filler, FillerCounters, ShipResult
+from weft.engine.transfer.filler import Filler, FillerCounters
 from weft.engine.transfer.handle import KvHandle
+from weft.engine.transfer.lease import ShipResult
 from weft.kvstore.backends.base import Backend
 from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
 from weft.kvstore.pages import PageStore
@@ -128,8 +129,8 @@ class StoreFills:
         """See `FillPort.stop`."""
         self._filler.on_stop(lease_id)
 
-    def broken(self, stream: int) -> None:
-        """See `FillPort.broken`."""
+    def ended(self, stream: int) -> None:
+        """See `FillPort.ended`."""
         self._filler.on_stream_broken(stream)
 
     def taken(self, stream: int, num_events: int) -> None:

@@ -54,10 +54,10 @@ class FillFront:
         if self._fills is not None:
             self._fills.stop(lease_id)
 
-    def broken(self, stream: int) -> None:
-        """See `FillPort.broken`."""
+    def ended(self, stream: int) -> None:
+        """See `FillPort.ended`."""
         if self._fills is not None:
-            self._fills.broken(stream)
+            self._fills.ended(stream)
 
     def taken(self, stream: int, num_events: int) -> None:
         """See `FillPort.taken`."""

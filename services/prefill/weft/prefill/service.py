@@ -88,8 +88,8 @@ class _EnginePort:
         """See `FillPort.stop`."""
         self._engine.send(Inbox(fill_stops=[lease_id]))
 
-    def broken(self, stream: int) -> None:
-        """See `FillPort.broken`."""
+    def ended(self, stream: int) -> None:
+        """See `FillPort.ended`."""
         with contextlib.suppress(PeerUnavailable):
             self._engine.send(Inbox(broken_fill_streams=[stream]))
 

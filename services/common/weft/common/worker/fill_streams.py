@@ -33,8 +33,10 @@ class FillPort(Protocol):
         """Called when the owner wants no more."""
         ...
 
-    def broken(self, stream: int) -> None:
-        """Called when a stream broke, so that nobody listens to it any more."""
+    def ended(self, stream: int) -> None:
+        """Called when a stream broke, and when a data stream has ended in any way: nobody listens
+        to it any more.
+        """
         ...
 
     def taken(self, stream: int, num_events: int) -> None:
@@ -108,8 +110,8 @@ class FillStreams:
                 controls.cancel()
             del self._streams[stream]
             trace.end()
-            if not is_over:
-                self._port.broken(stream)
+            if is_data or not is_over:
+                self._port.ended(stream)
 
     def deliver(self, reply: FillReply) -> None:
         """Sends an event on its stream; a stream that is gone has been reported as broken."""
@@ -137,4 +139,7 @@ class FillStreams:
                 self._port.renew(lease_id)
             elif kind == "stop":
                 self._port.stop(lease_id)
-        self._port.broken(stream)
+        self._port.ended(stream)
+        # What the filler says from now on is for nobody.
+        if (events := self._streams.get(stream)) is not None:
+            events.put_nowait(FillEvent(kind="broken", message="the owner ended its side"))

@@ -1,0 +1,41 @@
+"""How much a filler may have copied into streams that these have not passed on."""
+
+from __future__ import annotations
+
+MAX_BYTES = 128 << 20
+"""Over all streams. One turn's messages travel together, so that it also bounds these."""
+
+
+class DataBudget:
+    """Bytes of pages that go as messages, by stream. Streams that have to wait take turns."""
+
+    def __init__(self, most: int = MAX_BYTES) -> None:
+        """Sets the bound, in bytes; a chunk that exceeds it goes alone."""
+        self._most = most
+        self._total = 0
+        self._given: dict[int, int] = {}
+        self._waiting: dict[int, None] = {}
+
+    @property
+    def first_waiting(self) -> int | None:
+        """The stream that may ask next; None: none waits."""
+        return next(iter(self._waiting), None)
+
+    def ask(self, stream: int, num_bytes: int) -> bool:
+        """Whether a stream may be given so many bytes now; else it waits for its turn."""
+        is_next = self.first_waiting in (None, stream)
+        if not is_next or (self._total and self._total + num_bytes > self._most):
+            self._waiting[stream] = None
+            return False
+        self._waiting.pop(stream, None)
+        self._given[stream] = self._given.get(stream, 0) + num_bytes
+        self._total += num_bytes
+        return True
+
+    def leave(self, stream: int) -> None:
+        """Notes that a stream waits no more."""
+        self._waiting.pop(stream, None)
+
+    def taken(self, stream: int) -> None:
+        """Notes that a stream has passed on all that it was given, or has ended."""
+        self._total -= self._given.pop(stream, 0)
