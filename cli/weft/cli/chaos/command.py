@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -40,11 +41,16 @@ def main(argv: Sequence[str]) -> int:
     if arguments.sabotage == ALL:
         return _sabotage_all(argv, console)
     plan = _plan(arguments)
+    # As Ctrl-C does, it ends the mesh and leaves nothing behind.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
+        if arguments.json is not None:  # Not found out after the run.
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.open("a").close()
         with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
             state = arguments.state_dir or Path(folder) / "state"
             result = _run(arguments, plan, Path(folder), state, console)
-    except (WeftError, ExitedEarly, MeshNotReady, TimeoutError) as error:
+    except (WeftError, ExitedEarly, MeshNotReady, TimeoutError, OSError) as error:
         sys.stderr.write(f"weft chaos: {error}\n")
         return 2
     show(console, plan, result)
@@ -61,7 +67,11 @@ def _sabotage_all(argv: Sequence[str], console: Console) -> int:
         plan = _plan(arguments)
         console.rule(f"{name}: {sabotage.what}")
         with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
-            result = _run(arguments, plan, Path(folder), Path(folder) / "state", console)
+            try:
+                result = _run(arguments, plan, Path(folder), Path(folder) / "state", console)
+            except (WeftError, ExitedEarly, MeshNotReady, TimeoutError) as error:
+                sys.stderr.write(f"weft chaos: {error}\n")
+                return 2
         show(console, plan, result)
         is_noticed[name] = sabotage.invariant in result.red
     table = Table(box=None, pad_edge=False)

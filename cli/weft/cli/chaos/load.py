@@ -15,6 +15,8 @@ from weft.engine.errors import DeadlineExceeded, PeerUnavailable
 LATE_S = 4.0
 """Seconds after its deadline from which a request counts as late; machines that run chaos are busy.
 """
+AFFLICTED_LATE_S = 14.0
+"""The same where its gateway stood still in between."""
 TIMEOUT_S = 20.0
 RESUME_S = 12.0
 """Seconds within which any request must end once a decode worker is healthy."""
@@ -37,8 +39,8 @@ class Known:
 
     model: str
     asks: Sequence[ChaosRequest]
-    expected: Mapping[int, list[list[int]]]
-    """Tokens of each sample, by number of the ask."""
+    expected: Mapping[int, Reply]
+    """Answers by number of the ask."""
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ class ChaosLoad:
         name = f"request {ask.number} at {gateway}"
         took_s = reply.ended_s - reply.started_s
         is_afflicted = self._is_afflicted((gateway,), reply)
-        if took_s > pace.timeout_s + LATE_S + (10.0 if is_afflicted else 0.0):
+        if took_s > pace.timeout_s + (AFFLICTED_LATE_S if is_afflicted else LATE_S):
             what = f"{name} took {took_s:.1f} s, its deadline was {pace.timeout_s:.1f} s"
             found.append(Violation(invariant=1, what=what))
         if reply.error is not None and not reply.is_typed and not is_afflicted:
@@ -178,22 +180,31 @@ def draw_pace(draw: random.Random) -> Pace:
 def whole_problem(ask: ChaosRequest, reply: Reply) -> str | None:
     """Why a finished answer is incomplete: each index has to come exactly once."""
     num_tokens = sum(map(len, reply.tokens))
-    if not all(reply.is_finished):
+    if not all(reply.reasons):
         return "ended well without the end of every sample"
-    if reply.completion_tokens is not None and num_tokens != reply.completion_tokens:
+    if any(len(reasons) > 1 for reasons in reply.reasons):
+        return "told the end of a sample more than once"
+    if reply.completion_tokens is None:
+        return "ended without its usage"
+    if num_tokens != reply.completion_tokens:
         return f"brought {num_tokens} tokens, and {reply.completion_tokens} by its usage"
     if num_tokens > ask.max_tokens * ask.n:
         return f"brought {num_tokens} tokens, {ask.max_tokens} for each sample were asked for"
     return None
 
 
-def text_problem(expected: Sequence[Sequence[int]], reply: Reply) -> str | None:
+def text_problem(expected: Reply, reply: Reply) -> str | None:
     """Where an answer, or its received part, differs from the answer without faults."""
-    for sample, (wanted, found) in enumerate(zip(expected, reply.tokens, strict=True)):
-        if list(wanted[: len(found)]) != found:
+    for sample, (wanted, found) in enumerate(zip(expected.tokens, reply.tokens, strict=True)):
+        if wanted[: len(found)] != found:
             pairs = zip(wanted, found, strict=False)
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(wanted))
             return f"differs in sample {sample} from token {at} on"
         if reply.is_whole and len(found) != len(wanted):
             return f"has {len(found)} tokens in sample {sample}, not {len(wanted)}"
+        text, received = expected.texts[sample], reply.texts[sample]
+        if not text.startswith(received) or (reply.is_whole and text != received):
+            return f"has another text in sample {sample}, of the same tokens"
+        if reply.is_whole and expected.reasons[sample] != reply.reasons[sample]:
+            return f"ended for another reason in sample {sample}"
     return None

@@ -42,6 +42,10 @@ def show(console: Console, plan: ChaosPlan, result: ChaosResult) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    deaths = ", ".join(f"{name} {count}" for name, count in sorted(result.deaths.items()))
+    console.print(
+        f"processes that died, of faults or by themselves: {deaths or 'none'}", highlight=False
+    )
     console.print(
         f"drafts of {result.load.num_drafted} answers were verified: "
         f"{result.load.accepted_tokens} of {result.load.drafted_tokens} accepted; "

@@ -18,8 +18,10 @@ from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 NUM_ASKS = 24
 _NUM_CHOICES, _BIAS = 3, 100.0
 """Tokens of an answer that repeats itself, and what their logits gain over those of others."""
-GRACE_S = 10.0
-"""Seconds beyond its deadline after which a client considers a request lost."""
+GRACE_S = 20.0
+"""Seconds beyond its deadline after which a client considers a request lost: more than any request
+may be late, or a lost one would not be noticed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,10 @@ class Reply:
 
     tokens: list[list[int]]
     """Token ids by sample, as received."""
-    is_finished: list[bool]
+    texts: list[str]
+    """Text by sample, as received."""
+    reasons: list[list[int]]
+    """Reasons for which each sample was said to end: one, once it has ended."""
     completion_tokens: int | None = None
     """Number of tokens according to the final usage."""
     cached_tokens: int = 0
@@ -61,7 +66,7 @@ class Reply:
     @property
     def is_whole(self) -> bool:
         """Whether every sample has ended."""
-        return self.error is None and not self.is_cancelled and all(self.is_finished)
+        return self.error is None and not self.is_cancelled and all(self.reasons)
 
 
 @dataclass(slots=True)
@@ -120,7 +125,10 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
     """
     loop = asyncio.get_running_loop()
     reply = Reply(
-        tokens=[[] for _ in range(ask.n)], is_finished=[False] * ask.n, started_s=loop.time()
+        tokens=[[] for _ in range(ask.n)],
+        texts=[""] * ask.n,
+        reasons=[[] for _ in range(ask.n)],
+        started_s=loop.time(),
     )
     request = gateway_pb2.CompleteRequest(
         model=model,
@@ -148,7 +156,7 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
                 _take(reply, message)
                 num_messages += 1
                 if pace.cancel_after is not None and num_messages >= pace.cancel_after:
-                    reply.is_cancelled = not all(reply.is_finished)
+                    reply.is_cancelled = not all(reply.reasons)
                     call.cancel()
                     break
                 if pace.pause_s:
@@ -162,8 +170,9 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
 def _take(reply: Reply, message: gateway_pb2.CompleteResponse) -> None:
     for choice in message.choices:
         reply.tokens[choice.index] += choice.token_ids
+        reply.texts[choice.index] += choice.text
         if choice.finish_reason:
-            reply.is_finished[choice.index] = True
+            reply.reasons[choice.index].append(choice.finish_reason)
     if message.HasField("usage"):
         reply.completion_tokens = message.usage.completion_tokens
         reply.cached_tokens = message.usage.cached_prompt_tokens

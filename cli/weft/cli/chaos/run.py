@@ -13,9 +13,9 @@ from pathlib import Path
 
 from weft.cli.chaos.checks import check_content, check_hit_rate, check_pages
 from weft.cli.chaos.inject import Injection, Injector
-from weft.cli.chaos.load import ChaosLoad, Known, LoadResult, Violation
+from weft.cli.chaos.load import ChaosLoad, Known, LoadResult, Violation, text_problem
 from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
-from weft.cli.chaos.requests import ChaosRequest, Pace, make_asks, send
+from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, make_asks, send
 from weft.cli.chaos.sabotage import SABOTAGES, Sabotage, disarm, keep_armed
 from weft.cli.chaos.schedule import WEIGHTS, Planned, make_schedule
 from weft.cli.up.settings import UpSettings
@@ -149,19 +149,19 @@ async def _speculated_steps(mesh: ChaosMesh) -> int:
 
 async def answers_in_peace(
     mesh: ChaosMesh, model: str, asks: Sequence[ChaosRequest]
-) -> dict[int, list[list[int]]]:
-    """The tokens of each ask's samples, one request at a time and without a fault.
+) -> dict[int, Reply]:
+    """The answer to each ask, one request at a time and without a fault.
 
     Raises:
         MeshNotReady: A request failed.
     """
     address = next(iter(mesh.gateways.values()))
-    found: dict[int, list[list[int]]] = {}
+    found: dict[int, Reply] = {}
     for ask in asks:
         reply = await send(address, model, ask, Pace(_PEACE_TIMEOUT_S))
         if not reply.is_whole:
             raise MeshNotReady(f"request {ask.number} failed without a fault: {reply.error}")
-        found[ask.number] = reply.tokens
+        found[ask.number] = reply
     return found
 
 
@@ -226,12 +226,15 @@ async def _look_again(plan: ChaosPlan, mesh: ChaosMesh, known: Known) -> list[Vi
     except MeshNotReady as error:
         return [*found, Violation(invariant=1, what=f"after the faults: {error}")]
     found += [
-        Violation(invariant=2, what=f"request {number} after the faults is another text")
-        for number, tokens in known.expected.items()
-        if again[number] != tokens
+        Violation(invariant=2, what=f"request {number} after the faults {problem}")
+        for number, answer in known.expected.items()
+        if (problem := text_problem(answer, again[number])) is not None
     ]
     if plan.checks_hit_rate:
-        found += await check_hit_rate(mesh, known.model, known.asks)
+        try:
+            found += await check_hit_rate(mesh, known.model, known.asks)
+        except MeshNotReady as error:
+            found.append(Violation(invariant=6, what=f"its check broke down: {error}"))
     return found
 
 
