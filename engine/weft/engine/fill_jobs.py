@@ -37,6 +37,7 @@ class ComputeJobs:
         clock: Clock,
     ) -> None:
         self._max_queued_tokens = config.max_queued_fill_tokens
+        self._max_waiting = config.max_waiting_requests
         self._intake = intake
         self._scheduler = scheduler
         self._max_tokens = max_tokens
@@ -54,6 +55,8 @@ class ComputeJobs:
             return "too_long", f"{handle.end_token} tokens, at most {self._max_tokens}"
         if max(handle.tokens) >= self._intake.vocab_size:
             return "invalid", f"a token id is not below {self._intake.vocab_size}"
+        if self._scheduler.num_waiting >= self._max_waiting:
+            return "busy", f"{self._scheduler.num_waiting} fills wait"
         if self._scheduler.num_tokens_before(handle.adapter) > self._max_queued_tokens:
             return "busy", f"over {self._max_queued_tokens} tokens are queued"
         return "", ""
