@@ -17,8 +17,20 @@ STANDSTILL_S = 2.0
 _LOOK_EVERY_S = 1.0
 
 
+def is_ending() -> bool:
+    """Whether the running task was cancelled. If it was not, a CancelledError that reaches it is
+    that of a gRPC call whose connection was closed, which must not end who waits for the call.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Runs coroutines until the first ends or fails, cancels the others, and raises its error."""
+    """Runs coroutines until the first ends or fails, cancels the others, and raises its error.
+
+    Raises:
+        ConnectionError: A call was cancelled with its connection; see `is_ending`.
+    """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -27,6 +39,8 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
+        if task.cancelled():
+            raise ConnectionError("its connection was closed")
         task.result()
 
 

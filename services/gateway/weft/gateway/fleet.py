@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from weft.common.breaker import Breaker
 from weft.common.channel import open_channel
 from weft.common.errors import from_rpc_error
-from weft.common.tasks import log_failure, run_together
+from weft.common.tasks import is_ending, log_failure, run_together
 from weft.common.tls import Identity
 from weft.engine.errors import Draining, Internal, PeerUnavailable, WeftError
 from weft.engine.memory.layout import PlaneLayout
@@ -130,6 +130,10 @@ class FleetWorker:
                     self._dial_anew()
             except PeerUnavailable as error:
                 self._failure = error.message
+            except asyncio.CancelledError:
+                if is_ending():
+                    raise
+                self._failure = "its connection was closed"
             except TimeoutError:
                 self._failure = "sends no load reports"
                 self._dial_anew()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import grpc
 from weft.common.errors import from_rpc_error
+from weft.common.tasks import is_ending
 from weft.gateway.routing import FleetPageIndex
 from weft.gateway.session import ReconnectBackoff
 from weft.v1 import worker_pb2, worker_pb2_grpc
@@ -80,6 +82,10 @@ class KvFollower:
                 self._counters.on_kv_gap()
             except grpc.aio.AioRpcError as error:
                 _log.info("the stream of a worker's KV events broke: %s", from_rpc_error(error))
+            except asyncio.CancelledError:
+                if is_ending():
+                    raise
+                _log.info("the stream of a worker's KV events broke with its connection")
             finally:
                 call.cancel()
             await backoff.sleep()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import grpc
 from weft.common.errors import from_error_detail, from_rpc_error
 from weft.common.streams import WRITE_AFTER_END
-from weft.common.tasks import run_together
+from weft.common.tasks import is_ending, run_together
 from weft.engine.errors import PeerUnavailable, WeftError
 from weft.v1 import decode_pb2, decode_pb2_grpc
 
@@ -139,9 +139,13 @@ class DecodeSession:
                 self.problem = "the worker ended the session"
             except (PeerUnavailable, TimeoutError) as error:
                 self.problem = str(error) or "the worker did not answer hello"
+            except ConnectionError as error:
+                self.problem = str(error)
             except asyncio.CancelledError:
-                self._close(is_loss=False)
-                raise
+                if is_ending():
+                    self._close(is_loss=False)
+                    raise
+                self.problem = "its connection was closed"
             except Exception:
                 # A fault of this gateway: the worker is well, and is not to be lost for it.
                 _log.exception("a session failed", extra={"worker_id": self.worker_id})
