@@ -185,7 +185,7 @@ def whole_problem(ask: ChaosRequest, reply: Reply) -> str | None:
     if any(len(reasons) > 1 for reasons in reply.reasons):
         return "told the end of a sample more than once"
     if reply.completion_tokens is None:
-        return "ended without its usage"
+        return None if reply.has_left else "ended without its usage"
     if num_tokens != reply.completion_tokens:
         return f"brought {num_tokens} tokens, and {reply.completion_tokens} by its usage"
     if num_tokens > ask.max_tokens * ask.n:

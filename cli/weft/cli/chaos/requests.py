@@ -58,8 +58,10 @@ class Reply:
     error: WeftError | None = None
     is_typed: bool = True
     """The error says what failed; otherwise the transport made it."""
+    has_left: bool = False
+    """Whether this client went away before the stream's end."""
     is_cancelled: bool = False
-    """Whether this client cancelled it."""
+    """Whether it did so before all samples had ended."""
     started_s: float = 0.0
     ended_s: float = 0.0
 
@@ -156,6 +158,7 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
                 _take(reply, message)
                 num_messages += 1
                 if pace.cancel_after is not None and num_messages >= pace.cancel_after:
+                    reply.has_left = True
                     reply.is_cancelled = not all(reply.reasons)
                     call.cancel()
                     break
