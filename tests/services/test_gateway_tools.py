@@ -162,6 +162,23 @@ async def test_the_template_is_shown_tools_calls_and_results(mesh: Mesh) -> None
     assert tokens == list(mesh.harness.workers[0].submits[-1].prompt.ids)
 
 
+async def test_a_template_for_tools_is_used_for_them(tmp_path: Path) -> None:
+    folder = tmp_path / MODEL
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    (folder / "chat_template.jinja").write_text("plain")
+    path = folder / "additional_chat_templates" / "tool_use.jinja"
+    path.write_text("for {{ tools | length }}: [TOOL_CALLS]")
+    text = f"[TOOL_CALLS][{CALL}]"
+    ids = byte_level_bpe().encode(text).ids
+    async with gateway(tmp_path, lambda *_: Script(tokens=[ids])) as harness:
+        body = {"messages": USER, "tools": TOOLS}
+        message = (await harness.json("ChatCompletions", body))["choices"][0]["message"]
+        assert [one["function"]["arguments"] for one in message["tool_calls"]] == [ARGUMENTS]
+        await harness.json("ChatCompletions", {"messages": USER})
+        asked = [list(submit.prompt.ids) for submit in harness.workers[0].submits]
+        assert [harness.tokenizer.decode(one) for one in asked] == ["for 2: [TOOL_CALLS]", "plain"]
+
+
 @pytest.mark.parametrize("mesh", [""], indirect=True)
 async def test_a_template_without_tools_gets_them_as_text(mesh: Mesh) -> None:
     mesh.text = f"<tool_call>{CALL}</tool_call>"

@@ -29,6 +29,7 @@ _SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 _DEFAULT_CONTEXT_TOKENS = 2048
+_DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
 AUTO, THINK_TAGS = "auto", "think"
 """Names of parsers."""
 
@@ -42,6 +43,8 @@ class ServedModel:
     vocabulary: Vocabulary
     template: ChatTemplate | None
     """Chat template; None: the model has none, and chat requests are refused."""
+    tool_template: ChatTemplate | None
+    """The same for requests with tools; None: there is none apart."""
     tool_format: ToolFormat
     """How it writes calls of tools."""
     has_reasoning: bool
@@ -90,7 +93,9 @@ def load_model(
     )
     tokenizer = read_tokenizer(folder, tokenizer_config, specials)
     vocabulary = Vocabulary(tokenizer)
-    source = _template_source(folder, tokenizer_config)
+    sources = _template_sources(folder, tokenizer_config)
+    source = sources.get(_DEFAULT_TEMPLATE)
+    for_tools = sources.get(_TOOL_TEMPLATE)
     has_reasoning = reasoning_parser == THINK_TAGS
     if reasoning_parser == AUTO:
         has_reasoning = find_reasoning(source or "")
@@ -99,7 +104,8 @@ def load_model(
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         template=None if source is None else ChatTemplate(source, specials),
-        tool_format=FORMATS.get(tool_parser) or find_tool_format(source or ""),
+        tool_template=None if for_tools is None else ChatTemplate(for_tools, specials),
+        tool_format=FORMATS.get(tool_parser) or find_tool_format(for_tools or source or ""),
         has_reasoning=has_reasoning,
         eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
         vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),
@@ -133,28 +139,36 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
+def _template_sources(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """The sources of the model's chat templates, by name."""
+    path, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
+    found: dict[str, Any] = {}
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path}: cannot be read: {error}") from error
+        found = {one.stem: _read_template(one) for one in sorted(more.glob("*.jinja"))}
+        return {**found, _DEFAULT_TEMPLATE: _read_template(path)}
     source, where = tokenizer_config.get("chat_template"), "tokenizer_config.json"
     if source is None:
         where = "chat_template.json"
         source = read_json(folder / where).get("chat_template")
     if isinstance(source, list) and all(isinstance(item, dict) for item in source):
-        named = {str(item.get("name")): item.get("template") for item in source}
-        if "default" not in named:
-            _log.warning("no chat template is called `default`, only %s", ", ".join(named))
-        source = named.get("default")
-    if source is not None and not isinstance(source, str):
+        found = {str(item.get("name")): item.get("template") for item in source}
+        if _DEFAULT_TEMPLATE not in found:
+            _log.warning("no chat template is called `default`, only %s", ", ".join(found))
+    elif source is not None:
+        found = {_DEFAULT_TEMPLATE: source}
+    if not all(isinstance(text, str) for text in found.values()):
         raise ModelError(
             f"{folder / where}: chat_template: expected a text, or a list of such with names, got "
             f"{str(source)[:200]}"
         )
-    return source
+    return found
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
 
 
 def _eos_ids(

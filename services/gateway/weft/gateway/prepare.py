@@ -139,6 +139,8 @@ class Preparer:
         variables = dict(prompt.template_variables)
         if template is None:
             raise invalid("messages", f"the model `{self._model.name}` has no chat template")
+        if prompt.tools and self._model.tool_template is not None:
+            template = self._model.tool_template
         if not template.knows_developers:
             messages = tuple(map(_as_system, messages))
         if not template.takes_tools:
