@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -197,13 +196,13 @@ def test_arguments_come_as_they_are_written() -> None:
     ids=range(8),
 )
 @pytest.mark.parametrize("tools", [HERMES, LLAMA3_JSON])
+@pytest.mark.timeout(60)
 def test_the_time_of_long_texts_is_that_of_their_length(text: str, tools: ToolFormat) -> None:
     """Each piece is looked at a few times: minutes, were it all that is held."""
     parser = TextParser(tools, has_reasoning=True)
-    begin = time.process_time()
     for at in range(0, len(text), 2):
         parser.push(text[at : at + 2])
-    assert time.process_time() - begin < 10.0
+    assert len(parser._held) < 1000
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_tag() -> None:

@@ -5,49 +5,21 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 from fill_commands import fill_handle
+from ready_prompts import ReadyPrompts
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.messages import FillReply, FillStart
 from weft.engine.transfer import filler
 from weft.engine.transfer.data_budget import DataBudget
 from weft.engine.transfer.filler import Filler
-from weft.engine.transfer.handle import FillEvent, KvHandle
+from weft.engine.transfer.handle import FillEvent
 from weft.engine.transfer.lease import ShipChunk, ShipResult
 
 NUM_FILLS, NUM_PAGES, PAGE_BYTES = 40, 4, 100
 MOST = 350
 """Three chunks."""
-
-
-class Prompts:
-    """Prompts that share their pages."""
-
-    def __init__(self, pages: list[int]) -> None:
-        self._pages = pages
-        self.jobs: dict[bytes, Any] = {}
-
-    def why_not(self, handle: KvHandle) -> tuple[str, str]:
-        return "", ""
-
-    def queued_s(self, job: Any) -> float:
-        return 0.0
-
-    def begin(self, handle: KvHandle, *_: object) -> Any:
-        job = self.jobs[handle.lease_id] = SimpleNamespace(
-            lease_id=handle.lease_id,
-            tokens=handle.tokens,
-            pages=self._pages,
-            num_computed=0,
-            num_cached_tokens=0,
-            digests=None,
-        )
-        return job
-
-    def end(self, job: Any) -> None:
-        pass
 
 
 class Streams:
@@ -102,7 +74,7 @@ def test_what_many_fills_send_is_bounded_and_all_end(monkeypatch: Any) -> None:
     monkeypatch.setattr(filler, "MAX_DATA_CHUNK_BYTES", PAGE_BYTES)
     monkeypatch.setattr(filler, "DataBudget", lambda: DataBudget(MOST))
     memory, streams = KvMemory(20, None), Streams()
-    prompts = Prompts(memory.allocate(NUM_PAGES))
+    prompts = ReadyPrompts(memory.allocate(NUM_PAGES))
     parts: Any = (prompts, streams)
     tested = streams.filler = Filler(
         1, 5, PAGE_BYTES, memory, *parts, streams.reply, time.monotonic, nixl_version=None

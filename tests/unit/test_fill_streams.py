@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fill_commands import fill_handle, nixl_target
+from ready_prompts import ReadyPrompts
 from weft.common.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
 from weft.common.worker.fills import handle_to_proto
@@ -23,34 +23,6 @@ from weft.v1 import common_pb2, kv_pb2
 LEASE = bytes(16)
 DATA, NIXL = common_pb2.TRANSPORT_KIND_DATA, common_pb2.TRANSPORT_KIND_NIXL
 PAGE_BYTES = 8
-
-
-class Jobs:
-    """Prompts whose pages are there at once."""
-
-    def __init__(self, pages: list[int]) -> None:
-        self._pages = pages
-        self.job: Any = None
-
-    def why_not(self, handle: KvHandle) -> tuple[str, str]:
-        return "", ""
-
-    def queued_s(self, job: Any) -> float:
-        return 0.0
-
-    def begin(self, handle: KvHandle, *_: object) -> Any:
-        self.job = SimpleNamespace(
-            lease_id=handle.lease_id,
-            tokens=handle.tokens,
-            pages=self._pages,
-            num_computed=0,
-            num_cached_tokens=0,
-            digests=None,
-        )
-        return self.job
-
-    def end(self, job: Any) -> None:
-        pass
 
 
 class Shipper:
@@ -80,15 +52,16 @@ class Shipper:
 class Port:
     """A filler whose prompt is computed in two chunks."""
 
-    def __init__(self, filler: Any, jobs: Jobs) -> None:
+    def __init__(self, filler: Any, jobs: ReadyPrompts) -> None:
         self._filler = filler
         self._jobs = jobs
 
     async def start(self, start: FillStart) -> None:
         self._filler.on_start(start)
         for num_computed in (2, 4):
-            self._jobs.job.num_computed = num_computed
-            self._filler.on_progress(self._jobs.job)
+            job = self._jobs.jobs[start.handle.lease_id]
+            job.num_computed = num_computed
+            self._filler.on_progress(job)
 
     def renew(self, lease_id: bytes) -> None:
         self._filler.on_renew(lease_id)
@@ -119,7 +92,7 @@ def handle_of(memory_type: str) -> KvHandle:
 async def test_all_chunks_are_shipped(memory_type: str, transport: int) -> None:
     """Also where the owner offers memory of a kind that this filler cannot write to."""
     memory, shipper = KvMemory(20, None), Shipper()
-    jobs = Jobs(memory.allocate(4))
+    jobs = ReadyPrompts(memory.allocate(4))
     port: Any = None
 
     class Late:

@@ -33,7 +33,7 @@ class ChatPrompt:
 
     messages: tuple[Mapping[str, Any], ...]
     """Messages, each with `role` and `content`, strings. One with `tool_calls` has them in OpenAI's
-    form, but for the arguments, which are an object.
+    form, but for the arguments: an object, or the text where a client gave none.
     """
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools that the model is told of, in OpenAI's form."""
