@@ -68,9 +68,29 @@ def widened(w: DecoderLayerWeight) -> DecoderLayerWeight:
     )
 
 
+class NotingFollower:
+    """Notes what there is of the tapped states when it begins."""
+
+    def __init__(self, tapped: torch.Tensor) -> None:
+        self._tapped = tapped
+        self.seen: list[torch.Tensor] = []
+
+    def native(self) -> None:
+        """See `Follower.native`."""
+
+    def done(self) -> None:
+        """See `Follower.done`."""
+
+    def begin(self) -> None:
+        """See `Follower.begin`."""
+        self.seen.append(self._tapped.clone())
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_products_that_take_their_norms(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As exact as with norms of their own, both in bfloat16; taps get what enters layers."""
+    """As exact as with norms of their own, both in bfloat16; taps get what enters layers, and what
+    follows begins once, when all of it is there.
+    """
     fresh_seed()
     poison_new_memory(monkeypatch)
     layers = [make_layer() for _ in range(LAYERS)]
@@ -89,8 +109,12 @@ def test_products_that_take_their_norms(rows: int, monkeypatch: pytest.MonkeyPat
             torch.full((rows, 2 * HIDDEN), float("nan")).to(dtype),
         )
         step = make_step(layers[0], lengths, kv)
-        taps = Taps([0, 1], tapped)
+        follower = NotingFollower(tapped)
+        taps = Taps([0, 1], tapped, follower)
         out = gpu.decoder_layers(hidden.to(dtype, copy=True), layers, step, 0, taps)
+        (seen,) = follower.seen
+        assert torch.equal(seen, tapped)
+        assert not tapped.isnan().any()
         return torch.cat([out, tapped], dim=1), kv
 
     out, kv = run(layers, torch.bfloat16)

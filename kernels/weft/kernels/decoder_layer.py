@@ -118,13 +118,18 @@ class DecoderLayerWeight:
 
 
 class Follower(Protocol):
-    """Work that continues from the tapped states, in the native operation with its threads."""
+    """Work that continues from the tapped states: in the native operation with its threads, or
+    beside the layers that follow.
+    """
 
     def native(self) -> cpu.DraftWriteStruct | None:
         """Its native form, valid as long as this object lives; None: it has none."""
 
     def done(self) -> None:
         """Called when the native operation has run it."""
+
+    def begin(self) -> None:
+        """Called on a GPU once all states have been tapped, before the layers that follow."""
 
 
 class Taps:
@@ -153,6 +158,11 @@ class Taps:
         """Copies what enters `layer`, [T, H], if it is wanted."""
         for place in self.places_of(layer):
             place.copy_(hidden)
+
+    def have_taken(self, layer: int) -> None:
+        """Begins what follows if nothing is wanted behind what enters `layer`, which was taken."""
+        if self._follower is not None and layer == max(self._layers):
+            self._follower.begin()
 
     def places_of(self, layer: int) -> list[torch.Tensor]:
         """Where what enters `layer` is wanted, [T, H] each: columns of a wider matrix."""

@@ -18,6 +18,7 @@ from weft.kernels.linear import LinearWeight, linear, normed_linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import rms_norm
 from weft.kernels.rope import rope_and_cache
+from weft.kernels.side_stream import SideStreamWork, is_forking
 
 FIRST_POSITION = 1
 """First position for which a head has an entry."""
@@ -213,6 +214,7 @@ class DraftEntries:
         ) = None
         self._g: torch.Tensor | None = None
         self._is_done = False
+        self._beside: SideStreamWork[torch.Tensor] | None = None
         self._native = _native_for(aux, w, pool)
         if self._native is not None:
             self._describe(self._native)
@@ -225,8 +227,18 @@ class DraftEntries:
         """See `Follower.done`."""
         self._is_done = True
 
+    def begin(self) -> None:
+        """See `Follower.begin`: while a graph is captured, the operation gets a branch of it."""
+        device = self._arguments[0].device
+        if is_forking(device):
+            self._beside = SideStreamWork(device, self._launch_beside)
+
     def finish(self) -> torch.Tensor:
         """Runs the operation unless the layers have; returns g."""
+        if self._beside is not None:
+            # Nothing collects cycles while a graph is captured.
+            work, self._beside = self._beside, None
+            return work.join()
         if self._native is None or self._described is None:
             return draft_entries_reference(*self._arguments)
         assert self._g is not None
@@ -237,6 +249,12 @@ class DraftEntries:
                 cpu.check_status(status, "draft_entries")
             self.done()
         return self._g
+
+    def _launch_beside(self) -> torch.Tensor:
+        from weft.kernels.gpu.dependent_launch import ordinary_launches
+
+        with ordinary_launches():
+            return draft_entries_reference(*self._arguments)
 
     def _describe(self, native: cpu.NativeCpu) -> None:
         aux, w, rows, kept, pool, layer = self._arguments

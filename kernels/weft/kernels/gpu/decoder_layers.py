@@ -57,8 +57,8 @@ def decoder_layers(
     tap = None
     for index, w in enumerate(layers):
         layer = first + index
-        if taps is not None and tap is None:
-            taps.take(layer, hidden)
+        if taps is not None:
+            _take(taps, layer, hidden, tap)
         qkv = linear(x, w.qkv, lora=addition_to(step.lora, "qkv", layer))
         mixed = _attend(qkv, w, step, layer)
         out, added = _product(mixed, w.o, addition_to(step.lora, "o", layer))
@@ -102,8 +102,8 @@ def _layers_of_few_rows(
     tap = None
     for index, w in enumerate(layers):
         layer = first + index
-        if taps is not None and tap is None:
-            taps.take(layer, hidden)
+        if taps is not None:
+            _take(taps, layer, hidden, tap)
         to_qkv, to_o, to_gate_up, to_down = (
             addition_to(step.lora, group, layer) for group in _GROUPS
         )
@@ -114,6 +114,13 @@ def _layers_of_few_rows(
         tap = _tap_of(taps, layer + 1) if index + 1 < len(layers) else None
         add_product(hidden, inner, w.mlp.down, to_down, tap)
     return hidden
+
+
+def _take(taps: Taps, layer: int, hidden: torch.Tensor, tap: torch.Tensor | None) -> None:
+    """Takes what enters `layer`, unless the kernel before put it to `tap`."""
+    if tap is None:
+        taps.take(layer, hidden)
+    taps.have_taken(layer)
 
 
 def _tap_of(taps: Taps | None, layer: int) -> torch.Tensor | None:

@@ -10,6 +10,9 @@ written before that one. No program ends without the wait: the next kernel waits
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import triton
@@ -17,6 +20,18 @@ import triton.language as tl
 
 LaunchOptions = dict[str, bool]
 """Arguments of a launch: the kernel's own, and Triton's."""
+
+_are_ordinary: ContextVar[bool] = ContextVar("are_ordinary", default=False)
+
+
+@contextmanager
+def ordinary_launches() -> Iterator[None]:
+    """Context in which no launch is dependent, as on a side stream (`SideStreamWork`)."""
+    token = _are_ordinary.set(True)
+    try:
+        yield
+    finally:
+        _are_ordinary.reset(token)
 
 
 @functools.cache
@@ -33,7 +48,7 @@ def launch_options(device: torch.device, *, is_alone: bool = False) -> LaunchOpt
         device: Where it runs.
         is_alone: It begins only after all that it waits for; the next one may begin as it ends.
     """
-    if not is_dependent(device):
+    if _are_ordinary.get() or not is_dependent(device):
         return {"IS_DEPENDENT": False}
     return {"IS_DEPENDENT": True} if is_alone else {"IS_DEPENDENT": True, "launch_pdl": True}
 
