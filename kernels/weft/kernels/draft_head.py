@@ -231,7 +231,7 @@ class DraftEntries:
         """See `Follower.begin`: while a graph is captured, the operation gets a branch of it."""
         device = self._arguments[0].device
         if is_forking(device):
-            self._beside = SideStreamWork(device, self._launch_beside)
+            self._beside = SideStreamWork(device, self._launch_beside, "drafts")
 
     def finish(self) -> torch.Tensor:
         """Runs the operation unless the layers have; returns g."""

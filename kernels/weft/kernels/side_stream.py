@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 
@@ -18,8 +18,12 @@ Result = TypeVar("Result")
 _is_rehearsal: ContextVar[bool] = ContextVar("is_rehearsal", default=False)
 
 
+Lane = Literal["adapters", "drafts"]
+"""Side streams, one for each purpose."""
+
+
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, lane: Lane) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -49,19 +53,29 @@ class SideStreamWork(Generic[Result]):
     launches between that and `join`. It is launched by `join`, after those launches, so that they
     get their multiprocessors first.
 
+    Freed memory of a lane goes to the lane's next work, even if the current stream has yet to read
+    it: each work of a lane must be created behind all that reads the results of those before.
+
     Args:
         device: Device of the current stream.
         work: Launches kernels; on the side stream neither they nor the first kernel after the join
             may start early (`weft.kernels.gpu.dependent_launch`). Their inputs must not change
             until the join.
+        lane: Which side stream.
         is_forked: False: always on the current stream, at once.
     """
 
     def __init__(
-        self, device: torch.device, work: Callable[[], Result], *, is_forked: bool = True
+        self,
+        device: torch.device,
+        work: Callable[[], Result],
+        lane: Lane = "adapters",
+        *,
+        is_forked: bool = True,
     ) -> None:
         self._device = device
         self._work = work
+        self._lane = lane
         self._fork: torch.cuda.Event | None = None
         self._done: list[Result] = []
         if is_forked and is_forking(device):
@@ -73,7 +87,7 @@ class SideStreamWork(Generic[Result]):
         """Returns the result, for launches on the current stream; call once."""
         if self._fork is None:
             return self._done.pop()
-        side, main = _stream(self._device), torch.cuda.current_stream(self._device)
+        side, main = _stream(self._device, self._lane), torch.cuda.current_stream(self._device)
         side.wait_event(self._fork)
         with torch.cuda.stream(side):
             result = self._work()
