@@ -36,7 +36,9 @@ allowance covers it.
 """
 LOOK_EVERY = 4
 """Steps between two evaluations, unless something is being tried or many requests are new."""
-RESTING = 4
+RESTS_AFTER = 400
+"""Steps of about as many requests after which evaluations without drafts are farther apart."""
+RESTING = 16
 """Where steps overlap and have been without drafts for long, evaluations are so many times as far
 apart, and only the steps right before one are watched: there the host may bound the speed, and the
 gate is part of its work.
@@ -170,6 +172,8 @@ class MeasuredGate:
         """Number of steps that have ended."""
         self._num_resting = 0
         """Steps that are still to be planned without looking at them."""
+        self._rested = _Choice(), 0.0
+        """The choice that they count for, and the allowance for trials of each."""
         self._plain: _Choice | None = None
         """The choice because of which steps had no drafts last."""
         self._num_dipping = 0
@@ -181,11 +185,13 @@ class MeasuredGate:
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
         """See `DraftGate.shape`."""
-        if self._num_resting:
-            self._num_resting -= 1
-            return NO_DRAFTS
         num_requests = len(requests)
         choice = self._choice(num_requests)
+        if self._num_resting and (not choice.best.num_drafts or self._is_dip(choice)):
+            self._num_resting -= 1
+            return NO_DRAFTS
+        if self._num_resting:
+            self._end_rest()
         trial = self._trial
         if trial is not None and trial.num_left and trial.shape in self._options(num_requests):
             trial.num_left -= 1
@@ -410,15 +416,24 @@ class MeasuredGate:
         if not self._overlaps or choice.best.num_drafts or self._trial is not None:
             return False
         is_settled = self._num_settled >= SETTLED_AFTER
-        return is_settled and choice.num_steps >= RESTING * PROBE_EVERY
+        return is_settled and choice.num_steps >= RESTS_AFTER
 
     def _rest(self, choice: _Choice, num_requests: int) -> None:
         """Lets some steps pass, which count as if they had been watched."""
         self._num_resting = LOOK_EVERY * (RESTING - 1)
-        choice.num_steps += self._num_resting
-        choice.look_at += self._num_resting
-        plain_s = self._times.seconds(num_requests, NO_DRAFTS)
-        self._allowance_s += ALLOWANCE_SHARE * self._num_resting * plain_s
+        self._rested = choice, ALLOWANCE_SHARE * self._times.seconds(num_requests, NO_DRAFTS)
+        self._count_rest(self._num_resting)
+
+    def _end_rest(self) -> None:
+        """Ends it early."""
+        self._count_rest(-self._num_resting)
+        self._num_resting = 0
+
+    def _count_rest(self, num_steps: int) -> None:
+        choice, allowance_s = self._rested
+        choice.num_steps += num_steps
+        choice.look_at += num_steps
+        self._allowance_s += num_steps * allowance_s
 
     def _own(self, request: Request) -> Acceptance:
         if request.acceptance is None:
@@ -429,7 +444,10 @@ class MeasuredGate:
         size = size_class(num_requests)
         if self._gains and size <= MAX_TREE_REQUESTS < num_requests:
             size = MAX_TREE_REQUESTS + 1  # What is best for fewer may be a tree.
-        return self._choices.setdefault(size, _Choice())
+        found = self._choices.get(size)
+        if found is None:
+            found = self._choices[size] = _Choice()
+        return found
 
     def depths(self) -> dict[int, int]:
         """Drafts of a request by the number of requests in a step from which on they apply."""
