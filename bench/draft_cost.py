@@ -9,6 +9,7 @@ of its requests at the copy rate measured here; that of a draft, to read the hea
     python bench/draft_cost.py                                  the demo model and its head
     python bench/draft_cost.py --shape llama-3.1-8b --device cuda --batches 1,8,64
     python bench/draft_cost.py --shape llama-3.1-8b --device cuda --trees 7x5,15x6,31x6
+    python bench/draft_cost.py --drafts 0 --no-head         what a head costs that drafts nothing
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Cost:
     """Medians of one number of requests and drafts, in milliseconds."""
 
     batch: int
-    drafts: int
+    drafts: int | None
+    """None: the engine has no head."""
     depth: int
     """Levels of a tree; of a chain as many as drafts."""
     step_ms: float
@@ -82,7 +84,7 @@ class Cost:
 class Watch:
     """The gate and the drafter of an engine: fixed, and timed."""
 
-    drafter: Drafter
+    drafter: Drafter | None
     drafts: DraftShape
     batch: int = 0
     steps_s: list[float] = field(default_factory=list)
@@ -102,6 +104,7 @@ class Watch:
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
+        assert self.drafter is not None
         began = time.perf_counter()
         drafts = self.drafter.draft(items)
         self.drafts_s.append(time.perf_counter() - began)
@@ -136,11 +139,20 @@ def main() -> None:
             # All prompts are there before the first answer ends.
             settings |= {"max_step_tokens": 4096, "prefill_chunk_tokens": 512}
         llm = stack.enter_context(LLM(model_dir, **settings))
+        if arguments.no_head:
+            for name in ("draft_dir", "drafter", "max_draft_tokens", "draft_width"):
+                del settings[name]
+            plain = stack.enter_context(LLM(model_dir, **settings))
         rate = copy_rate() if arguments.device.startswith("cuda") else None
         costs = []
         chains = [DraftShape.chain(drafts) for drafts in arguments.drafts]
         trees = [DraftShape(*tree, arguments.width) for tree in arguments.trees]
         for batch in arguments.batches:
+            if arguments.no_head:
+                watch = Watch(None, DraftShape.chain(0), batch)
+                steps = watched(plain, watch, arguments.tokens, config.vocab_size)
+                costs.append(Cost(batch, None, 0, 1e3 * statistics.median(steps), 0.0, len(steps)))
+                print(f"{batch} requests, no head: {costs[-1].step_ms:.3f} ms", flush=True)
             for drafts in [*chains, *(trees if batch <= MAX_TREE_REQUESTS else [])]:
                 cost = measure(llm, batch, drafts, arguments.tokens, config, rate)
                 if cost is None:
@@ -165,11 +177,8 @@ def measure(
     watch = Watch(drafter, drafts, batch)
     if not drafter.is_on_device:
         llm.engine.pipeline._drafter = watch
-    llm.engine.drafting.gate = llm.engine.scheduler.running_plans.gate = watch
-    vocab_size = config.vocab_size
-    prompts = [[random.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
-    llm.generate(prompts, None, StopCriteria(max_tokens=num_tokens, ignore_eos=True))
-    steps, chains = watch.steps_s[NUM_SKIPPED:], watch.drafts_s[NUM_SKIPPED:]
+    steps = watched(llm, watch, num_tokens, config.vocab_size)
+    chains = watch.drafts_s[NUM_SKIPPED:]
     if not steps:
         return None
     step_ms = 1e3 * statistics.median(steps)
@@ -187,6 +196,19 @@ def measure(
         bytes_a_turn = sum(part.data.nbytes for part in read)
         cost.draft_roof_ms = 1e3 * drafts.depth * bytes_a_turn / rate
     return cost
+
+
+def watched(llm: LLM, watch: Watch, num_tokens: int, vocab_size: int) -> list[float]:
+    """Runs random prompts; returns the seconds of each step that the watch has seen."""
+    engine = llm.engine
+    engine.drafting.gate = watch
+    if watch.drafter is not None:
+        engine.scheduler.running_plans.gate = watch
+    prompts = [
+        [random.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(watch.batch)
+    ]
+    llm.generate(prompts, None, StopCriteria(max_tokens=num_tokens, ignore_eos=True))
+    return watch.steps_s[NUM_SKIPPED:]
 
 
 def drafting_s(drafter: EagleDrafter, batch: int, drafts: DraftShape) -> float:
@@ -272,8 +294,8 @@ def report(
         if cost.roof_ms is not None and cost.draft_roof_ms is not None:
             roof = f"{cost.roof_ms:.3f} + {cost.draft_roof_ms:.3f}"
         times = (cost.step_ms, cost.draft_ms, cost.step_ms - cost.draft_ms)
-        drafts = str(cost.drafts)
-        if cost.depth != cost.drafts:
+        drafts = "no head" if cost.drafts is None else str(cost.drafts)
+        if cost.drafts and cost.depth != cost.drafts:
             drafts += f" in {cost.depth}"
         values = [str(cost.batch), drafts, *(f"{ms:.3f}" for ms in times)]
         table.add_row(*values, share, roof)
@@ -299,6 +321,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--width", type=int, default=4, help="of trees: children of a node")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a request")
+    parser.add_argument("--no-head", action="store_true", help="an engine without a head, too")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--json", type=Path, help="where to write; default: bench/results")
     arguments = parser.parse_args()
