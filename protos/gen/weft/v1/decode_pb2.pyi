@@ -86,6 +86,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     END_SESSION_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """At most 64 bytes."""
     attempt: _builtins.int
@@ -139,6 +140,12 @@ class Submit(_message.Message):
     def adapter(self) -> _common_pb2.AdapterRef:
         """Absent: the base model. A worker that does not know its digest fails the request."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.LogprobOptions:
+        """Absent: none. With them the prompt is computed anew, by the owner, whatever is cached; only with
+        n = 1. Their PromptLogprobs come before the first token that this attempt generates.
+        """
+
     def __init__(
         self,
         *,
@@ -161,10 +168,11 @@ class Submit(_message.Message):
         adapter: _common_pb2.AdapterRef | None = ...,
         session_id: _builtins.str = ...,
         end_session: _builtins.bool = ...,
+        prompt_logprobs: _common_pb2.LogprobOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -571,6 +579,36 @@ class SessionEvent(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class PromptLogprobs(_message.Message):
+        """Log-probabilities of consecutive prompt tokens, in order; the first one of a prompt has none."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        REQUEST_ID_FIELD_NUMBER: _builtins.int
+        ATTEMPT_FIELD_NUMBER: _builtins.int
+        FIRST_POSITION_FIELD_NUMBER: _builtins.int
+        LOGPROBS_FIELD_NUMBER: _builtins.int
+        request_id: _builtins.str
+        attempt: _builtins.int
+        first_position: _builtins.int
+        """Position in the prompt of the first of them, from 1."""
+        @_builtins.property
+        def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]: ...
+        def __init__(
+            self,
+            *,
+            request_id: _builtins.str = ...,
+            attempt: _builtins.int = ...,
+            first_position: _builtins.int = ...,
+            logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_position", b"first_position", "logprobs", b"logprobs", "request_id", b"request_id"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class Preempted(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -678,6 +716,7 @@ class SessionEvent(_message.Message):
     PREEMPTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___SessionEvent.Welcome: ...
     @_builtins.property
@@ -692,6 +731,8 @@ class SessionEvent(_message.Message):
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.Finished]: ...
     @_builtins.property
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.Failed]: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.PromptLogprobs]: ...
     def __init__(
         self,
         *,
@@ -702,10 +743,11 @@ class SessionEvent(_message.Message):
         preempted: _abc.Iterable[Global___SessionEvent.Preempted] | None = ...,
         finished: _abc.Iterable[Global___SessionEvent.Finished] | None = ...,
         failed: _abc.Iterable[Global___SessionEvent.Failed] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___SessionEvent.PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "pong", b"pong", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pong: _TypeAlias = _typing.Literal["pong"]  # noqa: Y015
     _WhichOneofArgType__pong: _TypeAlias = _typing.Literal["_pong", b"_pong"]  # noqa: Y015

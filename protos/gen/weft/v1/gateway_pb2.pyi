@@ -282,6 +282,7 @@ class ChatRequest(_message.Message):
     END_SESSION_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     stream: _builtins.bool
     cache_salt: _builtins.str
@@ -322,6 +323,12 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.LogprobOptions:
+        """Absent: none. Only with n = 1, and not streamed. The prompt is computed anew for them, whatever
+        of it is cached.
+        """
+
     def __init__(
         self,
         *,
@@ -339,10 +346,11 @@ class ChatRequest(_message.Message):
         end_session: _builtins.bool = ...,
         tools: _abc.Iterable[Global___Tool] | None = ...,
         tool_choice: Global___ToolChoice | None = ...,
+        prompt_logprobs: _common_pb2.LogprobOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "end_session", b"end_session", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "end_session", b"end_session", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream", b"stream", "targets", b"targets", "timeout", b"timeout", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stream: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
     _WhichOneofArgType__stream: _TypeAlias = _typing.Literal["_stream", b"_stream"]  # noqa: Y015
@@ -367,6 +375,7 @@ class CompleteRequest(_message.Message):
     TARGETS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     END_SESSION_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     stream: _builtins.bool
@@ -391,6 +400,10 @@ class CompleteRequest(_message.Message):
     def targets(self) -> Global___LatencyTargets:
         """As in ChatRequest."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.LogprobOptions:
+        """As in ChatRequest."""
+
     def __init__(
         self,
         *,
@@ -407,10 +420,11 @@ class CompleteRequest(_message.Message):
         targets: Global___LatencyTargets | None = ...,
         session_id: _builtins.str = ...,
         end_session: _builtins.bool = ...,
+        prompt_logprobs: _common_pb2.LogprobOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "targets", b"targets", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "end_session", b"end_session", "logprobs", b"logprobs", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream", b"stream", "targets", b"targets", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "end_session", b"end_session", "logprobs", b"logprobs", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream", b"stream", "targets", b"targets", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stream: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
     _WhichOneofArgType__stream: _TypeAlias = _typing.Literal["_stream", b"_stream"]  # noqa: Y015
@@ -436,6 +450,7 @@ class Choice(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of the sample, below n."""
     text: _builtins.str
@@ -451,6 +466,10 @@ class Choice(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]: ...
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """Of the prompt's tokens, if they were asked for: of all but the first one, which has none."""
+
     def __init__(
         self,
         *,
@@ -461,10 +480,11 @@ class Choice(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
