@@ -439,6 +439,8 @@ class Engine:
         self._note_progress()
         num_surplus = 0
         runs: Sequence[Run] = ()
+        if plan.scores is not None:
+            self._new_tokens.take_prompt(plan.scores)
         if drawn is not None:
             num_surplus, runs = self._take_tokens(drawn, plan), drawn.runs
         self.stats.step(plan, duration_s, self.costs, num_surplus, runs)

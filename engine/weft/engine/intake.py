@@ -99,6 +99,8 @@ class Intake:
             if not 0 <= token_id < self.vocab_size:
                 message = f"token id {token_id} is not below the vocabulary size {self.vocab_size}"
                 raise InvalidRequest(message, stage="validate", param="logit_bias")
+        if submit.prompt_logprobs is not None and submit.sampling.n > 1:
+            raise InvalidRequest("only with n = 1", stage="validate", param="prompt_logprobs")
         room = self._max_tokens - num_prompt
         if room < 1:
             message = (
@@ -122,6 +124,7 @@ class Intake:
             eos_token_ids=self._eos,
             seed=derive_seed(submit.sampling.seed, sample),
             top_logprobs=submit.top_logprobs,
+            prompt_logprobs=submit.prompt_logprobs if num_prompt > 1 else None,
             keys=PageKeys(namespace, self._page_size),
             arrival=next(self._arrivals),
             first_token_deadline=now + submit.first_token_timeout_s,

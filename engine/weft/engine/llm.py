@@ -32,6 +32,8 @@ class GeneratedSample:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of all tokens of the prompt but the first."""
     finish_reason: str = ""
     timeline: Timeline | None = None
 
@@ -138,6 +140,7 @@ class LLM:
         top_logprobs: int | None = None,
         adapters: Sequence[bytes] = (),
         max_at_once: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> list[GeneratedSample]:
         """Runs prompts of token ids to their end; with n > 1 the first sample of each.
 
@@ -149,12 +152,15 @@ class LLM:
             adapters: By prompt, each one's digest, or empty for the base model; none at all: the
                 base model for all.
             max_at_once: Number of prompts under way at most: others begin as these end. None: all.
+            prompt_logprobs: Alternatives for each token of the prompts; None: none are computed.
 
         Raises:
             ValueError: `max_at_once` is less than one.
             WeftError: a prompt was refused; nothing else goes on.
         """
-        groups = self.generate_all(prompts, sampling, stop, top_logprobs, adapters, max_at_once)
+        groups = self.generate_all(
+            prompts, sampling, stop, top_logprobs, adapters, max_at_once, prompt_logprobs
+        )
         return [group[0] for group in groups]
 
     def generate_all(
@@ -165,6 +171,7 @@ class LLM:
         top_logprobs: int | None = None,
         adapters: Sequence[bytes] = (),
         max_at_once: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> list[list[GeneratedSample]]:
         """Like `generate`, with all `n` samples of each prompt."""
         if max_at_once is not None and max_at_once < 1:
@@ -184,6 +191,7 @@ class LLM:
                 sampling=drawn,
                 stop=ends,
                 top_logprobs=top_logprobs,
+                prompt_logprobs=prompt_logprobs,
                 first_token_timeout_s=NO_TIMEOUT_S,
                 total_timeout_s=NO_TIMEOUT_S,
                 adapter=adapter,
@@ -232,6 +240,8 @@ def _take(batch: SessionBatch, groups: dict[str, list[GeneratedSample]]) -> list
     """Adds a step's events; returns the request of each sample that finished."""
     for failed in batch.failed:
         raise to_error(failed.failure)
+    for scores in batch.prompt_logprobs:
+        groups[scores.request_id][0].prompt_logprobs += scores.logprobs
     for tokens in batch.all_tokens():
         sample = groups[tokens.request_id][tokens.sample]
         sample.token_ids += tokens.ids

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from weft.engine.faults import FaultSpec, FaultState
 from weft.engine.memory.kv_events import KvChange
-from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.request import PromptLogprobs, SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.scheduler.state import FillCandidate, Timeline
 from weft.engine.transfer.handle import FillEvent, KvHandle, NixlTargetInfo
 from weft.engine.transfer.staging import StagingCounts
@@ -43,6 +43,8 @@ class Submit:
     stop: StopCriteria
     top_logprobs: int | None = None
     """Number of alternatives per token; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens."""
     candidates: list[FillCandidate] = field(default_factory=list)
     first_token_timeout_s: float = 600.0
     total_timeout_s: float = 600.0
@@ -367,6 +369,7 @@ class SessionBatch:
     accepted: list[Accepted] = field(default_factory=list)
     tokens: list[Tokens] = field(default_factory=list)
     """Tokens of drafts, and repeated ones; of a sample also in `columns`, these come first."""
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     columns: list[TokenColumns] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
@@ -462,9 +465,8 @@ class AdapterState:
     digest: bytes
     name: str
     state: AdapterPlace
-    """`loading`: it is read for the first time, nothing may name it. `disk`: it was read before
-    and its memory was needed; `host` and `device`: it is there. Requests may name it in all three.
-    `failed`: it cannot be read, nothing may name it."""
+    """Requests may name it on `disk` (it was read, its memory was needed), `host` and `device`, not
+    while it is `loading` for the first time, nor if it `failed` to."""
     rank: int = 0
     """The largest; 0 while it is not known."""
     num_bytes: int = 0
@@ -514,8 +516,7 @@ class LoadReport:
     used_pages: int
     quarantined_pages: int
     quarantine_over_s: float
-    """Seconds for which quarantined pages, or quarantined staging pages, have been above
-    `max_quarantine_fraction`; 0: they are not.
+    """Seconds for which quarantined pages, or staging pages, are above `max_quarantine_fraction`.
     """
     staging: StagingCounts | None = None
     """Staging pages of a pool that peers cannot reach directly; None: they can."""

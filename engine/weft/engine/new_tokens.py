@@ -11,6 +11,7 @@ from weft.engine.intake import end_of
 from weft.engine.messages import TokenColumns, Tokens
 from weft.engine.outgoing import Outgoing
 from weft.engine.request import TokenLogprob
+from weft.engine.runner.prompt_scores import PromptScores
 from weft.engine.scheduler.columns import Int64Array, RequestColumns
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.state import Request, State
@@ -102,6 +103,15 @@ class NewTokens:
             others = RequestColumns.of(drawn.requests[count:])
             num_surplus += self._take(others, drawn, positions[count:], count, ends)
         return ends, num_surplus
+
+    def take_prompt(self, scores: PromptScores) -> None:
+        """Emits the log-probabilities of prompts."""
+        for chunk, logprobs in scores.wait():
+            request = chunk.request
+            if request.state is not State.FINISHED:
+                self._out.prompt_logprobs(request.key, chunk.first_position, logprobs)
+                if chunk.first_position + len(logprobs) == request.num_prompt_tokens:
+                    request.prompt_logprobs = None
 
     def _take(
         self,

@@ -19,6 +19,7 @@ from weft.engine.messages import (
     TokenColumns,
     Tokens,
 )
+from weft.engine.request import PromptLogprobs, TokenLogprob
 from weft.engine.scheduler.state import Request, RequestKey, Timeline
 
 
@@ -67,6 +68,13 @@ class Outgoing:
     def columns(self, session: int, columns: TokenColumns) -> None:
         """Tokens of many samples of a session, one each."""
         self.session(session).columns.append(columns)
+
+    def prompt_logprobs(
+        self, key: RequestKey, first_position: int, logprobs: list[TokenLogprob]
+    ) -> None:
+        """Reports log-probabilities of tokens of a prompt."""
+        event = PromptLogprobs(key.request_id, key.attempt, first_position, logprobs)
+        self.session(key.session).prompt_logprobs.append(event)
 
     def all_tokens(self, request: Request) -> None:
         """Reports all tokens that a sample has generated (log-probabilities are not kept)."""

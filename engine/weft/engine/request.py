@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 MAX_TOP_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 1e-3
@@ -87,9 +87,19 @@ class StopCriteria:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probabilities of one generated token, before temperature and filters."""
+    """Natural-log probabilities of one token, before temperature and filters."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log-probability), most likely first."""
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of consecutive tokens of a prompt."""
+
+    request_id: str
+    attempt: int
+    first_position: int
+    """Position in the prompt of the first of them; the prompt's first token has none."""
+    logprobs: list[TokenLogprob]

@@ -111,6 +111,8 @@ class StoreLink:
         num_pages = self._num_pages(request)
         if num_pages == 0 or self._num_cached_pages(request, num_pages) == num_pages:
             return
+        if request.prompt_logprobs is not None:
+            return
         keys = request.keys.upto(request.tokens, num_pages)
         lookup = StoreLookup(
             lookup=next(self._ids),

@@ -22,6 +22,7 @@ from weft.engine.runner.device_pool import DevicePool, PinnedRows
 from weft.engine.runner.draw_graphs import DrawGraphs
 from weft.engine.runner.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.runner.keeping import KeptStates, TokenKeeper
+from weft.engine.runner.prompt_scores import PromptScores, ScoredChunk, scored_chunks
 from weft.engine.runner.step import (
     Int32Array,
     Int64Array,
@@ -222,7 +223,11 @@ class ModelRunner:
             with torch.inference_mode():
                 plan.drafts.begin()
         arrays = StepArrays.of_plan(plan, self._page_table, self._page_size)
-        hidden, bucket = self._hidden(arrays)
+        chunks = scored_chunks(plan, arrays.cu_q_lens) if plan.chunks else []
+        if chunks:
+            hidden, bucket = self._scored(plan, chunks, arrays), None
+        else:
+            hidden, bucket = self._hidden(arrays)
         self._verifying = None
         if arrays.verify_rows is not None:
             step, rows = self._step, torch.from_numpy(arrays.verify_rows)
@@ -326,6 +331,26 @@ class ModelRunner:
             if self.graphs is not None and bucket is not None:
                 return self.graphs.forward(arrays, bucket), bucket
             return self._model.forward(self._batch(arrays), self.pool), None
+
+    def _scored(
+        self, plan: Plan, chunks: Sequence[ScoredChunk], arrays: StepArrays
+    ) -> torch.Tensor:
+        """`_hidden`, and the log-probabilities of these chunks, begun."""
+        count = len(arrays.logits_rows)
+        rows = np.concatenate([chunk.rows for chunk in chunks])
+        with torch.inference_mode():
+            batch = self._batch(arrays)
+            more = torch.from_numpy(rows).to(self.device)
+            batch.logits_rows = torch.cat([batch.logits_rows, more])
+            hidden = self._model.forward(batch, self.pool)
+        slots = None if arrays.adapter_slots is None else arrays.adapter_slots[rows]
+
+        def logits(first: int, end: int) -> torch.Tensor:
+            own = None if slots is None else slots[first:end]
+            return self._logits_of(hidden[count + first : count + end], own)
+
+        plan.scores = PromptScores(chunks, hidden[count:], logits)
+        return hidden[:count]
 
     def _logits(self, hidden: torch.Tensor, arrays: StepArrays) -> torch.Tensor:
         token_slots = arrays.adapter_slots

@@ -90,9 +90,10 @@ class RequestPages:
     def find(self, request: Request) -> Match:
         """Finds the longest cached prefix of a request; changes nothing.
 
-        The owner of a prompt always runs its last token.
+        The owner of a prompt always runs its last token, and all of one whose log-probabilities
+        are wanted.
         """
-        if self._cache is None:
+        if self._cache is None or request.prompt_logprobs is not None:
             return NO_MATCH
         num_reusable = request.num_tokens - (0 if request.is_fill else 1)
         data = request.keys.packed(request.tokens, 0, num_reusable)

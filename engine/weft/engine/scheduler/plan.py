@@ -7,7 +7,7 @@ kept in columns, so that Python touches one of them only where something about i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from weft.engine.request import TokenLogprob
 from weft.engine.scheduler.columns import (
@@ -18,6 +18,9 @@ from weft.engine.scheduler.columns import (
     RequestColumns,
 )
 from weft.engine.scheduler.state import Request
+
+if TYPE_CHECKING:
+    from weft.engine.runner.prompt_scores import PromptScores
 
 
 class PlanItem(NamedTuple):
@@ -224,6 +227,8 @@ class Plan:
         """[len(decodes)]: those whose drafts a step under way verifies, so that only the device
         knows where they begin; `starts` has the largest positions that there may be. None: none.
         """
+        self.scores: PromptScores | None = None
+        """Log-probabilities of prompts, once the step has begun; None: no chunk wants any."""
         self.drafting_s = 0.0
         """Seconds that drafting took ahead of the step; captured chains begin as a part of it and
         take next to none.

@@ -155,6 +155,10 @@ class Request:
     seed: int
     """Seed of this sample."""
     top_logprobs: int | None
+    prompt_logprobs: int | None = None
+    """Alternatives wanted for each token of the prompt, which is computed anew for them; None:
+    nothing is, or all has been told.
+    """
     keys: PageKeys
     arrival: int
     """Order of submission over the engine's life."""

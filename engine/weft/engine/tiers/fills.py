@@ -40,6 +40,8 @@ class TieredFills:
 
     def next_state(self, request: Request) -> State:
         """See `Fills.next_state`."""
+        if request.prompt_logprobs is not None:
+            return State.PREFILLING
         if self._tiers is not None and self._tiers.plan(request):
             return State.LOADING
         self._pass_over_stores(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from weft.decode.assembly import Assembly
 from weft.engine.errors import InvalidRequest
@@ -48,9 +49,9 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
         raise InvalidRequest(f"a digest has {ADAPTER_DIGEST_BYTES} bytes", param="adapter")
     if len(message.session_id.encode()) > MAX_SESSION_ID_BYTES:
         raise InvalidRequest(f"more than {MAX_SESSION_ID_BYTES} bytes", param="session_id")
-    top_logprobs = message.logprobs.top_logprobs if message.HasField("logprobs") else None
-    if top_logprobs is not None and top_logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidRequest(f"more than {MAX_TOP_LOGPROBS}", param="top_logprobs")
+    top_logprobs, prompt_logprobs = (
+        _num_top(message, name) for name in ("logprobs", "prompt_logprobs")
+    )
     return Submit(
         session=session,
         request_id=message.request_id,
@@ -59,6 +60,7 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
         sampling=_sampling(message.sampling),
         stop=_stop(message.stop),
         top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
         candidates=[
             FillCandidate(
                 worker_id=candidate.worker_id,
@@ -88,6 +90,18 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
             for entry in message.progress
         ],
     )
+
+
+def _num_top(
+    message: decode_pb2.Submit, name: Literal["logprobs", "prompt_logprobs"]
+) -> int | None:
+    """Alternatives asked for by one of the submit's options; None: it is absent."""
+    if not message.HasField(name):
+        return None
+    num_top: int = getattr(message, name).top_logprobs
+    if num_top > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"more than {MAX_TOP_LOGPROBS}", param=name)
+    return num_top
 
 
 def _timeout(message: decode_pb2.Submit, name: str) -> float:

@@ -9,7 +9,7 @@ from weft.common.errors import cut, error_detail, grpc_code
 from weft.common.worker.fills import TRANSPORTS
 from weft.engine.errors import WeftError, error_class
 from weft.engine.messages import Failed, Finished, Pong, SessionBatch, TokenColumns, Tokens
-from weft.engine.request import TokenLogprob
+from weft.engine.request import PromptLogprobs, TokenLogprob
 from weft.engine.scheduler.state import FillRecord, Timeline
 from weft.v1 import common_pb2, decode_pb2
 
@@ -66,6 +66,7 @@ def merge_batches(batches: Iterable[SessionBatch]) -> SessionBatch:
     last: dict[tuple[str, int, int], Tokens] = {}
     for batch in batches:
         merged.accepted += batch.accepted
+        merged.prompt_logprobs += batch.prompt_logprobs
         for tokens in batch.all_tokens():
             key = (tokens.request_id, tokens.attempt, tokens.sample)
             known = last.get(key)
@@ -91,12 +92,16 @@ def _follows(tokens: Tokens, known: Tokens) -> bool:
 def batch_to_proto(
     batch: SessionBatch, worker_id: str, loop_age_s: float
 ) -> list[decode_pb2.SessionEvent]:
-    """Converts a batch to events below the size limit; ends follow the tokens that precede them."""
+    """Converts a batch to events below the size limit; ends follow the tokens that precede them,
+    and tokens the log-probabilities of their prompt.
+    """
     events = _Events()
     for accepted in batch.accepted:
         events.room(_KEY_BYTES).accepted.add(
             request_id=accepted.request_id, attempt=accepted.attempt
         )
+    for scores in batch.prompt_logprobs:
+        _add_prompt_logprobs(events, scores)
     for tokens in batch.tokens:
         _add_tokens(events, tokens)
     for columns in batch.columns:
@@ -142,6 +147,21 @@ def _add_tokens(events: _Events, tokens: Tokens) -> None:
         _add_logprob(out, logprob)
 
 
+def _add_prompt_logprobs(events: _Events, scores: PromptLogprobs) -> None:
+    """Adds as many entries as the size requires."""
+    request_id, attempt, position, logprobs = scores
+    most = max(len(logprob.top) for logprob in logprobs)
+    each = _TOKEN_BYTES + _LOGPROB_BYTES + _ALTERNATIVE_BYTES * most
+    count = (MAX_EVENT_BYTES - _KEY_BYTES) // each
+    for start in range(0, len(logprobs), count):
+        some = logprobs[start : start + count]
+        out = events.room(_KEY_BYTES + each * len(some)).prompt_logprobs.add(
+            request_id=request_id, attempt=attempt, first_position=position + start
+        )
+        for logprob in some:
+            _add_logprob(out, logprob)
+
+
 def _add_columns(events: _Events, columns: TokenColumns) -> None:
     """Adds an entry for each token, without an object in between: there are hundreds a step."""
     logprobs = columns.logprobs
@@ -156,7 +176,10 @@ def _add_columns(events: _Events, columns: TokenColumns) -> None:
             _add_logprob(out, logprob)
 
 
-def _add_logprob(out: decode_pb2.SessionEvent.Tokens, logprob: TokenLogprob) -> None:
+def _add_logprob(
+    out: decode_pb2.SessionEvent.Tokens | decode_pb2.SessionEvent.PromptLogprobs,
+    logprob: TokenLogprob,
+) -> None:
     entry = out.logprobs.add(token_id=logprob.token_id, logprob=logprob.logprob)
     for token_id, value in logprob.top:
         entry.top.add(token_id=token_id, logprob=value)
