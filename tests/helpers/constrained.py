@@ -30,6 +30,7 @@ class Outcome:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str = ""
     num_preemptions: int = 0
     num_drafted: int = 0
@@ -111,6 +112,11 @@ class Desk:
             if not self.engine.ran_step:
                 time.sleep(0.002)
             for batch in outbox.sessions:
+                for scores in batch.prompt_logprobs:
+                    sample = groups[scores.request_id][0]
+                    assert scores.first_position == 1 + len(sample.prompt_logprobs)
+                    assert not sample.ids, "they come before the first token"
+                    sample.prompt_logprobs += scores.logprobs
                 for tokens in batch.all_tokens():
                     groups[tokens.request_id][tokens.sample].ids += tokens.ids
                     groups[tokens.request_id][tokens.sample].logprobs += tokens.logprobs
