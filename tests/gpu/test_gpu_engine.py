@@ -77,6 +77,24 @@ def test_float32_tokens_equal_transformers(tiny: Path, cuda_graphs: bool) -> Non
         assert cached.token_ids == sample.token_ids
 
 
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_log_probabilities_of_prompts_equal_transformers(tiny: Path, cuda_graphs: bool) -> None:
+    prompts = random_prompts((1, 2, 33, 150, 64, 290))
+    stop = StopCriteria(max_tokens=20, ignore_eos=True)
+    with make_llm(tiny, cuda_graphs=cuda_graphs) as llm:
+        plain = llm.generate(prompts, stop=stop)
+        samples = llm.generate(prompts, stop=stop, prompt_logprobs=2)
+    model = reference_model(tiny)
+    for prompt, sample, before in zip(prompts, samples, plain, strict=True):
+        assert sample.token_ids == before.token_ids
+        assert [entry.token_id for entry in sample.prompt_logprobs] == prompt[1:]
+        wanted = reference_logits(model, prompt[:1], prompt[1:]).log_softmax(-1)
+        for entry, row in zip(sample.prompt_logprobs, wanted, strict=True):
+            assert abs(entry.logprob - float(row[entry.token_id])) < 1e-3
+            tops = [value for _, value in entry.top]
+            assert tops == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)
+
+
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tiny: Path, overlap: str) -> None:
     prompts = random_prompts((1, 30, 150, 64, 9, 200))

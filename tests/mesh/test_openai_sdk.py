@@ -141,6 +141,41 @@ async def test_echo(client: openai.AsyncOpenAI, reference: TextReference) -> Non
         assert "".join([chunk.choices[0].text async for chunk in stream]) == text
 
 
+async def test_a_text_is_scored_as_evaluations_ask_for_it(
+    client: openai.AsyncOpenAI, reference: TextReference
+) -> None:
+    """Log-probabilities of given tokens, however much of them is cached and wherever the prefix
+    was computed before; the sum of a continuation's, and whether it is the greedy one.
+    """
+    expected = reference.of(RAW, NUM_TOKENS)
+    context, likely = expected.prompt_ids, expected.token_ids
+    unlikely = [likely[-1], *likely[:-1]]
+    prompts = [context + likely, context + unlikely]
+    arguments = {"model": MODEL, "temperature": 0, "max_tokens": 1, "echo": True, "logprobs": 1}
+    await client.completions.create(model=MODEL, prompt=prompts[0], max_tokens=1)
+    answer = await client.completions.create(prompt=prompts, **arguments)
+    sums = []
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        found = choice.logprobs
+        assert found is not None
+        assert found.tokens is not None
+        assert found.token_logprobs is not None
+        assert found.top_logprobs is not None
+        assert len(found.tokens) == len(prompt) + 1
+        assert found.token_logprobs[0] is None
+        assert "".join(found.tokens) == choice.text
+        sums.append(sum(found.token_logprobs[len(context) : -1]))
+        best = [max(top, key=top.__getitem__) for top in found.top_logprobs[len(context) : -1]]
+        assert (found.tokens[len(context) : -1] == best) == (prompt is prompts[0])
+        if prompt is prompts[0]:
+            values = found.token_logprobs[len(context) : -1]
+            for place, (token, value) in enumerate(zip(likely, values, strict=True)):
+                wanted = expected.logprob(place, token)
+                assert wanted is not None
+                assert abs(value - wanted) < LOGPROB_TOLERANCE
+    assert sums[0] > sums[1]
+
+
 # ---- lengths and ends --------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from weft.engine.messages import (
     TokenColumns,
     Tokens,
 )
-from weft.engine.request import MAX_TOP_LOGPROBS, TokenLogprob
+from weft.engine.request import MAX_TOP_LOGPROBS, PromptLogprobs, TokenLogprob
 from weft.engine.scheduler.state import FillRecord, Timeline
 from weft.v1 import decode_pb2
 
@@ -83,6 +83,34 @@ def test_tokens_of_one_entry_are_split(num_top: int | None) -> None:
             alternatives += sum(len(entry.top) for entry in tokens.logprobs)
     assert got == {tokens.request_id: tokens.ids for tokens in sent}
     assert alternatives == (many + 1) * (num_top or 0)
+
+
+@pytest.mark.parametrize("num_top", [0, 3, MAX_TOP_LOGPROBS])
+def test_log_probabilities_of_a_prompt_are_split_and_come_first(num_top: int) -> None:
+    counts = (100_000 // (1 + num_top), 1, 300)
+    sent = [
+        PromptLogprobs(
+            request_id(number), LARGE, 1 + number, [logprob(LARGE - i, num_top) for i in range(n)]
+        )
+        for number, n in enumerate(counts)
+    ]
+    # Merged, as where a gateway reads late.
+    batches = [SessionBatch(session=1, prompt_logprobs=[one]) for one in sent]
+    batches[0].tokens.append(tokens_of(9, 1))
+    events = events_of(merge_batches(batches))
+    assert len(events) > 1
+    got: dict[str, list[int]] = defaultdict(list)
+    alternatives = 0
+    for event in events:
+        for scores in event.prompt_logprobs:
+            known = got[scores.request_id]
+            number = [request_id(number) for number in range(3)].index(scores.request_id)
+            assert scores.first_position == 1 + number + len(known)
+            known += [entry.token_id for entry in scores.logprobs]
+            alternatives += sum(len(entry.top) for entry in scores.logprobs)
+    assert got == {one.request_id: [entry.token_id for entry in one.logprobs] for one in sent}
+    assert alternatives == sum(counts) * num_top
+    assert [len(event.tokens) for event in events] == [0] * (len(events) - 1) + [1]
 
 
 def test_every_kind_of_entry_counts() -> None:
