@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from google.protobuf.json_format import MessageToDict
 from weft.gateway.answer import AnswerParser, CallPart, joined
 from weft.gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from weft.gateway.openai.prompt_logprobs import PromptLogprobs
 from weft.gateway.stream import Delta
 from weft.gateway.vocabulary import Vocabulary
 from weft.v1 import common_pb2
@@ -135,6 +136,7 @@ class ChatWriter(AnswerWriter):
         *,
         include_usage: bool = False,
         make_parser: Callable[[], AnswerParser] | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -144,8 +146,10 @@ class ChatWriter(AnswerWriter):
             vocabulary: As in `AnswerWriter`.
             include_usage: As in `AnswerWriter`.
             make_parser: Makes what takes a sample's text apart; None: all of it is content.
+            prompt_logprobs: What a whole answer shows of the prompt's tokens; None: nothing.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
+        self._prompt_logprobs = prompt_logprobs
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
@@ -170,6 +174,12 @@ class ChatWriter(AnswerWriter):
         return b"".join(
             (opening, body, prefix, b'},"logprobs":null,"finish_reason":', reason, b"}", self._tail)
         )
+
+    def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
+        """See `AnswerWriter.whole`."""
+        if self._prompt_logprobs is not None:
+            fields = {**fields, **self._prompt_logprobs.of_chat()}
+        return super().whole(deltas, fields)
 
     def _open(self, index: int) -> tuple[bytes, bytes]:
         """Builds the prefix of a choice's events, and its first event."""
@@ -262,6 +272,7 @@ class CompletionWriter(AnswerWriter):
         include_usage: bool = False,
         echoes: Sequence[str] = (),
         samples_per_prompt: int = 1,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -272,10 +283,12 @@ class CompletionWriter(AnswerWriter):
             include_usage: As in `AnswerWriter`.
             echoes: Text of each prompt, to begin its choices with; empty = no echo.
             samples_per_prompt: Choices of each prompt.
+            prompt_logprobs: What a whole answer shows of the prompts' tokens; None: nothing.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._echoes = echoes
         self._samples_per_prompt = samples_per_prompt
+        self._prompt_logprobs = prompt_logprobs
         self._offsets: dict[int, int] = {}
 
     def _event(self, delta: Delta) -> bytes:
@@ -298,19 +311,21 @@ class CompletionWriter(AnswerWriter):
 
     def _choice(self, delta: Delta) -> dict[str, object]:
         offset = self._offsets.get(delta.sample)
-        text = delta.text
+        number, echo = delta.sample // self._samples_per_prompt, ""
         if offset is None:
-            offset = 0
-            if self._echoes:
-                text = self._echoes[delta.sample // self._samples_per_prompt] + text
+            echo = self._echoes[number] if self._echoes else ""
+            offset = len(echo)
         logprobs = None
         if delta.logprobs:
             logprobs, offset = completion_logprobs(self._vocabulary, delta.logprobs, offset)
         self._offsets[delta.sample] = offset
         reason = delta.finish_reason
-        return {
+        choice: dict[str, object] = {
             "index": delta.sample,
-            "text": text,
+            "text": echo + delta.text,
             "logprobs": logprobs,
             "finish_reason": None if reason is None else _FINISH.get(reason, "stop"),
         }
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs.add_to_choice(choice, number, echo)
+        return choice
