@@ -18,6 +18,8 @@ from weft.gateway.vocabulary import Vocabulary
 from weft.v1 import common_pb2
 
 DONE = b"data: [DONE]\n\n"
+_PART_ITEMS = 256
+"""Most items of a list that are encoded at once, where lists may be very long."""
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -29,6 +31,19 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 def to_json(value: object) -> bytes:
     """Serialises a value as compact JSON in UTF-8."""
     return _encode(value).encode()
+
+
+def large_to_json(value: object) -> bytes:
+    """As `to_json`, but lets other threads run in between: the encoder holds Python's lock for the
+    whole of a value.
+    """
+    if isinstance(value, dict):
+        items = [to_json(key) + b":" + large_to_json(item) for key, item in value.items()]
+        return b"{" + b",".join(items) + b"}"
+    if isinstance(value, list) and len(value) > _PART_ITEMS:
+        starts = range(0, len(value), _PART_ITEMS)
+        return b"[" + b",".join([to_json(value[i : i + _PART_ITEMS])[1:-1] for i in starts]) + b"]"
+    return to_json(value)
 
 
 def usage_json(usage: common_pb2.Usage) -> dict[str, object]:
@@ -68,7 +83,13 @@ class AnswerWriter(ABC):
     chunk_name: str
 
     def __init__(
-        self, request_id: str, model: str, vocabulary: Vocabulary, *, include_usage: bool = False
+        self,
+        request_id: str,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        include_usage: bool = False,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -77,7 +98,9 @@ class AnswerWriter(ABC):
             model: Served name.
             vocabulary: For log-probabilities.
             include_usage: Every chunk has a `usage` field, null until the last.
+            prompt_logprobs: What a whole answer shows of its prompts' tokens; None: nothing.
         """
+        self._prompt_logprobs = prompt_logprobs
         self._vocabulary = vocabulary
         self._created = int(time.time())
         self._request_id = request_id
@@ -112,10 +135,11 @@ class AnswerWriter(ABC):
             deltas: One for each sample, in order, complete.
             fields: More fields: usage, extensions.
         """
+        encode = to_json if self._prompt_logprobs is None else large_to_json
         # One by one: the encoder holds Python's lock for the whole of a value.
-        choices = b",".join([to_json(self._choice(delta)) for delta in deltas])
+        choices = b",".join([encode(self._choice(delta)) for delta in deltas])
         head = to_json(self._frame(self.object_name))[:-1]
-        more = b"," + to_json(fields)[1:] if fields else b"}"
+        more = b"," + encode(fields)[1:] if fields else b"}"
         return b"".join((head, b',"choices":[', choices, b"]", more))
 
     @abstractmethod
@@ -146,10 +170,15 @@ class ChatWriter(AnswerWriter):
             vocabulary: As in `AnswerWriter`.
             include_usage: As in `AnswerWriter`.
             make_parser: Makes what takes a sample's text apart; None: all of it is content.
-            prompt_logprobs: What a whole answer shows of the prompt's tokens; None: nothing.
+            prompt_logprobs: As in `AnswerWriter`.
         """
-        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
-        self._prompt_logprobs = prompt_logprobs
+        super().__init__(
+            request_id,
+            model,
+            vocabulary,
+            include_usage=include_usage,
+            prompt_logprobs=prompt_logprobs,
+        )
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
@@ -283,12 +312,17 @@ class CompletionWriter(AnswerWriter):
             include_usage: As in `AnswerWriter`.
             echoes: Text of each prompt, to begin its choices with; empty = no echo.
             samples_per_prompt: Choices of each prompt.
-            prompt_logprobs: What a whole answer shows of the prompts' tokens; None: nothing.
+            prompt_logprobs: As in `AnswerWriter`.
         """
-        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
+        super().__init__(
+            request_id,
+            model,
+            vocabulary,
+            include_usage=include_usage,
+            prompt_logprobs=prompt_logprobs,
+        )
         self._echoes = echoes
         self._samples_per_prompt = samples_per_prompt
-        self._prompt_logprobs = prompt_logprobs
         self._offsets: dict[int, int] = {}
 
     def _event(self, delta: Delta) -> bytes:
