@@ -273,6 +273,16 @@ async def test_too_many_are_refused(tmp_path: Path) -> None:
         assert not mesh.workers[0].submits
 
 
+async def test_nobody_is_asked_to_fill_a_prompt_that_is_scored(tmp_path: Path) -> None:
+    """Its owner computes all of it."""
+    async with gateway(tmp_path, answering(), num_prefill=1) as mesh:
+        body = {"prompt": some_ids(50), "max_tokens": 1}
+        await mesh.json("Completions", {**body, "prompt_logprobs": 0})
+        await mesh.json("Completions", body)
+        fillers = [len(submit.prefill_candidates) for submit in mesh.workers[0].submits]
+    assert fillers == [0, 1]
+
+
 # ---- workers that are lost, and that err ---------------------------------------------------------
 
 

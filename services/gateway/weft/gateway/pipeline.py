@@ -482,6 +482,7 @@ def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[Ro
             routing_key=request.routing_key,
             first_token_s=request.targets.first_token_s,
             adapter=b"" if request.adapter is None else request.adapter.digest,
+            is_computed_anew=request.prompt_logprobs is not None,
         )
         for number, prompt in enumerate(prompts)
     ]
