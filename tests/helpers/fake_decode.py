@@ -47,6 +47,8 @@ class Script:
     """Tokens of each sample; sample i of n gets entry i modulo their number."""
     chunk: int = 1
     """Tokens of a sample per step."""
+    score_chunk: int = 5
+    """Prompt tokens whose log-probabilities are sent per step, before any token."""
     fail: Event.Failed | None = None
     """Failure sent instead of step `fail_after`."""
     fail_after: int = 10**9
@@ -89,6 +91,8 @@ class Run:
     submit: decode_pb2.Submit
     prompt: list[int]
     script: Script
+    num_scored: int = 1
+    """Prompt tokens whose log-probabilities were sent; the first one has none."""
     steps: int = 0
     sent: dict[int, int] = field(default_factory=dict)
     open: set[int] = field(default_factory=set)
@@ -390,11 +394,32 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 del runs[request_id]
                 continue
             run.steps += 1
+            if run.submit.HasField("prompt_logprobs") and run.num_scored < len(run.prompt):
+                self._score(run, event)
+                if run.num_scored < len(run.prompt):
+                    continue
             for sample in sorted(run.open):
                 self._advance(run, sample, event)
             if not run.open:
                 del runs[request_id]
         return True
+
+    def _score(self, run: Run, event: Event) -> None:
+        end = min(len(run.prompt), run.num_scored + run.script.score_chunk)
+        self._send_scores(run, run.num_scored, run.prompt[run.num_scored : end], event)
+        run.num_scored = end
+
+    def _send_scores(self, run: Run, first: int, ids: Sequence[int], event: Event) -> None:
+        num_top = run.submit.prompt_logprobs.top_logprobs
+        event.prompt_logprobs.add(
+            request_id=run.submit.request_id,
+            attempt=run.submit.attempt,
+            first_position=first,
+            logprobs=[
+                prompt_score(position, token_id, num_top, self.vocabulary_size)
+                for position, token_id in enumerate(ids, first)
+            ],
+        )
 
     def _advance(self, run: Run, sample: int, event: Event) -> None:
         script, stop = run.script, run.submit.stop
@@ -486,6 +511,20 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 failure=run.script.fill_failure,
             )
         ]
+
+
+def prompt_score(
+    position: int, token_id: int, num_top: int, vocabulary_size: int
+) -> common_pb2.TokenLogprob:
+    """Log-probability of a prompt's token, which is the 1st to 3rd most likely one."""
+    rank = position % 3
+    top = [
+        common_pb2.TopLogprob(
+            token_id=(token_id + other - rank) % vocabulary_size, logprob=-0.5 - other
+        )
+        for other in range(num_top)
+    ]
+    return common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5 - rank, top=top)
 
 
 def duration(seconds: float) -> Duration:

@@ -47,7 +47,7 @@ from weft.gateway.stops import StopAutomaton
 from weft.gateway.stream import TokenStream
 from weft.gateway.tenants import Rates, Tenants
 from weft.gateway.trace import RequestTrace
-from weft.gateway.validate import check_request
+from weft.gateway.validate import check_num_prompt_logprobs, check_request
 from weft.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
@@ -297,11 +297,13 @@ class RequestPipeline:
     ) -> list[PreparedPrompt]:
         try:
             async with asyncio.timeout_at(deadline):
-                return await served.preparer.prepare(request.prompts, request.stopping)
+                prompts = await served.preparer.prepare(request.prompts, request.stopping)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the deadline passed while the request was tokenised", stage="prepare"
             ) from None
+        check_num_prompt_logprobs(request, prompts)
+        return prompts
 
     def _generations(
         self,
@@ -480,6 +482,7 @@ def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[Ro
             routing_key=request.routing_key,
             first_token_s=request.targets.first_token_s,
             adapter=b"" if request.adapter is None else request.adapter.digest,
+            is_computed_anew=request.prompt_logprobs is not None,
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -115,12 +115,15 @@ class GenerateRequest:
     stopping: Stopping = field(default_factory=Stopping)
     top_logprobs: int | None = None
     """Number of alternatives at each position; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """Number of alternatives at each position of a prompt; None: no log-probabilities of it."""
     calls: Calls | None = None
     """Calls that answers may have; None: they are text."""
     constraint_param: str = "constraint"
     """The client's name for the constraint, for error messages."""
     max_tokens_param: str = "max_tokens"
     top_logprobs_param: str = "top_logprobs"
+    prompt_logprobs_param: str = "prompt_logprobs"
     skip_special_tokens: bool = True
     timeout_s: float | None = None
     """Time limit given by the client; the gateway's own limit applies as well."""

@@ -110,7 +110,7 @@ class Router:
             PeerUnavailable: No decode worker with the context that was promised is healthy.
         """
         now = asyncio.get_running_loop().time()
-        fillers = self._choose_prefill(request, now)
+        fillers = [] if request.is_computed_anew else self._choose_prefill(request, now)
         if fillers and (member := fillers[0][0].member) is not None:
             request = request.beside(member.host)
 
@@ -134,6 +134,8 @@ class Router:
         num_tokens = len(request.prompt_ids)
         if fillers:
             match_tokens = max(match_tokens, fillers[0][1])
+        if request.is_computed_anew:
+            match_tokens = 0
         return Placement(
             worker=worker,
             session=owners[0][0].session,

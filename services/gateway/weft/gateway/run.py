@@ -10,6 +10,7 @@ from weft.common.tasks import log_failure
 from weft.engine import faults
 from weft.engine.errors import Internal, Overloaded, PeerUnavailable, WeftError
 from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.prompt_scores import PromptScores
 from weft.gateway.render import RenderPlan, SampleRenderer
 from weft.gateway.request import GenerateRequest, PreparedPrompt
 from weft.gateway.resume import Losses, ResumeLimits
@@ -114,6 +115,8 @@ class Generation:
         self.samples = [
             Sample(first_index + i, SampleRenderer(plan)) for i in range(request.sampling.n)
         ]
+        self.prompt_scores = PromptScores(prompt.ids, is_wanted=request.prompt_logprobs is not None)
+        """Log-probabilities of the prompt's tokens."""
         self.attempt = 0
         self.error: WeftError | None = None
         """The error with which the prompt failed for good."""
@@ -164,7 +167,11 @@ class Generation:
             time_left_s=self._deadline - now,
             traceparent=trace.traceparent,
             samples=[None if s.finish_reason is not None else s.ids for s in self.samples],
+            prompt_logprobs=(
+                None if self.prompt_scores.is_complete else self._request.prompt_logprobs
+            ),
         )
+        self.prompt_scores.restart()
         placement.session.submit(self.wire_id, self, messages)
         placement.begin()
         if self._request.ends_session:
@@ -212,6 +219,12 @@ class Generation:
         self._losses.owned()
         self._backoff.reset()
 
+    def on_prompt_logprobs(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> None:
+        """See `SessionHandler`."""
+        problem = self.prompt_scores.add(event)
+        if problem:
+            self._violated(problem)
+
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
         """See `SessionHandler`."""
         if event.sample >= len(self.samples):
@@ -219,6 +232,9 @@ class Generation:
             return
         sample = self.samples[event.sample]
         if sample.finish_reason is not None:
+            return
+        if not self.prompt_scores.is_complete:
+            self._violated(f"tokens, but {self.prompt_scores.missing}")
             return
         ids: Sequence[int] = event.ids
         logprobs: Sequence[common_pb2.TokenLogprob] = event.logprobs
@@ -286,6 +302,9 @@ class Generation:
         if not self._has_proven:
             self._prove(asyncio.get_running_loop().time())
         if sample.finish_reason is None:
+            if not self.prompt_scores.is_complete:
+                self._violated(f"the end of a sample, but {self.prompt_scores.missing}")
+                return
             if event.completion_tokens != len(sample.ids):
                 self._violated(
                     f"{event.completion_tokens} tokens announced, {len(sample.ids)} received"

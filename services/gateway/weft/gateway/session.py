@@ -36,6 +36,9 @@ class SessionHandler(Protocol):
     def on_accepted(self) -> None:
         """Called when the worker has queued the request."""
 
+    def on_prompt_logprobs(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> None:
+        """Called with log-probabilities of prompt tokens, before the tokens of the same message."""
+
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
         """Called with new tokens of one sample; `now` is the event loop's time."""
 
@@ -188,6 +191,11 @@ class DecodeSession:
             if handler is not None and handler.attempt == accepted.attempt:
                 self._silent.discard(accepted.request_id)
                 handler.on_accepted()
+        for scores in event.prompt_logprobs:
+            handler = handlers.get(scores.request_id)
+            if handler is not None and handler.attempt == scores.attempt:
+                self._silent.discard(scores.request_id)
+                handler.on_prompt_logprobs(scores)
         if event.tokens:
             now = asyncio.get_running_loop().time()
             for tokens in event.tokens:

@@ -26,6 +26,7 @@ def submit_messages(
     time_left_s: float,
     traceparent: str,
     samples: Sequence[Sequence[int] | None] = (),
+    prompt_logprobs: int | None = None,
 ) -> list[decode_pb2.SessionRequest]:
     """Builds the messages of one attempt.
 
@@ -41,6 +42,7 @@ def submit_messages(
         time_left_s: Until the request's deadline.
         traceparent: Names the attempt's span; empty = none.
         samples: Tokens of earlier attempts by sample; None where the client has its whole answer.
+        prompt_logprobs: Alternatives wanted at each position of the prompt; None: it is not scored.
     """
     stopping = request.stopping
     first, rest = prompt.ids[:_MAX_TOKENS_PER_MESSAGE], prompt.ids[_MAX_TOKENS_PER_MESSAGE:]
@@ -74,6 +76,9 @@ def submit_messages(
         submit.logprobs.top_logprobs = request.top_logprobs
         # A message field that equals its default must still be there.
         submit.logprobs.SetInParent()
+    if prompt_logprobs is not None:
+        submit.prompt_logprobs.top_logprobs = prompt_logprobs
+        submit.prompt_logprobs.SetInParent()
     generated_parts = _add_progress(submit, samples, _MAX_TOKENS_PER_MESSAGE - len(first))
     messages = [decode_pb2.SessionRequest(submit=submit)]  # a copy: it is complete by now
     for start in range(0, len(rest), _MAX_TOKENS_PER_MESSAGE):

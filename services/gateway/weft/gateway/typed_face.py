@@ -19,6 +19,7 @@ from weft.gateway.edge import CallFacts, Context, begin_answer, call_facts
 from weft.gateway.end_session import end_session
 from weft.gateway.fleet import Fleet
 from weft.gateway.pipeline import RequestPipeline
+from weft.gateway.prompt_scores import PromptScores
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
@@ -40,7 +41,7 @@ from weft.gateway.tools import (
     past_call,
     use_tools,
 )
-from weft.gateway.validate import check_ids, invalid
+from weft.gateway.validate import check_ids, check_not_streamed, invalid
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 _BREAKER_STATES = {
@@ -111,6 +112,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
                 base = self._models.base(stream.base_model).model
                 make_parser = parser_maker(request, base, stream.generations[0].prompt)
             choices = _Choices(make_parser)
+            scores = stream.generations[0].prompt_scores
             await begin_answer(context, request.request_id, headers=stream.headers)
             collected: dict[int, list[Delta]] = {}
             while deltas := await stream.next_deltas():
@@ -131,7 +133,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
                 request_id=request.request_id,
                 model=model,
                 create_time=created,
-                choices=[choices.of(collected[index]) for index in sorted(collected)],
+                choices=[choices.of(collected[index], scores) for index in sorted(collected)],
                 usage=stream.usage(),
                 timeline=_timeline(stream),
             )
@@ -320,6 +322,9 @@ def _translate(
         )
     if use.constraint is not None:
         sampling = replace(sampling, constraint=use.constraint)
+    wants_scores = request.HasField("prompt_logprobs")
+    if wants_scores:
+        check_not_streamed("prompt_logprobs", request.stream)
     timeout_s = facts.timeout_s
     if request.HasField("timeout"):
         given_s = request.timeout.ToNanoseconds() / 1e9
@@ -332,6 +337,7 @@ def _translate(
         sampling=sampling,
         stopping=_stopping(request.stop),
         top_logprobs=request.logprobs.top_logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs.top_logprobs if wants_scores else None,
         calls=use.calls,
         constraint_param="sampling.constraint" if use.constraint is None else "tools",
         timeout_s=timeout_s,
@@ -387,7 +393,7 @@ class _Choices:
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}
 
-    def of(self, deltas: Sequence[Delta]) -> gateway_pb2.Choice:
+    def of(self, deltas: Sequence[Delta], scores: PromptScores | None = None) -> gateway_pb2.Choice:
         """What consecutive deltas of one sample add. Its text is set once: a message keeps the
         memory of each text that a field of it ever had.
         """
@@ -407,6 +413,7 @@ class _Choices:
             token_ids=chain.from_iterable(delta.ids for delta in deltas),
             logprobs=chain.from_iterable(delta.logprobs for delta in deltas),
             finish_reason=reason,
+            prompt_logprobs=() if scores is None else scores.entries,
             reasoning=part.reasoning,
             tool_calls=[
                 gateway_pb2.ToolCall(**asdict(call))

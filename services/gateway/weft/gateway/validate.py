@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from weft.engine.errors import InvalidRequest
 from weft.engine.request import (
@@ -15,7 +15,14 @@ from weft.engine.request import (
     Constraint,
 )
 from weft.gateway.model import ServedModel
-from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping, TokenPrompt
+from weft.gateway.request import (
+    ChatPrompt,
+    GenerateRequest,
+    PreparedPrompt,
+    Sampling,
+    Stopping,
+    TokenPrompt,
+)
 from weft.gateway.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets
 
 MAX_SAMPLES = 128
@@ -30,6 +37,8 @@ MAX_CHOICES = 4096
 MAX_TOOLS = 128
 MAX_SALT_BYTES = 128
 MAX_ROUTING_KEY_BYTES = 256
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Most log-probabilities of the tokens of a request's prompts, alternatives included."""
 _MAX_TOKENS = 2**31 - 1
 _MAX_DIGITS = 40
 """Most digits shown of a number."""
@@ -52,6 +61,8 @@ def check_request(request: GenerateRequest, model: ServedModel, max_prompts: int
         check_constraint(request.sampling.constraint, request.constraint_param)
     if request.top_logprobs is not None:
         check_range(request.top_logprobs_param, request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    if request.prompt_logprobs is not None:
+        _check_prompt_logprobs(request.prompt_logprobs, request)
     check_cache_salt(request.cache_salt)
     check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_session_id(request.session_id)
@@ -63,6 +74,37 @@ def check_request(request: GenerateRequest, model: ServedModel, max_prompts: int
         raise invalid("timeout", f"must be above 0 seconds, not {request.timeout_s:g}")
     _check_targets(request.targets)
     _check_prompts(request, model, max_prompts)
+
+
+def _check_prompt_logprobs(num_alternatives: int, request: GenerateRequest) -> None:
+    param = request.prompt_logprobs_param
+    check_range(param, num_alternatives, 0, MAX_TOP_LOGPROBS)
+    if request.sampling.n != 1:
+        raise invalid(param, f"log-probabilities of a prompt need n: 1, not {request.sampling.n}")
+
+
+def check_not_streamed(param: str, is_streamed: bool) -> None:
+    """Raises InvalidRequest for a stream of an answer that has a prompt's log-probabilities."""
+    if is_streamed:
+        raise invalid(param, "log-probabilities of a prompt are not streamed; leave out stream")
+
+
+def check_num_prompt_logprobs(request: GenerateRequest, prompts: Sequence[PreparedPrompt]) -> None:
+    """Limits the log-probabilities of prompts' tokens, all of which wait for the answer.
+
+    Raises:
+        InvalidRequest: They are too many.
+    """
+    if request.prompt_logprobs is None:
+        return
+    num_tokens = sum(len(prompt.ids) for prompt in prompts)
+    total = num_tokens * (1 + request.prompt_logprobs)
+    if total > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            request.prompt_logprobs_param,
+            f"{num_tokens} prompt tokens with {request.prompt_logprobs} alternatives have {total} "
+            f"log-probabilities; at most {MAX_PROMPT_LOGPROBS} are returned",
+        )
 
 
 def check_cache_salt(cache_salt: str) -> None:

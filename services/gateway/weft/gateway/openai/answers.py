@@ -99,6 +99,22 @@ class ChatChoice(Answer):
     finish_reason: FinishReason
 
 
+class PromptLogprobAnswer(Answer):
+    """A prompt's token, or an alternative to it."""
+
+    logprob: float
+    rank: int | None = Field(
+        description="among all tokens, 1 is the most likely; null: not among the alternatives"
+    )
+    decoded_token: str
+
+
+PromptLogprobAnswers = list[dict[str, PromptLogprobAnswer] | None]
+"""An entry for each token of a prompt, null for the first: by token id the token and its
+alternatives.
+"""
+
+
 class ChatAnswer(Answer):
     """Body of the answer to POST /v1/chat/completions without `stream`."""
 
@@ -109,6 +125,9 @@ class ChatAnswer(Answer):
     choices: list[ChatChoice]
     usage: UsageAnswer
     weft: WeftAnswer | None = None
+    prompt_logprobs: PromptLogprobAnswers | None = Field(
+        None, description="only if asked for: of each prompt token, by token id; null for the first"
+    )
 
 
 class FunctionDelta(Answer):
@@ -159,11 +178,11 @@ class ChatChunk(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """Log-probabilities of a completion choice."""
+    """Log-probabilities of a completion choice; null for the first token of an echoed prompt."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -174,6 +193,9 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: PromptLogprobAnswers | None = Field(
+        None, description="only if asked for: of each prompt token, by token id; null for the first"
+    )
 
 
 class CompletionAnswer(Answer):

@@ -263,6 +263,11 @@ class GenerationBody(Body):
         None, description="mean time between tokens, 1 to 3600000 ms. Default: the tenant's"
     )
     weft_timeline: bool | None = Field(None, description="add `weft.timeline` to the answer")
+    prompt_logprobs: int | None = Field(
+        None,
+        description="log-probabilities of the prompt's tokens: alternatives per position, 0 to 20; "
+        "only with n: 1, not streamed",
+    )
     response_format: ResponseFormat | None = Field(None, description="JSON, or text")
     guided_json: str | dict[str, Any] | None = Field(None, description="a JSON schema")
     guided_regex: str | None = Field(None, description="matches the whole text")
@@ -278,7 +283,6 @@ class GenerationBody(Body):
     bad_words: Any = Field(None, description="not supported")
     use_beam_search: bool | None = Field(None, description="not supported")
     length_penalty: float | None = Field(None, description="only 1, as it is of beam search")
-    prompt_logprobs: int | None = Field(None, description="not supported")
     truncate_prompt_tokens: int | None = Field(None, description="not supported")
     chat_template: str | None = Field(None, description="not supported: the model's own is used")
     documents: Any = Field(None, description="not supported")
@@ -322,7 +326,11 @@ class CompletionBody(GenerationBody):
     )
     max_tokens: int | None = Field(None, description="most tokens generated, default 16")
     logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
-    echo: bool | None = Field(None, description="begin with the prompt's text")
+    echo: bool | None = Field(
+        None,
+        description="begin with the prompt's text; with logprobs, they begin with those of the "
+        "prompt's tokens: only with n: 1, not streamed",
+    )
     best_of: int | None = Field(None, description="only equal to n")
     suffix: str | None = Field(None, description="not supported")
     add_special_tokens: bool | None = Field(None, description="of the tokenizer, default true")

@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from google.protobuf.json_format import MessageToDict
 from weft.gateway.answer import AnswerParser, CallPart, joined
 from weft.gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from weft.gateway.openai.prompt_logprobs import PromptLogprobs
 from weft.gateway.stream import Delta
 from weft.gateway.vocabulary import Vocabulary
 from weft.v1 import common_pb2
 
 DONE = b"data: [DONE]\n\n"
+_PART_ITEMS = 256
+"""Most items of a list that are encoded at once, where lists may be very long."""
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -28,6 +31,19 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 def to_json(value: object) -> bytes:
     """Serialises a value as compact JSON in UTF-8."""
     return _encode(value).encode()
+
+
+def large_to_json(value: object) -> bytes:
+    """As `to_json`, but lets other threads run in between: the encoder holds Python's lock for the
+    whole of a value.
+    """
+    if isinstance(value, dict):
+        items = [to_json(key) + b":" + large_to_json(item) for key, item in value.items()]
+        return b"{" + b",".join(items) + b"}"
+    if isinstance(value, list) and len(value) > _PART_ITEMS:
+        starts = range(0, len(value), _PART_ITEMS)
+        return b"[" + b",".join([to_json(value[i : i + _PART_ITEMS])[1:-1] for i in starts]) + b"]"
+    return to_json(value)
 
 
 def usage_json(usage: common_pb2.Usage) -> dict[str, object]:
@@ -67,7 +83,13 @@ class AnswerWriter(ABC):
     chunk_name: str
 
     def __init__(
-        self, request_id: str, model: str, vocabulary: Vocabulary, *, include_usage: bool = False
+        self,
+        request_id: str,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        include_usage: bool = False,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -76,7 +98,9 @@ class AnswerWriter(ABC):
             model: Served name.
             vocabulary: For log-probabilities.
             include_usage: Every chunk has a `usage` field, null until the last.
+            prompt_logprobs: What a whole answer shows of its prompts' tokens; None: nothing.
         """
+        self._prompt_logprobs = prompt_logprobs
         self._vocabulary = vocabulary
         self._created = int(time.time())
         self._request_id = request_id
@@ -111,10 +135,11 @@ class AnswerWriter(ABC):
             deltas: One for each sample, in order, complete.
             fields: More fields: usage, extensions.
         """
+        encode = to_json if self._prompt_logprobs is None else large_to_json
         # One by one: the encoder holds Python's lock for the whole of a value.
-        choices = b",".join([to_json(self._choice(delta)) for delta in deltas])
+        choices = b",".join([encode(self._choice(delta)) for delta in deltas])
         head = to_json(self._frame(self.object_name))[:-1]
-        more = b"," + to_json(fields)[1:] if fields else b"}"
+        more = b"," + encode(fields)[1:] if fields else b"}"
         return b"".join((head, b',"choices":[', choices, b"]", more))
 
     @abstractmethod
@@ -135,6 +160,7 @@ class ChatWriter(AnswerWriter):
         *,
         include_usage: bool = False,
         make_parser: Callable[[], AnswerParser] | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -144,8 +170,15 @@ class ChatWriter(AnswerWriter):
             vocabulary: As in `AnswerWriter`.
             include_usage: As in `AnswerWriter`.
             make_parser: Makes what takes a sample's text apart; None: all of it is content.
+            prompt_logprobs: As in `AnswerWriter`.
         """
-        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
+        super().__init__(
+            request_id,
+            model,
+            vocabulary,
+            include_usage=include_usage,
+            prompt_logprobs=prompt_logprobs,
+        )
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
@@ -170,6 +203,12 @@ class ChatWriter(AnswerWriter):
         return b"".join(
             (opening, body, prefix, b'},"logprobs":null,"finish_reason":', reason, b"}", self._tail)
         )
+
+    def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
+        """See `AnswerWriter.whole`."""
+        if self._prompt_logprobs is not None:
+            fields = {**fields, **self._prompt_logprobs.of_chat()}
+        return super().whole(deltas, fields)
 
     def _open(self, index: int) -> tuple[bytes, bytes]:
         """Builds the prefix of a choice's events, and its first event."""
@@ -262,6 +301,7 @@ class CompletionWriter(AnswerWriter):
         include_usage: bool = False,
         echoes: Sequence[str] = (),
         samples_per_prompt: int = 1,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -272,8 +312,15 @@ class CompletionWriter(AnswerWriter):
             include_usage: As in `AnswerWriter`.
             echoes: Text of each prompt, to begin its choices with; empty = no echo.
             samples_per_prompt: Choices of each prompt.
+            prompt_logprobs: As in `AnswerWriter`.
         """
-        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
+        super().__init__(
+            request_id,
+            model,
+            vocabulary,
+            include_usage=include_usage,
+            prompt_logprobs=prompt_logprobs,
+        )
         self._echoes = echoes
         self._samples_per_prompt = samples_per_prompt
         self._offsets: dict[int, int] = {}
@@ -298,19 +345,21 @@ class CompletionWriter(AnswerWriter):
 
     def _choice(self, delta: Delta) -> dict[str, object]:
         offset = self._offsets.get(delta.sample)
-        text = delta.text
+        number, echo = delta.sample // self._samples_per_prompt, ""
         if offset is None:
-            offset = 0
-            if self._echoes:
-                text = self._echoes[delta.sample // self._samples_per_prompt] + text
+            echo = self._echoes[number] if self._echoes else ""
+            offset = len(echo)
         logprobs = None
         if delta.logprobs:
             logprobs, offset = completion_logprobs(self._vocabulary, delta.logprobs, offset)
         self._offsets[delta.sample] = offset
         reason = delta.finish_reason
-        return {
+        choice: dict[str, object] = {
             "index": delta.sample,
-            "text": text,
+            "text": echo + delta.text,
             "logprobs": logprobs,
             "finish_reason": None if reason is None else _FINISH.get(reason, "stop"),
         }
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs.add_to_choice(choice, number, echo)
+        return choice

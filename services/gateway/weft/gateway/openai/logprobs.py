@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from weft.gateway.vocabulary import Vocabulary
 from weft.v1 import common_pb2
@@ -29,20 +30,24 @@ def chat_logprobs(
 def _chat_entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, object]:
     return {
         "token": vocabulary.token_text(token_id),
-        "logprob": _finite(logprob),
+        "logprob": finite(logprob),
         "bytes": list(vocabulary.token_bytes(token_id)),
     }
 
 
 def completion_logprobs(
-    vocabulary: Vocabulary, entries: Sequence[common_pb2.TokenLogprob], offset: int
-) -> tuple[dict[str, object], int]:
+    vocabulary: Vocabulary,
+    entries: Sequence[common_pb2.TokenLogprob],
+    offset: int,
+    most: int | None = None,
+) -> tuple[dict[str, list[Any]], int]:
     """The `logprobs` object of a completion choice.
 
     Args:
         vocabulary: The model's.
         entries: Entries of consecutive tokens.
         offset: Characters of the choice's text before them.
+        most: Alternatives shown at each position; None: all that there are.
 
     Returns:
         The object, and the offset behind the entries. A token that begins within a character has
@@ -58,12 +63,14 @@ def completion_logprobs(
         begun = [byte & 0xC0 != 0x80 for byte in data]  # UTF-8: a character begins here
         offsets.append(offset if not begun or begun[0] else max(0, offset - 1))
         offset += sum(begun)
-        top = {_completion_token(vocabulary, t.token_id): _finite(t.logprob) for t in entry.top}
-        top.setdefault(token, _finite(entry.logprob))
+        top = {
+            _completion_token(vocabulary, t.token_id): finite(t.logprob) for t in entry.top[:most]
+        }
+        top.setdefault(token, finite(entry.logprob))
         alternatives.append(top)
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
+        "token_logprobs": [finite(entry.logprob) for entry in entries],
         "top_logprobs": alternatives,
         "text_offset": offsets,
     }, offset
@@ -80,5 +87,6 @@ def _completion_token(vocabulary: Vocabulary, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """The number as JSON can have it."""
     return max(_LEAST, logprob) if not math.isnan(logprob) else _LEAST

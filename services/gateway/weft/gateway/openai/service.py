@@ -39,6 +39,7 @@ from weft.gateway.openai.chunks import (
 )
 from weft.gateway.openai.document import openapi_document
 from weft.gateway.openai.parse import BodyParser
+from weft.gateway.openai.prompt_logprobs import PromptLogprobs
 from weft.gateway.openai.translate import (
     chat_request,
     completion_request,
@@ -95,6 +96,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 model.vocabulary,
                 include_usage=_includes_usage(body),
                 make_parser=parser_maker(generate, model, stream.generations[0].prompt),
+                prompt_logprobs=_prompt_logprobs(generate, body, stream, model),
             )
 
         await self._answer(generate, body, write, context)
@@ -115,6 +117,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 include_usage=_includes_usage(body),
                 echoes=echoes,
                 samples_per_prompt=generate.sampling.n,
+                prompt_logprobs=_prompt_logprobs(generate, body, stream, model),
             )
 
         await self._answer(generate, body, write, context)
@@ -162,6 +165,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         choices = [_join(parts[index]) for index in sorted(parts)]
         fields = _closing_fields(stream, body, with_usage=True)
         size = sum(len(choice.text) + len(choice.logprobs) * _LOGPROB_CHARS for choice in choices)
+        size += sum(len(one.prompt_scores.entries) for one in stream.generations) * _LOGPROB_CHARS
         return await _build(size, lambda: writer.whole(choices, fields))
 
     async def _echoes(self, request: GenerateRequest) -> list[str]:
@@ -302,6 +306,19 @@ def _adapter_json(entry: Entry, what: str) -> dict[str, object]:
 
 def _includes_usage(body: GenerationBody) -> bool:
     return bool(body.stream_options is not None and body.stream_options.include_usage)
+
+
+def _prompt_logprobs(
+    request: GenerateRequest, body: GenerationBody, stream: TokenStream, model: ServedModel
+) -> PromptLogprobs | None:
+    if request.prompt_logprobs is None:
+        return None
+    return PromptLogprobs(
+        model.vocabulary,
+        stream.generations,
+        num_listed=body.prompt_logprobs,
+        num_echoed=body.logprobs if isinstance(body, CompletionBody) and body.echo else None,
+    )
 
 
 def _closing_fields(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from weft.engine.errors import InvalidRequest
-from weft.engine.request import Constraint
+from weft.engine.request import MAX_TOP_LOGPROBS, Constraint
 from weft.gateway.adapters.manager import LoadOrder
 from weft.gateway.edge import CallFacts
 from weft.gateway.openai.bodies import (
@@ -32,7 +32,7 @@ from weft.gateway.request import (
 )
 from weft.gateway.slo.targets import Targets
 from weft.gateway.tools import NO_TOOLS, ToolUse, check_tools, past_call, use_tools
-from weft.gateway.validate import invalid
+from weft.gateway.validate import check_not_streamed, check_range, invalid
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """Default for completions, as OpenAI's and vLLM's; chat goes on up to the context."""
@@ -44,7 +44,6 @@ _UNSUPPORTED = {
     "allowed_token_ids": "a list of allowed tokens",
     "bad_words": "words that must not come",
     "use_beam_search": "beam search",
-    "prompt_logprobs": "log-probabilities of the prompt",
     "truncate_prompt_tokens": "cutting the prompt",
     "chat_template": "a chat template of the request's own",
     "documents": "documents for the chat template",
@@ -96,8 +95,6 @@ def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateReques
         raise _unsupported("suffix", "text behind the completion")
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise _unsupported("best_of", "choosing among more answers than n")
-    if body.echo and body.logprobs is not None:
-        raise _unsupported("echo", "log-probabilities of an echoed prompt")
     return _request(
         body,
         facts,
@@ -105,6 +102,7 @@ def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateReques
         max_tokens=_DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         top_logprobs=body.logprobs,
         top_logprobs_param="logprobs",
+        echoed_logprobs=body.logprobs if body.echo else None,
     )
 
 
@@ -155,6 +153,7 @@ def _request(
     top_logprobs: int | None,
     max_tokens_param: str = "max_tokens",
     top_logprobs_param: str = "top_logprobs",
+    echoed_logprobs: int | None = None,
     tool_use: ToolUse = NO_TOOLS,
 ) -> GenerateRequest:
     _refuse_unsupported(body)
@@ -165,6 +164,7 @@ def _request(
         constraint = GivenConstraint("tools", tool_use.constraint)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
+    prompt_logprobs, prompt_logprobs_param = _prompt_logprobs(body, echoed_logprobs)
     return GenerateRequest(
         request_id=facts.request_id,
         client_request_id=facts.client_request_id,
@@ -177,6 +177,8 @@ def _request(
         constraint_param="constraint" if constraint is None else constraint.param,
         max_tokens_param=max_tokens_param,
         top_logprobs_param=top_logprobs_param,
+        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_param=prompt_logprobs_param,
         skip_special_tokens=body.skip_special_tokens is not False,
         timeout_s=facts.timeout_s,
         cache_salt=body.cache_salt or "",
@@ -188,6 +190,24 @@ def _request(
         targets=_targets(body).over(facts.targets),
         tenant=facts.tenant,
     )
+
+
+def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | None, str]:
+    """The alternatives to ask for at a prompt's positions, and the field that wants them.
+
+    Args:
+        body: What may have a field for them.
+        echoed: Alternatives that an echoed prompt is shown with; None: it is not.
+    """
+    listed = body.prompt_logprobs
+    if listed is None and echoed is None:
+        return None, "prompt_logprobs"
+    param = "echo" if listed is None else "prompt_logprobs"
+    check_not_streamed(param, bool(body.stream))
+    if listed is None or echoed is None:
+        return (echoed if listed is None else listed), param
+    check_range(param, listed, 0, MAX_TOP_LOGPROBS)  # the larger may be the other one
+    return max(listed, echoed), param
 
 
 def load_order(body: LoadAdapterBody) -> LoadOrder:
@@ -307,7 +327,7 @@ def _text_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
 def _refuse_unsupported(body: GenerationBody) -> None:
     for name, what in _UNSUPPORTED.items():
         # What is empty or off asks for nothing.
-        if getattr(body, name) or (name == "prompt_logprobs" and body.prompt_logprobs is not None):
+        if getattr(body, name):
             raise _unsupported(name, what)
     if body.length_penalty not in (None, 1):
         raise _unsupported("length_penalty", "a penalty of beam search")

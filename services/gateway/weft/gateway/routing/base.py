@@ -73,6 +73,8 @@ class RoutingRequest:
     adapter: bytes = b""
     """Content digest of its adapter; empty: the base model. Pages of other adapters do not match.
     """
+    is_computed_anew: bool = False
+    """Whether the owner computes the whole prompt, no matter who holds or could fill it."""
     _keys: dict[tuple[bytes, str, int], ShortKeys] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

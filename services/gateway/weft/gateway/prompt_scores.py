@@ -1,0 +1,55 @@
+"""Collects the log-probabilities of one prompt's tokens, as its owner sends them."""
+
+from __future__ import annotations
+
+from weft.v1 import common_pb2, decode_pb2
+
+
+class PromptScores:
+    """Log-probabilities of all tokens of a prompt but the first, which has none.
+
+    They come in order and once, before the first token that is generated. An owner that begins
+    anew sends all of them again.
+    """
+
+    def __init__(self, ids: list[int], *, is_wanted: bool) -> None:
+        """Starts without any.
+
+        Args:
+            ids: Tokens of the prompt.
+            is_wanted: Whether any are to come.
+        """
+        self._ids = ids
+        self.entries: list[common_pb2.TokenLogprob] = []
+        """Those that have come; the first one is of the prompt's second token."""
+        self.is_complete = not is_wanted or len(ids) < 2
+        """Whether nothing more is to come."""
+
+    @property
+    def missing(self) -> str:
+        """What has not come, for error messages."""
+        first, last = len(self.entries) + 1, len(self._ids) - 1
+        return f"log-probabilities of prompt tokens {first} to {last} are missing"
+
+    def restart(self) -> None:
+        """Begins anew, with another owner, unless all have come."""
+        if not self.is_complete:
+            self.entries.clear()
+
+    def add(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> str:
+        """Takes the next ones.
+
+        Returns:
+            What is wrong with them, after which none of them is taken; empty: nothing.
+        """
+        first, count = event.first_position, len(event.logprobs)
+        told = f"log-probabilities of prompt tokens {first} to {first + count - 1}"
+        expected = len(self.entries) + 1
+        if self.is_complete or first != expected or first + count > len(self._ids):
+            return f"{told}, expected " + (f"from {expected}" if not self.is_complete else "none")
+        given = [entry.token_id for entry in event.logprobs]
+        if given != self._ids[first : first + count]:
+            return f"{told} are of other tokens"
+        self.entries.extend(event.logprobs)
+        self.is_complete = len(self.entries) == len(self._ids) - 1
+        return ""
