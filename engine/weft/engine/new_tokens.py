@@ -11,9 +11,8 @@ from weft.engine.intake import end_of
 from weft.engine.messages import TokenColumns, Tokens
 from weft.engine.outgoing import Outgoing
 from weft.engine.request import TokenLogprob
-from weft.engine.runner.prompt_scores import PromptScores
 from weft.engine.scheduler.columns import Int64Array, RequestColumns
-from weft.engine.scheduler.plan import Plan, Run
+from weft.engine.scheduler.plan import LaterScores, Plan, Run
 from weft.engine.scheduler.state import Request, State
 
 
@@ -104,7 +103,7 @@ class NewTokens:
             num_surplus += self._take(others, drawn, positions[count:], count, ends)
         return ends, num_surplus
 
-    def take_prompt(self, scores: PromptScores) -> None:
+    def take_prompt(self, scores: LaterScores) -> None:
         """Emits the log-probabilities of prompts."""
         for chunk, logprobs in scores.wait():
             request = chunk.request

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from weft.engine.device_copies import Fetched
 from weft.engine.request import TokenLogprob
-from weft.engine.runner.step import Int32Array, Int64Array
+from weft.engine.runner.step import Int32Array
 from weft.engine.sampling.logprobs import token_logprobs
-from weft.engine.scheduler.plan import Plan, PlanItem
-from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.plan import Plan, PlanItem, ScoredChunk
 
 ROWS_AT_ONCE = 64
 """Rows whose logits exist at a time: all of a chunk's are larger than its other states."""
-
-
-class ScoredChunk(NamedTuple):
-    """Rows of a step behind each of which the prompt's next token is known."""
-
-    request: Request
-    num_top: int
-    """Alternatives wanted for each token."""
-    rows: Int64Array
-    """Rows of the step."""
-    tokens: list[int]
-    """The prompt's token behind each of them."""
-    first_position: int
-    """Position of the first of these tokens."""
 
 
 def scored_chunks(plan: Plan, cu_q_lens: Int32Array) -> list[ScoredChunk]:
@@ -58,7 +42,7 @@ def _num_scored(item: PlanItem) -> int:
 
 
 class PromptScores:
-    """The log-probabilities of a step's chunks, which may still be computed.
+    """Implements `LaterScores`.
 
     Args:
         chunks: At least one.
@@ -84,7 +68,7 @@ class PromptScores:
             self._fetched = Fetched(torch.cat(parts))
 
     def wait(self) -> list[tuple[ScoredChunk, list[TokenLogprob]]]:
-        """The log-probabilities of each chunk's tokens."""
+        """See `LaterScores.wait`."""
         columns = self._fetched.wait().double().numpy()
         most = (columns.shape[1] - 1) // 2
         found, begin = [], 0

@@ -22,7 +22,7 @@ from weft.engine.runner.device_pool import DevicePool, PinnedRows
 from weft.engine.runner.draw_graphs import DrawGraphs
 from weft.engine.runner.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.runner.keeping import KeptStates, TokenKeeper
-from weft.engine.runner.prompt_scores import PromptScores, ScoredChunk, scored_chunks
+from weft.engine.runner.prompt_scores import PromptScores, scored_chunks
 from weft.engine.runner.step import (
     Int32Array,
     Int64Array,
@@ -32,7 +32,7 @@ from weft.engine.runner.step import (
 )
 from weft.engine.sampling.device import CapturedDraw, RowsOnDevice
 from weft.engine.scheduler.pages import PageCopy
-from weft.engine.scheduler.plan import LaterDrafts, Plan
+from weft.engine.scheduler.plan import LaterDrafts, Plan, ScoredChunk
 from weft.engine.tiers.pool import HostPool, PagePool
 from weft.engine.transfer.digest import digest_pages
 from weft.kernels.device_sampling import SlotTables

@@ -7,7 +7,7 @@ kept in columns, so that Python touches one of them only where something about i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import NamedTuple, Protocol, overload
 
 from weft.engine.request import TokenLogprob
 from weft.engine.scheduler.columns import (
@@ -18,9 +18,6 @@ from weft.engine.scheduler.columns import (
     RequestColumns,
 )
 from weft.engine.scheduler.state import Request
-
-if TYPE_CHECKING:
-    from weft.engine.runner.prompt_scores import PromptScores
 
 
 class PlanItem(NamedTuple):
@@ -176,6 +173,28 @@ class LaterDrafts(Sequence[list[int]]):
         return self._fetched[index]
 
 
+class ScoredChunk(NamedTuple):
+    """Rows of a step behind each of which the next token of the prompt is known."""
+
+    request: Request
+    num_top: int
+    """Alternatives wanted for each token."""
+    rows: Int64Array
+    """Rows of the step."""
+    tokens: list[int]
+    """The prompt's token behind each of them."""
+    first_position: int
+    """Position of the first of these tokens."""
+
+
+class LaterScores(Protocol):
+    """Log-probabilities of a step's prompt tokens, which may still be computed."""
+
+    def wait(self) -> list[tuple[ScoredChunk, list[TokenLogprob]]]:
+        """Waits for them: one of each chunk's tokens."""
+        ...
+
+
 class Run(NamedTuple):
     """Tokens that a request with drafts drew in one step: at least one unless it failed."""
 
@@ -227,7 +246,7 @@ class Plan:
         """[len(decodes)]: those whose drafts a step under way verifies, so that only the device
         knows where they begin; `starts` has the largest positions that there may be. None: none.
         """
-        self.scores: PromptScores | None = None
+        self.scores: LaterScores | None = None
         """Log-probabilities of prompts, once the step has begun; None: no chunk wants any."""
         self.drafting_s = 0.0
         """Seconds that drafting took ahead of the step; captured chains begin as a part of it and
