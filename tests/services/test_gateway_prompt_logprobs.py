@@ -143,6 +143,31 @@ async def test_echo_with_logprobs(mesh: Harness, form: str, num_top: int) -> Non
     assert "prompt_logprobs" not in plain
 
 
+@pytest.mark.parametrize("logprobs", [None, 0, 3])
+async def test_an_echo_of_prompts_alone(mesh: Harness, logprobs: int | None) -> None:
+    texts = [some_text() for _ in range(2)]
+    body = {"prompt": texts, "echo": True, "max_tokens": 0}
+    if logprobs is not None:
+        body["logprobs"] = logprobs
+    answer = await mesh.json("Completions", body)
+    assert answer["usage"]["completion_tokens"] == 0
+    num_prompt_tokens = sum(len(mesh.ids(text)) for text in texts)
+    assert answer["usage"]["prompt_tokens"] == num_prompt_tokens
+    assert answer["usage"]["total_tokens"] == num_prompt_tokens
+    for choice, text in zip(answer["choices"], texts, strict=True):
+        assert (choice["text"], choice["finish_reason"]) == (text, "length")
+        if logprobs is None:
+            assert choice["logprobs"] is None
+        else:
+            scores = [entry.logprob for entry in expected_scores(mesh.ids(text), logprobs)]
+            assert choice["logprobs"]["token_logprobs"] == [None, *scores]
+            assert {len(values) for values in choice["logprobs"].values()} == {1 + len(scores)}
+    for wrong in ({"stream": True}, {"echo": False}):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await mesh.post("Completions", {**body, "logprobs": None, **wrong})
+        assert from_rpc_error(caught.value).param == "max_tokens"
+
+
 async def test_a_prompt_of_one_token_has_none(mesh: Harness) -> None:
     body = {"prompt": [7], "echo": True, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 2}
     (choice,) = await completion(mesh, body)

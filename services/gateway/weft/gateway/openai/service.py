@@ -43,6 +43,7 @@ from weft.gateway.openai.prompt_logprobs import PromptLogprobs
 from weft.gateway.openai.translate import (
     chat_request,
     completion_request,
+    is_echo_alone,
     load_order,
     tokenize_prompt,
 )
@@ -51,7 +52,7 @@ from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
 from weft.gateway.served import Catalogue, ResolvedModel, Served
 from weft.gateway.stream import Delta, TokenStream
 from weft.gateway.validate import check_ids
-from weft.v1 import openai_pb2, openai_pb2_grpc
+from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
@@ -164,6 +165,11 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         await stream.settle()
         choices = [_join(parts[index]) for index in sorted(parts)]
         fields = _closing_fields(stream, body, with_usage=True)
+        if isinstance(body, CompletionBody) and is_echo_alone(body):
+            choices = [_ended_at_once(choice) for choice in choices]
+            usage = stream.usage()
+            usage.completion_tokens = 0
+            fields["usage"] = usage_json(usage)
         size = sum(len(choice.text) + len(choice.logprobs) * _LOGPROB_CHARS for choice in choices)
         size += sum(len(one.prompt_scores.entries) for one in stream.generations) * _LOGPROB_CHARS
         return await _build(size, lambda: writer.whole(choices, fields))
@@ -330,6 +336,14 @@ def _closing_fields(
     if body.weft_timeline:
         fields["weft"] = weft_json(stream.request_id, stream.trace_id, stream.timelines())
     return fields
+
+
+def _ended_at_once(choice: Delta) -> Delta:
+    """The choice without the one token that was drawn."""
+    reason = choice.finish_reason
+    if reason != common_pb2.FINISH_REASON_CANCELLED:
+        reason = common_pb2.FINISH_REASON_LENGTH
+    return choice._replace(text="", logprobs=(), finish_reason=reason)
 
 
 def _join(parts: list[Delta]) -> Delta:

@@ -99,11 +99,22 @@ def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateReques
         body,
         facts,
         prompts=_text_prompts(body),
-        max_tokens=_DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=_completion_tokens(body),
         top_logprobs=body.logprobs,
         top_logprobs_param="logprobs",
         echoed_logprobs=body.logprobs if body.echo else None,
     )
+
+
+def is_echo_alone(body: CompletionBody) -> bool:
+    """Whether the answer is the prompt, with nothing behind it."""
+    return bool(body.echo) and body.max_tokens == 0 and not body.stream
+
+
+def _completion_tokens(body: CompletionBody) -> int:
+    if is_echo_alone(body):
+        return 1  # Nothing is scored without a token to be drawn; nobody sees it.
+    return _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
 
 
 def tokenize_prompt(body: TokenizeBody) -> Prompt:
