@@ -19,6 +19,7 @@ from tiny_tokenizers import CORPUS, byte_fallback_bpe, byte_level_bpe
 from tokenizers import Tokenizer, processors
 from weft.common.errors import from_rpc_error
 from weft.engine.errors import PeerUnavailable, WeftError
+from weft.gateway import pipeline
 from weft.gateway.openai import answers
 from weft.gateway.openai.prompt_logprobs import text_offsets
 from weft.gateway.validate import MAX_PROMPT_LOGPROBS
@@ -298,6 +299,26 @@ async def test_too_many_are_refused(tmp_path: Path) -> None:
         assert not mesh.workers[0].submits
 
 
+async def test_all_requests_together_have_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "MAX_SCORES", 100)
+    async with gateway(tmp_path, answering()) as mesh:
+        body = {"prompt": some_ids(40), "prompt_logprobs": 1, "max_tokens": 1}
+        for _ in range(3):  # What has ended takes no room.
+            await mesh.json("Completions", body)
+        found = await asyncio.gather(
+            *(mesh.json("Completions", body) for _ in range(8)), return_exceptions=True
+        )
+        refused = [one for one in found if isinstance(one, grpc.aio.AioRpcError)]
+        assert 0 < len(refused) < 8
+        for one in refused:
+            error = from_rpc_error(one)
+            assert error.http_status == 429
+            assert "log-probabilities of prompts" in error.message
+        await mesh.json("Completions", body)
+
+
 async def test_nobody_is_asked_to_fill_a_prompt_that_is_scored(tmp_path: Path) -> None:
     """Its owner computes all of it."""
     async with gateway(tmp_path, answering(), num_prefill=1) as mesh:
@@ -360,7 +381,11 @@ class Erring(FakeWorker):
         elif self.how == "gap":
             send(run, first + 1, ids[1:], event)
         elif self.how == "repeated":
+            send(run, first, ids, event)
             send(run, 1, run.prompt[1 : first + 1], event)
+        elif self.how == "repeated wrongly":
+            send(run, first, ids, event)
+            send(run, first, [(ids[0] + 1) % VOCABULARY_SIZE, *ids[1:]], event)
         elif self.how == "too many":
             send(run, first, [*run.prompt[first:], 5], event)
         elif self.how == "twice":
@@ -369,7 +394,7 @@ class Erring(FakeWorker):
 
 
 @pytest.mark.parametrize(
-    "how", ["wrong token", "gap", "repeated", "too many", "twice", "tokens early"]
+    "how", ["wrong token", "gap", "repeated wrongly", "too many", "tokens early"]
 )
 async def test_a_worker_that_errs_is_left(tmp_path: Path, how: str) -> None:
     async with gateway(tmp_path, answering(), num_decode=2) as mesh:
@@ -380,6 +405,15 @@ async def test_a_worker_that_errs_is_left(tmp_path: Path, how: str) -> None:
     (lost,) = answer.timeline.lost_attempts
     assert "log-probabilities of prompt tokens" in lost.message
     assert lost.generated_tokens == 0
+
+
+@pytest.mark.parametrize("how", ["repeated", "twice"])
+async def test_what_comes_twice_counts_once(tmp_path: Path, how: str) -> None:
+    async with gateway(tmp_path, answering()) as mesh:
+        mesh.workers[0].__class__ = Erring
+        mesh.workers[0].how = how  # type: ignore[attr-defined]
+        answer = await scored(mesh, some_ids(40))
+    assert not answer.timeline.lost_attempts
 
 
 async def test_a_worker_that_knows_none_of_it(tmp_path: Path) -> None:

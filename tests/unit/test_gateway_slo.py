@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from routing_pool import PAGE, pool
@@ -117,6 +118,30 @@ class Fleet:
     def busy(self, *requests: int) -> None:
         for load, count in zip(self.owners, requests, strict=True):
             load.report(count, 0, 0)
+
+
+def test_a_prompt_that_is_computed_anew_is_computed_by_its_owner() -> None:
+    """Whoever holds it, and however idle the prefill workers are."""
+    plain = route([random.randrange(9) for _ in range(2000)])
+    scored = replace(plain, is_computed_anew=True)
+    fleet = Fleet()
+    for load in fleet.owners:
+        load.take_speed(Speed(1000.0))
+        load.report(1, 10_000, 10_000)
+    member = fleet.prefill.workers[0]
+    fleet.pages.add(member.worker_id, member.epoch, plain.page_keys(member).upto(400)[:400])
+    assert fleet.forecaster.forecast(scored) == (pytest.approx(12.0), 2000)
+    assert fleet.forecaster.forecast(plain).to_compute == 2000 - 400 * PAGE
+    assert fleet.forecaster.spare_tokens(1.0) > 0
+    assert fleet.forecaster.spare_tokens(1.0, is_by_owner=True) < 0
+
+    policy, view = make_policy("cache_aware", PolicyOptions(spread_tokens=0)), pool("uvw")
+    holder = view.workers[0]
+    keys = plain.page_keys(holder).upto(400)[:400]
+    policy.index.add(holder.worker_id, holder.epoch, keys)
+    view.queued_tokens[:3] = (100, 0, 50)
+    assert policy.choose(view, plain, 1) == [(0, 400 * PAGE)]
+    assert policy.choose(view, scored, 1) == [(1, 0)]
 
 
 def test_the_forecast_is_that_of_the_best_worker() -> None:

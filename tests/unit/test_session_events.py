@@ -31,7 +31,7 @@ def request_id(number: int) -> str:
 
 
 def events_of(batch: SessionBatch) -> list[decode_pb2.SessionEvent]:
-    events = batch_to_proto(batch, "w" * 64, 1.5)
+    events = list(batch_to_proto(batch, "w" * 64, 1.5))
     sizes = [event.ByteSize() for event in events]
     assert max(sizes) <= MAX_EVENT_BYTES
     # Not one for each entry either.

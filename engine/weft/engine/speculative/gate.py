@@ -187,10 +187,11 @@ class MeasuredGate:
         """See `DraftGate.shape`."""
         num_requests = len(requests)
         choice = self._choice(num_requests)
-        if self._num_resting and (not choice.best.num_drafts or self._is_dip(choice)):
-            self._num_resting -= 1
-            return NO_DRAFTS
         if self._num_resting:
+            is_dip = self._is_dip(choice)
+            if is_dip or not choice.best.num_drafts:
+                self._num_resting -= 1
+                return NO_DRAFTS
             self._end_rest()
         trial = self._trial
         if trial is not None and trial.num_left and trial.shape in self._options(num_requests):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from weft.common.durations import duration
 from weft.common.errors import cut, error_detail, grpc_code
@@ -46,16 +46,26 @@ class _Events:
     """Events under construction."""
 
     def __init__(self) -> None:
-        self.all = [decode_pb2.SessionEvent()]
+        self._last = decode_pb2.SessionEvent()
+        self._full: list[decode_pb2.SessionEvent] = []
         self._num_bytes = 0
 
     def room(self, num_bytes: int) -> decode_pb2.SessionEvent:
         """The event to which the next entry, of at most this many bytes, is added."""
         self._num_bytes += num_bytes
         if self._num_bytes > MAX_EVENT_BYTES:
-            self.all.append(decode_pb2.SessionEvent())
-            self._num_bytes = num_bytes
-        return self.all[-1]
+            self._full.append(self._last)
+            self._last, self._num_bytes = decode_pb2.SessionEvent(), num_bytes
+        return self._last
+
+    def take_full(self) -> list[decode_pb2.SessionEvent]:
+        """Those that nothing more is added to."""
+        full, self._full = self._full, []
+        return full
+
+    def take(self) -> list[decode_pb2.SessionEvent]:
+        """All that there are."""
+        return [*self.take_full(), self._last]
 
 
 def merge_batches(batches: Iterable[SessionBatch]) -> SessionBatch:
@@ -91,9 +101,10 @@ def _follows(tokens: Tokens, known: Tokens) -> bool:
 
 def batch_to_proto(
     batch: SessionBatch, worker_id: str, loop_age_s: float
-) -> list[decode_pb2.SessionEvent]:
+) -> Iterator[decode_pb2.SessionEvent]:
     """Converts a batch to events below the size limit; ends follow the tokens that precede them,
-    and tokens the log-probabilities of their prompt.
+    and tokens the log-probabilities of their prompt. Of these there may be very many: each event is
+    converted when it is asked for.
     """
     events = _Events()
     for accepted in batch.accepted:
@@ -101,7 +112,8 @@ def batch_to_proto(
             request_id=accepted.request_id, attempt=accepted.attempt
         )
     for scores in batch.prompt_logprobs:
-        _add_prompt_logprobs(events, scores)
+        for _ in _add_prompt_logprobs(events, scores):
+            yield from events.take_full()
     for tokens in batch.tokens:
         _add_tokens(events, tokens)
     for columns in batch.columns:
@@ -118,7 +130,7 @@ def batch_to_proto(
         events.room(_ENTRY_BYTES + failure.ByteSize()).failed.append(failure)
     if batch.pongs:
         _add_pongs(events, batch.pongs, loop_age_s)
-    return events.all
+    yield from events.take()
 
 
 def _add_tokens(events: _Events, tokens: Tokens) -> None:
@@ -147,8 +159,8 @@ def _add_tokens(events: _Events, tokens: Tokens) -> None:
         _add_logprob(out, logprob)
 
 
-def _add_prompt_logprobs(events: _Events, scores: PromptLogprobs) -> None:
-    """Adds as many entries as the size requires."""
+def _add_prompt_logprobs(events: _Events, scores: PromptLogprobs) -> Iterator[None]:
+    """Adds as many entries as the size requires; yields behind each."""
     request_id, attempt, position, logprobs = scores
     most = max(len(logprob.top) for logprob in logprobs)
     each = _TOKEN_BYTES + _LOGPROB_BYTES + _ALTERNATIVE_BYTES * most
@@ -160,6 +172,7 @@ def _add_prompt_logprobs(events: _Events, scores: PromptLogprobs) -> None:
         )
         for logprob in some:
             _add_logprob(out, logprob)
+        yield
 
 
 def _add_columns(events: _Events, columns: TokenColumns) -> None:

@@ -47,7 +47,7 @@ from weft.gateway.stops import StopAutomaton
 from weft.gateway.stream import TokenStream
 from weft.gateway.tenants import Rates, Tenants
 from weft.gateway.trace import RequestTrace
-from weft.gateway.validate import check_num_prompt_logprobs, check_request
+from weft.gateway.validate import check_request, num_prompt_logprobs
 from weft.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
@@ -69,10 +69,18 @@ class _Account:
     model: str = ""
     """Name of the model; empty: it named none that exists."""
     charge: Charge | None = None
+    num_scores: int = 0
+    """Log-probabilities of its prompts for which there is room."""
     stream: TokenStream | None = None
     """The request's stream; None: it was refused."""
     outcome: str = "error"
     failure: BaseException | None = None
+
+
+MAX_SCORES = 1 << 21
+"""Most log-probabilities of prompts, alternatives included, that all requests together may wait
+for: some hundred bytes each.
+"""
 
 
 class RequestPipeline:
@@ -108,6 +116,8 @@ class RequestPipeline:
         self._log = log
         self._running: dict[str, tuple[Tenant | None, TokenStream]] = {}
         self._has_ended = False
+        self._num_scores = 0
+        """Log-probabilities of prompts that requests have room for."""
 
     def _backlog_s(self) -> float | None:
         """Backlog of the model whose workers have most to do."""
@@ -227,6 +237,7 @@ class RequestPipeline:
         with place:
             with trace.stage("prepare"):
                 prompts = await self._prepare(served, request, deadline)
+            account.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
             await self._find_worker(served, request.adapter, deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
             routing = _routing(request, prompts)
@@ -277,6 +288,7 @@ class RequestPipeline:
         """Records the end of a request."""
         stream = account.stream
         duration_s = asyncio.get_running_loop().time() - account.arrival
+        self._num_scores -= account.num_scores
         self._judge(account.gated, stream, account.failure)
         if account.charge is not None:
             self.limits.settle(account.charge, _num_tokens(account))
@@ -297,13 +309,23 @@ class RequestPipeline:
     ) -> list[PreparedPrompt]:
         try:
             async with asyncio.timeout_at(deadline):
-                prompts = await served.preparer.prepare(request.prompts, request.stopping)
+                return await served.preparer.prepare(request.prompts, request.stopping)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the deadline passed while the request was tokenised", stage="prepare"
             ) from None
-        check_num_prompt_logprobs(request, prompts)
-        return prompts
+
+    def _take_room(self, num_scores: int) -> int:
+        """Sets room aside for log-probabilities of prompts, which wait for the whole answer."""
+        if self._num_scores + num_scores > MAX_SCORES:
+            raise Overloaded(
+                f"{self._num_scores} log-probabilities of prompts are on their way, at most "
+                f"{MAX_SCORES} may be; send the request again",
+                stage="prepare",
+                retry_after_s=1.0,
+            )
+        self._num_scores += num_scores
+        return num_scores
 
     def _generations(
         self,

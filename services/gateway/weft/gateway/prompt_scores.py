@@ -8,8 +8,8 @@ from weft.v1 import common_pb2, decode_pb2
 class PromptScores:
     """Log-probabilities of all tokens of a prompt but the first, which has none.
 
-    They come in order and once, before the first token that is generated. An owner that begins
-    anew sends all of them again.
+    They come in order, before the first token that is generated. An owner that begins anew sends
+    all of them again.
     """
 
     def __init__(self, ids: list[int], *, is_wanted: bool) -> None:
@@ -43,6 +43,10 @@ class PromptScores:
             What is wrong with them, after which none of them is taken; empty: nothing.
         """
         first, count = event.first_position, len(event.logprobs)
+        if first > 0 and first + count <= 1 + len(self.entries):
+            given = [entry.token_id for entry in event.logprobs]
+            if given == self._ids[first : first + count]:
+                return ""  # Told once more.
         told = f"log-probabilities of prompt tokens {first} to {first + count - 1}"
         expected = len(self.entries) + 1
         if self.is_complete or first != expected or first + count > len(self._ids):

@@ -89,14 +89,14 @@ def check_not_streamed(param: str, is_streamed: bool) -> None:
         raise invalid(param, "log-probabilities of a prompt are not streamed; leave out stream")
 
 
-def check_num_prompt_logprobs(request: GenerateRequest, prompts: Sequence[PreparedPrompt]) -> None:
-    """Limits the log-probabilities of prompts' tokens, all of which wait for the answer.
+def num_prompt_logprobs(request: GenerateRequest, prompts: Sequence[PreparedPrompt]) -> int:
+    """Number of log-probabilities of prompts' tokens, all of which wait for the answer.
 
     Raises:
         InvalidRequest: They are too many.
     """
     if request.prompt_logprobs is None:
-        return
+        return 0
     num_tokens = sum(len(prompt.ids) for prompt in prompts)
     total = num_tokens * (1 + request.prompt_logprobs)
     if total > MAX_PROMPT_LOGPROBS:
@@ -105,6 +105,7 @@ def check_num_prompt_logprobs(request: GenerateRequest, prompts: Sequence[Prepar
             f"{num_tokens} prompt tokens with {request.prompt_logprobs} alternatives have {total} "
             f"log-probabilities; at most {MAX_PROMPT_LOGPROBS} are returned",
         )
+    return total
 
 
 def check_cache_salt(cache_salt: str) -> None:

@@ -196,11 +196,12 @@ class FleetPageIndex:
     def matches(self, view: PoolView, request: RoutingRequest) -> Column:
         """Leading prompt tokens that each worker holds, by position in the view.
 
-        Only those that others may fill count: whole pages, and never the last token. A worker that
+        Only those that others may fill count: whole pages, and never the last token; none of a
+        prompt that is computed anew. A worker that
         has lost a page amid a prefix may seem to hold more than it does; it looks itself.
         """
         found: Column = np.zeros(len(view), np.int64)
-        if not self.num_pages:
+        if not self.num_pages or request.is_computed_anew:
             return found
         if faults.SABOTAGE_INDEX.is_armed and faults.SABOTAGE_INDEX.fire():
             return found

@@ -32,7 +32,8 @@ class LatencyForecaster:
         time to first token = min over workers of (queued_tokens + prompt - match) / tokens_per_s
         time between tokens = step_base_s + step_request_s * requests, on one worker
 
-    Prompts are computed by prefill workers while there are any, else by decode workers.
+    Prompts are computed by prefill workers while there are any, else, and those that are computed
+    anew, by decode workers.
 
     What several gateways see as spare at the same time each of them fills to its share.
 
@@ -51,7 +52,7 @@ class LatencyForecaster:
 
     def forecast(self, request: RoutingRequest) -> Forecast:
         """Forecasts a prompt's latency."""
-        view, pages = self._computing()
+        view, pages = self._computing(is_by_owner=request.is_computed_anew)
         num_tokens = len(request.prompt_ids)
         first_token_s, to_compute = None, num_tokens
         known = np.flatnonzero(view.tokens_per_s > 0)
@@ -81,13 +82,13 @@ class LatencyForecaster:
         spare = float((np.maximum(room, 1) - reported).sum())
         return spare / self._num_replicas - float(view.unreported_requests.sum())
 
-    def spare_tokens(self, ahead_s: float) -> float:
+    def spare_tokens(self, ahead_s: float, *, is_by_owner: bool = False) -> float:
         """Number of prompt tokens that this gateway may add so that all are computed within this
-        time.
+        time, by decode workers if `is_by_owner`.
 
         Infinite while rates are not known.
         """
-        view, _ = self._computing()
+        view, _ = self._computing(is_by_owner=is_by_owner)
         known = view.tokens_per_s > 0
         if not known.any():
             return np.inf
@@ -116,6 +117,6 @@ class LatencyForecaster:
         """Prompt tokens that all workers together compute per second; 0: unknown."""
         return float(self._computing().view.tokens_per_s.sum())
 
-    def _computing(self) -> Side:
+    def _computing(self, *, is_by_owner: bool = False) -> Side:
         prefill = self._prefill()
-        return prefill if len(prefill.view) else self._decode()
+        return prefill if len(prefill.view) and not is_by_owner else self._decode()

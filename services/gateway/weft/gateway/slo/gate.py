@@ -243,7 +243,9 @@ class LatencyGate:
         return max(forecasts, key=lambda forecast: forecast.first_token_s or 0.0)
 
     def _has_room(self, ask: AdmissionRequest) -> bool:
-        if self._forecaster.spare_tokens(self._ahead_s) <= self._tokens_sending:
+        is_by_owner = any(prompt.is_computed_anew for prompt in ask.prompts)
+        spare = self._forecaster.spare_tokens(self._ahead_s, is_by_owner=is_by_owner)
+        if spare <= self._tokens_sending:
             return False
         own_s = ask.targets.between_tokens_s
         pace_s = min(self._paces, default=math.inf)
