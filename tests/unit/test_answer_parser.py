@@ -103,6 +103,19 @@ CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
         '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "123456789"}]',
         called(("f", "{}")),
     ),
+    (
+        {"tools": MISTRAL},
+        f"Hm. [TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]g.h-1[CALL_ID]a1B2c3D4e[ARGS] {{}}",
+        called(F, ("g.h-1", "{}"), content="Hm."),
+    ),
+    ({"tools": MISTRAL}, f"[TOOL_CALLS] f[ARGS]\n{ARGUMENTS}\n", called(F)),
+    ({"tools": MISTRAL, "max_calls": 1}, f"[TOOL_CALLS]f[ARGS]{ARGUMENTS}" * 2, called(F)),
+    ({"tools": MISTRAL}, '[TOOL_CALLS]f[ARGS]{"a": 1', cut(("f", '{"a": 1'))),
+    ({"tools": MISTRAL}, "[TOOL_CALLS]f[ARGS]", None),
+    ({"tools": MISTRAL}, "[TOOL_CALLS]f[ARGS] no", None),
+    ({"tools": MISTRAL}, "[TOOL_CALLS]f", None),
+    ({"tools": MISTRAL}, "[TOOL_CALLS]no call [ARGS]{}", None),
+    ({"tools": MISTRAL}, "[TOOL_CALLS]" + "f" * 400 + "[ARGS]{}", None),
     # Cut off by a limit of tokens.
     ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": {"a": 1', cut(("f", '{"a": 1'))),
     ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": {}', cut(("f", "{}"))),
@@ -192,10 +205,13 @@ def test_arguments_come_as_they_are_written() -> None:
         "<tool_call>" * 6_000,
         '<tool_call>{"name"' * 4_000,
         "<tool_call>" + '{"a":' * 12_000,
+        "[TOOL_CALLS]" + "a" * 60_000,
+        "[TOOL_CALLS]" * 6_000,
+        "[TOOL_CALLS]a[ARGS]" * 4_000,
     ],
-    ids=range(8),
+    ids=range(11),
 )
-@pytest.mark.parametrize("tools", [HERMES, LLAMA3_JSON])
+@pytest.mark.parametrize("tools", [HERMES, LLAMA3_JSON, MISTRAL])
 @pytest.mark.timeout(60)
 def test_the_time_of_long_texts_is_that_of_their_length(text: str, tools: ToolFormat) -> None:
     """Each piece is looked at a few times: minutes, were it all that is held."""

@@ -57,10 +57,15 @@ class CallReader:
 
     Its arguments are given as the model writes them where the name stands before them; else
     together, once the object is complete.
+
+    Args:
+        given_name: Of the function: only the arguments are read. Empty: the whole object is.
     """
 
     __slots__ = (
         "_end",
+        "_given_name",
+        "_is_bare",
         "_is_in_arguments",
         "_is_streamed",
         "_num_chars",
@@ -70,7 +75,8 @@ class CallReader:
         "rest",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, given_name: str = "") -> None:
+        self._given_name = given_name
         self.name = ""
         """Name of the function; empty: not known yet."""
         self.rest: str | None = None
@@ -79,7 +85,7 @@ class CallReader:
         self._num_chars = 0
         self._end = ObjectEnd()
         """Of the object; of its arguments while these are passed on."""
-        self._is_streamed = self._is_in_arguments = False
+        self._is_bare = self._is_streamed = self._is_in_arguments = bool(given_name)
         self._tail: str | None = ""
         """Text behind the arguments of which it is not known whether the object goes on."""
 
@@ -94,6 +100,7 @@ class CallReader:
         Raises:
             ValueError: The object has ended and is no call.
         """
+        self.name, self._given_name = self.name or self._given_name, ""
         if self._is_streamed:
             return self._more_arguments(text)
         self._pieces.append(text)
@@ -121,7 +128,10 @@ class CallReader:
             if end is None:
                 return arguments
             self._is_in_arguments, text = False, text[end:]
-        self._find_end(text)
+        if self._is_bare:
+            self.rest = text
+        else:
+            self._find_end(text)
         return arguments
 
     def _find_end(self, text: str) -> None:

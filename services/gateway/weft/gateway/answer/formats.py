@@ -11,7 +11,7 @@ THINK, END_THINK = "<think>", "</think>"
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """Where calls are in a text. Each is a JSON object with `name`, and `arguments` or
-    `parameters`.
+    `parameters`; or, with `has_bare_names`, the name, `[ARGS]` and the arguments.
     """
 
     name: str
@@ -23,14 +23,16 @@ class ToolFormat:
     """Characters that may stand between calls, beside blanks."""
     hidden_opener: str = ""
     """May stand before the first call where there is no `opener`."""
+    has_bare_names: bool = False
+    """Each call then has an `opener` of its own."""
     id_length: int = 24
     """Characters of a call's id; nine, which some chat templates check, are all of it."""
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", separators="[,]")
 """Hermes, Qwen2.5 and Qwen3."""
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", separators="[,]", id_length=9)
-"""Mistral, up to version 7 of its tokenizer."""
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", separators="[,]", has_bare_names=True, id_length=9)
+"""Mistral: lists of objects up to version 7 of its tokenizer, bare names from version 11 on."""
 LLAMA3_JSON = ToolFormat("llama3_json", "", separators=";", hidden_opener="<|python_tag|>")
 """Llama 3.1 and later, its JSON calls."""
 CALLS_ONLY = ToolFormat("calls", "", separators="[,]", hidden_opener="[")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Sequence
@@ -14,6 +15,10 @@ from weft.gateway.answer.formats import END_THINK, THINK, ToolFormat
 _BLANKS = " \t\r\n"
 _MAX_BLANKS = 256
 """Most blanks that are held back."""
+_BARE_NAME = re.compile(r"([\w.-]{1,256})(?:\[CALL_ID\]\w*)?\[ARGS\]\s*(?=\{)", re.ASCII)
+"""What is before a call's arguments where it is no object; Mistral's id of the call is not used."""
+_BARE_BEGINNING = re.compile(r"[\w.-]{1,256}(?:\[[A-Z_]{0,7}\]?\w{0,64}){0,2}\s{0,8}", re.ASCII)
+"""What may become that."""
 _ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -193,13 +198,24 @@ class TextParser:
     def _before_call(self, part: AnswerPart, is_last: bool) -> bool:
         """Before a call, or behind the last one of a list."""
         assert self._tools is not None
-        text = self._held.lstrip(_BLANKS + self._tools.separators)
+        text, is_bare = self._held.lstrip(_BLANKS), self._tools.has_bare_names
+        if is_bare:
+            if not is_last and _is_beginning(text, self._tools.opener):
+                return False
+            text = text.removeprefix(self._tools.opener)
+        text = text.lstrip(_BLANKS + self._tools.separators)
         if self._opening is not None:
             self._opening += self._held[: len(self._held) - len(text)]
         self._held = text
         if text.startswith("{"):
             self._state, self._call = self._in_call, CallReader()
             return True
+        if is_bare and (named := _BARE_NAME.match(text)):
+            self._state, self._call = self._in_call, CallReader(named.group(1))
+            self._held = text[named.end() :]
+            return True
+        if is_bare and not is_last and _BARE_BEGINNING.fullmatch(text):
+            return False
         if text or is_last:
             self._give_up(part, "")
         return bool(text)
