@@ -15,6 +15,7 @@ from weft.gateway.answer.formats import (
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
+    QWEN3_CODER,
     ToolFormat,
     find_reasoning,
     find_tool_format,
@@ -64,6 +65,24 @@ def cut(*calls: tuple[str, str]) -> Parsed:
 
 
 F = ("f", ARGUMENTS)
+SCHEMAS = [
+    {
+        "function": {
+            "name": "f",
+            "parameters": {
+                "properties": {
+                    "s": {"type": "string"},
+                    "i": {"type": "integer"},
+                    "b": {"anyOf": [{"type": "boolean"}, {"enum": [1]}]},
+                    "o": {"type": "object"},
+                    "n": {"type": ["string", "null"]},
+                    "w": {"type": "number"},
+                }
+            },
+        }
+    },
+    {"function": {"name": "g"}},
+]
 CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
     ({"tools": HERMES}, f"<tool_call>\n{CALL}\n</tool_call>", called(F)),
     (
@@ -116,6 +135,33 @@ CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
     ({"tools": MISTRAL}, "[TOOL_CALLS]f", None),
     ({"tools": MISTRAL}, "[TOOL_CALLS]no call [ARGS]{}", None),
     ({"tools": MISTRAL}, "[TOOL_CALLS]" + "f" * 400 + "[ARGS]{}", None),
+    # Qwen3-Coder's.
+    (
+        {"tools": QWEN3_CODER, "schemas": SCHEMAS},
+        "I look.\n\n<tool_call>\n<function=f>\n<parameter=s>\nTrue\n\n</parameter>\n"
+        "<parameter=i>\n 7\n</parameter>\n<parameter=b>\nFalse\n</parameter>\n"
+        '<parameter=o>\n{"a": [1, "}</x>"]}\n</parameter>\n<parameter=n>\nnull\n</parameter>\n'
+        "<parameter=w>\nnot a number\n</parameter>\n<parameter=unknown>\n12\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        called(
+            (
+                "f",
+                '{"s": "True\\n", "i": 7, "b": false, "o": {"a": [1, "}</x>"]}, "n": null, '
+                '"w": "not a number", "unknown": "12"}',
+            ),
+            ("g", "{}"),
+            content="I look.",
+        ),
+    ),
+    (
+        {"tools": QWEN3_CODER, "schemas": SCHEMAS},
+        "<tool_call><function=f><parameter=i>1<parameter=s>a</function></tool_call> bye",
+        called(("f", '{"i": 1, "s": "a"}'), content="bye"),
+    ),
+    ({"tools": QWEN3_CODER}, f"<tool_call>\n{CALL}\n</tool_call>", called(F)),
+    ({"tools": QWEN3_CODER}, "<tool_call><function=></function></tool_call> x", None),
+    ({"tools": QWEN3_CODER}, "a <tool_call><function=f><parameter=s>1", None),
+    ({"tools": QWEN3_CODER}, "a <tool_call><func", None),
     # Cut off by a limit of tokens.
     ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": {"a": 1', cut(("f", '{"a": 1'))),
     ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": {}', cut(("f", "{}"))),
@@ -205,13 +251,16 @@ def test_arguments_come_as_they_are_written() -> None:
         "<tool_call>" * 6_000,
         '<tool_call>{"name"' * 4_000,
         "<tool_call>" + '{"a":' * 12_000,
+        "<tool_call>" * 2_000 + "<function=f><parameter=a>1</parameter></function>",
+        "<tool_call><function=f></function>" * 2_000,
+        "<tool_call><function=f>" + "<parameter=" * 5_000 + "</function>",
         "[TOOL_CALLS]" + "a" * 60_000,
         "[TOOL_CALLS]" * 6_000,
         "[TOOL_CALLS]a[ARGS]" * 4_000,
     ],
-    ids=range(11),
+    ids=range(14),
 )
-@pytest.mark.parametrize("tools", [HERMES, LLAMA3_JSON, MISTRAL])
+@pytest.mark.parametrize("tools", [HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER])
 @pytest.mark.timeout(60)
 def test_the_time_of_long_texts_is_that_of_their_length(text: str, tools: ToolFormat) -> None:
     """Each piece is looked at a few times: minutes, were it all that is held."""
@@ -239,6 +288,7 @@ def test_the_arguments_of_one_function() -> None:
 
 def test_templates_tell_how_a_model_writes() -> None:
     assert find_tool_format("... <tool_call>\n{{ ... }}") is HERMES
+    assert find_tool_format("<tool_call>\n<function=f>\n<parameter=p>") is QWEN3_CODER
     assert find_tool_format("{{ '[TOOL_CALLS] [' }}") is MISTRAL
     assert find_tool_format("{%- if message.role == 'ipython' %}") is LLAMA3_JSON
     assert find_tool_format("{{ message.content }}") is HERMES

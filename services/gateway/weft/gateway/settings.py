@@ -53,7 +53,7 @@ class GatewaySettings(ServiceSettings):
         [],
         description="further models, NAME=DIRECTORY each; workers report which one they serve",
     )
-    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+    tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = Field(
         "auto",
         description="how models write calls of tools; auto = as their chat templates teach",
     )

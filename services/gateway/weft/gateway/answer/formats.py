@@ -25,12 +25,18 @@ class ToolFormat:
     """May stand before the first call where there is no `opener`."""
     has_bare_names: bool = False
     """Each call then has an `opener` of its own."""
+    has_tags: bool = False
+    """Calls may be tags instead (`weft.gateway.answer.tagged_call`)."""
     id_length: int = 24
     """Characters of a call's id; nine, which some chat templates check, are all of it."""
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", separators="[,]")
 """Hermes, Qwen2.5 and Qwen3."""
+QWEN3_CODER = ToolFormat(
+    "qwen3_coder", "<tool_call>", "</tool_call>", separators="[,]", has_tags=True
+)
+"""Qwen3-Coder."""
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", separators="[,]", has_bare_names=True, id_length=9)
 """Mistral: lists of objects up to version 7 of its tokenizer, bare names from version 11 on."""
 LLAMA3_JSON = ToolFormat("llama3_json", "", separators=";", hidden_opener="<|python_tag|>")
@@ -38,7 +44,9 @@ LLAMA3_JSON = ToolFormat("llama3_json", "", separators=";", hidden_opener="<|pyt
 CALLS_ONLY = ToolFormat("calls", "", separators="[,]", hidden_opener="[")
 """A text that a constraint made a list of calls."""
 
-FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in (HERMES, MISTRAL, LLAMA3_JSON)}
+FORMATS: Mapping[str, ToolFormat] = {
+    one.name: one for one in (HERMES, QWEN3_CODER, MISTRAL, LLAMA3_JSON)
+}
 
 
 def find_tool_format(template: str) -> ToolFormat:
@@ -46,7 +54,7 @@ def find_tool_format(template: str) -> ToolFormat:
     describes the tools itself (`weft.gateway.answer.describe`).
     """
     if HERMES.opener in template:
-        return HERMES
+        return QWEN3_CODER if "<parameter=" in template else HERMES
     if "TOOL_CALLS" in template:
         return MISTRAL
     return LLAMA3_JSON if "ipython" in template else HERMES

@@ -34,4 +34,5 @@ def parser_maker(
         begins_reasoning=prompt.begins_reasoning,
         is_continued=is_continued,
         max_calls=None if calls is None else calls.most,
+        schemas=given.tools if isinstance(given, ChatPrompt) else (),
     )

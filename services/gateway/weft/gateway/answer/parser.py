@@ -11,6 +11,7 @@ from typing import Protocol
 
 from weft.gateway.answer.call_reader import CallReader
 from weft.gateway.answer.formats import END_THINK, THINK, ToolFormat
+from weft.gateway.answer.tagged_call import OPENER, TaggedCallReader, Tools
 
 _BLANKS = " \t\r\n"
 _MAX_BLANKS = 256
@@ -93,6 +94,7 @@ class TextParser:
         is_continued: bool = False,
         is_demanded: bool = False,
         max_calls: int | None = None,
+        schemas: Tools = (),
     ) -> None:
         """Prepares the parser.
 
@@ -103,11 +105,13 @@ class TextParser:
             is_continued: The prompt ends within a text that this one continues.
             is_demanded: The text is calls; what is left of one that was cut off is left out.
             max_calls: Further calls are left out; None: there may be any number.
+            schemas: Tools that may be called, for formats that need to know the types of values.
         """
         self._num_calls = 0
         self._tools = tools
         self._max_calls = max_calls
-        self._call = CallReader()
+        self._schemas = schemas
+        self._call: CallReader | TaggedCallReader = CallReader()
         self._held = ""
         """Text whose meaning is not known yet."""
         self._opening: str | None = None
@@ -210,6 +214,12 @@ class TextParser:
         if text.startswith("{"):
             self._state, self._call = self._in_call, CallReader()
             return True
+        if self._tools.has_tags:
+            if text.startswith(OPENER):
+                self._state, self._call = self._in_call, TaggedCallReader(self._schemas)
+                return True
+            if not is_last and _is_beginning(text, OPENER):
+                return False
         if is_bare and (named := _BARE_NAME.match(text)):
             self._state, self._call = self._in_call, CallReader(named.group(1))
             self._held = text[named.end() :]
