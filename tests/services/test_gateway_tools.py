@@ -220,6 +220,23 @@ async def test_what_clients_send_back_reaches_the_template(mesh: Mesh) -> None:
     assert mesh.prompt.startswith("system: RULES")
 
 
+@pytest.mark.parametrize("mesh", [f"{TEMPLATE}{{# <parameter= #}}"], indirect=True)
+async def test_calls_of_tags_have_the_types_of_the_tools_schema(mesh: Mesh) -> None:
+    mesh.text = (
+        "Let me look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+    )
+    message, reason = await mesh.whole(tools=TOOLS)
+    assert message["content"] == "Let me look."
+    assert message["tool_calls"] == [call('{"city": "12", "days": 2}')]
+    assert reason == "tool_calls"
+    # What is no schema disturbs nobody.
+    odd = {"properties": {"city": {"type": [{}, 5], "anyOf": 7}, "days": 3}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": odd}}]
+    message, _ = await mesh.whole(tools=tools)
+    assert message["tool_calls"] == [call('{"city": "12", "days": "2"}')]
+
+
 async def test_demanded_arguments_are_objects(mesh: Mesh) -> None:
     mesh.text = f"[{CALL}]"
     described = {"description": "x" * 500, "properties": {"title": {"type": "string"}}}

@@ -77,7 +77,10 @@ SCHEMAS = [
                     "o": {"type": "object"},
                     "n": {"type": ["string", "null"]},
                     "w": {"type": "number"},
-                }
+                    "r": {"$ref": "#/$defs/days"},
+                    "c": {"$ref": "#/properties/c"},
+                },
+                "$defs": {"days": {"type": "integer"}},
             },
         }
     },
@@ -141,13 +144,14 @@ CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
         "I look.\n\n<tool_call>\n<function=f>\n<parameter=s>\nTrue\n\n</parameter>\n"
         "<parameter=i>\n 7\n</parameter>\n<parameter=b>\nFalse\n</parameter>\n"
         '<parameter=o>\n{"a": [1, "}</x>"]}\n</parameter>\n<parameter=n>\nnull\n</parameter>\n'
-        "<parameter=w>\nnot a number\n</parameter>\n<parameter=unknown>\n12\n</parameter>\n"
+        "<parameter=w>\nnot a number\n</parameter>\n<parameter=r>5</parameter>\n"
+        "<parameter=c>\n6\n</parameter>\n<parameter=unknown>\n12\n</parameter>\n"
         "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
         called(
             (
                 "f",
                 '{"s": "True\\n", "i": 7, "b": false, "o": {"a": [1, "}</x>"]}, "n": null, '
-                '"w": "not a number", "unknown": "12"}',
+                '"w": "not a number", "r": 5, "c": "6", "unknown": "12"}',
             ),
             ("g", "{}"),
             content="I look.",

@@ -13,6 +13,9 @@ _PARAMETER = re.compile(
 )
 """A parameter; its closing tag may be missing."""
 
+_MAX_DEPTH = 6
+"""Most references and alternatives that are followed to a type."""
+
 Tools = Sequence[Mapping[str, Any]]
 """Tools that may be called, of OpenAI's form."""
 
@@ -73,20 +76,28 @@ def _types_of(tools: Tools, name: str) -> dict[str, set[str]]:
     for tool in tools:
         function = tool["function"]
         if function["name"] == name:
-            schemas = (function.get("parameters") or {}).get("properties")
+            whole = function.get("parameters") or {}
+            schemas = whole.get("properties")
             if isinstance(schemas, Mapping):
-                return {key: found for key, one in schemas.items() if (found := _types(one))}
+                return {key: _types(one, whole, _MAX_DEPTH) for key, one in schemas.items()}
     return {}
 
 
-def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
+def _types(schema: Any, whole: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or not depth:
         return set()
     given = schema.get("type")
-    found = set(given) if isinstance(given, list) else {given} if isinstance(given, str) else set()
+    found = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
     for name in ("anyOf", "oneOf"):
-        for branch in schema.get(name) or ():
-            found |= _types(branch)
+        branches = schema.get(name)
+        for branch in branches if isinstance(branches, list) else ():
+            found |= _types(branch, whole, depth - 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        there: Any = whole
+        for step in reference[2:].split("/"):
+            there = there.get(step) if isinstance(there, Mapping) else None
+        found |= _types(there, whole, depth - 1)
     return found
 
 
