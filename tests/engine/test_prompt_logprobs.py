@@ -189,6 +189,15 @@ def test_of_several_samples_there_are_none(llama_dir: Path) -> None:
         llm.generate([random_prompt(9)], SamplingParams(n=2), prompt_logprobs=1)
 
 
+def test_nobody_waits_for_pages_that_are_computed_anyway(llama_dir: Path) -> None:
+    prompt = random_prompt(150)
+    model = load(llama_dir)
+    with make_llm(llama_dir) as llm:
+        for sample in llm.generate([prompt] * 4, stop=STOP, prompt_logprobs=0):
+            check(model, prompt, sample.prompt_logprobs, 0)
+        assert llm.engine.scheduler.sharing.num_waits == 0
+
+
 def test_a_cancelled_one_leaves_nothing(llama_dir: Path) -> None:
     with make_llm(llama_dir) as llm:
         desk, engine = Desk(llm.engine, llama_dir), llm.engine

@@ -43,16 +43,15 @@ class PromptScores:
             What is wrong with them, after which none of them is taken; empty: nothing.
         """
         first, count = event.first_position, len(event.logprobs)
-        if first > 0 and first + count <= 1 + len(self.entries):
-            given = [entry.token_id for entry in event.logprobs]
-            if given == self._ids[first : first + count]:
-                return ""  # Told once more.
+        given = [entry.token_id for entry in event.logprobs]
+        are_own = first > 0 and given == self._ids[first : first + count]
+        if are_own and first + count <= 1 + len(self.entries):
+            return ""  # Told once more.
         told = f"log-probabilities of prompt tokens {first} to {first + count - 1}"
         expected = len(self.entries) + 1
         if self.is_complete or first != expected or first + count > len(self._ids):
             return f"{told}, expected " + (f"from {expected}" if not self.is_complete else "none")
-        given = [entry.token_id for entry in event.logprobs]
-        if given != self._ids[first : first + count]:
+        if not are_own:
             return f"{told} are of other tokens"
         self.entries.extend(event.logprobs)
         self.is_complete = len(self.entries) == len(self._ids) - 1

@@ -134,8 +134,6 @@ class Router:
         num_tokens = len(request.prompt_ids)
         if fillers:
             match_tokens = max(match_tokens, fillers[0][1])
-        if request.is_computed_anew:
-            match_tokens = 0
         return Placement(
             worker=worker,
             session=owners[0][0].session,

@@ -83,13 +83,7 @@ class AnswerWriter(ABC):
     chunk_name: str
 
     def __init__(
-        self,
-        request_id: str,
-        model: str,
-        vocabulary: Vocabulary,
-        *,
-        include_usage: bool = False,
-        prompt_logprobs: PromptLogprobs | None = None,
+        self, request_id: str, model: str, vocabulary: Vocabulary, *, include_usage: bool = False
     ) -> None:
         """Prepares the constant parts.
 
@@ -98,9 +92,9 @@ class AnswerWriter(ABC):
             model: Served name.
             vocabulary: For log-probabilities.
             include_usage: Every chunk has a `usage` field, null until the last.
-            prompt_logprobs: What a whole answer shows of its prompts' tokens; None: nothing.
         """
-        self._prompt_logprobs = prompt_logprobs
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """What a whole answer shows of its prompts' tokens; None: nothing."""
         self._vocabulary = vocabulary
         self._created = int(time.time())
         self._request_id = request_id
@@ -135,7 +129,7 @@ class AnswerWriter(ABC):
             deltas: One for each sample, in order, complete.
             fields: More fields: usage, extensions.
         """
-        encode = to_json if self._prompt_logprobs is None else large_to_json
+        encode = to_json if self.prompt_logprobs is None else large_to_json
         # One by one: the encoder holds Python's lock for the whole of a value.
         choices = b",".join([encode(self._choice(delta)) for delta in deltas])
         head = to_json(self._frame(self.object_name))[:-1]
@@ -160,7 +154,6 @@ class ChatWriter(AnswerWriter):
         *,
         include_usage: bool = False,
         make_parser: Callable[[], AnswerParser] | None = None,
-        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -170,15 +163,8 @@ class ChatWriter(AnswerWriter):
             vocabulary: As in `AnswerWriter`.
             include_usage: As in `AnswerWriter`.
             make_parser: Makes what takes a sample's text apart; None: all of it is content.
-            prompt_logprobs: As in `AnswerWriter`.
         """
-        super().__init__(
-            request_id,
-            model,
-            vocabulary,
-            include_usage=include_usage,
-            prompt_logprobs=prompt_logprobs,
-        )
+        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
@@ -206,8 +192,8 @@ class ChatWriter(AnswerWriter):
 
     def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
         """See `AnswerWriter.whole`."""
-        if self._prompt_logprobs is not None:
-            fields = {**fields, **self._prompt_logprobs.of_chat()}
+        if self.prompt_logprobs is not None:
+            fields = {**fields, **self.prompt_logprobs.of_chat()}
         return super().whole(deltas, fields)
 
     def _open(self, index: int) -> tuple[bytes, bytes]:
@@ -301,7 +287,6 @@ class CompletionWriter(AnswerWriter):
         include_usage: bool = False,
         echoes: Sequence[str] = (),
         samples_per_prompt: int = 1,
-        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -312,15 +297,8 @@ class CompletionWriter(AnswerWriter):
             include_usage: As in `AnswerWriter`.
             echoes: Text of each prompt, to begin its choices with; empty = no echo.
             samples_per_prompt: Choices of each prompt.
-            prompt_logprobs: As in `AnswerWriter`.
         """
-        super().__init__(
-            request_id,
-            model,
-            vocabulary,
-            include_usage=include_usage,
-            prompt_logprobs=prompt_logprobs,
-        )
+        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._echoes = echoes
         self._samples_per_prompt = samples_per_prompt
         self._offsets: dict[int, int] = {}
@@ -360,6 +338,6 @@ class CompletionWriter(AnswerWriter):
             "logprobs": logprobs,
             "finish_reason": None if reason is None else _FINISH.get(reason, "stop"),
         }
-        if self._prompt_logprobs is not None:
-            self._prompt_logprobs.add_to_choice(choice, number, echo)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.add_to_choice(choice, number, echo)
         return choice

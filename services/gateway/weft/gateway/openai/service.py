@@ -97,7 +97,6 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 model.vocabulary,
                 include_usage=_includes_usage(body),
                 make_parser=parser_maker(generate, model, stream.generations[0].prompt),
-                prompt_logprobs=_prompt_logprobs(generate, body, stream, model),
             )
 
         await self._answer(generate, body, write, context)
@@ -118,7 +117,6 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 include_usage=_includes_usage(body),
                 echoes=echoes,
                 samples_per_prompt=generate.sampling.n,
-                prompt_logprobs=_prompt_logprobs(generate, body, stream, model),
             )
 
         await self._answer(generate, body, write, context)
@@ -131,7 +129,9 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         context: Context,
     ) -> None:
         async with self._pipeline.open(request) as stream:
-            writer = write(stream, self._models.base(stream.base_model).model)
+            model = self._models.base(stream.base_model).model
+            writer = write(stream, model)
+            writer.prompt_logprobs = _prompt_logprobs(request, body, stream, model)
             kind = _EVENTS if body.stream else _JSON
             await begin_answer(context, request.request_id, kind, stream.headers)
             if body.stream:

@@ -197,8 +197,8 @@ class FleetPageIndex:
         """Leading prompt tokens that each worker holds, by position in the view.
 
         Only those that others may fill count: whole pages, and never the last token; none of a
-        prompt that is computed anew. A worker that
-        has lost a page amid a prefix may seem to hold more than it does; it looks itself.
+        prompt that is computed anew. A worker that has lost a page amid a prefix may seem to hold
+        more than it does; it looks itself.
         """
         found: Column = np.zeros(len(view), np.int64)
         if not self.num_pages or request.is_computed_anew:
