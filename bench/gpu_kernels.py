@@ -1,14 +1,17 @@
 """Time of the GPU's kernels against the memory and matmul rates measured in the same run.
 
-    python bench/gpu_kernels.py [--only trees|rows] [--out DIR]
+    python bench/gpu_kernels.py [--only trees|rows|experts|attention] [--out DIR]
 
-Each row is the median of graph replays over inputs that rotate beyond the L2 cache.
+Each row is the median of replays of a graph of at least a dozen calls over inputs that rotate
+beyond the L2 cache. Between them the row's ceiling is measured, so that both meet the same clocks
+and the same limit of power.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -35,6 +38,9 @@ from weft.kernels.rope import rope_and_cache
 
 BF16 = torch.bfloat16
 PAGE_SIZE = 16
+MIN_CALLS = 12
+"""Calls of a graph at least: what its own launch takes does not count."""
+REPEATS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +52,33 @@ class Row:
     rate: float
     """Rate, TB/s or TFLOP/s."""
     share: float
-    """Share of the ceiling of its kind."""
+    """Share of its ceiling."""
     kind: str
-    """Kind: memory or matmul."""
+    """The ceiling: copy, read or matmul."""
 
 
-def time_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
-    """Median microseconds of one call; all calls are captured into one graph."""
+def capture(calls: Sequence[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of the calls, in turn, and their number."""
+    number = len(calls) * -(-MIN_CALLS // len(calls))
     for call in calls:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        for at in range(number):
+            calls[at % len(calls)]()
     graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    return graph, number
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, number: int) -> float:
+    """Microseconds of one of a graph's calls, in one replay."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / number
 
 
 @triton.jit
@@ -83,34 +92,58 @@ def _read_kernel(out: tl.tensor, x: tl.tensor, steps: int, BLOCK: tl.constexpr) 
 
 
 class Bench:
-    """Ceilings of this device, then rows against them."""
+    """Ceilings of this device, and rows against them."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        source = torch.randint(0, 99, (1 << 29,), dtype=torch.int32, device="cuda")
+        # As much as the largest rows read.
+        source = torch.randint(0, 99, (1 << 28,), dtype=torch.int32, device="cuda")
         target = torch.empty_like(source)
-        # A kernel: inside a graph a plain copy becomes a node for a copy engine, which is slower.
-        us = time_us([lambda: torch.add(source, 1, out=target)])
-        self.copy_tb_s = 2 * source.nbytes / us / 1e6
         programs, block = 1 << 14, 4096
         steps = source.numel() // programs // block
         sums = torch.empty(programs, dtype=torch.int32, device="cuda")
-        us = time_us(
-            [lambda: _read_kernel[(programs,)](sums, source, steps, BLOCK=block, num_warps=8)]
-        )
-        self.read_tb_s = source.nbytes / us / 1e6
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-        self.matmul_tflop_s = 2 * 8192**3 / time_us([lambda: a @ b]) / 1e6
+        # A kernel: inside a graph a plain copy becomes a node for a copy engine, which is slower.
+        ceilings: dict[str, tuple[float, Callable[[], object]]] = {
+            "copy": (2.0 * source.nbytes, lambda: torch.add(source, 1, out=target)),
+            "read": (
+                float(source.nbytes),
+                lambda: _read_kernel[(programs,)](sums, source, steps, BLOCK=block, num_warps=8),
+            ),
+            "matmul": (2.0 * 8192**3, lambda: a @ b),
+        }
+        # With the calls, which hold the memory that their graphs use.
+        self._ceilings = {
+            kind: (work, call, *capture([call])) for kind, (work, call) in ceilings.items()
+        }
+        self.found: dict[str, list[float]] = {kind: [] for kind in ceilings}
+        """Rates of the ceilings beside each row, TB/s or TFLOP/s."""
 
-    def memory(self, name: str, num_bytes: float, us: float, ceiling: float = 0.0) -> None:
-        """Adds a row that is bound by memory: bytes over time, against the copy's by default."""
-        rate = num_bytes / us / 1e6
-        self.rows.append(Row(name, us, rate, rate / (ceiling or self.copy_tb_s), "memory"))
+    def row(
+        self, name: str, work: float, calls: Sequence[Callable[[], object]], kind: str = "copy"
+    ) -> float:
+        """Adds a row.
 
-    def matmul(self, name: str, flops: float, us: float) -> None:
-        """Adds a row that is bound by arithmetic."""
-        rate = flops / us / 1e6
-        self.rows.append(Row(name, us, rate, rate / self.matmul_tflop_s, "matmul"))
+        Args:
+            name: Its name.
+            work: Bytes or floating point operations of one call.
+            calls: Equal calls on different inputs.
+            kind: Ceiling: copy, read or matmul.
+
+        Returns:
+            Median microseconds of one call.
+        """
+        graph, number = capture(calls)
+        most, _, ceiling, ceiling_calls = self._ceilings[kind]
+        times, shares = [], []
+        for _ in range(REPEATS):
+            rate = most / replay_us(ceiling, ceiling_calls) / 1e6
+            times.append(replay_us(graph, number))
+            shares.append(work / times[-1] / 1e6 / rate)
+            self.found[kind].append(rate)
+        us = statistics.median(times)
+        self.rows.append(Row(name, us, work / us / 1e6, statistics.median(shares), kind))
+        return us
 
 
 def bench_rows(bench: Bench, tokens: int, hidden: int = 4096, inner: int = 14336) -> None:
@@ -120,14 +153,14 @@ def bench_rows(bench: Bench, tokens: int, hidden: int = 4096, inner: int = 14336
     residuals = [x.clone() for x in xs]
     weight = torch.ones(hidden, device="cuda", dtype=BF16)
     size = xs[0].nbytes
-    us = time_us([lambda x=x: rms_norm(x, weight, 1e-5) for x in xs])
-    bench.memory(f"rms_norm {tokens}x{hidden}", 2 * size, us)
+    calls: list[Callable[[], object]] = [lambda x=x: rms_norm(x, weight, 1e-5) for x in xs]
+    bench.row(f"rms_norm {tokens}x{hidden}", 2 * size, calls)
     pairs = list(zip(xs, residuals, strict=True))
-    us = time_us([lambda x=x, r=r: add_rms_norm(x, r, weight, 1e-5) for x, r in pairs])
-    bench.memory(f"add_rms_norm {tokens}x{hidden}", 4 * size, us)
+    calls = [lambda x=x, r=r: add_rms_norm(x, r, weight, 1e-5) for x, r in pairs]
+    bench.row(f"add_rms_norm {tokens}x{hidden}", 4 * size, calls)
     both = [torch.randn(tokens, 2 * inner, device="cuda", dtype=BF16) for _ in range(4)]
-    us = time_us([lambda x=x: silu_and_mul(x) for x in both])
-    bench.memory(f"silu_and_mul {tokens}x{inner}", 1.5 * both[0].nbytes, us)
+    calls = [lambda x=x: silu_and_mul(x) for x in both]
+    bench.row(f"silu_and_mul {tokens}x{inner}", 1.5 * both[0].nbytes, calls)
     heads, kv_heads, dim = 32, 8, 128
     qkv = [
         torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda", dtype=BF16)
@@ -141,7 +174,7 @@ def bench_rows(bench: Bench, tokens: int, hidden: int = 4096, inner: int = 14336
         lambda x=x, i=i: rope_and_cache(x, positions, cos_sin, pool, i, positions, heads, kv_heads)
         for i, x in enumerate(qkv)
     ]
-    bench.memory(f"rope_and_cache {tokens}", 2 * qkv[0].nbytes + cos_sin.nbytes, time_us(calls))
+    bench.row(f"rope_and_cache {tokens}", 2 * qkv[0].nbytes + cos_sin.nbytes, calls)
 
 
 def bench_linears(bench: Bench, rows: int) -> None:
@@ -157,16 +190,19 @@ def bench_linears(bench: Bench, rows: int) -> None:
         count = max(2, (1 << 28) // (n * k))
         weights = [pack_linear(torch.randn(n, k, device="cuda", dtype=BF16)) for _ in range(count)]
         x = torch.randn(rows, k, device="cuda", dtype=BF16)
-        us = time_us([lambda w=w, x=x: linear(x, w) for w in weights])
-        bench.memory(f"linear {name} {rows} rows", 2.0 * (n * k + rows * (n + k)), us)
+        calls = [lambda w=w, x=x: linear(x, w) for w in weights]
+        bench.row(f"linear {name} {rows} rows", 2.0 * (n * k + rows * (n + k)), calls)
 
 
 def bench_digests(bench: Bench, page_bytes: int, count: int) -> None:
     """Digests of pages in a pool, which are read once."""
     pool = torch.randint(0, 99, (count, page_bytes // 4), dtype=torch.int32, device="cuda")
     pages = torch.randperm(count, device="cuda")
-    us = time_us([lambda: page_digests(pool, pages)])
-    bench.memory(f"page_digest {count} x {page_bytes >> 10} KiB", float(pool.nbytes), us)
+    bench.row(
+        f"page_digest {count} x {page_bytes >> 10} KiB",
+        float(pool.nbytes),
+        [lambda: page_digests(pool, pages)],
+    )
 
 
 def bench_page_moves(bench: Bench, page_bytes: int, count: int) -> None:
@@ -177,8 +213,7 @@ def bench_page_moves(bench: Bench, page_bytes: int, count: int) -> None:
         ("gather", lambda: gather_pages(pool, pages, dense)),
         ("scatter", lambda: scatter_pages(dense, pages, pool)),
     ):
-        us = time_us([move])
-        bench.memory(f"{name} {count} x {page_bytes >> 10} KiB", 2.0 * pool.nbytes, us)
+        bench.row(f"{name} {count} x {page_bytes >> 10} KiB", 2.0 * pool.nbytes, [move])
 
 
 def bench_experts(bench: Bench, rows: int) -> None:
@@ -191,20 +226,20 @@ def bench_experts(bench: Bench, rows: int) -> None:
         )
         for _ in range(layers)
     ]
-    logits = [torch.randn(rows, experts, device="cuda") for _ in weights]
+    logits = [torch.randn(rows, experts, device="cuda") for _ in range(MIN_CALLS)]
     x = torch.randn(rows, hidden, device="cuda", dtype=BF16)
     after = NormAfter(torch.zeros_like(x), torch.ones(hidden, device="cuda", dtype=BF16), 1e-6)
     calls = [
         lambda w=w, scores=scores: routed_moe(x, scores, top_k, *w, after, renormalise=True)
-        for w, scores in zip(weights, logits, strict=True)
+        for w, scores in zip(itertools.cycle(weights), logits, strict=False)
     ]
-    us = time_us(calls)
     chosen = [len(scores.topk(top_k).indices.unique()) for scores in logits]
     read = statistics.mean(chosen) * 3 * width * hidden * 2.0
     if rows < 1024:
-        bench.memory(f"experts {rows} rows", read + 6.0 * x.nbytes, us)
+        bench.row(f"experts {rows} rows", read + 6.0 * x.nbytes, calls)
     else:
-        bench.matmul(f"experts {rows} rows", 2.0 * rows * top_k * 3 * width * hidden, us)
+        work = 2.0 * rows * top_k * 3 * width * hidden
+        bench.row(f"experts {rows} rows", work, calls, "matmul")
 
 
 def lora_additions(
@@ -242,11 +277,10 @@ def bench_lora(bench: Bench, rows: int, adapters: int, rank: int) -> None:
         x = torch.randn(rows, k, device="cuda", dtype=BF16)
         out = torch.zeros(rows, sum(widths), device="cuda", dtype=BF16)
         additions = lora_additions(k, widths, adapters, rank, rows)
-        us = time_us([lambda a=a, x=x, out=out: add_lora(out, x, a) for a in additions])
+        calls = [lambda a=a, x=x, out=out: add_lora(out, x, a) for a in additions]
         weights = min(adapters, rows) * rank * (len(widths) * k + sum(widths))
         label = f"lora {name} {rows} rows {adapters} x r{rank}"
-        bench.memory(label, 2.0 * (weights + rows * (k + 2 * sum(widths))), us)
-        total_us += us
+        total_us += bench.row(label, 2.0 * (weights + rows * (k + 2 * sum(widths))), calls)
     print(f"{rows} rows, {adapters} adapters of rank {rank}: {total_us:.1f} us a layer")
 
 
@@ -313,26 +347,30 @@ def bench_attention(bench: Bench) -> None:
         (16, 8, 64, 4096),
         (32, 4, 64, 4096),
     ):
-        us = time_us(attention_call(requests, 1, kv_len, heads, kv_heads))
+        calls = attention_call(requests, 1, kv_len, heads, kv_heads)
         num_bytes = 4.0 * requests * kv_len * kv_heads * 128
-        name = f"decode {requests}x{kv_len} {heads}/{kv_heads}"
-        bench.memory(name, num_bytes, us, bench.read_tb_s)
+        bench.row(f"decode {requests}x{kv_len} {heads}/{kv_heads}", num_bytes, calls, "read")
     for requests, q_len, kv_len in (
         (8, 512, 512),
         (1, 2048, 2048),
         (1, 8192, 8192),
         (1, 2048, 8192),
     ):
-        us = time_us(attention_call(requests, q_len, kv_len, 32, 8)[:2])
+        calls = attention_call(requests, q_len, kv_len, 32, 8)[:2]
         seen = q_len * (kv_len - q_len) + q_len * (q_len + 1) / 2
-        bench.matmul(f"extend {requests}x{q_len} of {kv_len}", 4.0 * requests * seen * 32 * 128, us)
+        work = 4.0 * requests * seen * 32 * 128
+        bench.row(f"extend {requests}x{q_len} of {kv_len}", work, calls, "matmul")
     for requests, length in ((8, 512), (1, 2048), (2, 4096), (1, 8192)):
-        us = time_us([cold_call(requests, length, 32, 8)])
-        flops = 2.0 * requests * length * (length + 1) * 32 * 128
-        bench.matmul(f"extend {requests}x{length} cold, own K and V", flops, us)
+        work = 2.0 * requests * length * (length + 1) * 32 * 128
+        calls = [cold_call(requests, length, 32, 8)]
+        bench.row(f"extend {requests}x{length} cold, own K and V", work, calls, "matmul")
     q, k, v = (torch.randn(1, h, 8192, 128, device="cuda", dtype=BF16) for h in (32, 8, 8))
-    us = time_us([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)])
-    bench.matmul("torch sdpa 1x8192, dense K and V", 2.0 * 8192 * 8193 * 32 * 128, us)
+    bench.row(
+        "torch sdpa 1x8192, dense K and V",
+        2.0 * 8192 * 8193 * 32 * 128,
+        [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)],
+        "matmul",
+    )
 
 
 def bench_trees(bench: Bench) -> None:
@@ -345,27 +383,30 @@ def bench_trees(bench: Bench) -> None:
                     continue
                 calls = attention_call(requests, rows, kv_len, 32, 8, is_tree=is_tree)
                 name = f"{'tree' if is_tree else 'chain'} {requests}x{rows} of {kv_len} 32/8"
-                bench.memory(name, num_bytes, time_us(calls), bench.read_tb_s)
+                bench.row(name, num_bytes, calls, "read")
 
 
 def bench_windows(bench: Bench, window: int = 4096) -> None:
     """Against what lies within windows alone."""
     for requests, kv_len in ((64, 4096), (64, 16384), (1, 16384)):
-        us = time_us(attention_call(requests, 1, kv_len, 32, 8, window=window))
+        calls = attention_call(requests, 1, kv_len, 32, 8, window=window)
         name = f"decode {requests}x{kv_len} 32/8, window {window}"
-        bench.memory(name, 4.0 * requests * window * 8 * 128, us, bench.read_tb_s)
-    us = time_us(attention_call(1, 2048, 16384, 32, 8, window=window)[:2])
-    bench.matmul(f"extend 1x2048 of 16384, window {window}", 4.0 * 2048 * window * 32 * 128, us)
-    us = time_us([cold_call(1, 16384, 32, 8, window)])
-    seen = 16384 * window - window * (window - 1) / 2
-    bench.matmul(f"extend 1x16384 cold, window {window}", 4.0 * seen * 32 * 128, us)
+        bench.row(name, 4.0 * requests * window * 8 * 128, calls, "read")
+    calls = attention_call(1, 2048, 16384, 32, 8, window=window)[:2]
+    work = 4.0 * 2048 * window * 32 * 128
+    bench.row(f"extend 1x2048 of 16384, window {window}", work, calls, "matmul")
+    work = 4.0 * (16384 * window - window * (window - 1) / 2) * 32 * 128
+    calls = [cold_call(1, 16384, 32, 8, window)]
+    bench.row(f"extend 1x16384 cold, window {window}", work, calls, "matmul")
 
 
 def main() -> None:
     """Runs everything and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--only", choices=["trees", "rows", "experts"], help="part to run; default: all"
+        "--only",
+        choices=["trees", "rows", "experts", "attention"],
+        help="part to run; default: all",
     )
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
@@ -377,7 +418,10 @@ def main() -> None:
             for rows in (1, 2, 4, 8, 16, 64, 4096):
                 bench_experts(bench, rows)
         if arguments.only is None:
-            bench_heavy(bench)
+            bench_products(bench)
+        if arguments.only in ("attention", None):
+            bench_attention(bench)
+            bench_windows(bench)
         if arguments.only in ("trees", None):
             bench_trees(bench)
     report(bench, arguments.out)
@@ -392,8 +436,8 @@ def bench_light(bench: Bench) -> None:
     bench_page_moves(bench, 2 << 20, 256)
 
 
-def bench_heavy(bench: Bench) -> None:
-    """Products and attention, at the sizes of models that are served."""
+def bench_products(bench: Bench) -> None:
+    """Products, and what adapters add to them, at the sizes of models that are served."""
     for rows in (1, 16, 64):
         bench_linears(bench, rows)
     for adapters in (1, 8, 32):
@@ -401,29 +445,27 @@ def bench_heavy(bench: Bench) -> None:
     bench_lora(bench, 64, 8, 64)
     bench_lora(bench, 1, 1, 16)
     bench_lora(bench, 4096, 8, 16)
-    bench_attention(bench)
-    bench_windows(bench)
 
 
 def report(bench: Bench, out: Path | None) -> None:
     """Prints one table, and writes it to a folder."""
     name = torch.cuda.get_device_name()
-    print(
-        f"{name}: copy {bench.copy_tb_s:.2f} TB/s, read {bench.read_tb_s:.2f} TB/s, "
-        f"bf16 matmul {bench.matmul_tflop_s:.0f} TFLOP/s"
-    )
+    found = {kind: rates for kind, rates in bench.found.items() if rates}
+    for kind, rates in found.items():
+        unit = "TFLOP/s" if kind == "matmul" else "TB/s"
+        median = statistics.median(rates)
+        print(f"{name}: {kind} {median:.2f} [{min(rates):.2f}-{max(rates):.2f}] {unit}")
     for row in bench.rows:
-        unit = "TB/s   " if row.kind == "memory" else "TFLOP/s"
-        print(f"{row.name:34} {row.us:9.1f} us {row.rate:8.2f} {unit} {row.share:6.1%}")
+        unit = "TFLOP/s" if row.kind == "matmul" else "TB/s   "
+        share = f"{row.share:6.1%} of {row.kind}"
+        print(f"{row.name:34} {row.us:9.1f} us {row.rate:8.2f} {unit} {share}")
     if out:
         result = {
             "date": datetime.date.today().isoformat(),
             "device": name,
             "torch": torch.__version__,
             "triton": triton.__version__,
-            "copy_tb_s": bench.copy_tb_s,
-            "read_tb_s": bench.read_tb_s,
-            "matmul_tflop_s": bench.matmul_tflop_s,
+            "ceilings": {kind: statistics.median(rates) for kind, rates in found.items()},
             "rows": [asdict(row) for row in bench.rows],
         }
         (out / "gpu_kernels.json").write_text(json.dumps(result, indent=1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -62,11 +61,11 @@ def compute(case: Case, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def run(case: Case, module: ModuleType = gpu_moe) -> torch.Tensor:
+def run(case: Case) -> torch.Tensor:
     """The operation, in memory that held NaN before."""
     poison = torch.full((8 * case.ids.numel(), case.w2.shape[1]), float("nan"), device=CUDA)
     del poison
-    out: torch.Tensor = module.moe(*case)
+    out: torch.Tensor = gpu_moe.moe(*case)
     return out
 
 
@@ -83,15 +82,24 @@ def test_sums_of_experts(shape: tuple[int, int, int, int, int], dtype: torch.dty
     assert_as_exact(run(case), compute(case, dtype), compute(case, torch.float64))
 
 
-def test_a_dropped_tile_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("original", "replacement"),
+    [
+        (
+            "K, TILE):\n        at = (start + part)",
+            "K - TILE, TILE):\n        at = (start + part)",
+        ),
+        ("end - begin <= HALF_ROWS", "end - begin <= 2 * HALF_ROWS"),
+    ],
+)
+def test_a_dropped_tile_is_noticed(
+    original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fresh_seed()
     case = make_case(900, 264, 136, 6, 3, torch.bfloat16)
-    change = (
-        "K, TILE):\n        at = (start + part)",
-        "K - TILE, TILE):\n        at = (start + part)",
-    )
-    with kernel_module("moe", tmp_path, change) as module:
-        out = run(case, module)
+    with kernel_module("moe_products", tmp_path, (original, replacement)) as module:
+        monkeypatch.setattr(gpu_moe, "multiply_sorted", module.multiply_sorted)
+        out = run(case)
     with pytest.raises(AssertionError):
         assert_as_exact(out, compute(case, torch.bfloat16), compute(case, torch.float64))
 

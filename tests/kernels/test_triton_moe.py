@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -34,33 +36,66 @@ def run(module: ModuleType, case: MoECase, residual: torch.Tensor | None) -> tor
     return out
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """What a kernel does not write is NaN, or 0."""
-    empty = torch.empty
-
-    def patched(*size: Any, **options: Any) -> torch.Tensor:
-        made = empty(*size, **options)
-        return made.fill_(float("nan") if made.is_floating_point() else 0)
-
-    monkeypatch.setattr(module.torch, "empty", patched)
-    monkeypatch.setattr(module.torch, "empty_like", lambda t: torch.full_like(t, float("nan")))
+@contextmanager
+def moe_copies(
+    folder: Path, name: str = "", change: tuple[str, str] | None = None
+) -> Iterator[dict[str, ModuleType]]:
+    """Private copies of `moe` and of what it calls, of which module `name` is changed."""
+    with ExitStack() as stack:
+        copies = {
+            each: stack.enter_context(kernel_module(each, folder, change if each == name else None))
+            for each in ("moe_direct", "moe_products", "moe_combine", "moe")
+        }
+        for operation in ("direct_moe", "multiply_sorted", "combine"):
+            made = next(c for c in copies.values() if operation in vars(c))
+            setattr(copies["moe"], operation, getattr(made, operation))
+        yield copies
 
 
 @pytest.mark.parametrize("is_crowded", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums_of_experts(
-    shape: tuple[int, int, int, int, int],
-    is_crowded: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int, int, int, int], is_crowded: bool, tmp_path: Path
 ) -> None:
     fresh_seed()
     case = moe_case(*shape, is_crowded=is_crowded)
     exact, eager = case.compute(torch.float64), case.compute(torch.float32)
-    with kernel_module("moe", tmp_path) as module, monkeypatch.context() as patch:
-        poison(patch, module)
-        out = run(module, case, case.residual)
+    with moe_copies(tmp_path) as copies:
+        out = run(copies["moe"], case, case.residual)
     assert_as_exact(out, eager, exact)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_few_rows_that_no_program_takes_whole(rows: int, tmp_path: Path) -> None:
+    fresh_seed()
+    case = moe_case(rows, 70, 24, 6, 3)
+    with moe_copies(tmp_path) as copies:
+        copies["moe_direct"]._MAX_TILE = 32
+        out = run(copies["moe"], case, case.residual)
+    assert_as_exact(out, case.compute(torch.float32), case.compute(torch.float64))
+
+
+HALVED = "end - begin <= HALF_ROWS"
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_blocks_that_are_multiplied_as_half_of_one(is_right: bool, tmp_path: Path) -> None:
+    fresh_seed()
+    # 24 pairs of each expert: one block of 16 and half of one. Changed, half of each.
+    case = moe_case(48, 33, 70, 6, 3)
+    case = replace(case, routing=case.routing._replace(ids=torch.arange(144).view(48, 3).int() % 6))
+    change = None if is_right else (HALVED, "end - begin <= 2 * HALF_ROWS + 8")
+    with moe_copies(tmp_path, "moe_products", change) as copies:
+        copies["moe_products"].MIN_HALVED_ROWS = 16
+        tiles = copies["moe"].tiles_for
+        copies["moe"].tiles_for = lambda *sizes: tiles(*sizes)._replace(rows=16)
+        out = run(copies["moe"], case, case.residual)
+    expected = (case.compute(torch.float32), case.compute(torch.float64))
+    if is_right:
+        assert_as_exact(out, *expected)
+        return
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, *expected)
 
 
 @pytest.mark.parametrize("rows", [1, 9])
@@ -226,22 +261,19 @@ def test_additions_of_large_ranks_are_computed_pair_by_pair(
         ("added, ranks, parts, layer, slots,", "added, ranks, parts[:1], layer, slots,"),
     ],
 )
-def test_a_mutated_addition_is_noticed(
-    original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mutated_addition_is_noticed(original: str, replacement: str, tmp_path: Path) -> None:
     fresh_seed()
     case = moe_case(8, 24, 9, 3, 2)
     adapters = make_adapters(case, True, (0, 8))
     adapters = replace(adapters, slots=[1] * len(case.x))
     with (
         kernel_module("moe_lora", tmp_path, (original, replacement)) as added,
-        kernel_module("moe", tmp_path) as module,
-        monkeypatch.context() as patch,
+        moe_copies(tmp_path) as copies,
     ):
-        patch.setattr(module, "gate_up_additions", added.gate_up_additions)
-        patch.setattr(module, "down_additions", added.down_additions)
+        copies["moe_direct"].gate_up_additions = added.gate_up_additions
+        copies["moe_direct"].down_additions = added.down_additions
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
-        out = module.moe(*routed, adapters.addition())
+        out = copies["moe"].moe(*routed, adapters.addition())
     with pytest.raises(AssertionError):
         assert_as_exact(
             out, case.compute(torch.float32, adapters), case.compute(torch.float64, adapters)
@@ -288,30 +320,25 @@ WALK = "for start in range(0, K, TILE):\n        at = (start"
 @pytest.mark.parametrize(
     ("shape", "name", "original", "replacement"),
     [
-        ((2, 40, 24, 6, 3), "moe", f"{LOOP}    pair", f"{SHORT}    pair"),
+        ((2, 40, 24, 6, 3), "moe_direct", f"{LOOP}    pair", f"{SHORT}    pair"),
+        ((2, 40, 24, 6, 3), "moe_direct", "later = column + step", "later = column + 1"),
+        ((2, 40, 24, 6, 3), "moe_direct", "range(begin, width, step):\n            gate_sum",
+         "range(begin, width - 1, step):\n            gate_sum"),
         ((12, 40, 24, 6, 3), "moe_combine", f"{LOOP}at", f"{SHORT}at"),
-        ((40, 40, 300, 3, 2), "moe", WALK, WALK.replace("0, K,", "0, K - TILE,")),
+        ((40, 40, 300, 3, 2), "moe_products", WALK, WALK.replace("0, K,", "0, K - TILE,")),
     ],
-)
+)  # fmt: skip
 def test_a_mutated_kernel_is_noticed(
     shape: tuple[int, int, int, int, int],
     name: str,
     original: str,
     replacement: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = moe_case(*shape, is_crowded=True)
     exact, eager = case.compute(torch.float64), case.compute(torch.float32)
-    change = (original, replacement)
-    with (
-        kernel_module("moe_combine", tmp_path, change if name == "moe_combine" else None) as sums,
-        kernel_module("moe", tmp_path, change if name == "moe" else None) as module,
-        monkeypatch.context() as patch,
-    ):
-        poison(patch, module)
-        patch.setattr(module, "combine", sums.combine)
-        out = run(module, case, case.residual)
+    with moe_copies(tmp_path, name, (original, replacement)) as copies:
+        out = run(copies["moe"], case, case.residual)
     with pytest.raises(AssertionError):
         assert_as_exact(out, eager, exact)
 
@@ -328,10 +355,10 @@ def test_a_mutated_kernel_that_takes_all_experts_at_once_is_noticed(
 ) -> None:
     case = moe_case(2, 40, 24, 6, 3, dtype=torch.float16)
     exact, eager = case.compute(torch.float64), case.compute(torch.float16)
-    with kernel_module("moe", tmp_path) as module:
-        assert_as_exact(run(module, case, case.residual), eager, exact)
-    with kernel_module("moe", tmp_path, change) as module:
-        out = run(module, case, case.residual)
+    with moe_copies(tmp_path) as copies:
+        assert_as_exact(run(copies["moe"], case, case.residual), eager, exact)
+    with moe_copies(tmp_path, "moe_direct", change) as copies:
+        out = run(copies["moe"], case, case.residual)
     with pytest.raises(AssertionError):
         assert_as_exact(out, eager, exact)
 
@@ -422,6 +449,23 @@ def test_a_layer_with_the_norm_behind_it(rows: int, tmp_path: Path) -> None:
     assert_as_exact(stream, eager, exact, slack=slack)
     exact_norm = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
     assert_as_exact(normed, F.rms_norm(eager, (40,), gain, 1e-5), exact_norm, slack=slack)
+
+
+def test_a_logit_that_is_no_number_is_not_hidden(tmp_path: Path) -> None:
+    """Each expert is chosen once all the same, and a row's shares are none."""
+    fresh_seed()
+    logits = torch.randn(4, 21)
+    logits[0, 3], logits[1, :], logits[2, 20] = float("nan"), float("nan"), float("inf")
+    logits[0, 4] = -torch.tensor(float("nan"))
+    with kernel_module("moe_route", tmp_path) as module:
+        for renormalise in (False, True):
+            alone = module.route(logits, 4, renormalise)
+            ids, shares, _ = module.route_and_sort(logits, 4, 16, renormalise=renormalise)
+            for found in (alone, (ids, shares)):
+                assert all(len(set(row)) == 4 for row in found[0].tolist())
+                assert found[1][:3].isnan().all()
+                expected = route_reference(logits[3:], 4, renormalise=renormalise)
+                torch.testing.assert_close(found[1][3:], expected.weights)
 
 
 @pytest.mark.parametrize("renormalise", [False, True])

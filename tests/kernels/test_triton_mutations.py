@@ -53,6 +53,7 @@ def check_route(module: ModuleType) -> None:
     """A number of experts that fills no block."""
     for renormalise in (False, True):
         logits = 3 * torch.randn(9, 21)
+        logits[5:] -= 20
         exact = route_reference(logits.double(), 4, renormalise=renormalise)
         ids, shares = module.route(logits, 4, renormalise)
         assert torch.equal(ids, exact.ids)
@@ -81,11 +82,10 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
                     "first = tl.max(tl.where(value == best, token, 0), axis=0)")),
         ("greedy", ("tl.where(num_bad > 0, -1, token)", "token")),
         ("moe_route", None),
-        ("moe_route", ("range(TOP_K):\n        best = tl.argmax(left, axis=0)",
-                       "range(TOP_K - 1):\n        best = tl.argmax(left, axis=0)")),
+        ("moe_route", ("for _ in range(TOP_K):", "for _ in range(TOP_K - 1):")),
         ("moe_route", ("exists = expert < experts", "exists = expert < experts - 8")),
-        ("moe_route", ("if RENORMALISE:\n        share = share / tl.sum(share, axis=0)",
-                       "if not RENORMALISE:\n        share = share / tl.sum(share, axis=0)")),
+        ("moe_route", ("if RENORMALISE else power", "if not RENORMALISE else power")),
+        ("moe_route", ("bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits")),
     ],
 )  # fmt: skip
 def test_the_checks_see_a_mutation(

@@ -223,7 +223,10 @@ def launch_shape(dtype: torch.dtype, dim: int) -> DecodeLaunchShape:
     """The launch shape for a head of `dim` elements of `dtype`."""
     if dtype == torch.float32:
         return DecodeLaunchShape(tile=16, warps=8)
-    return DecodeLaunchShape(tile=32 if dim > 128 else 64, warps=4)
+    if dim > 64:
+        return DecodeLaunchShape(tile=32 if dim > 128 else 64, warps=4)
+    # A tile of short rows is soon multiplied: what counts is how little warps wait for each other.
+    return DecodeLaunchShape(tile=64, warps=2)
 
 
 def num_stages(programs: int, splits: int, q: torch.Tensor) -> int:

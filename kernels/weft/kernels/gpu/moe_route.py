@@ -49,25 +49,38 @@ def _route_kernel(
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
+    expert = tl.arange(0, BLOCK)[None, :]
     exists = expert < experts
     values = tl.load(logits + row * experts + expert, mask=exists, other=float("-inf"))
-    power = tl.exp(values - tl.max(values, axis=0))
-    share = power / tl.sum(power, axis=0)
-    # Shares that are no numbers must not make an expert be chosen twice: places would stay empty.
-    share = tl.where(share == share, share, 0.0)
-    left = tl.where(exists, share, -1.0)
-    chosen = tl.zeros([BLOCK], tl.int32)
+    share, place = choose(values, exists, TOP_K, RENORMALISE)
+    tl.store(ids + row * TOP_K + place, expert, mask=place >= 0)
+    tl.store(shares + row * TOP_K + place, share, mask=place >= 0)
+
+
+@triton.jit
+def choose(
+    values: tl.tensor, exists: tl.tensor, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of logits [R, B] of rows the experts' shares, and each chosen one's place among the chosen of
+    its row in ascending order, else -1. A logit that is no number makes its row's shares none.
+    """
+    expert = tl.arange(0, values.shape[1])[None, :]
+    # As whole numbers in the order of the logits, the largest of which a warp finds with one
+    # instruction. Numbers that are none come first: left out, they would go unnoticed.
+    bits = values.to(tl.int32, bitcast=True)
+    left = tl.where(values == values, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    left = tl.where(exists, left, -0x7FFFFFFF)
+    chosen = tl.zeros_like(left)
     for _ in range(TOP_K):
-        best = tl.argmax(left, axis=0)
-        chosen = tl.where(expert == best, 1, chosen)
-        left = tl.where(expert == best, -2.0, left)
-    share = tl.where(chosen == 1, share, 0.0)
-    if RENORMALISE:
-        share = share / tl.sum(share, axis=0)
-    place = row * TOP_K + tl.cumsum(chosen, axis=0) - 1
-    tl.store(ids + place, expert, mask=chosen == 1)
-    tl.store(shares + place, share, mask=chosen == 1)
+        is_best = left == tl.max(left, axis=1)[:, None]
+        first = tl.min(tl.where(is_best, expert, 0x7FFFFFFF), axis=1)[:, None]
+        chosen = tl.where(expert == first, 1, chosen)
+        left = tl.where(expert == first, -0x80000000, left)
+    is_chosen = chosen == 1
+    power = tl.exp(values - tl.max(tl.where(is_chosen, values, float("-inf")), axis=1)[:, None])
+    counted = tl.where(is_chosen, power, 0.0) if RENORMALISE else power
+    share = power / tl.sum(counted, axis=1)[:, None]
+    return share, tl.where(is_chosen, tl.cumsum(chosen, axis=1) - 1, -1)
 
 
 def is_sorted_at_once(rows: int, experts: int) -> bool:
@@ -142,25 +155,13 @@ def _route_and_sort_kernel(
     at = row[:, None] * experts + expert[None, :]
     values = tl.load(logits + at, mask=is_row & exists, other=float("-inf"))
     values = tl.where(is_row, values, 0.0)
-    power = tl.exp(values - tl.max(values, axis=1)[:, None])
-    share = power / tl.sum(power, axis=1)[:, None]
-    # As in _route_kernel.
-    share = tl.where(share == share, share, 0.0)
-    left = tl.where(exists, share, -1.0)
-    chosen = tl.zeros([ROWS, BINS], tl.int32)
-    for _ in range(TOP_K):
-        is_best = expert[None, :] == tl.argmax(left, axis=1)[:, None]
-        chosen = tl.where(is_best, 1, chosen)
-        left = tl.where(is_best, -2.0, left)
-    chosen = tl.where(is_row, chosen, 0)
-    is_chosen = chosen == 1
-    share = tl.where(is_chosen, share, 0.0)
-    if RENORMALISE:
-        share = share / tl.sum(share, axis=1)[:, None]
-    pair = row[:, None] * TOP_K + tl.cumsum(chosen, axis=1) - 1
+    share, place_of = choose(values, exists & (row >= 0)[:, None], TOP_K, RENORMALISE)
+    is_chosen = is_row & (place_of >= 0)
+    pair = row[:, None] * TOP_K + place_of
     tl.store(ids + pair, tl.broadcast_to(expert[None, :], [ROWS, BINS]), mask=is_chosen)
     tl.store(shares + pair, share, mask=is_chosen)
 
+    chosen = is_chosen.to(tl.int32)
     total = tl.sum(chosen, axis=0)
     begin = tl.cumsum(total, axis=0) - total
     place = begin[None, :] + tl.cumsum(chosen, axis=0) - chosen

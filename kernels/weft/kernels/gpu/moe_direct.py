@@ -1,0 +1,197 @@
+"""The experts of few rows on a GPU.
+
+A program takes some columns of one pair of a row and an expert, or of all pairs of a row, and
+streams its part of their weights; nothing is sorted.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.decode_attention import num_multiprocessors
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
+from weft.kernels.lora import ExpertAddition
+
+MAX_DIRECT_ROWS = 8
+"""Most rows: up to here rows rarely share an expert, so that sorting gains nothing."""
+_MAX_TILE = 2048
+"""Elements of K that a program of gate and up takes at once."""
+_MAX_LASTING_PAIRS = 16
+"""Most pairs whose programs take column after column; those of more take one."""
+_LASTING_PER_SM = 8
+"""Such programs on each multiprocessor: as many as their registers allow."""
+_OUT_COLUMNS = 2
+_OUT_TILE = 1024
+_MAX_AT_ONCE = 1 << 13
+"""Experts of a row times elements of K up to which all of a program's columns are loaded at once.
+"""
+
+
+def direct_moe(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    residual: torch.Tensor | None,
+    lora: ExpertAddition | None,
+) -> torch.Tensor:
+    """`weft.kernels.gpu.moe.moe` of at most MAX_DIRECT_ROWS rows, in two launches."""
+    (rows, hidden), width, (pairs, top_k) = x.shape, w2.shape[2], (ids.numel(), ids.shape[1])
+    inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    options, added = launch_options(x.device), None
+    if lora is not None:
+        added = gate_up_additions(x, ids, width, w2.shape[0], lora, options)
+    parts, tile, is_whole = width, triton.next_power_of_2(hidden), hidden <= _MAX_TILE
+    if is_whole and pairs <= _MAX_LASTING_PAIRS:
+        parts = min(width, max(1, _LASTING_PER_SM * num_multiprocessors(x.device) // pairs))
+    _direct_inner_kernel[(pairs, parts)](
+        inner, x, w13, ids, added, width, K=hidden, TOP_K=top_k,
+        TILE=tile if is_whole else _MAX_TILE, num_warps=2 if is_whole else 4, **options,
+    )  # fmt: skip
+    tile, at_once = triton.next_power_of_2(width), triton.next_power_of_2(top_k)
+    is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
+    _direct_out_kernel[(rows, triton.cdiv(hidden, _OUT_COLUMNS))](
+        out, inner, w2, ids, shares, residual, hidden, K=width, TOP_K=top_k,
+        BLOCK_K=at_once if is_whole else 1, COLUMNS=_OUT_COLUMNS,
+        TILE=tile if is_whole else min(_OUT_TILE, tile), num_warps=4, **options,
+    )  # fmt: skip
+    if lora is not None:
+        down_additions(inner, ids, shares, hidden, w2.shape[0], lora, options, out)
+    return out
+
+
+@triton.jit
+def _direct_inner_kernel(
+    inner: tl.tensor,
+    x: tl.tensor,
+    w13: tl.tensor,
+    ids: tl.tensor,
+    added: tl.tensor,
+    width: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """inner[pair] = silu(gate of x[row]) * up of x[row], some columns of it.
+
+    While a column is summed the weights of the next one are on their way. They are read once: the
+    cache is to keep what is read again.
+    """
+    wait_for_last(IS_DEPENDENT)
+    # Only now: `_direct_out_kernel` reads ids and shares before its own wait.
+    release_next(IS_DEPENDENT)
+    pair = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, TILE)
+    gate_at = w13 + tl.load(ids + pair).to(tl.int64) * 2 * width * K
+    up_at = gate_at + tl.cast(width, tl.int64) * K
+    row = x + pair // TOP_K * K
+    begin = tl.program_id(1)
+    step = tl.num_programs(1)
+    if TILE >= K:
+        values = tl.load(row + part, mask=part < K, other=0.0).to(tl.float32)
+        gate = _once(gate_at + begin * K + part, part < K)
+        up = _once(up_at + begin * K + part, part < K)
+        for column in range(begin, width, step):
+            gate_sum, up_sum = tl.sum(gate * values, axis=0), tl.sum(up * values, axis=0)
+            later = column + step
+            # No row of the last column's next one.
+            is_next = part < tl.minimum(K, (width - later) * K)
+            gate = _once(gate_at + later * K + part, is_next)
+            up = _once(up_at + later * K + part, is_next)
+            _store_inner(inner, gate_sum, up_sum, added, pair, column, width)
+    else:
+        for column in range(begin, width, step):
+            gate_total = tl.zeros([TILE], tl.float32)
+            up_total = tl.zeros([TILE], tl.float32)
+            for start in tl.static_range(0, K, TILE):
+                at = start + part
+                values = tl.load(row + at, mask=at < K, other=0.0).to(tl.float32)
+                gate_total += values * _once(gate_at + column * K + at, at < K)
+                up_total += values * _once(up_at + column * K + at, at < K)
+            gate_sum, up_sum = tl.sum(gate_total, axis=0), tl.sum(up_total, axis=0)
+            _store_inner(inner, gate_sum, up_sum, added, pair, column, width)
+
+
+@triton.jit
+def _once(at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Elements that are not read again."""
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store_inner(
+    inner: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    added: tl.tensor,
+    pair: tl.tensor,
+    column: tl.tensor,
+    width: int,
+) -> None:
+    if added is not None:
+        added_at = added + pair * 2 * width + column
+        gate += tl.load(added_at).to(tl.float32)
+        up += tl.load(added_at + width).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty))
+
+
+@triton.jit
+def _direct_out_kernel(
+    out: tl.tensor,
+    inner: tl.tensor,
+    w2: tl.tensor,
+    ids: tl.tensor,
+    shares: tl.tensor,
+    residual: tl.tensor,
+    hidden: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """out[row] = residual[row] + share * down of inner, over the row's experts; BLOCK_K of them at
+    a time, all of whose weights are then on their way before `inner` is there.
+    """
+    release_next(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    last = tl.minimum(column, hidden - 1)
+    part = tl.arange(0, TILE)
+    if BLOCK_K > 1:
+        number = tl.arange(0, BLOCK_K)
+        pair = row * TOP_K + number
+        expert = tl.load(ids + pair, mask=number < TOP_K, other=0).to(tl.int64)
+        share = tl.load(shares + pair, mask=number < TOP_K, other=0.0)
+        mask = ((number < TOP_K)[:, None] & (part < K)[None, :])[:, None, :]
+        begin = w2 + (expert[:, None] * hidden + last[None, :]) * K
+        tiles = _once(begin[:, :, None] + part[None, None, :], mask)
+        wait_for_last(IS_DEPENDENT)
+        at = (pair[:, None] * K + part[None, :])[:, None, :]
+        values = tl.load(inner + at, mask=mask, other=0.0).to(tl.float32)
+        total = tl.sum(tiles.to(tl.float32) * (values * share[:, None, None]), axis=0)
+    else:
+        wait_for_last(IS_DEPENDENT)
+        total = tl.zeros([COLUMNS, TILE], tl.float32)
+        for number in range(TOP_K):
+            pair = row * TOP_K + number
+            expert = tl.load(ids + pair).to(tl.int64)
+            share = tl.load(shares + pair)
+            begin = w2 + (expert * hidden + last) * K
+            for start in range(0, K, TILE):
+                at = start + part
+                values = tl.load(inner + pair * K + at, mask=at < K, other=0.0).to(tl.float32)
+                tile = _once(begin[:, None] + at[None, :], (at < K)[None, :])
+                total += (values * share)[None, :] * tile
+    result = tl.sum(total, axis=1)
+    mask = column < hidden
+    if residual is not None:
+        result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + column, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,197 @@
+"""Products of pairs that are sorted by expert and cut into blocks, on a GPU.
+
+A program multiplies one block by one tile of its expert's weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
+from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.moe_sort import Blocks
+from weft.kernels.gpu.moe_tiles import Tiles
+
+MIN_COPIED_ROWS = 128
+"""Pairs of a block from which on the copy engine fetches weights: loads cost registers there."""
+MIN_HALVED_ROWS = 128
+"""Pairs of a block from which on a block of at most half as many is multiplied as half of one: of
+fewer, tensor cores take no less time.
+"""
+
+
+def multiply_sorted(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    shares: torch.Tensor,
+    blocks: Blocks,
+    added: torch.Tensor | None,
+    tiles: Tiles,
+    top_k: int,
+    options: LaunchOptions,
+    *,
+    is_gated: bool,
+    is_raw: bool = False,
+) -> None:
+    """Multiplies sorted pairs with their experts' weights.
+
+    Args:
+        out: [P, I] or [P, 2 * I] for gate and up, else [P, H].
+        x: [T, H] for gate and up, else [P, I].
+        weight: [E, 2 * I, H], rows of gate first, or [E, H, I].
+        shares: [T, k] float32, each pair's; not read for gate and up.
+        blocks: The pairs in blocks of `tiles.rows`.
+        added: [P, 2 * I], added to gate and up, or None.
+        tiles: How pairs and columns are cut.
+        top_k: Pairs of each row of `x`.
+        options: Launch options.
+        is_gated: Gate and up: silu(gate) * up is written.
+        is_raw: Gate and up are written as they are, side by side.
+    """
+    experts, columns, depth = weight.shape
+    columns = columns // 2 if is_gated else columns
+    tile = tiles.up if is_gated else tiles.down
+    # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
+    inner = min(tile.depth * 2 // x.dtype.itemsize, triton.next_power_of_2(depth))
+    weight_tiles = None
+    flat = weight.view(-1, depth)
+    if tiles.rows >= MIN_COPIED_ROWS and can_copy(flat):
+        weight_tiles = copied_tiles(flat, tile.columns, inner)
+    # Programs that run together share a block's rows and an expert's weights in the cache.
+    _sorted_kernel[(triton.cdiv(columns, tile.columns), blocks.expert.shape[0])](
+        out, x, weight, weight_tiles, shares, *blocks, added, columns, experts, K=depth,
+        TOP_K=top_k, IS_GATED=is_gated, IS_RAW=is_raw, ROWS=tiles.rows,
+        HALF_ROWS=tiles.rows // 2 if tiles.rows >= MIN_HALVED_ROWS else 0, COLUMNS=tile.columns,
+        TILE=inner, IS_EXACT=x.dtype == torch.float32,
+        num_warps=tile.warps, num_stages=tile.stages, **options,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sorted_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    weight_tiles: tl.tensor_descriptor,
+    shares: tl.tensor,
+    order: tl.tensor,
+    block_expert: tl.tensor,
+    block_begin: tl.tensor,
+    block_end: tl.tensor,
+    added: tl.tensor,
+    columns: int,
+    experts: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_RAW: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+) -> None:
+    """Multiplies one block of pairs by one tile of columns; pair p reads row p // TOP_K of x.
+
+    Raw: gate and up, side by side; gated: silu(gate) * up; else the product times the pair's share.
+    """
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    block = tl.program_id(1)
+    expert = tl.load(block_expert + block).to(tl.int64)
+    if expert >= experts:
+        return
+    begin = tl.load(block_begin + block)
+    end = tl.load(block_end + block)
+    # An expert's last block is multiplied as half of one if it has no more pairs.
+    if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
+        _multiply_block(
+            out, x, weight, weight_tiles, shares, order, added, columns, expert, begin, end,
+            K, TOP_K, IS_GATED, IS_RAW, HALF_ROWS, COLUMNS, TILE, IS_EXACT,
+        )  # fmt: skip
+    else:
+        _multiply_block(
+            out, x, weight, weight_tiles, shares, order, added, columns, expert, begin, end,
+            K, TOP_K, IS_GATED, IS_RAW, ROWS, COLUMNS, TILE, IS_EXACT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _multiply_block(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    weight_tiles: tl.tensor_descriptor,
+    shares: tl.tensor,
+    order: tl.tensor,
+    added: tl.tensor,
+    columns: int,
+    expert: tl.tensor,
+    begin_place: tl.tensor,
+    end_place: tl.tensor,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_RAW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+) -> None:
+    """The part of `_sorted_kernel` for a block of at most ROWS pairs."""
+    place = begin_place + tl.arange(0, ROWS)
+    is_pair = place < end_place
+    pair = tl.load(order + place, mask=is_pair, other=0).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_out = column < columns
+    part = tl.arange(0, TILE)
+    row_at = x + (pair // TOP_K * K)[:, None]
+    weight_rows = columns * 2 if IS_GATED else columns
+    begin = weight + ((expert * weight_rows + tl.minimum(column, columns - 1)) * K)[:, None]
+    up_at = begin + tl.cast(columns, tl.int64) * K
+    first = expert.to(tl.int32) * weight_rows + tl.program_id(0) * COLUMNS
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, TILE):
+        at = (start + part)[None, :]
+        values = tl.load(row_at + at, mask=is_pair[:, None] & (at < K), other=0.0)
+        if weight_tiles is not None:
+            # Of columns that do not exist it fetches another expert's, which are not stored.
+            tile = weight_tiles.load([first, start])
+        else:
+            tile = tl.load(begin + at, mask=at < K, other=0.0)
+        product = _dot(values, tile, product, IS_EXACT)
+        if IS_GATED:
+            if weight_tiles is not None:
+                tile = weight_tiles.load([first + columns, start])
+            else:
+                tile = tl.load(up_at + at, mask=at < K, other=0.0)
+            up = _dot(values, tile, up, IS_EXACT)
+    mask = is_pair[:, None] & in_out[None, :]
+    out_width = columns
+    if IS_RAW:
+        out_width = 2 * columns
+        at = pair[:, None] * out_width + column[None, :] + columns
+        tl.store(out + at, up.to(out.dtype.element_ty), mask=mask)
+    elif IS_GATED:
+        if added is not None:
+            added_at = added + (pair * 2 * columns)[:, None] + column[None, :]
+            product += tl.load(added_at, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(added_at + columns, mask=mask, other=0.0).to(tl.float32)
+        product = product / (1.0 + tl.exp(-product)) * up
+    else:
+        product *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]
+    at = pair[:, None] * out_width + column[None, :]
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dot(values: tl.tensor, tile: tl.tensor, total: tl.tensor, IS_EXACT: tl.constexpr) -> tl.tensor:
+    if IS_EXACT:
+        total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
+    else:
+        total = tl.dot(values, tl.trans(tile), total)
+    return total
