@@ -79,7 +79,8 @@ def decode_attention(
         ancestors: [T] int64 where rows form trees (`weft.kernels.attention.paged_attention`), or
             None.
         earlier_rows: Earlier rows of each tree; 0 with a window.
-        is_settled: `cu_q_lens` and `kv_lens` may be read before the last kernel has ended.
+        is_settled: `page_table`, `cu_q_lens`, `kv_lens` and what requests have in the pool before
+            their rows in this step may be read before the last kernel has ended.
 
     Raises:
         ValueError: `first_position` or `earlier_rows` beside a window.
@@ -91,7 +92,7 @@ def decode_attention(
     kv_heads, page_size = pool.shape[1], pool.shape[4]
     group = heads // kv_heads
     is_float32 = q.dtype == torch.float32
-    tile, warps = launch_shape(q.dtype, dim)
+    tile, warps = launch_shape(q.dtype, dim, max_rows)
     block_rows = rows_of_program(q.dtype, group, max_rows)
     # What tensor cores take at least.
     block_group = max(1 if is_float32 else 16, triton.next_power_of_2(block_rows * group))
@@ -129,6 +130,8 @@ def decode_attention(
         splits,
         earlier_rows,
         IS_SETTLED=is_settled,
+        # Programs that fill the device have other loads to wait for.
+        IS_EARLY=is_settled and splits > 1,
         IS_UNIFORM=is_uniform,
         IS_SPLIT=splits > 1,
         IS_SUMMED=is_float32 and ancestors is None,
@@ -219,14 +222,13 @@ def num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch_shape(dtype: torch.dtype, dim: int) -> DecodeLaunchShape:
-    """The launch shape for a head of `dim` elements of `dtype`."""
+def launch_shape(dtype: torch.dtype, dim: int, max_rows: int) -> DecodeLaunchShape:
+    """The launch shape for heads of `dim` elements of `dtype`, of at most `max_rows` a request."""
     if dtype == torch.float32:
         return DecodeLaunchShape(tile=16, warps=8)
-    if dim > 64:
-        return DecodeLaunchShape(tile=32 if dim > 128 else 64, warps=4)
-    # A tile of short rows is soon multiplied: what counts is how little warps wait for each other.
-    return DecodeLaunchShape(tile=64, warps=2)
+    # A tile of one short row is soon multiplied: fewer warps wait less for each other.
+    is_short = dim <= 64 and max_rows == 1
+    return DecodeLaunchShape(tile=32 if dim > 128 else 64, warps=2 if is_short else 4)
 
 
 def num_stages(programs: int, splits: int, q: torch.Tensor) -> int:
@@ -280,6 +282,7 @@ def _decode_kernel(
     earlier_rows: int,
     IS_DEPENDENT: tl.constexpr,
     IS_SETTLED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_SUMMED: tl.constexpr,
@@ -313,10 +316,6 @@ def _decode_kernel(
         first_row = tl.load(cu_q_lens + request)
         q_len = tl.load(cu_q_lens + request + 1) - first_row
     kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
-    if IS_SETTLED:
-        wait_for_last(IS_DEPENDENT)
-    if (q_len <= block) | (q_len > ROWS):
-        return
     if WINDOW > 0:
         first_seen = _first_seen(kv_len, q_len, WINDOW)
         walk = first_seen // TILE * TILE
@@ -326,12 +325,29 @@ def _decode_kernel(
     length = tl.cdiv(tl.cdiv(kv_len - walk, TILE), splits) * TILE
     begin = walk + split * length
     end = tl.minimum(begin + length, kv_len)
+
+    table = page_table + request.to(tl.int64) * table_stride
+    column = tl.arange(0, BLOCK_DIM)
+    in_dim = column < DIM
+    first = begin + tl.arange(0, TILE)
+    if IS_EARLY:
+        # Of the first tile what earlier steps have written comes while the last kernel ends.
+        there = tl.where(q_len <= ROWS, end, begin)
+        page = tl.load(table + first // PAGE_SIZE, mask=first < there, other=0)
+        is_old = _is_seen(first, there, first_seen, FIRST_POSITION, WINDOW)
+        is_old = (is_old & (first < kv_len - q_len))[:, None] & in_dim[None, :]
+        k_at = _k_at(pool, page, first, kv_head, layer, column, KV_HEADS, LAYERS, PAGE_SIZE, DIM)
+        first_keys = tl.load(k_at, mask=is_old, other=0.0)
+        first_values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_old, other=0.0)
+    if IS_SETTLED:
+        wait_for_last(IS_DEPENDENT)
+    if (q_len <= block) | (q_len > ROWS):
+        return
     if IS_SPLIT & (begin >= end):
         return
 
     # Of each row of the request the heads of this KV head.
     member = tl.arange(0, BLOCK_GROUP)
-    column = tl.arange(0, BLOCK_DIM)
     in_request = block + member // GROUP
     num_rows = q_len
     if ROWS > BLOCK_ROWS:
@@ -339,7 +355,6 @@ def _decode_kernel(
     is_there = member < num_rows * GROUP
     head = kv_head * GROUP + member % GROUP
     row = first_row.to(tl.int64) + in_request
-    in_dim = column < DIM
     mask = is_there[:, None] & in_dim[None, :]
     heads = KV_HEADS * GROUP
     q_at = (row * heads + head)[:, None] * DIM + column[None, :]
@@ -348,7 +363,6 @@ def _decode_kernel(
     largest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
     mixed = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
-    table = page_table + request.to(tl.int64) * table_stride
     last_seen = kv_len - q_len + in_request
     at, words, root = last_seen, None, kv_len - q_len
     if ancestors is not None:
@@ -356,44 +370,30 @@ def _decode_kernel(
         words = tl.load(ancestors + row, mask=is_there, other=-1).to(tl.int32)
         if WINDOW > 0:
             at = root + _depth(words, last_seen - root)
+    if IS_EARLY:
+        # Always so: with a branch fewer registers are needed.
+        if begin < end:
+            is_seen = _is_seen(first, end, first_seen, FIRST_POSITION, WINDOW)
+            is_new = (is_seen & (first >= kv_len - q_len))[:, None] & in_dim[None, :]
+            keys = tl.load(k_at, mask=is_new, other=first_keys)
+            values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_new, other=first_values)
+            largest, total, mixed = _take_tile(
+                largest, total, mixed, query, keys, values, first, is_seen, scale, begin, last_seen,
+                at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION, WINDOW,
+            )  # fmt: skip
+        begin += TILE
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
-        is_seen = position < end
-        if FIRST_POSITION > 0:
-            is_seen &= position >= FIRST_POSITION
-        if WINDOW > 0:
-            is_seen &= position >= first_seen
-        page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
-        # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
-        matrix = ((page * KV_HEADS + kv_head) * LAYERS + layer) * 2
-        kv_row = matrix * PAGE_SIZE + position % PAGE_SIZE
-        kv_at = pool + kv_row[:, None] * DIM + column[None, :]
+        is_seen = _is_seen(position, end, first_seen, FIRST_POSITION, WINDOW)
+        page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0)
+        k_at = _k_at(pool, page, position, kv_head, layer, column, KV_HEADS, LAYERS, PAGE_SIZE, DIM)
         kv_mask = is_seen[:, None] & in_dim[None, :]
-        keys = tl.load(kv_at, mask=kv_mask, other=0.0)
-        if IS_SUMMED:
-            # Summed as a tree: a product's chain over the head would lose too much of float32.
-            scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
-        else:
-            scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        if ROWS == 1:
-            # As in _hide.
-            hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
-            scores = tl.where(is_seen[None, :], scores, hidden)
-        elif IS_ALIKE:
-            # Tiles before all of the rows are seen by each of them.
-            if start + TILE > root:
-                scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW)
-        else:
-            scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW)
-        values = tl.load(kv_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        # Scaled after the subtraction, which loses nothing among the scores that matter.
-        shrink = tl.exp2((largest - new_largest) * scale)
-        weights = tl.exp2((scores - new_largest[:, None]) * scale)
-        total = total * shrink + tl.sum(weights, axis=1)
-        mixed = mixed * shrink[:, None]
-        mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        largest = new_largest
+        keys = tl.load(k_at, mask=kv_mask, other=0.0)
+        values = tl.load(k_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
+        largest, total, mixed = _take_tile(
+            largest, total, mixed, query, keys, values, position, is_seen, scale, start, last_seen,
+            at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION, WINDOW,
+        )  # fmt: skip
 
     if IS_SPLIT:
         place = request.to(tl.int64)
@@ -409,6 +409,92 @@ def _decode_kernel(
         if (ROWS > 1) & (FIRST_POSITION > 0):
             mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
         tl.store(partial + q_at, mixed.to(partial.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _is_seen(
+    position: tl.tensor,
+    end: tl.tensor,
+    first_seen: tl.tensor,
+    FIRST_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tl.tensor:
+    """Which positions of a tile some row of the request may see."""
+    is_seen = position < end
+    if FIRST_POSITION > 0:
+        is_seen &= position >= FIRST_POSITION
+    if WINDOW > 0:
+        is_seen &= position >= first_seen
+    return is_seen
+
+
+@triton.jit
+def _k_at(
+    pool: tl.tensor,
+    page: tl.tensor,
+    position: tl.tensor,
+    kv_head: tl.tensor,
+    layer: int,
+    column: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """Where K of positions is; V is one page's rows behind it."""
+    # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
+    matrix = ((page.to(tl.int64) * KV_HEADS + kv_head) * LAYERS + layer) * 2
+    kv_row = matrix * PAGE_SIZE + position % PAGE_SIZE
+    return pool + kv_row[:, None] * DIM + column[None, :]
+
+
+@triton.jit
+def _take_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    position: tl.tensor,
+    is_seen: tl.tensor,
+    scale: float,
+    start: tl.tensor,
+    last_seen: tl.tensor,
+    at: tl.tensor,
+    words: tl.tensor,
+    root: tl.tensor,
+    IS_SUMMED: tl.constexpr,
+    IS_ALIKE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Each member's largest score, sum of weights and weighed sum of V, with one more tile."""
+    if IS_SUMMED:
+        # Summed as a tree: a product's chain over the head would lose too much of float32.
+        scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
+    else:
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if ROWS == 1:
+        # As in _hide.
+        hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
+        scores = tl.where(is_seen[None, :], scores, hidden)
+    elif IS_ALIKE:
+        # Tiles before all of the rows are seen by each of them.
+        if start + TILE > root:
+            scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW)
+    else:
+        scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW)
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    # Scaled after the subtraction, which loses nothing among the scores that matter.
+    shrink = tl.exp2((largest - new_largest) * scale)
+    weights = tl.exp2((scores - new_largest[:, None]) * scale)
+    total = total * shrink + tl.sum(weights, axis=1)
+    mixed = mixed * shrink[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_largest, total, mixed
 
 
 @triton.jit

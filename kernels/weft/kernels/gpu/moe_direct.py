@@ -45,12 +45,14 @@ def direct_moe(
     options, added = launch_options(x.device), None
     if lora is not None:
         added = gate_up_additions(x, ids, width, w2.shape[0], lora, options)
-    parts, tile, is_whole = width, triton.next_power_of_2(hidden), hidden <= _MAX_TILE
+    tile, is_whole = triton.next_power_of_2(hidden), hidden <= _MAX_TILE
+    parts, warps = width, 4
     if is_whole and pairs <= _MAX_LASTING_PAIRS:
+        warps = 2
         parts = min(width, max(1, _LASTING_PER_SM * num_multiprocessors(x.device) // pairs))
     _direct_inner_kernel[(pairs, parts)](
         inner, x, w13, ids, added, width, K=hidden, TOP_K=top_k,
-        TILE=tile if is_whole else _MAX_TILE, num_warps=2 if is_whole else 4, **options,
+        TILE=tile if is_whole else _MAX_TILE, num_warps=warps, **options,
     )  # fmt: skip
     tile, at_once = triton.next_power_of_2(width), triton.next_power_of_2(top_k)
     is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
