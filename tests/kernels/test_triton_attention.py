@@ -180,7 +180,7 @@ def test_the_checks_see_a_mutation(
 ) -> None:
     is_decode = module_name == "decode_attention"
     # Enough requests for splits of several tiles.
-    lengths = [(1, 250), (1, 33), *[(1, 90)] * 5] if is_decode else [(20, 100), (2, 70)]
+    lengths = [(1, 250), (1, 34), *[(1, 90)] * 5] if is_decode else [(20, 100), (2, 70)]
     case = make_case(Geometry(2, 1, 16, 16), lengths, torch.float32)
     run = decode if is_decode else extend
     with (
