@@ -89,7 +89,8 @@ def test_log_probabilities_of_prompts_equal_transformers(tiny: Path, cuda_graphs
         assert sample.token_ids == before.token_ids
         assert [entry.token_id for entry in sample.prompt_logprobs] == prompt[1:]
         wanted = reference_logits(model, prompt[:1], prompt[1:]).log_softmax(-1)
-        for entry, row in zip(sample.prompt_logprobs, wanted, strict=True):
+        # Of a prompt of one token, which has no scores, the reference's only row is left out.
+        for entry, row in zip(sample.prompt_logprobs, wanted[: len(prompt) - 1], strict=True):
             assert abs(entry.logprob - float(row[entry.token_id])) < 1e-3
             tops = [value for _, value in entry.top]
             assert tops == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)

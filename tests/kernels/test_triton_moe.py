@@ -70,7 +70,7 @@ def test_few_rows_that_no_program_takes_whole(rows: int, tmp_path: Path) -> None
     fresh_seed()
     case = moe_case(rows, 70, 24, 6, 3)
     with moe_copies(tmp_path) as copies:
-        copies["moe_direct"]._MAX_TILE = 32
+        copies["moe_direct"]._MAX_TILE = copies["moe_direct"]._PART = 32
         out = run(copies["moe"], case, case.residual)
     assert_as_exact(out, case.compute(torch.float32), case.compute(torch.float64))
 

@@ -7,7 +7,6 @@ order, so the result of a request depends on its length and on the number of spl
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.multiprocessors import num_multiprocessors
 
 
 class DecodeLaunchShape(NamedTuple):
@@ -115,6 +115,10 @@ def decode_attention(
         parts = (requests * max_rows, heads, splits)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
+    # Programs that fill the device have other loads to wait for.
+    is_early = is_settled and splits > 1
+    # A first tile that comes early takes a few registers more than four programs have.
+    is_capped = is_early and warps == 4 and block_group == 16 and dim <= 128
     _decode_kernel[(kv_heads, blocks, splits)](
         partial,
         sums,
@@ -130,8 +134,7 @@ def decode_attention(
         splits,
         earlier_rows,
         IS_SETTLED=is_settled,
-        # Programs that fill the device have other loads to wait for.
-        IS_EARLY=is_settled and splits > 1,
+        IS_EARLY=is_early,
         IS_UNIFORM=is_uniform,
         IS_SPLIT=splits > 1,
         IS_SUMMED=is_float32 and ancestors is None,
@@ -152,6 +155,7 @@ def decode_attention(
         WINDOW=window or 0,
         num_warps=warps,
         num_stages=num_stages(programs, splits, q),
+        **({"maxnreg": 128} if is_capped else {}),
         **launch_options(q.device),
     )
     if splits > 1:
@@ -212,14 +216,6 @@ def num_splits(pairs: int, tiles: int, device: torch.device) -> int:
         return 1
     wanted = _PROGRAMS_PER_SM * multiprocessors
     return max(1, min(wanted // pairs, tiles, MAX_SPLITS))
-
-
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU; 4 for other devices (Triton's interpreter)."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def launch_shape(dtype: torch.dtype, dim: int, max_rows: int) -> DecodeLaunchShape:

@@ -14,7 +14,6 @@ import math
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.decode_attention import num_multiprocessors
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.extend_attention import (
     attend_tile,
@@ -23,6 +22,7 @@ from weft.kernels.gpu.extend_attention import (
     request_of_tile,
     window_of_rows,
 )
+from weft.kernels.gpu.multiprocessors import num_multiprocessors
 
 SEGMENT = 1024
 """Positions; of all models and steps, for results depend on it. A multiple of every tile."""

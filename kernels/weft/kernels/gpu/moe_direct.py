@@ -9,19 +9,20 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.decode_attention import num_multiprocessors
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
+from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.lora import ExpertAddition
 
 MAX_DIRECT_ROWS = 8
 """Most rows: up to here rows rarely share an expert, so that sorting gains nothing."""
-_MAX_TILE = 2048
-"""Elements of K that a program of gate and up takes at once."""
-_MAX_LASTING_PAIRS = 16
-"""Most pairs whose programs take column after column; those of more take one."""
-_LASTING_PER_SM = 8
-"""Such programs on each multiprocessor: as many as their registers allow."""
+_MAX_TILE = 1 << 13
+"""Elements of K up to which a program of gate and up takes whole columns, one after the other."""
+_ELEMENTS_PER_WARP = 1024
+_WARPS_PER_SM = 16
+"""Of such programs, on each multiprocessor: as many as their registers allow."""
+_PART = 2048
+"""Elements of longer columns that are taken at once."""
 _OUT_COLUMNS = 2
 _OUT_TILE = 1024
 _MAX_AT_ONCE = 1 << 13
@@ -45,14 +46,15 @@ def direct_moe(
     options, added = launch_options(x.device), None
     if lora is not None:
         added = gate_up_additions(x, ids, width, w2.shape[0], lora, options)
-    tile, is_whole = triton.next_power_of_2(hidden), hidden <= _MAX_TILE
-    parts, warps = width, 4
-    if is_whole and pairs <= _MAX_LASTING_PAIRS:
-        warps = 2
-        parts = min(width, max(1, _LASTING_PER_SM * num_multiprocessors(x.device) // pairs))
+    tile, parts, warps = _PART, width, 4
+    if hidden <= _MAX_TILE:
+        tile = triton.next_power_of_2(hidden)
+        warps = max(2, tile // _ELEMENTS_PER_WARP)
+        programs = _WARPS_PER_SM // warps * num_multiprocessors(x.device)
+        parts = min(width, max(1, programs // pairs))
     _direct_inner_kernel[(pairs, parts)](
         inner, x, w13, ids, added, width, K=hidden, TOP_K=top_k,
-        TILE=tile if is_whole else _MAX_TILE, num_warps=warps, **options,
+        TILE=tile, num_warps=warps, **options,
     )  # fmt: skip
     tile, at_once = triton.next_power_of_2(width), triton.next_power_of_2(top_k)
     is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
