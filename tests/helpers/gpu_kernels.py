@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 from weft import kernels
 
 SOURCES = Path(kernels.__path__[0]) / "gpu"
@@ -67,3 +69,33 @@ def kernel_module(
     module.__dict__["torch"] = PoisonedTorch()
     yield module
     del sys.modules[spec.name]
+
+
+def change_kernels(
+    patch: pytest.MonkeyPatch, module: ModuleType, folder: Path, change: tuple[str, str]
+) -> None:
+    """Puts the kernels of a changed copy of a module of `weft.kernels.gpu` in place of its own.
+
+    Also where other modules call them.
+    """
+    with kernel_module(module.__name__.rpartition(".")[2], folder, change) as copy:
+        kernels_of = {
+            name: value
+            for name, value in vars(copy).items()
+            if isinstance(value, InterpretedFunction)
+        }
+    for name, value in kernels_of.items():
+        own = getattr(module, name)
+        for user in list(sys.modules.values()):
+            if getattr(user, "__name__", "").startswith("weft.") and vars(user).get(name) is own:
+                patch.setattr(user, name, value)
+
+
+def notices(check: Callable[[], None], turns: int = 10) -> bool:
+    """Whether a check fails: some of its random cases may not show a fault."""
+    for _ in range(turns):
+        try:
+            check()
+        except AssertionError:
+            return True
+    return False

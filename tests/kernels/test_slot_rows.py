@@ -3,10 +3,13 @@ interpreter runs, against plain loops."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from gpu_kernels import change_kernels, notices
 from kernel_checks import fresh_seed
 from weft.kernels import slot_rows
 from weft.kernels.gpu import slot_rows as gpu_slot_rows
@@ -48,3 +51,21 @@ def test_other_rows_are_refused() -> None:
         gpu_slot_rows.take_rows(rows, *[rows] * 4)
     with pytest.raises(ValueError, match="do not fit"):
         gpu_slot_rows.put_rows(odd, rows, torch.zeros(2, 4, dtype=torch.float16), rows)
+
+
+@pytest.mark.parametrize("check", [test_rows_of_tables_of_all_kinds, test_rows_are_put_elsewhere])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("range(0, width, BLOCK)", "range(0, width - BLOCK, BLOCK)"),
+        ("mask = column < width", "mask = column < width - 1"),
+    ],
+)
+def test_a_mutated_kernel_is_noticed(
+    check: Callable[[ModuleType], None],
+    change: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change_kernels(monkeypatch, gpu_slot_rows, tmp_path, change)
+    assert notices(lambda: check(gpu_slot_rows))

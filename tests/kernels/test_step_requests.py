@@ -4,11 +4,13 @@ Triton's interpreter runs, against what the host would have sent."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from gpu_kernels import change_kernels, notices
 from kernel_checks import fresh_seed
 from weft.engine.runner.ragged_columns import RaggedColumns, requests_size, write_requests
 from weft.engine.runner.step import StepArrays, StepRequests
@@ -94,3 +96,18 @@ def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
         before = wanted.clone()
         module.expand_requests(columns.views(wanted), torch.from_numpy(table), page_size, SLOTS + 1)
         assert torch.equal(wanted, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("(rest < num_rows)", "(rest < num_rows - 1)"),
+        ("tl.where((start < 0) | (count == 0), 0, start + count)", "start + count"),
+        ("tl.where(other < request, all_counts, 0)", "tl.where(other <= request, all_counts, 0)"),
+    ],
+)
+def test_a_mutated_kernel_is_noticed(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_kernels(monkeypatch, gpu_step_requests, tmp_path, change)
+    assert notices(lambda: test_a_step_is_what_the_host_would_lay_out(gpu_step_requests))

@@ -4,10 +4,13 @@ Triton's interpreter runs, against plain loops."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from gpu_kernels import change_kernels, notices
 from kernel_checks import fresh_seed
 from weft.kernels import step_rows
 from weft.kernels.gpu import step_rows as gpu_step_rows
@@ -128,3 +131,26 @@ def test_chains_leave_pages_that_are_not_theirs_alone(module: ModuleType) -> Non
             assert positions[step, request] == position
             assert places[step, request] == place
             assert kv_lens[step, request] == position + 1
+
+
+@pytest.mark.parametrize(
+    ("check", "change"),
+    [
+        (test_late_rows_go_on_where_the_step_before_ended,
+         ("mask=row < count, other=-1", "mask=row < count - 1, other=-1")),
+        (test_late_rows_go_on_where_the_step_before_ended,
+         ("behind = source // slots", "behind = source // slots + 1")),
+        (test_drafts_are_followed_as_far_as_they_are_right,
+         ("(found != draft) | (then < 0)", "found != draft")),
+        (test_chains_leave_pages_that_are_not_theirs_alone,
+         ("tl.where(wanted < limit, page", "tl.where(wanted <= limit, page")),
+    ],
+)  # fmt: skip
+def test_a_mutated_kernel_is_noticed(
+    check: Callable[[ModuleType], None],
+    change: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change_kernels(monkeypatch, gpu_step_rows, tmp_path, change)
+    assert notices(lambda: check(gpu_step_rows))

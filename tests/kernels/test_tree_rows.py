@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from gpu_kernels import change_kernels, notices
 from kernel_checks import fresh_seed
 from tree_cases import path_to, random_parents, words_of
 from weft.kernels import step_rows, tree_rows
@@ -174,3 +177,22 @@ def test_rows_of_trees_that_only_the_device_knows(module: ModuleType) -> None:
     module.resolve_rows(step, *columns, known, table, page_size)
     for found, expected in zip(step, wanted, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("is_move", "change"),
+    [
+        (False, ("(parent == reached) & (draft == token)", "parent == reached")),
+        (False, ("(own[None, :] < own[:, None])", "(own[None, :] + 1 < own[:, None])")),
+        (True, ("(line < lines)[:, None]", "(line < lines - 1)[:, None]")),
+        (True, ("step = 1\n    while", "step = 4\n    while")),
+    ],
+)
+def test_a_mutated_kernel_is_noticed(
+    is_move: bool, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = partial(test_the_path_that_was_drawn_is_followed, gpu_tree_rows)
+    if is_move:
+        check = partial(test_paths_move_to_where_chains_lie, gpu_tree_rows, torch.float32)
+    change_kernels(monkeypatch, gpu_tree_rows, tmp_path, change)
+    assert notices(check)

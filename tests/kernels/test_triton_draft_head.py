@@ -5,12 +5,14 @@ Rows and requests are padded as captured graphs pad them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from gpu_kernels import change_kernels, notices
 from kernel_checks import fresh_seed
 from tree_cases import random_parents, words_of
 from weft.kernels import cpu, draft_head
@@ -237,3 +239,23 @@ def test_rows_of_decode_steps() -> None:
     draft_head._keep_last(g, rows, kept)
     draft_rows.keep_last(g, rows, other)
     assert torch.equal(other, kept)
+
+
+@pytest.mark.parametrize(
+    ("check", "change"),
+    [
+        (test_entries_and_chains, ("tl.where(row == first, kept_width, 0)", "kept_width")),
+        (test_entries_and_chains, ("at = row_before * width", "at = row.to(tl.int64) * width")),
+        (test_rows_of_trees_follow_their_parents,
+         ("tl.where(word < 0, row - 1,", "tl.where(word < 0, row,")),
+        (test_rows_of_decode_steps, ("if end == tl.load(", "if end - 1 == tl.load(")),
+    ],
+)  # fmt: skip
+def test_a_mutated_kernel_is_noticed(
+    check: Callable[[], None],
+    change: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change_kernels(monkeypatch, draft_rows, tmp_path, change)
+    assert notices(check)

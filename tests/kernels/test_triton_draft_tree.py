@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from gpu_kernels import change_kernels, notices
 from kernel_checks import fresh_seed
 from weft.kernels.draft_tree import (
     DraftTrees,
@@ -132,3 +134,19 @@ def test_of_equal_scores_parents_come_first() -> None:
             0b101001,
             0b1000001,
         ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("mask = column < vocab_size", "mask = column < vocab_size - 700"),
+        ("is_child = child < PARENTS * WIDTH", "is_child = child < PARENTS * WIDTH - 1"),
+        ("own_rank + 1, 62", "own_rank, 62"),
+        ("rank < num_nodes", "rank < num_nodes - 1"),
+    ],
+)
+def test_a_mutated_kernel_is_noticed(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_kernels(monkeypatch, gpu, tmp_path, change)
+    assert notices(lambda: test_levels_and_what_is_kept(4, 6, 5000))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from gpu_kernels import change_kernels, notices
 from kernel_checks import assert_as_exact, fresh_seed
 from lora_cases import LoraCase, draw_slots, make_lora, poison_new_memory, segments_of
+from weft.kernels.gpu import lora_fold
 from weft.kernels.gpu.lora import Ranks
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import LoraAddition
@@ -119,3 +122,18 @@ def test_the_activation_brings_the_ranks_of_down(ranks: list[int]) -> None:
     add_all(right, to_down, activation, slots)
     add_all(of_torch, to_down, activation, slots)
     assert_as_exact(stream, of_torch, right)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("range(AT_ONCE, 8 * count, AT_ONCE)", "range(AT_ONCE, 8 * count - AT_ONCE, AT_ONCE)"),
+        ("* 8 + rank % 8", "* 8 + (rank + 1) % 8"),
+        ("(number < SUMS) & is_rank", "(number < SUMS - 1) & is_rank"),
+    ],
+)
+def test_a_mutated_addition_is_noticed(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_kernels(monkeypatch, lora_fold, tmp_path, change)
+    assert notices(lambda: test_a_norm_adds_to_what_it_normalises(21, 72, False, MANY_RANKS))

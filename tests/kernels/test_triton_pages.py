@@ -105,3 +105,24 @@ def test_a_dropped_last_tile_is_seen(tmp_path: Path) -> None:
     with kernel_module("page_ops", tmp_path, change) as module:
         module.gather_rows(words(pool), pages, out.view(torch.int32))
     assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("tl.store(rows + page * num_words", "tl.store(rows + row * num_words"),
+        (
+            "grid = (len(pages) * parts,)\n    _scatter",
+            "grid = (len(pages) * parts - 1,)\n    _scatter",
+        ),
+    ],
+)
+def test_a_changed_scatter_is_seen(change: tuple[str, str], tmp_path: Path) -> None:
+    pool = random_pool(4, 4110, torch.float32)
+    pages, source = torch.tensor([3, 0, 2]), poisoned(3, pool)
+    source[:] = torch.randint(0, 256, source.shape, dtype=torch.uint8)
+    expected = bytes_of(pool)
+    expected[pages.numpy()] = source.numpy()
+    with kernel_module("page_ops", tmp_path, change) as module:
+        module.scatter_rows(source.view(torch.int32), pages, words(pool))
+    assert (bytes_of(pool) != expected).any()
