@@ -68,7 +68,7 @@ valkey: $(SETUP)
 	@$(BIN)/python scripts/get_valkey.py --optional
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU.
-	WEFT_REQUIRE=cuda $(BIN)/pytest tests/gpu $(ARGS)
+	WEFT_REQUIRE=cuda,nixl $(BIN)/pytest tests/gpu $(ARGS)
 
 chaos: setup ## Half an hour of faults against a mesh of its own; flags in ARGS="...".
 	$(BIN)/weft chaos --minutes 30 $(ARGS)

@@ -415,6 +415,7 @@ def main() -> None:
         choices=["trees", "rows", "experts", "attention"],
         help="part to run; default: all",
     )
+    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
     with torch.inference_mode():
@@ -431,7 +432,7 @@ def main() -> None:
             bench_windows(bench)
         if arguments.only in ("trees", None):
             bench_trees(bench)
-    report(bench, arguments.out)
+    report(bench, arguments.out, arguments.commit)
 
 
 def bench_light(bench: Bench) -> None:
@@ -454,7 +455,7 @@ def bench_products(bench: Bench) -> None:
     bench_lora(bench, 4096, 8, 16)
 
 
-def report(bench: Bench, out: Path | None) -> None:
+def report(bench: Bench, out: Path | None, commit: str) -> None:
     """Prints one table, and writes it to a folder."""
     name = torch.cuda.get_device_name()
     found = {kind: rates for kind, rates in bench.found.items() if rates}
@@ -469,6 +470,7 @@ def report(bench: Bench, out: Path | None) -> None:
     if out:
         result = {
             "date": datetime.date.today().isoformat(),
+            "commit": commit,
             "device": name,
             "torch": torch.__version__,
             "triton": triton.__version__,

@@ -99,13 +99,6 @@ def test_the_compiler_starts_before_it_is_needed(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_are_valid_under_their_schemas(desk: Desk, temperature: float) -> None:
-    check_schemas(desk, varied_schemas(24), temperature)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_two_hundred_answers_are_valid_under_their_schemas(desk: Desk, temperature: float) -> None:
     schemas = varied_schemas(200)
     for begin in range(0, len(schemas), 50):

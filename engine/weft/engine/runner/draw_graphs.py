@@ -13,7 +13,7 @@ import torch
 from weft.engine.device_copies import DeviceCopies, Marks
 from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
-from weft.engine.runner.graphs import GraphBucket, StepGraphs, capturing
+from weft.engine.runner.graphs import GraphBucket, Progress, StepGraphs, capturing
 from weft.engine.runner.keeping import TokenKeeper
 from weft.engine.runner.step import Int64Array
 from weft.engine.sampling.device import CapturedDraws, Way
@@ -57,6 +57,7 @@ class DrawGraphs:
         inputs: Of the steps.
         keeper: Of the tokens.
         tables: Of slots whose requests have no penalties or biases; None: only greedy tokens.
+        on_capture: Called after those of each bucket with (captured, in all, what in words).
 
     Raises:
         ConfigError: There is not enough memory for them.
@@ -69,6 +70,7 @@ class DrawGraphs:
         inputs: DeviceInputs,
         keeper: TokenKeeper,
         tables: SlotTables | None,
+        on_capture: Progress = lambda done, total, what: None,
     ) -> None:
         self._model = model
         self._inputs = inputs
@@ -93,13 +95,19 @@ class DrawGraphs:
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
         """By graph and rows wanted of it: tokens on the device, and what is copied to the host."""
+        keys = {
+            bucket: [DrawKey(bucket, rows, way) for rows in _sizes(bucket) for way in ways]
+            for bucket in sorted(steps, reverse=True)
+        }
+        total = sum(len(some) for some in keys.values())
         with capturing("drawing"):
-            for bucket in sorted(steps, reverse=True):
+            for bucket, some in keys.items():
                 graphs.send_nothing(bucket)
-                for key in [DrawKey(bucket, rows, way) for rows in _sizes(bucket) for way in ways]:
+                for key in some:
                     self._graphs[key] = graphs.capture(
                         lambda key=key, hidden=steps[bucket]: self._draw(key, hidden)  # type: ignore[misc]
                     )
+                on_capture(len(self._graphs), total, "capturing graphs of drawing")
 
     def has(self, bucket: GraphBucket, count: int) -> bool:
         """Whether a graph draws from `count` rows of such a step, and not from many more."""

@@ -114,6 +114,7 @@ class ModelRunner:
         self._verifying: Verifying | None = None
         """The verification of the last step, if it has drafts."""
         self._model = model
+        self._on_capture = on_capture
         self._lora = lora
         self._page_size = layout.page_size
         dtype = getattr(torch, layout.dtype)
@@ -296,7 +297,7 @@ class ModelRunner:
         """
         if self.graphs is not None and self._inputs is not None:
             parts = (self._model, self.graphs, self._inputs, self._keeper)
-            self._draws = DrawGraphs(*parts, tables)
+            self._draws = DrawGraphs(*parts, tables, self._on_capture)
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Keeps the drawn tokens on the device as input of later steps.
