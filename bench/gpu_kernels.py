@@ -42,6 +42,7 @@ MIN_CALLS = 12
 MIN_GRAPH_US = 2000
 """A graph lasts so long at least: what its own launch takes does not count."""
 REPEATS = 15
+ROTATING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ def capture(calls: Sequence[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph
         if took_us >= MIN_GRAPH_US:
             return graph, number
         turns *= math.ceil(1.2 * MIN_GRAPH_US / took_us)
+
+
+def num_inputs(num_bytes: int) -> int:
+    """Inputs of so many bytes that together are several times the L2 cache."""
+    return max(2, -(-ROTATING_BYTES // num_bytes))
 
 
 def replay_us(graph: torch.cuda.CUDAGraph, number: int) -> float:
@@ -154,7 +160,7 @@ class Bench:
 
 def bench_rows(bench: Bench, tokens: int, hidden: int = 4096, inner: int = 14336) -> None:
     """Norms, activation, rotation with cache write."""
-    count = max(1, min(16, (1 << 29) // (tokens * hidden * 4)))
+    count = num_inputs(tokens * hidden * 4)
     xs = [torch.randn(tokens, hidden, device="cuda", dtype=BF16) for _ in range(count)]
     residuals = [x.clone() for x in xs]
     weight = torch.ones(hidden, device="cuda", dtype=BF16)
@@ -164,16 +170,20 @@ def bench_rows(bench: Bench, tokens: int, hidden: int = 4096, inner: int = 14336
     pairs = list(zip(xs, residuals, strict=True))
     calls = [lambda x=x, r=r: add_rms_norm(x, r, weight, 1e-5) for x, r in pairs]
     bench.row(f"add_rms_norm {tokens}x{hidden}", 4 * size, calls)
-    both = [torch.randn(tokens, 2 * inner, device="cuda", dtype=BF16) for _ in range(4)]
+    both = [
+        torch.randn(tokens, 2 * inner, device="cuda", dtype=BF16)
+        for _ in range(num_inputs(4 * tokens * inner))
+    ]
     calls = [lambda x=x: silu_and_mul(x) for x in both]
     bench.row(f"silu_and_mul {tokens}x{inner}", 1.5 * both[0].nbytes, calls)
     heads, kv_heads, dim = 32, 8, 128
     qkv = [
         torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda", dtype=BF16)
-        for _ in range(8)
+        for _ in range(num_inputs(2 * tokens * (heads + 2 * kv_heads) * dim))
     ]
     pages = tokens // PAGE_SIZE + 1
-    pool = torch.zeros(pages, kv_heads, 8, 2, PAGE_SIZE, dim, device="cuda", dtype=BF16)
+    shape = (pages, kv_heads, len(qkv), 2, PAGE_SIZE, dim)
+    pool = torch.zeros(shape, device="cuda", dtype=BF16)
     cos_sin = torch.randn(tokens, dim, device="cuda")
     positions = torch.arange(tokens, device="cuda")
     calls = [
@@ -304,7 +314,7 @@ def attention_call(
     """Calls over the layers of a pool of random pages; a tree's nodes have four children."""
     pages = -(-kv_len // PAGE_SIZE)
     layer_bytes = 4 * requests * pages * PAGE_SIZE * kv_heads * dim
-    layers = max(2, min(32, (1 << 30) // layer_bytes))
+    layers = num_inputs(layer_bytes)
     shape = (requests * pages + 1, kv_heads, layers, 2, PAGE_SIZE, dim)
     pool = torch.empty(shape, device="cuda", dtype=BF16).normal_()
     table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
@@ -317,9 +327,9 @@ def attention_call(
     ancestors = torch.tensor(words * requests, device="cuda") if is_tree else None
     lengths = (table, starts, kv_lens, dim**-0.5, q_len, kv_len)
     return [
-        # As in a model: lengths and earlier positions are there before the launch ahead.
+        # Not settled, as it is in a model: calls that follow each other would overlap.
         lambda layer=layer: gpu_attention.paged_attention(
-            q, pool, layer, *lengths, window=window, ancestors=ancestors, is_settled=True
+            q, pool, layer, *lengths, window=window, ancestors=ancestors
         )
         for layer in range(layers)
     ]

@@ -47,9 +47,9 @@ def paged_attention(
     With `own`, what requests of several rows bring is not read from the pool unless there are
     `ancestors`, which leave those of few rows to the decode kernel. `first_position` must be 0 with
     `own` or a window. With `is_fixed`, without `own`, all requests take one kernel, unless there is
-    a first position: what drafts see decides no bits. `is_settled`: offsets and lengths were
-    written before a launch that was not dependent (`weft.kernels.gpu.dependent_launch`), and may be
-    read ahead.
+    a first position: what drafts see decides no bits. `is_settled`: offsets, lengths, the
+    page table and what the pool has before the rows of this call were written before a launch that
+    was not dependent (`weft.kernels.gpu.dependent_launch`), and may be read ahead.
 
     Raises:
         ValueError: There is no kernel for it.

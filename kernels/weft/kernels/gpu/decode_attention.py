@@ -115,8 +115,8 @@ def decode_attention(
         parts = (requests * max_rows, heads, splits)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
-    # Programs that fill the device have other loads to wait for.
-    is_early = is_settled and splits > 1
+    # Programs that fill the device have other loads to wait for, those of many rows no registers.
+    is_early = is_settled and splits > 1 and block_group <= 32
     # A first tile that comes early takes a few registers more than four programs have.
     is_capped = is_early and warps == 4 and block_group == 16 and dim <= 128
     _decode_kernel[(kv_heads, blocks, splits)](
@@ -328,7 +328,7 @@ def _decode_kernel(
     first = begin + tl.arange(0, TILE)
     if IS_EARLY:
         # Of the first tile what earlier steps have written comes while the last kernel ends.
-        there = tl.where(q_len <= ROWS, end, begin)
+        there = tl.where((q_len > block) & (q_len <= ROWS), end, begin)
         page = tl.load(table + first // PAGE_SIZE, mask=first < there, other=0)
         is_old = _is_seen(first, there, first_seen, FIRST_POSITION, WINDOW)
         is_old = (is_old & (first < kv_len - q_len))[:, None] & in_dim[None, :]

@@ -49,7 +49,11 @@ def decoder_layers(
     first: int,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.decoder_layer.decoder_layers` for CUDA tensors; `hidden` is overwritten."""
+    """`weft.kernels.decoder_layer.decoder_layers` for CUDA tensors; `hidden` is overwritten.
+
+    A launch that is not dependent, as that which makes `hidden` of an embedding, must be behind all
+    that fills `step` and the pool: layers read ahead what earlier steps have left there.
+    """
     _check(hidden, layers, step, first)
     if _take_norms(hidden.shape[0], layers[0], step, first):
         return _layers_of_few_rows(hidden, layers, step, first, taps)
