@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from weft.kernels.attention import paged_attention_reference
@@ -151,3 +152,19 @@ def exact_attention(case: Case, first_position: int = 0, window: int | None = No
         weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
         out[first:end] = torch.einsum("htn,hnd->thd", weights, v)
     return out.flatten(1)
+
+
+def decode_rows(module: ModuleType, case: Case, max_kv_len: int, **options: Any) -> torch.Tensor:
+    """`decode_attention` of a copy of its module; rows that it leaves out are NaN.
+
+    What is there before the last kernel ends may be read before: the same bits.
+    """
+    outs = []
+    for is_settled in (False, True):
+        out = torch.full_like(case.q, float("nan")).flatten(1)
+        lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, max_kv_len)
+        settled = {"is_settled": is_settled, **options}
+        module.decode_attention(out, case.q, case.pool, LAYER, *lengths, **settled)
+        outs.append(out)
+    assert torch.equal(outs[0].nan_to_num(nan=1e4), outs[1].nan_to_num(nan=1e4))
+    return outs[1]

@@ -11,6 +11,7 @@ from attention_cases import (
     LAYER,
     Case,
     Geometry,
+    decode_rows,
     eager_attention,
     exact_attention,
     hide_first,
@@ -29,28 +30,14 @@ Lengths = list[tuple[int, int]]
 def decode(
     module: ModuleType, case: Case, bound: int = 0, first: int = 0, max_rows: int = 1
 ) -> torch.Tensor:
-    # What is there before the last kernel ends may be read before: the same bits.
-    outs = []
-    for is_settled in (False, True):
-        out = torch.full_like(case.q, float("nan")).flatten(1)
-        module.decode_attention(
-            out,
-            case.q,
-            case.pool,
-            LAYER,
-            case.page_table,
-            case.cu_q_lens,
-            case.kv_lens,
-            case.scale,
-            max(bound, case.max_kv_len),
-            is_uniform=bool((case.cu_q_lens.diff() == 1).all()),
-            first_position=first,
-            max_rows=max_rows,
-            is_settled=is_settled,
-        )
-        outs.append(out)
-    assert torch.equal(outs[0].nan_to_num(nan=1e4), outs[1].nan_to_num(nan=1e4))
-    return outs[1]
+    return decode_rows(
+        module,
+        case,
+        max(bound, case.max_kv_len),
+        is_uniform=bool((case.cu_q_lens.diff() == 1).all()),
+        first_position=first,
+        max_rows=max_rows,
+    )
 
 
 def extend(

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import tree_cases
-from attention_cases import LAYER, Geometry, hide_first, hide_own_pages, make_case
+from attention_cases import LAYER, Geometry, decode_rows, hide_first, hide_own_pages, make_case
 from gpu_kernels import kernel_module
 from kernel_checks import fresh_seed
 from tree_cases import TreeCase, Work, assert_trees, hide_unseen, make_tree_case
@@ -26,31 +26,17 @@ def decode(
     max_rows: int = 32,
 ) -> torch.Tensor:
     case = tree.case
-    # What is there before the last kernel ends may be read before: the same bits.
-    outs = []
-    for is_settled in (False, True):
-        out = torch.full_like(case.q, float("nan")).flatten(1)
-        module.decode_attention(
-            out,
-            case.q,
-            case.pool,
-            LAYER,
-            case.page_table,
-            case.cu_q_lens,
-            case.kv_lens,
-            case.scale,
-            1000,
-            is_uniform=False,
-            first_position=first_position,
-            max_rows=max_rows,
-            window=window,
-            ancestors=tree.ancestors,
-            earlier_rows=tree.earlier,
-            is_settled=is_settled,
-        )
-        outs.append(out)
-    assert torch.equal(outs[0].nan_to_num(nan=1e4), outs[1].nan_to_num(nan=1e4))
-    return outs[1]
+    return decode_rows(
+        module,
+        case,
+        1000,
+        is_uniform=False,
+        first_position=first_position,
+        max_rows=max_rows,
+        window=window,
+        ancestors=tree.ancestors,
+        earlier_rows=tree.earlier,
+    )
 
 
 def some_trees() -> list[Work]:

@@ -12,6 +12,7 @@ from attention_cases import (
     LAYER,
     Case,
     Geometry,
+    decode_rows,
     eager_attention,
     exact_attention,
     hide_before_window,
@@ -27,28 +28,9 @@ Lengths = list[tuple[int, int]]
 
 
 def decode(module: ModuleType, case: Case, window: int, max_rows: int = 1) -> torch.Tensor:
-    # What is there before the last kernel ends may be read before: the same bits.
-    outs = []
-    for is_settled in (False, True):
-        out = torch.full_like(case.q, float("nan")).flatten(1)
-        module.decode_attention(
-            out,
-            case.q,
-            case.pool,
-            LAYER,
-            case.page_table,
-            case.cu_q_lens,
-            case.kv_lens,
-            case.scale,
-            5000,
-            is_uniform=bool((case.cu_q_lens.diff() == 1).all()),
-            max_rows=max_rows,
-            window=window,
-            is_settled=is_settled,
-        )
-        outs.append(out)
-    assert torch.equal(outs[0].nan_to_num(nan=1e4), outs[1].nan_to_num(nan=1e4))
-    return outs[1]
+    is_uniform = bool((case.cu_q_lens.diff() == 1).all())
+    options = {"is_uniform": is_uniform, "max_rows": max_rows, "window": window}
+    return decode_rows(module, case, 5000, **options)
 
 
 def extend(module: ModuleType, case: Case, window: int, *, has_own: bool = False) -> torch.Tensor:

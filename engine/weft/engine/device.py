@@ -70,8 +70,8 @@ def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         reason = f"nothing is known of the operations of {type(loaded.model).__name__}"
     else:
         return [
-            "deterministic: products and attention take one order for every step; a decode layer "
-            "of Llama-3.1-8B takes 1.1 to 1.3 times as long on an H200 (docs/decisions/0024)"
+            "deterministic: products and attention take one order for every step, which takes "
+            "longer: bench/gpu_engine.py --deterministic measures it (docs/decisions/0024)"
         ]
     raise ConfigError(f"deterministic: {reason}", param="deterministic")
 

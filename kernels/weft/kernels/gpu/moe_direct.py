@@ -24,7 +24,9 @@ _WARPS_PER_SM = 16
 _PART = 2048
 """Elements of longer columns that are taken at once."""
 _OUT_COLUMNS = 2
+"""Columns of the second product that a program takes."""
 _OUT_TILE = 1024
+"""Elements of its K that are taken at once where a program does not take all."""
 _MAX_AT_ONCE = 1 << 13
 """Experts of a row times elements of K up to which all of a program's columns are loaded at once.
 """
