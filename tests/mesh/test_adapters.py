@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from storm_checks import Scale, room_flags, weather
 from tiny_adapters import CONFIG_FILE, WEIGHTS_FILE, make_adapter, make_leaning_adapter
 from tiny_drafts import make_draft_adapter, make_tiny_draft
-from tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
+from tiny_mesh import MODEL, SHAPE, VOCAB, Greedy, TinyMesh
 from tiny_models import make_tiny, tiny_config
 from weft.engine.lora.files import DRAFT_FOLDER
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
@@ -53,13 +53,13 @@ WORKERS = ("prefill-0", "decode-0", "decode-1")
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    config = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=1)
+    config = tiny_config("llama", **SHAPE)
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     for number, (name, rank) in enumerate(RANKS.items()):
         make_adapter(folder / name, config, seed + number, rank=rank, spread=0.3)
     # For any head of the mesh's shape.
-    target = make_tiny("llama", folder.parent / "target", vocab_size=VOCAB, num_hidden_layers=1)
+    target = make_tiny("llama", folder.parent / "target", **SHAPE)
     head = make_tiny_draft(
         folder.parent / "head", target, eagle_aux_hidden_state_layer_ids=[0, 0, 0]
     )
@@ -297,6 +297,8 @@ def complete(mesh: TinyMesh, model: str, prompt: list[int]) -> str:
 
 def test_drafts_of_an_adapter_are_its_own(mesh: TinyMesh) -> None:
     """Its texts are those of the test before; a prefill worker drafts nothing."""
+    if os.environ.get("WEFT_UP_DEVICE", "cpu") != "cpu":
+        pytest.skip("on GPUs a draft adapter lies in the places of the one that brought it")
     for worker in WORKERS:
         expected = 1 if worker.startswith("decode") else None
         wait_until(lambda w=worker, e=expected: sizes(mesh, w).get("draft_adapters") == e, 30)

@@ -17,7 +17,11 @@ from weft.gateway.session import DecodeSession
 async def test_workers_whose_connections_are_replaced_are_found_again(tmp_path: Path) -> None:
     tokens = byte_level_bpe().encode("an answer").ids
     async with gateway(
-        tmp_path, lambda *_: Script(tokens=[tokens]), num_decode=2, num_prefill=1
+        tmp_path,
+        lambda *_: Script(tokens=[tokens]),
+        num_decode=2,
+        num_prefill=1,
+        breaker_failures=0,  # five broken sessions without a request between them would open it
     ) as mesh:
         fleet = mesh.app.fleet
         for _ in range(5):

@@ -11,6 +11,7 @@ from weft.engine.memory.layout import PlaneLayout
 from weft.engine.runner.memory_plan import (
     MemoryNeeds,
     describe_pool,
+    free_of_share,
     largest_step,
     pages_of,
     sampling_bytes,
@@ -46,6 +47,22 @@ def test_the_kv_of_a_draft_model_is_taken_from_it() -> None:
     assert pages_of(plan, 1 << 20) == pages_of(needs(71 * GIB), 1 << 20)
     assert "KV of the draft model 9.00 GiB" in plan.describe()
     assert "draft" not in needs(80 * GIB).describe()
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "left"),
+    [
+        (1.0, 60, 60),  # whoever has the other 40
+        (0.5, 80, 30),
+        (0.5, 10, 10),  # another one has more than its share
+        (0.2, 80, 0),
+    ],
+)
+def test_workers_on_one_gpu_share_it(share: float, free: int, left: int) -> None:
+    found = free_of_share(free * GIB, 100 * GIB, 20 * GIB, share)
+    assert found == left * GIB
+    text = replace(needs(found), share=share).describe()
+    assert ("for this worker" in text) == (share < 1)
 
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:

@@ -52,6 +52,7 @@ class Bound(NamedTuple):
 BOUNDS: Mapping[str, Bound] = {
     "page_size": Bound(ge=1, le=256),
     "kv_memory_bytes": Bound(ge=1 << 16),
+    "device_memory_share": Bound(gt=0, le=1),
     "num_pages": Bound(ge=4),
     "max_context_tokens": Bound(ge=2),
     "max_running_requests": Bound(ge=1, le=4096),
@@ -107,6 +108,10 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     """Size of the KV pool, bytes; ignored if num_pages is given. None: 1 GiB on a CPU; on a GPU
     what the weights, the largest step and the graphs leave.
+    """
+    device_memory_share: float = 1.0
+    """Share of a GPU's memory that a pool sized by what is left leaves this engine at most, all of
+    its other memory included: for several workers on one GPU.
     """
     num_pages: int | None = None
     max_context_tokens: int | None = None

@@ -259,6 +259,7 @@ def _size_pools(
             context,
             device,
             cuda_graphs=config.cuda_graphs,
+            share=config.device_memory_share,
             lora=lora,
             max_drafts=max_drafts(config),
             tree_rows=tree_rows(config),

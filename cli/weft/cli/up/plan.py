@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,13 +104,14 @@ def plan_mesh(
     services: list[ServiceSpec] = []
     workers: dict[str, str] = {}
     ways: dict[str, list[str]] = {"prefill": [], "decode": []}
+    places = _places(settings, len(models))
     for number, model in enumerate(models):
         names = {
             role: [f"{role}-{number * count + index}" for index in range(count)]
             for role, count in counts.items()
         }
         at = {name: f"{WORKER_HOST}:{ports.pop()}" for role in counts for name in names[role]}
-        services += _model_services(settings, state, model, names, at, dial)
+        services += _model_services(settings, state, model, names, at, places, dial)
         for role, found in ways.items():
             found += [dial("gateway", name, at[name]) for name in names[role]]
             workers |= {name: at[name] for name in names[role]}
@@ -147,6 +150,7 @@ def _model_services(
     model: ModelFolder,
     names: Mapping[str, Sequence[str]],
     at: Mapping[str, str],
+    places: Mapping[str, Sequence[str]],
     dial: Dial,
 ) -> list[ServiceSpec]:
     """Stores and workers of one model.
@@ -157,6 +161,7 @@ def _model_services(
         model: The model.
         names: By role.
         at: Address of each, by name.
+        places: Flags that give a worker its device, by name.
         dial: Tells what to dial to reach a service.
     """
     stores = names["kvstore"]
@@ -165,7 +170,7 @@ def _model_services(
     ]
     for role in ("prefill", "decode"):
         for name in names[role]:
-            command = _worker(settings, state, role, name, at[name])
+            command = _worker(settings, state, role, name, at[name], places[name])
             if stores:
                 ways = [dial("worker", store, at[store]) for store in stores]
                 command += _flags({"kvstore": ",".join(ways)})
@@ -186,8 +191,35 @@ def _spec(state: StateFolder, name: str, command: Sequence[str], phase: int) -> 
     )
 
 
+def _places(settings: UpSettings, num_models: int) -> dict[str, list[str]]:
+    """Flags that give each worker its device and, where it is not alone there, its share."""
+    names = [
+        f"{role}-{index}"
+        for role, count in (("prefill", settings.prefill), ("decode", settings.decode))
+        for index in range(num_models * count)
+    ]
+    devices = dict(zip(names, itertools.cycle(settings.device), strict=False))
+    # `cuda` is the first GPU, as torch has it.
+    gpus = {
+        name: device if ":" in device else f"{device}:0"
+        for name, device in devices.items()
+        if device != "cpu"
+    }
+    sharing = Counter(gpus.values())
+    shares = {name: 1 / sharing[gpu] for name, gpu in gpus.items() if sharing[gpu] > 1}
+    return {
+        name: _flags({"device": device, "device-memory-share": shares.get(name)})
+        for name, device in devices.items()
+    }
+
+
 def _worker(
-    settings: UpSettings, state: StateFolder, role: str, name: str, address: str
+    settings: UpSettings,
+    state: StateFolder,
+    role: str,
+    name: str,
+    address: str,
+    place: Sequence[str],
 ) -> list[str]:
     command = [
         *_serve(role),
@@ -208,6 +240,7 @@ def _worker(
                 **_tls(settings, role),
             }
         ),
+        *place,
     ]
     if role == "decode":
         drafter = settings.drafter or (

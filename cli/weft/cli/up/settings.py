@@ -47,6 +47,13 @@ class UpSettings(Settings):
         "auto",
         description="number format of the weights; auto = what the machine computes fast",
     )
+    device: list[str] = Field(
+        ["cpu"],
+        min_length=1,
+        max_length=64,
+        description="devices of the workers, which take them in turn, prefill workers first: cpu, "
+        "cuda or cuda:N; workers on one GPU share its memory",
+    )
     host: str = Field("127.0.0.1", description="address that REST and gRPC listen on")
     rest: bool = Field(True, description="serve REST")
     rest_port: int = Field(
@@ -162,7 +169,7 @@ class UpSettings(Settings):
     gateway_args: str = Field("", description="further flags for the gateway, in one string")
     rest_args: str = Field("", description="further flags for the REST edge, in one string")
 
-    @field_validator("model", "model_name", mode="before")
+    @field_validator("model", "model_name", "device", mode="before")
     @classmethod
     def _take_one(cls, value: object) -> object:
         """A file may have a single text."""

@@ -23,6 +23,8 @@ MIN_PAGES = 4
 MARGIN_SHARE = 0.02
 MIN_MARGIN_BYTES = 256 << 20
 """Least margin for fragmentation and library allocations beyond what was measured."""
+_CONTEXT_BYTES = 768 << 20
+"""What a process takes on a GPU beside its tensors: CUDA's context, loaded kernels, libraries."""
 _PROBE_PAGES = 2
 TRIED_TOKENS = 32
 """Tokens of the step that is timed at start."""
@@ -35,7 +37,7 @@ class MemoryNeeds:
     total: int
     """Total memory of the device."""
     free: int
-    """Free memory after the weights were loaded."""
+    """Free memory after the weights were loaded, of this engine's share."""
     weights: int
     """Weights of the model and, if any, of adapters."""
     step: int
@@ -46,6 +48,8 @@ class MemoryNeeds:
     """Penalties, biases and masks if all requests use them, and logits of captured drawing."""
     drafts: int = 0
     """KV pool of a separate draft model."""
+    share: float = 1.0
+    """Largest share of the memory that this engine may take, all in all."""
 
     @property
     def margin(self) -> int:
@@ -59,9 +63,10 @@ class MemoryNeeds:
 
     def describe(self) -> str:
         """The calculation, in words."""
+        share = f" ({self.share:.0%} for this worker)" if self.share < 1 else ""
         drafts = f"KV of the draft model {_gib(self.drafts)}, " if self.drafts else ""
         return (
-            f"of {_gib(self.total)} {_gib(self.free)} are free beside weights of "
+            f"of {_gib(self.total)}{share} {_gib(self.free)} are free beside weights of "
             f"{_gib(self.weights)}; largest step {_gib(self.step)}, graphs {_gib(self.graphs)}, "
             f"sampling {_gib(self.sampling)}, {drafts}margin {_gib(self.margin)}"
         )
@@ -118,6 +123,7 @@ def measure_needs(
     device: torch.device,
     *,
     cuda_graphs: bool,
+    share: float = 1.0,
     lora: LoraPool | None = None,
     max_drafts: int = 0,
     tree_rows: Sequence[int] = (),
@@ -133,6 +139,7 @@ def measure_needs(
         max_context_tokens: Longest request.
         device: A CUDA device.
         cuda_graphs: Steps are captured.
+        share: Largest share of the device's memory for this process.
         lora: Adapters on the device, which are there already; steps are measured with them.
         max_drafts: Most drafts of a request in a step, whose logits are all wanted.
         tree_rows: See `ModelRunner`.
@@ -176,14 +183,28 @@ def measure_needs(
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
     return MemoryNeeds(
         total=total,
-        free=free,
+        free=free_of_share(free, total, own, share),
         weights=weights,
         step=step_bytes + tables,
         graphs=graphs,
         sampling=sampling_bytes(vocab_size, max_requests, max_logits if cuda_graphs else 0),
+        share=share,
     )
+
+
+def free_of_share(free: int, total: int, own: int, share: float) -> int:
+    """Bytes of a device that an engine may still take.
+
+    Args:
+        free: Nobody has them.
+        total: Of the device.
+        own: That the engine's process has.
+        share: Largest share of the total that it may have; 1: others are not expected.
+    """
+    return free if share == 1 else min(free, int(share * total) - own)
 
 
 def _measure_step(runner: ModelRunner, step: StepArrays, device: torch.device) -> int:

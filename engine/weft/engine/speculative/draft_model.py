@@ -106,6 +106,7 @@ class DraftModel:
             self._longest(max_context_tokens),
             device,
             cuda_graphs=self._config.cuda_graphs,
+            share=self._config.device_memory_share,
         )
         # Their steps come one after the other.
         both = replace(

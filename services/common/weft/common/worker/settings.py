@@ -53,6 +53,12 @@ class WorkerSettings(PageSettings):
         None,
         "size of the KV pool, in bytes; default 1 GiB, on a GPU all that remains",
     )
+    device_memory_share: float = engine_field(
+        "device_memory_share",
+        1.0,
+        "largest share of a GPU's memory that a KV pool of default size may leave this worker "
+        "with, for several workers on one GPU",
+    )
     num_pages: int | None = engine_field(
         "num_pages", None, "size of the KV pool in pages, instead of kv_memory_bytes"
     )
