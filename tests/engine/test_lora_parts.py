@@ -98,7 +98,7 @@ def add_saved(
 
 PARTS = {
     "vocabulary": (*DENSE, "embed_tokens", "lm_head"),
-    "experts": ("q", "k", "v", "o", "experts"),
+    "experts": ("q", "k", "v", "o", "router", "experts"),
 }
 """`lora_projections`, by kind of models."""
 
@@ -116,7 +116,7 @@ def models_of(kind: str, folder: Path, seed: int) -> PeftModels:
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     models.add(seed, r=3, target_modules=["q_proj"], target_parameters=names)
     models.add(seed + 1, r=12, target_modules=["v_proj"], target_parameters=names[1:])
-    models.add(seed + 2, r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    models.add(seed + 2, r=8, target_modules=["q_proj", "v_proj", "o_proj", "gate"])
     shared = shared_experts(folder / "shared", seed)
     models.put(shared, merged(models.model_dir, read(shared, models.model_dir)))
     return models
@@ -220,9 +220,16 @@ def test_experts(tmp_path: Path) -> None:
     models.add(seed, r=3, target_modules=["q_proj"], target_parameters=names)
     models.add(seed + 1, r=12, target_modules=["v_proj"], target_parameters=names[1:])
     models.add(seed + 2, r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    models.add(seed + 3, r=8)
+    models.add(seed + 4, r=20, target_modules=["gate"])
+    models.add(seed + 5, r=5, use_rslora=True, target_modules=["o_proj", "gate"])
+    patterns = {"rank_pattern": {"layers.1.mlp.experts.down_proj": 9, "v_proj": 17}}
+    some = {"target_modules": ["v_proj", "gate"], "target_parameters": names}
+    models.add(seed + 6, r=4, alpha_pattern={"gate": 11}, **patterns, **some)
     shared = shared_experts(tmp_path / "shared", seed)
     models.put(shared, merged(models.model_dir, read(shared, models.model_dir)))
-    check(models, "q", "k", "v", "o", "experts")
+    check(models, "q", "k", "v", "o", "router", "experts")
+    check(models, "q", "k", "v", "o", "router", "experts", max_loras=3)
     only = PeftModels(models.model_dir, tmp_path)
     only.put(shared, merged(models.model_dir, read(shared, models.model_dir)))
     check(only, "shared_experts")
@@ -291,7 +298,7 @@ def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
         assert {state.state for state in llm.engine.adapters.states()} == {"failed"}
 
 
-def test_a_changed_router_is_refused(tmp_path: Path) -> None:
+def test_a_changed_router_is_refused_where_it_is_not_named(tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     models = make_models("qwen3_moe", tmp_path, seed)
     config = tiny_config("qwen3_moe", num_hidden_layers=2)

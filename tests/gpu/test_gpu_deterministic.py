@@ -155,7 +155,7 @@ def write_adapters(
         return [
             make_expert_adapter(folder / f"a{i}", model_dir, seed + i, rank, is_shared=is_shared)
             for i, rank in enumerate(ranks)
-        ], ("q", "k", "v", "o", part)
+        ], ("v", "router", part)
     dense = ("q", "k", "v", "o", "gate", "up", "down")
     vocabulary = ("embed_tokens", "lm_head") if part == "vocabulary" else ()
     paths = []

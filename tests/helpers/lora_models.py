@@ -34,6 +34,8 @@ def make_adapters(config: dict[str, Any], is_dense: bool) -> dict[str, LoraCase]
             "mlp.up_proj": (hidden, inner, inner),
             "mlp.down_proj": (inner, hidden, 0),
         }
+    else:
+        shapes["mlp.gate"] = (hidden, config["num_experts"], 0)
     cases = {
         name: make_lora(k, n, RANKS, torch.float32, column=column, layers=LAYERS)
         for name, (k, n, column) in shapes.items()
@@ -117,6 +119,7 @@ def lora_step(
         o=parts("o"),
         gate_up=parts("gate", "up"),
         down=parts("down"),
+        router=parts("mlp.gate"),
         w13=tuple(weights(experts[name]) for name in ("gate_proj", "up_proj") if experts),
         w2=tuple(weights(experts[name]) for name in ("down_proj",) if experts),
         embed=parts("embed_tokens"),

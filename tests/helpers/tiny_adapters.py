@@ -158,7 +158,7 @@ def vocabulary_tensors(
 def make_expert_adapter(
     path: Path, model_dir: Path, seed: int, rank: int, *, is_shared: bool
 ) -> Path:
-    """An adapter of attention and of all experts, which may share their outer sides."""
+    """An adapter of attention, router and all experts, which may share their outer sides."""
     config = json.loads((model_dir / "config.json").read_text())
     draw, hidden = torch.Generator().manual_seed(seed), config["hidden_size"]
     experts, kv = config["num_experts"], config["num_key_value_heads"] * config["head_dim"]
@@ -176,8 +176,9 @@ def make_expert_adapter(
             for name, shapes in EXPERT_SHAPES.items()
         }
         modules["self_attn.v_proj"] = [[rank, hidden], [kv, rank]]
+        modules["mlp.gate"] = [[rank, hidden], [experts, rank]]
         for module, shapes in modules.items():
             for half, shape in zip("AB", shapes, strict=True):
                 name = f"{PREFIX}model.layers.{layer}.{module}.lora_{half}.weight"
                 tensors[name] = 0.1 * torch.randn(shape, generator=draw)
-    return write_adapter(path, tensors, r=rank, target_modules=["v_proj", *EXPERT_SHAPES])
+    return write_adapter(path, tensors, r=rank, target_modules=["v_proj", "gate", *EXPERT_SHAPES])

@@ -16,7 +16,6 @@ from weft.kernels import cpu
 from weft.kernels.attention import check_ancestors, check_attention, fits_native, paged_attention
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.lora import (
-    ExpertAddition,
     Group,
     LoraStep,
     NativeLora,
@@ -79,12 +78,14 @@ class SparseMlpWeight:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        lora: ExpertAddition | None = None,
+        lora: LoraStep | None = None,
+        layer: int = 0,
     ) -> torch.Tensor:
-        """[T, H], [T, H] or None -> [T, H], with what adapters add to the experts."""
-        logits = linear(x, self.router, out_dtype=torch.float32)
+        """[T, H], [T, H] or None -> [T, H], with what adapters add in this layer."""
+        added = addition_to(lora, "router", layer)
+        logits = linear(x, self.router, out_dtype=torch.float32, lora=added)
         routing = route(logits, self.top_k, renormalise=self.renormalise)
-        return moe(x, routing, self.experts, residual, lora)
+        return moe(x, routing, self.experts, residual, experts_addition(lora, layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -558,6 +559,6 @@ def decoder_layer_reference(
     hidden = linear(mixed, w.o, hidden, lora=addition_to(step.lora, "o", layer))
     normed = rms_norm(hidden, w.post_norm, w.eps)
     if isinstance(w.mlp, SparseMlpWeight):
-        return w.mlp(normed, hidden, experts_addition(step.lora, layer))
+        return w.mlp(normed, hidden, step.lora, layer)
     inner = gate_up_silu(normed, w.mlp.gate_up, addition_to(step.lora, "gate_up", layer))
     return linear(inner, w.mlp.down, hidden, lora=addition_to(step.lora, "down", layer))

@@ -32,7 +32,7 @@ EMPTY_SLOT = int(np.iinfo(np.int32).max)
 
 Int32Array = npt.NDArray[np.int32]
 
-Group = Literal["qkv", "o", "gate_up", "down", "embed", "lm_head"]
+Group = Literal["qkv", "o", "gate_up", "down", "router", "embed", "lm_head"]
 """Projections that are computed as one product; the last two have one layer, number 0."""
 
 
@@ -299,6 +299,7 @@ class LoraStep:
     o: tuple[LoraWeights, ...] = ()
     gate_up: tuple[LoraWeights, ...] = ()
     down: tuple[LoraWeights, ...] = ()
+    router: tuple[LoraWeights, ...] = ()
     w13: tuple[LoraWeights, ...] = ()
     """Parameters of experts, see `ExpertAddition`."""
     w2: tuple[LoraWeights, ...] = ()

@@ -9,7 +9,7 @@ from weft.engine.layers.weights import Weights
 from weft.engine.models.config import MoEConfig
 from weft.kernels.decoder_layer import SparseMlpWeight
 from weft.kernels.linear import pack_linear
-from weft.kernels.lora import LoraStep, experts_addition
+from weft.kernels.lora import LoraStep
 from weft.kernels.moe import pack_experts
 
 _FUSED = "gate_up_proj"
@@ -43,7 +43,7 @@ class SparseMLP:
         self, x: torch.Tensor, residual: torch.Tensor, lora: LoraStep | None, layer: int
     ) -> torch.Tensor:
         """[M, hidden], [M, hidden] -> [M, hidden], with these M tokens' adapters of a layer."""
-        return self.weight(x, residual, experts_addition(lora, layer))
+        return self.weight(x, residual, lora, layer)
 
 
 def _split_experts(

@@ -116,13 +116,13 @@ class PeftConfig:
 
     def rank_of(self, names: Sequence[str]) -> int:
         """Rank of a module with these names."""
-        return int(_first_match(self.rank_pattern, names, self.rank))
+        return int(_first_match(self.rank_pattern, self._pattern_names(names), self.rank))
 
     def scaling_of(self, names: Sequence[str], rank: int) -> float:
         """The factor on the module's product B A: alpha / r, or with rsLoRA (Kalajdzievski 2023,
         arXiv:2312.03732) alpha / sqrt(r).
         """
-        alpha = _first_match(self.alpha_pattern, names, self.alpha)
+        alpha = _first_match(self.alpha_pattern, self._pattern_names(names), self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def is_targeted(self, names: Sequence[str]) -> bool:
@@ -142,6 +142,12 @@ class PeftConfig:
             return False
         by_layer = self.layers_to_transform and not isinstance(self.target_modules, str)
         return not by_layer or any(self._has_layer(name) for name in names)
+
+    def _pattern_names(self, names: Sequence[str]) -> Sequence[str]:
+        """The names that patterns of ranks and alphas are for: where PEFT wraps a parameter, as it
+        does with routers that are no linear modules, its name and not the module's.
+        """
+        return [name for name in names if _lists(self.target_parameters, name)] or names
 
     def _has_layer(self, name: str) -> bool:
         for pattern in self.layers_pattern or (_LAYER_OF,):

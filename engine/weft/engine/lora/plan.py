@@ -244,7 +244,10 @@ class _Planner:
         part = EXPERTS if module.is_expert else DENSE
         part = module.kinds[0] if is_vocabulary or is_router else part
         if part not in self.parts:
-            return f"changes of this part of a model ({part}) are not applied here{_hint(part)}"
+            return (
+                f"changes of this part of a model ({part}) are not applied here: lora_projections "
+                f"does not name {part}"
+            )
         halves = _EMBEDDING_HALVES if module.rest == "embed_tokens" else _LINEAR_HALVES
         if tensors.keys() - {*halves, *(_SAVED if is_vocabulary else ())}:
             return f"of this module only {' and '.join(halves)} of LoRA are applied"
@@ -416,8 +419,3 @@ class _Planner:
                 widest[key] = max(widest.get(key, 0), size)
         num_experts = self.config.moe.num_experts if self.config.moe else 0
         return count + num_experts * sum(widest.values())
-
-
-def _hint(part: str) -> str:
-    """A hint: the setting that would allow changes of this part."""
-    return "" if part == ROUTER else f": lora_projections does not name {part}"

@@ -21,7 +21,7 @@ from weft.engine.lora.files import DRAFT_FOLDER
 from weft.engine.lora.formats import read_adapter
 from weft.engine.lora.host_cache import AdapterWeights
 from weft.engine.lora.limits import LoraLimits
-from weft.engine.lora.names import VOCABULARY
+from weft.engine.lora.names import ROUTER, VOCABULARY
 from weft.engine.lora.plan import DENSE, EXPERTS
 from weft.engine.lora.projections import B_SUFFIX, EMBED_TOKENS, Projection
 from weft.engine.lora.rows import DevicePlace, Rows
@@ -270,7 +270,7 @@ class LoraPool:
         for projection in self._projections.values():
             if projection.is_expert:
                 parts.add(EXPERTS)
-            elif projection.kind in VOCABULARY:
+            elif projection.kind in (ROUTER, *VOCABULARY):
                 parts.add(projection.kind)
         return parts
 

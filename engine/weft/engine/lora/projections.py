@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.engine.errors import ConfigError
+from weft.engine.lora.names import ROUTER
 from weft.engine.models.config import ModelConfig
 
 ROW_RANK = 8
@@ -26,7 +27,8 @@ class Projection:
     name: str
     """Name of its rows; `expert_gate` for `gate` of experts."""
     kind: str
-    """Name of the kind in adapters: `weft.engine.lora.names.DENSE_KINDS`, embed_tokens or lm_head.
+    """Name of the kind in adapters: one of `weft.engine.lora.names.DENSE_KINDS`, router, embed_tokens
+    or lm_head.
     """
     group: str
     """Name of its field in `weft.kernels.lora.LoraStep`."""
@@ -77,7 +79,7 @@ def projections_of(model: ModelConfig, names: Sequence[str]) -> tuple[Projection
     Raises:
         ConfigError: The model has nothing of such a name.
     """
-    known = {**_dense(model), **_vocabulary(model), **_experts(model)}
+    known = {**_dense(model), **_router(model), **_vocabulary(model), **_experts(model)}
     chosen = tuple(names) or tuple(_dense(model))
     unknown = [name for name in chosen if name not in known]
     if unknown or {EXPERTS, SHARED_EXPERTS} <= set(chosen):
@@ -117,6 +119,20 @@ def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
         )
         for kind, (group, in_features, out_features, column) in shapes.items()
     }
+
+
+def _router(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
+    if model.moe is None:
+        return {}
+    part = Projection(
+        name=ROUTER,
+        kind=ROUTER,
+        group=ROUTER,
+        in_features=model.hidden_size,
+        out_features=model.moe.num_experts,
+        num_layers=model.num_layers,
+    )
+    return {ROUTER: (part,)}
 
 
 def _vocabulary(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:

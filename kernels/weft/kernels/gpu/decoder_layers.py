@@ -229,7 +229,7 @@ def _mlp(
     ranks = begin_ranks(x, to_experts, *sizes, is_fixed=is_fixed)
     out = routed_moe(
         x,
-        linear(x, w.router, out_dtype=torch.float32),
+        linear(x, w.router, out_dtype=torch.float32, lora=addition_to(lora, "router", layer)),
         w.top_k,
         *experts.stacked,
         after,

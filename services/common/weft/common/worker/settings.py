@@ -191,7 +191,7 @@ class WorkerSettings(PageSettings):
     lora_projections: str = Field(
         "",
         description="projections that adapters may change, which share that memory, separated by "
-        "commas: q, k, v, o, gate, up, down; embed_tokens, lm_head; experts, or "
+        "commas: q, k, v, o, gate, up, down; embed_tokens, lm_head; router; experts, or "
         "shared_experts where all of them share A of gate and up and B of down; "
         "default = the first seven, as far as the model has them",
     )
