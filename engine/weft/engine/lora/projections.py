@@ -27,8 +27,8 @@ class Projection:
     name: str
     """Name of its rows; `expert_gate` for `gate` of experts."""
     kind: str
-    """Name of the kind in adapters: one of `weft.engine.lora.names.DENSE_KINDS`, router, embed_tokens
-    or lm_head.
+    """Name of the kind in adapters: router, embed_tokens, lm_head, or one of
+    `weft.engine.lora.names.DENSE_KINDS`.
     """
     group: str
     """Name of its field in `weft.kernels.lora.LoraStep`."""
