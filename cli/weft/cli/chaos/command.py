@@ -96,6 +96,7 @@ def _run(
         workers=arguments.workers,
         stores=arguments.kvstore,
         draft_dir=arguments.draft_dir,
+        device=arguments.device,
     )
 
     def tell(line: str) -> None:
@@ -114,6 +115,7 @@ def mesh_settings(
     workers: int = 2,
     stores: int = 2,
     draft_dir: Path | None = None,
+    device: Sequence[str] = ("cpu",),
 ) -> UpSettings:
     """A mesh that is easily troubled: few pages, short leases, everything shipped.
 
@@ -125,6 +127,7 @@ def mesh_settings(
         workers: Number of prefill workers, and of decode workers.
         stores: KV stores.
         draft_dir: Directory of an EAGLE-3 head; without one drafts come from the text so far.
+        device: As of `weft up`.
     """
     flags = _TINY_WORKERS if is_tiny else _DEMO_WORKERS
     return UpSettings.model_validate(
@@ -134,11 +137,12 @@ def mesh_settings(
             "gateways": gateways,
             "kvstore": stores,
             "dtype": "float32",
+            "device": list(device),
             "rest": False,
             "grpc_port": free_run("127.0.0.1", gateways),
             "state_dir": state,
             "local_prefill_max_tokens": 0,
-            "kvstore_memory_bytes": (2 if is_tiny else 64) << 20,
+            "kvstore_memory_bytes": (8 if is_tiny else 64) << 20,
             "transport": transport,
             "drain_grace_s": 0.5,
             "enable_faults": True,
@@ -194,6 +198,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model", default=TINY_NAME, help="tiny (random, the default), demo, or a directory"
+    )
+    parser.add_argument(
+        "--device",
+        type=lambda text: text.split(","),
+        default=["cpu"],
+        metavar="A,B,...",
+        help="of the workers, as of `weft up` (default cpu)",
     )
     parser.add_argument(
         "--transport", choices=("auto", "nixl", "data"), default="auto", help="how pages travel"
