@@ -163,6 +163,12 @@ class LocalMesh:
         self.dump(name)
         return self.load(name)
 
+    def num_quarantined(self, name: str) -> int:
+        """Pages of a worker's pool, or before one on a GPU, that a lost filler may still write."""
+        engine = self.dump(name)["engine"]
+        staging = engine["staging_pages"]
+        return int(engine["pages"]["quarantined"] + (staging["quarantined"] if staging else 0))
+
     def counters(self, name: str) -> dict[str, int]:
         """A worker's counters since its start, as it reported them last."""
         return dict(self.load(name).counters)

@@ -137,11 +137,11 @@ async def test_a_killed_prefill_server_takes_its_engine_with_it(
             check_refilled(greedy, answer, filler)
             # Nobody has vouched for the killed process yet, however long it has been dead.
             for _ in range(8):
-                assert mesh.load(owner).quarantined_pages > 0
+                assert mesh.num_quarantined(owner) > 0
                 await asyncio.sleep(0.25)
     with capsys.disabled():
         print(f"\nengine of a killed server was gone after {took_s:.3f} s of {ENGINE_EXIT_S}")
-    wait_until(lambda: mesh.load(owner).quarantined_pages == 0, 30)
+    wait_until(lambda: mesh.num_quarantined(owner) == 0, 30)
     wait_until(lambda: is_back(mesh, filler, before["epoch"]), 120, lambda: mesh.text)
 
 
@@ -156,7 +156,7 @@ async def test_a_killed_prefill_engine_takes_its_server_with_it(
     check_refilled(greedy, answer, filler)
     wait_until(lambda: is_gone(before["pid"]), 30)
     wait_until(lambda: is_back(mesh, filler, before["epoch"]), 120, lambda: mesh.text)
-    wait_until(lambda: mesh.load(owner).quarantined_pages == 0, 30)
+    wait_until(lambda: mesh.num_quarantined(owner) == 0, 30)
 
 
 # ---- decode workers ----------------------------------------------------------------------------
