@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from lora_cases import Shared, make_expert_lora, make_lora, segments_of
 from lora_layers import Sizes, make_layers
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -51,6 +52,7 @@ from weft.kernels.gpu import (
     tree_rows,
 )
 from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import LoraStep
 from weft.kernels.moe import ExpertWeights
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
@@ -155,9 +157,9 @@ def compile_layers() -> None:
 
 
 def compile_experts() -> None:
-    """Experts directly, sorted, and for prompts."""
-    for rows in (1, 12, 80):
-        run_layers((1024, 768, 16, 128), [1] * rows, experts=8)
+    """Experts directly, sorted, and for prompts: with blocks of which some are halved, too."""
+    for q_lens in ([1], [1] * 12, [1] * 80, [900]):
+        run_layers((1024, 768, 16, 128), q_lens, experts=8)
 
 
 def compile_fixed() -> None:
@@ -174,6 +176,35 @@ def compile_adapters() -> None:
         case = make_layers(sizes, rows, [0, 8, 16, 40], BF16, "cpu")
         for lora in (case.lora, replace(case.lora, are_given=True)):
             decoder_layers.decoder_layers(case.hidden, case.stack.layers, case.step(lora), 0)
+
+
+def compile_expert_adapters() -> None:
+    """Experts and their router with adapters, which share their outer sides or not."""
+    hidden, inner, heads, dim = 1024, 768, 8, 64
+    ranks, experts = [0, 8, 16], 8
+    w = make_layer(hidden, inner, heads, dim, experts=experts)
+    router = make_lora(hidden, experts, ranks, BF16).weights
+    shapes: tuple[tuple[int, int, int, Shared], ...] = (
+        (hidden, inner, 0, "a"),
+        (hidden, inner, inner, "a"),
+        (inner, hidden, 0, "b"),
+    )
+    for rows in (2, 300):
+        for is_shared in (False, True):
+            gate, up, down = (
+                make_expert_lora(
+                    k, n, ranks, experts, BF16, shared=side if is_shared else None, column=column
+                ).weights
+                for k, n, column, side in shapes
+            )
+            lora = LoraStep(
+                segments=segments_of([number % len(ranks) for number in range(rows)], len(ranks)),
+                router=(router,),
+                w13=(gate, up),
+                w2=(down,),
+            )
+            step = replace(make_step(w, heads, dim, [1] * rows), lora=lora)
+            decoder_layers.decoder_layers(torch.zeros(rows, hidden, dtype=BF16), [w], step, 0)
 
 
 def compile_drafts() -> None:
@@ -269,6 +300,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "experts": compile_experts,
     "fixed": compile_fixed,
     "adapters": compile_adapters,
+    "adapters of experts": compile_expert_adapters,
     "drafts": compile_drafts,
     "drawing": compile_drawing,
     "steps": compile_steps,
