@@ -88,6 +88,16 @@ def test_all_linear_modules(model_dir: Path, tmp_path: Path, seed: int) -> None:
         read(tmp_path, model_dir, parts=parts)
 
 
+def test_excluded_modules_whose_parameters_are_wrapped(
+    model_dir: Path, tmp_path: Path, seed: int
+) -> None:
+    """PEFT wraps them all the same: it excludes modules, not parameters."""
+    adapter = assert_equals_peft(
+        model_dir, tmp_path, seed, r=4, target_modules="all-linear", exclude_modules=["gate"]
+    )
+    assert "router" in {kind for _, kind in adapter.modules}
+
+
 @pytest.mark.parametrize("names", [["gate_up_proj", "down_proj"], ["gate_up_proj"], ["down_proj"]])
 def test_parameters_of_all_experts_as_peft_wraps_them(
     model_dir: Path, tmp_path: Path, seed: int, names: list[str]

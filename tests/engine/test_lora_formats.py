@@ -70,6 +70,16 @@ def test_modules_by_expression_and_by_layer(
         layers_pattern="layers",
     )
     assert {layer for layer, _ in adapter.modules} == {0, 2}
+    # Modules that are named in full are of no layer in particular.
+    adapter = assert_equals_peft(
+        models["llama"],
+        tmp_path / "c",
+        seed,
+        target_modules=["q_proj", "model.layers.0.self_attn.o_proj", "lm_head"],
+        layers_to_transform=[1],
+    )
+    assert set(adapter.modules) == {(1, "q"), (0, "o")}
+    assert adapter.lm_head is not None
 
 
 Rename = Callable[[str], str]

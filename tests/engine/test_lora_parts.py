@@ -187,6 +187,36 @@ def test_an_engine_fills_anothers_pages(kind: str, tmp_path: Path) -> None:
         pair.close()
 
 
+def test_workers_that_apply_other_parts_share_no_pages(tmp_path: Path) -> None:
+    """A lenient load of one adapter leaves out what a worker does not apply."""
+    models = make_models("qwen3_moe", tmp_path, random.randrange(2**31))
+    models.add(1, r=8, target_modules=["q_proj", "v_proj", "gate"])
+    (directory,) = models.directories.values()
+    clock = ManualClock()
+    parts = {"decode": ("q", "v", "router"), "prefill": ("v", "q")}
+    owner, filler = (
+        make_engine(models.model_dir, role, clock, enable_lora=True, lora_projections=names)
+        for role, names in parts.items()
+    )
+    (digest,) = {load(engine, directory, is_lenient=True) for engine in (owner, filler)}
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        prompt = [random.randrange(3, VOCAB) for _ in range(43)]
+        asked = pair.submit(prompt, NUM_NEW, adapter=digest)
+        assert pair.finish(asked) == [models.greedy(models.digests[0], prompt, NUM_NEW)]
+        (fill,) = pair.answers[asked].finished[0].timeline.fills
+        assert "lora_projections" in fill.failure
+        base = pair.submit(prompt, NUM_NEW)
+        assert pair.finish(base) == [models.greedy(BASE, prompt, NUM_NEW)]
+        (fill,) = pair.answers[base].finished[0].timeline.fills
+        assert fill.accepted_tokens
+        pair.settle()
+        for engine in (owner, filler):
+            unload_all(engine)
+    finally:
+        pair.close()
+
+
 def test_only_the_head_differs(tmp_path: Path) -> None:
     """Pages are equal to the base's, and never taken for them."""
     seed = random.randrange(2**31)

@@ -92,6 +92,24 @@ def test_tied_matrices_change_together_when_the_adapter_says_so(tmp_path: Path, 
     assert lora.lm_head is not None
 
 
+def test_trained_tokens_reach_a_tied_head_that_has_lora(tmp_path: Path, seed: int) -> None:
+    """PEFT ties them whatever else the head has."""
+    base = make_tiny(
+        "llama", tmp_path / "base", seed, num_hidden_layers=2, tie_word_embeddings=True
+    )
+    adapter = assert_equals_peft(
+        base,
+        tmp_path / "adapter",
+        seed,
+        spread=1.0,
+        target_modules=["lm_head", "q_proj"],
+        trainable_token_indices=[5, 6, 400],
+    )
+    assert adapter.lm_head is not None
+    assert adapter.lm_head.token_ids == (5, 6, 400)
+    assert adapter.lm_head.lora is not None
+
+
 def test_added_tokens(model_dir: Path, tmp_path: Path, seed: int) -> None:
     expected: Any = peft_model(
         model_dir,

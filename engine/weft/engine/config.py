@@ -206,8 +206,8 @@ class EngineConfig:
     """
     lora_projections: tuple[str, ...] = ()
     """Projections that adapters may change, among which that memory is divided: q, k, v, o, gate,
-    up, down; embed_tokens, lm_head; experts, or shared_experts where all of them share A of gate
-    and up and B of down. Empty: the first seven, as far as the model has them.
+    up, down; embed_tokens, lm_head; router; experts, or shared_experts where all of them share A of
+    gate and up and B of down. Empty: the first seven, as far as the model has them.
     """
     lora_host_bytes: int = 4 << 30
     """Host memory of adapters; those beyond it are read from disk again."""

@@ -48,7 +48,8 @@ class ComputeJobs:
     def why_not(self, handle: KvHandle) -> tuple[str, str]:
         """See `Jobs.why_not`."""
         if handle.namespace != self._intake.namespace(handle.cache_salt, handle.adapter):
-            return "namespace", "model, dtype or layout differ"
+            what = ", or what adapters may change (lora_projections)" if handle.adapter else ""
+            return "namespace", f"model, dtype or layout differ{what}"
         if handle.adapter and not self._has_adapter(handle.adapter):
             return "namespace", f"adapter {handle.adapter.hex()[:16]} is not loaded here"
         if handle.end_token > self._max_tokens:

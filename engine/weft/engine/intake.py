@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ContextTooLong, InvalidRequest
@@ -49,6 +50,7 @@ class Intake:
         vocab_size: token ids are below it.
         eos_token_ids: of the model.
         max_tokens: longest prompt plus output that the context and the pool allow.
+        adapter_parts: names of the projections that adapters may change here.
     """
 
     def __init__(
@@ -59,9 +61,12 @@ class Intake:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         max_tokens: int,
+        adapter_parts: Collection[str] = (),
     ) -> None:
         self._page_size = config.page_size
         self._layout = layout.describe()
+        # What a lenient load leaves out follows from them, and changes the pages.
+        self._adapted_layout = f"{self._layout};adapted={','.join(sorted(adapter_parts))}"
         self._model_digest = model_digest
         self.vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
@@ -74,7 +79,10 @@ class Intake:
         known = self._namespaces.get((cache_salt, adapter))
         if known is None:
             known = namespace_digest(
-                self._model_digest, self._layout, adapter_digest=adapter, cache_salt=cache_salt
+                self._model_digest,
+                self._adapted_layout if adapter else self._layout,
+                adapter_digest=adapter,
+                cache_salt=cache_salt,
             )
             if len(self._namespaces) < 1024:
                 self._namespaces[cache_salt, adapter] = known

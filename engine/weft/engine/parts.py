@@ -164,7 +164,8 @@ def load_parts(
         window = staged_window(config, runner.pool, staging, lanes)
     plane = DataPlane(config, window, wake)
     ends = loaded.config.eos_token_ids
-    intake = Intake(config, layout, loaded.digest, vocab_size, ends, max_tokens)
+    adapted = () if lora is None else lora.projections
+    intake = Intake(config, layout, loaded.digest, vocab_size, ends, max_tokens, adapted)
     constraints = Constraints(config, vocab_size, ends, wake)
     tiers = load_tiers(config, layout.page_bytes, runner.page_pool, runner.pin, wake)
     notices = [

@@ -89,7 +89,16 @@ class _Reader:
         """Reads the whole adapter; its digest is left empty."""
         changes = {name: self.vocabulary(part) for name, part in plan.vocabulary.items()}
         if plan.ties_vocabulary and "embed_tokens" in changes:
-            changes.setdefault("lm_head", _tied(changes["embed_tokens"]))
+            embedding = changes["embed_tokens"]
+            head = changes.setdefault("lm_head", _tied(embedding))
+            if head.rows is None and head.weight is None and embedding.rows is not None:
+                # It has LoRA of its own, on top of trained tokens that are the embedding's.
+                changes["lm_head"] = replace(
+                    head,
+                    token_ids=embedding.token_ids,
+                    rows=embedding.rows,
+                    tensor=embedding.tensor,
+                )
         return Adapter(
             digest=b"",
             rank=max((pair.rank for pair in plan.pairs), default=0),

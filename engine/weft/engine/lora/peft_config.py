@@ -130,18 +130,20 @@ class PeftConfig:
 
         Names are full ones, such as model.layers.0.self_attn.q_proj, or of a wrapped parameter.
         """
-        if any(_lists(self.exclude_modules, name) for name in names):
-            return False
+        # As in PEFT, parameters are excluded by nothing, and modules named in full by no layer.
         if any(_lists(self.target_parameters, name) for name in names):
             return True
+        if any(_lists(self.exclude_modules, name) for name in names):
+            return False
         if self.target_modules is None:
             return not self.target_parameters
         if self.target_modules == ALL_LINEAR:
             return True
         if not any(_lists(self.target_modules, name) for name in names):
             return False
-        by_layer = self.layers_to_transform and not isinstance(self.target_modules, str)
-        return not by_layer or any(self._has_layer(name) for name in names)
+        if not self.layers_to_transform or isinstance(self.target_modules, str):
+            return True
+        return any(name in self.target_modules or self._has_layer(name) for name in names)
 
     def _pattern_names(self, names: Sequence[str]) -> Sequence[str]:
         """The names that patterns of ranks and alphas are for: where PEFT wraps a parameter, as it

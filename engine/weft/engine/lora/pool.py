@@ -184,6 +184,11 @@ class LoraPool:
         )
 
     @property
+    def projections(self) -> list[str]:
+        """Names of the model's projections that adapters may change."""
+        return [name for name, part in self._projections.items() if not part.is_draft]
+
+    @property
     def changes_logits(self) -> bool:
         """Whether adapters may change the LM head."""
         return "lm_head" in self._groups
