@@ -18,7 +18,7 @@ def told(command: tuple[str, ...], flag: str) -> str | None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", {"prefill-0": ("cpu", None), "decode-0": ("cpu", None)}),
+        ("", {"prefill-0": (None, None), "decode-0": (None, None)}),
         ("--device cuda", {"prefill-0": ("cuda", 0.5), "decode-0": ("cuda", 0.5)}),
         ("--device cuda --prefill 0", {"decode-0": ("cuda", None)}),
         (
@@ -47,7 +47,7 @@ def told(command: tuple[str, ...], flag: str) -> str | None:
     ],
 )
 def test_workers_take_the_devices_in_turn(
-    tmp_path: Path, flags: str, expected: dict[str, tuple[str, float | None]]
+    tmp_path: Path, flags: str, expected: dict[str, tuple[str | None, float | None]]
 ) -> None:
     settings = load_settings(UpSettings, flags.split(), {})
     models = [ModelFolder("tiny", tmp_path)]

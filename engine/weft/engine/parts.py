@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,9 +57,12 @@ from weft.engine.transfer.page_mover import Lanes
 from weft.engine.transfer.plane import DataPlane
 from weft.engine.transfer.staging_parts import staged_window, staging_memory
 from weft.engine.transfer.window import DirectWindow, PoolWindow
+from weft.engine.turns import in_turn
 
 DEFAULT_KV_BYTES = 1 << 30
 """Default size of the KV pool on a CPU."""
+SIZING_TIMEOUT_S = 600.0
+"""Longest wait for other engines that start on the same GPU."""
 MAX_SWITCH_S = 5e-4
 """For so long a thread keeps Python's lock from one that waits for it: the engine's, whose steps
 would else be up to 5 ms late while another one reads an adapter or makes masks.
@@ -139,6 +143,27 @@ def load_parts(
         torch.set_num_threads(config.num_threads)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
     device = find_device(config)
+    with _sizing_turn(config, device, progress):
+        return _load_parts(config, device, wake, progress)
+
+
+def _sizing_turn(
+    config: EngineConfig, device: torch.device, progress: Progress
+) -> AbstractContextManager[None]:
+    """The time in which this engine alone takes memory of a GPU, if its pool is to have what is
+    left: free memory, and so what graphs take of it, can only be measured for the whole device.
+    """
+    if device.type != "cuda" or config.num_pages or config.kv_memory_bytes is not None:
+        return nullcontext()
+    name = f"gpu-{torch.cuda.get_device_properties(device).uuid}"
+    told = "waiting for another worker that starts on this GPU"
+    return in_turn(name, SIZING_TIMEOUT_S, lambda: progress(0, 1, told))
+
+
+def _load_parts(
+    config: EngineConfig, device: torch.device, wake: Callable[[], None], progress: Progress
+) -> EngineParts:
+    """See `load_parts`."""
     models = _load_models(config, device, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.vocab_size
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []

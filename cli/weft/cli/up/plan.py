@@ -208,8 +208,8 @@ def _places(settings: UpSettings, num_models: int) -> dict[str, list[str]]:
     sharing = Counter(gpus.values())
     shares = {name: 1 / sharing[gpu] for name, gpu in gpus.items() if sharing[gpu] > 1}
     return {
-        name: _flags({"device": device, "device-memory-share": shares.get(name)})
-        for name, device in devices.items()
+        name: _flags({"device": devices.get(name), "device-memory-share": shares.get(name)})
+        for name in names
     }
 
 

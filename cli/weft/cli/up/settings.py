@@ -48,11 +48,10 @@ class UpSettings(Settings):
         description="number format of the weights; auto = what the machine computes fast",
     )
     device: list[str] = Field(
-        ["cpu"],
-        min_length=1,
+        [],
         max_length=64,
         description="devices of the workers, which take them in turn, prefill workers first: cpu, "
-        "cuda or cuda:N; workers on one GPU share its memory",
+        "cuda or cuda:N; workers on one GPU share its memory; empty = their default",
     )
     host: str = Field("127.0.0.1", description="address that REST and gRPC listen on")
     rest: bool = Field(True, description="serve REST")

@@ -87,7 +87,7 @@ def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
         raise ConfigError(
             f"device memory: {needs.describe()}: {_gib(needs.for_pool)} are left for the KV pool, "
             f"which needs {MIN_PAGES} pages of {page_bytes:,} bytes; lower max_step_tokens or "
-            "max_running_requests, or take a smaller model"
+            "max_running_requests, take a smaller model, or raise device_memory_share if it is set"
         )
     return num_pages
 

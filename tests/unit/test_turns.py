@@ -1,0 +1,56 @@
+"""Processes that take turns: one at a time, and a killed one holds nobody up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from weft.engine.errors import ConfigError
+from weft.engine.turns import in_turn
+
+HOLD = """
+import sys, time
+from weft.engine.turns import in_turn
+
+with in_turn(sys.argv[1], 5, lambda: None):
+    print("mine", flush=True)
+    time.sleep(60)
+"""
+
+
+def never() -> None:
+    raise AssertionError("nobody else has the turn")
+
+
+def test_a_turn_is_waited_for_and_ends_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    name = "test"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"mine\n"
+        told: list[str] = []
+        with (
+            pytest.raises(ConfigError, match=rf"weft-{name}.lock for 0 s.*kv_memory_bytes"),
+            in_turn(name, 0.3, lambda: told.append("wait")),
+        ):
+            raise AssertionError("it is the other's turn")
+        assert told == ["wait"]
+        with in_turn(f"{name}-other", 0, never):
+            pass
+        threading.Timer(0.5, holder.kill).start()
+        with in_turn(name, 30, lambda: told.append("again")):
+            assert holder.poll() is not None or holder.wait(10)
+        assert told == ["wait", "again"]
+        with in_turn(name, 0, never):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
