@@ -326,6 +326,8 @@ def test_configurations_that_are_malformed(adapter_dir: Path) -> None:
         ("target_modules", "(a+)+$"),
         ("target_modules", "(a|a)*b"),
         ("target_modules", "[a" * 3000),
+        ("target_modules", "(?:q_proj){e<=1}"),
+        ("alpha_pattern", {"[[:alpha:]]+_proj": 3}),
         ("layers_to_transform", ["1"]),
         ("use_dora", True),
         ("lora_bias", True),

@@ -92,6 +92,31 @@ def test_tied_matrices_change_together_when_the_adapter_says_so(tmp_path: Path, 
     assert lora.lm_head is not None
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank_pattern": {"embed_tokens": 4}},
+        {"rank_pattern": {"embed_tokens": 4, "lm_head": 12}, "use_rslora": True},
+        {"alpha_pattern": {"lm_head": 31}},
+        {"exclude_modules": ["lm_head"]},
+    ],
+)
+def test_a_tied_head_takes_the_embeddings_matrices(
+    tmp_path: Path, seed: int, settings: dict[str, Any]
+) -> None:
+    """Of their rank, scaled by its own alpha and configured rank, and excluded by nothing."""
+    base = make_tiny("llama", tmp_path / "base", seed, tie_word_embeddings=True)
+    adapter = assert_equals_peft(
+        base,
+        tmp_path / "adapter",
+        seed,
+        target_modules=["q_proj", "embed_tokens"],
+        ensure_weight_tying=True,
+        **settings,
+    )
+    assert adapter.lm_head is not None
+
+
 def test_trained_tokens_reach_a_tied_head_that_has_lora(tmp_path: Path, seed: int) -> None:
     """PEFT ties them whatever else the head has."""
     base = make_tiny(

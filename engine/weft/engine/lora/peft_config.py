@@ -19,6 +19,8 @@ from weft.engine.lora.patterns import is_quick, match
 
 ALL_LINEAR = "all-linear"
 
+_UNLIKE_RE = re.compile(r"\[\[:|(?<!\\)\{(?!\d+(?:,\d*)?\}|,\d+\})")
+"""Forms that `regex`, which matches, reads otherwise than `re`, by which PEFT matches."""
 _LAYER_OF = r".*?\.[^.]*\.(?P<layer>\d+)\."
 
 VARIANTS: Mapping[str, str] = {
@@ -262,6 +264,10 @@ class _Fields:
                 re.compile(text)
         except (re.error, RecursionError, OverflowError) as error:
             raise self.error(name, f"{pattern[:80]!r} is no regular expression: {error}") from error
+        if _UNLIKE_RE.search(pattern):
+            raise self.error(
+                name, f"{pattern[:80]!r} has a form that only some libraries read: [[: or {{...}}"
+            )
         if not is_quick(pattern):
             raise self.error(
                 name,

@@ -256,10 +256,9 @@ class _Planner:
         return ""
 
     def _is_targeted(self, module: ModuleName) -> bool:
-        names = module.names
-        if module.rest in VOCABULARY and self._peft.ties_weights:
-            names = tuple(name for rest in VOCABULARY for name in parse_module(rest).names)
-        return self._peft.is_targeted(names)
+        is_tied = module.rest in VOCABULARY and self._peft.ties_weights
+        modules = [parse_module(rest) for rest in VOCABULARY] if is_tied else [module]
+        return any(self._peft.is_targeted(one.names) for one in modules)
 
     def _plan_pair(
         self, module: ModuleName, tensors: Mapping[str, str], vocab_size: int | None = None
@@ -271,7 +270,12 @@ class _Planner:
         config = replace(self.config, vocab_size=vocab_size or self.config.vocab_size)
         shapes = [projection_shape(config, module, kind) for kind in module.kinds]
         width, out = shapes[0][0], sum(shape[1] for shape in shapes)
-        rank = self._peft.rank_of(module.names)
+        own_rank = rank = self._peft.rank_of(module.names)
+        embedding = parse_module("embed_tokens").names
+        is_tied = module.rest == "lm_head" and self._peft.ties_weights
+        if is_tied and self._peft.is_targeted(embedding):
+            # PEFT takes the embedding's matrices, whatever their rank, and scales by its own.
+            rank = self._peft.rank_of(embedding)
         experts = self._expert_axes(module, a, b)
         self._check_rank(a, rank, module)
         if module.parameter is not None and config.moe is not None:
@@ -283,7 +287,7 @@ class _Planner:
             self._check_tensor(a, (*axis_a, rank, width))
             self._check_tensor(b, (*axis_b, out, rank))
         self._check_once(module, a)
-        scaling = self._peft.scaling_of(module.names, rank)
+        scaling = self._peft.scaling_of(module.names, own_rank)
         return PairPlan(module, a, b, rank, scaling, experts)
 
     def _expert_axes(self, module: ModuleName, a: str, b: str) -> tuple[int, int]:
