@@ -54,3 +54,16 @@ def test_a_turn_is_waited_for_and_ends_with_its_process(
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_a_file_that_is_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "weft-test.lock").symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(ConfigError, match=r"weft-test\.lock.*kv_memory_bytes"),
+        in_turn("test", 0, never),
+    ):
+        raise AssertionError("it is not opened")
+    assert not (tmp_path / "elsewhere").exists()

@@ -27,7 +27,7 @@ def in_turn(name: str, timeout_s: float, on_wait: Callable[[], None]) -> Iterato
         on_wait: Called once if somebody else has the turn.
 
     Raises:
-        ConfigError: The others took longer.
+        ConfigError: The others took longer, or the file cannot be opened.
     """
     path = Path(tempfile.gettempdir()) / f"weft-{name}.lock"
     file = _open(path)
@@ -52,9 +52,12 @@ def _open(path: Path) -> int:
     """The file, which may be another user's: it is locked, not written."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(path, flags)
-    except FileNotFoundError:
-        return os.open(path, flags | os.O_CREAT, 0o644)
+        return os.open(path, flags if path.exists() else flags | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot open {path}, by which workers that divide a GPU's free memory start one after "
+            f"the other: {error.strerror}; remove it, or give each worker its kv_memory_bytes"
+        ) from error
 
 
 def _try_lock(file: int) -> bool:
