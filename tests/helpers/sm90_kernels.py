@@ -158,7 +158,7 @@ def compile_layers() -> None:
 
 def compile_experts() -> None:
     """Experts directly, sorted, and for prompts: with blocks of which some are halved, too."""
-    for q_lens in ([1], [1] * 12, [1] * 80, [900]):
+    for q_lens in ([1], [1] * 12, [900]):
         run_layers((1024, 768, 16, 128), q_lens, experts=8)
 
 
@@ -189,22 +189,21 @@ def compile_expert_adapters() -> None:
         (hidden, inner, inner, "a"),
         (inner, hidden, 0, "b"),
     )
-    for rows in (2, 300):
-        for is_shared in (False, True):
-            gate, up, down = (
-                make_expert_lora(
-                    k, n, ranks, experts, BF16, shared=side if is_shared else None, column=column
-                ).weights
-                for k, n, column, side in shapes
-            )
-            lora = LoraStep(
-                segments=segments_of([number % len(ranks) for number in range(rows)], len(ranks)),
-                router=(router,),
-                w13=(gate, up),
-                w2=(down,),
-            )
-            step = replace(make_step(w, heads, dim, [1] * rows), lora=lora)
-            decoder_layers.decoder_layers(torch.zeros(rows, hidden, dtype=BF16), [w], step, 0)
+    for rows, is_shared in ((2, False), (300, True)):
+        gate, up, down = (
+            make_expert_lora(
+                k, n, ranks, experts, BF16, shared=side if is_shared else None, column=column
+            ).weights
+            for k, n, column, side in shapes
+        )
+        lora = LoraStep(
+            segments=segments_of([number % len(ranks) for number in range(rows)], len(ranks)),
+            router=(router,),
+            w13=(gate, up),
+            w2=(down,),
+        )
+        step = replace(make_step(w, heads, dim, [1] * rows), lora=lora)
+        decoder_layers.decoder_layers(torch.zeros(rows, hidden, dtype=BF16), [w], step, 0)
 
 
 def compile_drafts() -> None:
