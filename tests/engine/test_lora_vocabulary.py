@@ -69,10 +69,13 @@ def test_rows_of_single_tokens(model_dir: Path, tmp_path: Path, seed: int) -> No
     assert adapter.embed_tokens.token_ids == tuple(range(3, 200, 2))
 
 
+def make_tied(folder: Path, seed: int) -> Path:
+    """A model whose LM head is its embedding."""
+    return make_tiny("llama", folder / "base", seed, num_hidden_layers=2, tie_word_embeddings=True)
+
+
 def test_tied_matrices_change_together_when_the_adapter_says_so(tmp_path: Path, seed: int) -> None:
-    base = make_tiny(
-        "llama", tmp_path / "base", seed, num_hidden_layers=2, tie_word_embeddings=True
-    )
+    base = make_tied(tmp_path, seed)
     saved = assert_equals_peft(
         base,
         tmp_path / "saved",
@@ -105,7 +108,7 @@ def test_a_tied_head_takes_the_embeddings_matrices(
     tmp_path: Path, seed: int, settings: dict[str, Any]
 ) -> None:
     """Of their rank, scaled by its own alpha and configured rank, and excluded by nothing."""
-    base = make_tiny("llama", tmp_path / "base", seed, tie_word_embeddings=True)
+    base = make_tied(tmp_path, seed)
     adapter = assert_equals_peft(
         base,
         tmp_path / "adapter",
@@ -119,9 +122,7 @@ def test_a_tied_head_takes_the_embeddings_matrices(
 
 def test_trained_tokens_reach_a_tied_head_that_has_lora(tmp_path: Path, seed: int) -> None:
     """PEFT ties them whatever else the head has."""
-    base = make_tiny(
-        "llama", tmp_path / "base", seed, num_hidden_layers=2, tie_word_embeddings=True
-    )
+    base = make_tied(tmp_path, seed)
     adapter = assert_equals_peft(
         base,
         tmp_path / "adapter",
