@@ -11,9 +11,9 @@ The engine alone, in this process, with random adapters.
 Models of such names have their real shapes and made-up weights. Throughput: requests of a batch
 take adapters in turn; the rows of a round follow each other in random order, and a row's share is
 that of its round's base row. Time to first token: an adapter on the device, in host memory, or on
-disk only. Beside it: the time between tokens of a running batch while others bring an adapter from
-disk each, while they bring none, and while they bring one and all steps wait for it, as in an
-engine whose loading blocks.
+disk only. Beside it: the time between tokens of a running batch while requests come that name no
+adapter, one on the device, one that must come from disk, and one that must and that all steps wait
+for, as in an engine whose loading blocks.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ COMPARED = 8
 """Requests of a batch that are run alone as well."""
 WAITED_S, MAX_WAITED_S = 0.0002, 30.0
 """Seconds between two checks whether an adapter is loaded, and in all."""
+
+
+BETWEEN = ("none", "on the device", "from disk", "waited for")
+"""Adapters of requests that come while others run: all of the last two must be loaded first."""
 
 
 class Checked(NamedTuple):
@@ -182,6 +186,11 @@ def first_token_s(llm: LLM, adapter: bytes, draw: random.Random) -> float:
 def places(llm: LLM) -> dict[bytes, str]:
     """State of each adapter."""
     return {state.digest: state.state for state in llm.engine.adapters.states()}
+
+
+def is_used(name: str, place: str) -> bool:
+    """Whether requests of one of `BETWEEN` name an adapter at this place."""
+    return name in ("from disk", "waited for") or (name, place) == ("on the device", "device")
 
 
 def first_tokens(
@@ -352,9 +361,9 @@ def measure(arguments: argparse.Namespace, folder: Path, draw: random.Random) ->
             figures.firsts["none"] = [first_token_s(llm, b"", draw) for _ in range(20)][5:]
             for name in ("device", "host", "disk"):
                 figures.firsts[name] = first_tokens(llm, some, name, 15, draw)
-            rows = (("none", [], False), ("from disk", some, False), ("waited for", some, True))
-            for name, used, blocks in 2 * rows:
-                found = gaps(llm, used, arguments, draw, blocks=blocks)
+            for name in 2 * BETWEEN:
+                used = [digest for digest in some if is_used(name, places(llm)[digest])]
+                found = gaps(llm, used, arguments, draw, blocks=name == "waited for")
                 figures.between.setdefault(name, []).extend(found)
         yield figures
 
@@ -457,7 +466,8 @@ def latency_rows(console: Console, figures: Figures, running: int) -> dict[str, 
     for name, values in figures.between.items():
         p50, p99 = (1e3 * float(np.percentile(values, q)) for q in (50, 99))
         table.add_row(name, f"{p50:.1f}", f"{p99:.1f}")
-        between[name] = {"p50": p50, "p99": p99, "count": len(values)}
+        rounded = [round(1e3 * value, 3) for value in values]
+        between[name] = {"p50": p50, "p99": p99, "count": len(values), "ms": rounded}
     console.print(table)
     firsts = {name: [1e3 * value for value in values] for name, values in figures.firsts.items()}
     return {"first_token_ms": firsts, "between_tokens_ms": between}

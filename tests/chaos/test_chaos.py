@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from chaos_mesh import Chaos
 from weft.cli.chaos.report import as_json
@@ -32,4 +34,4 @@ async def test_twenty_faults_leave_every_invariant_whole(chaos: Chaos) -> None:
     assert result.num_happened >= 20
     assert result.load.outcomes["ok"] > 0
     assert result.load.drafted_tokens >= result.load.accepted_tokens > 0
-    assert not result.violations, as_json(wanted, result, "pytest")
+    assert not result.violations, json.dumps(as_json(wanted, result, "pytest"), indent=1)

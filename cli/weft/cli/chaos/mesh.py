@@ -224,6 +224,15 @@ class ChaosMesh:
         """A service's state. Raises MeshNotReady."""
         return json.loads((await self.admin(name, "DumpState", admin_pb2.DumpStateRequest())).state)
 
+    def standstills(self) -> list[str]:
+        """What services say of having stood still, with time and service."""
+        return [
+            f"{path.stem}: {line}"
+            for path in sorted(self.logs.glob("*.log"))
+            for line in path.read_text(errors="replace").splitlines()
+            if "stood still" in line
+        ]
+
     async def pages(self, name: str) -> ServicePages:
         """Pages of a worker or store by state, and what it works on. Raises MeshNotReady."""
         ready = self.ready(name)

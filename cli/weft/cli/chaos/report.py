@@ -89,6 +89,7 @@ def as_json(plan: ChaosPlan, result: ChaosResult, command: str) -> dict[str, Any
             "speculated_steps_since_last_start": result.speculated_steps,
         },
         "deaths": result.deaths,
+        "standstills": result.standstills,
         "elapsed_s": round(result.elapsed_s, 1),
     }
 

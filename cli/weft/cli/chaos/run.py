@@ -62,6 +62,8 @@ class ChaosResult:
     deaths: dict[str, int] = field(default_factory=dict)
     speculated_steps: int = 0
     """Steps in which drafts were verified, since the decode workers were last started."""
+    standstills: list[str] = field(default_factory=list)
+    """What services that stood still say of it, by faults or without; see `ChaosMesh`."""
     elapsed_s: float = 0.0
 
     @property
@@ -139,6 +141,7 @@ async def run_on(
             await injector.close()
     result.violations += load.result.violations
     result.deaths = dict(mesh.num_deaths)
+    result.standstills = mesh.standstills()
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -55,15 +56,18 @@ def start_logged(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 async def tell_standstills() -> None:
     """Logs when this process has stood still: peers that gave it up, or that it finds silent then,
-    are not to blame.
+    are not to blame. How long its event loop's thread computed meanwhile tells whether something
+    here held it up, or the machine did.
     """
     loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + _LOOK_EVERY_S
+        due, before_s = loop.time() + _LOOK_EVERY_S, time.thread_time()
         await asyncio.sleep(_LOOK_EVERY_S)
         late_s = loop.time() - due
         if late_s > STANDSTILL_S:
-            _log.warning("this process stood still for %.1f s, stopped or not scheduled", late_s)
+            computed_s = time.thread_time() - before_s
+            text = "this process stood still for %.1f s, in which its loop computed for %.1f s"
+            _log.warning(text, late_s, computed_s)
 
 
 def tasks_now() -> dict[str, object]:

@@ -51,7 +51,8 @@ class CrashDumps:
         self.live = root / f".live-{self._name}"
         """File to which the engine process writes its traces."""
         try:
-            shutil.rmtree(self.live, ignore_errors=True)
+            for left in (self.live, *root.glob(f".[0-9]*-{self._name}-*")):
+                shutil.rmtree(left, ignore_errors=True)
             self.live.mkdir(parents=True, mode=0o700)
         except OSError as error:
             raise ConfigError(f"--crash-dir {root}: {error.strerror}") from error
@@ -68,10 +69,28 @@ class CrashDumps:
 
         Returns:
             Its folder.
+
+        Raises:
+            OSError: It cannot be written; nothing of it is left.
         """
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + f"{time.time() % 1:.3f}"[1:]
         folder = self._root / f"{stamp}-{self._name}-{kind}"
-        folder.mkdir(mode=0o700)
+        # Under another name until it is whole: who finds a dump may read it.
+        partial = self._root / f".{folder.name}"
+        partial.mkdir(mode=0o700)
+        try:
+            self._fill(partial, report, requests)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        partial.rename(folder)
+        for old in sorted(self._root.glob("[0-9]*-*"))[: -self._max_dumps]:
+            shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    def _fill(
+        self, folder: Path, report: Mapping[str, object], requests: Iterable[LoggedPrompt]
+    ) -> None:
         whole = {**report, "plan": read_plan(self.live / PLAN)}
         (folder / "report.json").write_text(json.dumps(whole, indent=2, default=str) + "\n")
         lines = "".join(to_line(prompt) + "\n" for prompt in requests)
@@ -79,9 +98,6 @@ class CrashDumps:
         for name in (STACKS, STATE):
             with contextlib.suppress(OSError):
                 shutil.copyfile(self.live / name, folder / name)
-        for old in sorted(self._root.glob("[0-9]*-*"))[: -self._max_dumps]:
-            shutil.rmtree(old, ignore_errors=True)
-        return folder
 
     def close(self) -> None:
         """Deletes the engine's traces."""
