@@ -75,8 +75,8 @@ class Checked(NamedTuple):
 
     @property
     def differing(self) -> float:
-        """Share of differing ones."""
-        return 1 - self.equal / max(1, self.compared)
+        """Share of differing ones; 0 if none were compared."""
+        return 1 - self.equal / self.compared if self.compared else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,14 @@ import torch
 from engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
 from local_plane import join_planes
 from tiny_models import make_tiny
+from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
 from weft.engine.messages import Cancel
 from weft.engine.scheduler.plan import Plan
 from weft.engine.transfer import page_mover
 from weft.engine.transfer.page_mover import DeviceMove, PageMover
+from weft.engine.transfer.staging_parts import stages_on_device
 
 PAGE = 8
 STAGED: dict[str, Any] = {"force_staging": True}
@@ -31,6 +33,26 @@ STAGED: dict[str, Any] = {"force_staging": True}
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("tiny"), seed=random.randrange(2**31))
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_on_device"),
+    [
+        ({}, False),
+        ({"device_memory_share": 0.5}, True),
+        ({"device_memory_share": 0.5, "has_store": True}, False),
+        ({"device_memory_share": 0.5, "transport": "data"}, False),
+        ({"device_memory_share": 0.5, "staging_memory": "host"}, False),
+        ({"staging_memory": "device"}, True),
+    ],
+)
+def test_workers_that_share_a_gpu_stage_on_it(
+    settings: dict[str, Any], is_on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other GPU is there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = EngineConfig(model_dir=Path(), device="cuda", **settings)
+    assert stages_on_device(config, torch.device("cuda:0")) == is_on_device
 
 
 @pytest.fixture(scope="module")

@@ -229,6 +229,6 @@ def test_a_storm_of_cancels_and_pre_emptions_leaves_nothing(tmp_path: Path) -> N
         graphs = KnownGraphs(engine, known_of(storm.texts), VOCAB, 0.7)
         engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 1, 2, 3))
         check_storm(storm, 250)
-        assert graphs.num_late > 250
+        assert graphs.num_late > 100
     finally:
         storm.close()

@@ -32,7 +32,7 @@ async def test_workers_that_start_at_once_divide_what_is_free(tmp_path: Path) ->
     flags = ("--device", "cuda", "--prefill", "2", "--decode", "2")
     mesh = TinyMesh(tmp_path, *flags, "--local-prefill-max-tokens", "0")
     try:
-        mesh.wait_ready()
+        wait_until(lambda: "Weft is ready" in mesh.text, 180, lambda: mesh.text)
         pools = [pool_gib(mesh, name) for name in WORKERS]
         # A quarter each, of which the process, its graphs and a margin take some.
         assert all(0.7 * free < 4 * pool * 2**30 < total for pool in pools), (pools, free)
@@ -41,7 +41,7 @@ async def test_workers_that_start_at_once_divide_what_is_free(tmp_path: Path) ->
         async with Caller(mesh) as caller:
             answer = await caller.ask("grpc", ask)
         check_way("nixl", answer)
-        assert answer.token_ids == Greedy(mesh.model_dir).ids(prompt, NUM_NEW)
+        Greedy(mesh.model_dir).check(prompt, answer.token_ids or [], NUM_NEW)
         wait_until(lambda: all(mesh.is_idle(name) for name in WORKERS), 30)
     finally:
         mesh.stop()

@@ -11,7 +11,8 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,29 +112,39 @@ class Peft(Greedy):
         self._model.eval()
         self._lock = threading.Lock()
 
-    def ids(self, prompt: list[int], num_new: int) -> list[int]:
-        """See `Greedy`; with transformers' own cache, since answers are long."""
-        found, tokens, cache = [], torch.tensor([prompt]), None
-        with torch.inference_mode():
-            for _ in range(num_new):
-                out = self._model(tokens, past_key_values=cache, use_cache=True)
-                cache, tokens = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-                found.append(int(tokens))
-        return found
-
-    def answer(self, adapter: str, prompt: list[int], num_new: int = NUM_NEW) -> str:
-        """The text with an adapter; empty = without one."""
+    @contextmanager
+    def _with(self, adapter: str) -> Iterator[None]:
         with self._lock:
             if not adapter:
                 with self._model.disable_adapter():
-                    return self.text(self.ids(prompt, num_new))
+                    yield
+                    return
             self._model.set_adapter(adapter)
+            yield
+
+    def answer(self, adapter: str, prompt: list[int], num_new: int = NUM_NEW) -> str:
+        """The text with an adapter; empty = without one."""
+        with self._with(adapter):
             return self.text(self.ids(prompt, num_new))
+
+    def check_stream(self, adapter: str, prompt: list[int], seen: Stream) -> None:
+        """What came is the text with an adapter."""
+        assert not seen.error
+        with self._with(adapter):
+            self.check(prompt, seen.ids, NUM_LONG)
+        assert seen.text == self.text(seen.ids)
 
 
 @pytest.fixture(scope="module")
 def peft(mesh: TinyMesh, root: Path) -> Peft:
     return Peft(mesh.model_dir, root)
+
+
+@pytest.fixture(autouse=True)
+def no_adapter_outlives_its_test(mesh: TinyMesh) -> Iterator[None]:
+    yield
+    for name in serving(mesh).keys() - {"first", "second"}:
+        unload(mesh, name)
 
 
 def prompt_of(length: int = NUM_PROMPT) -> list[int]:
@@ -167,6 +178,7 @@ class Stream:
     """One long answer, as it comes."""
 
     text: str = ""
+    ids: list[int] = field(default_factory=list)
     error: str = ""
     worker_id: str = ""
     num_lost: int = 0
@@ -198,7 +210,9 @@ def stream(
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         try:
             for message in stub.Complete(request, timeout=TIMEOUT_S):
-                seen.text += "".join(choice.text for choice in message.choices)
+                for choice in message.choices:
+                    seen.text += choice.text
+                    seen.ids += choice.token_ids
                 if message.HasField("timeline"):
                     seen.worker_id = message.timeline.worker_id
                     seen.num_lost = len(message.timeline.lost_attempts)
@@ -232,9 +246,7 @@ class Streams:
     def check(self, peft: Peft, meaning: str) -> list[Stream]:
         """All have ended, with the text of the adapter that their name meant."""
         for _, prompt, _, done in self._open:
-            seen = done.result(TIMEOUT_S)
-            assert not seen.error
-            assert seen.text == peft.answer(meaning, prompt, NUM_LONG)
+            peft.check_stream(meaning, prompt, done.result(TIMEOUT_S))
         return [done.result() for *_, done in self._open]
 
 
@@ -570,7 +582,7 @@ def test_a_bad_adapter_is_an_error_and_nothing_else(
 
 def test_a_storm_of_adapters(mesh: TinyMesh, peft: Peft, root: Path) -> None:
     """More than fit, loaded, replaced and unloaded at random under load: see `storm_checks`."""
-    for name in ("first", "second"):
+    for name in serving(mesh):
         assert unload(mesh, name).status_code == 200
     wait_held(mesh, WORKERS, [])
     weather(mesh, root, STORM)

@@ -160,7 +160,8 @@ class EngineConfig:
     """
     staging_memory: Literal["auto", "host", "device"] = "auto"
     """Kind of memory used for staging pages. auto: the GPU's own where NIXL works, another GPU of
-    this host can reach it, and no KV store is there; else the host's.
+    this host can reach it or another worker shares it (`device_memory_share`), and no KV store is
+    there; else the host's.
     """
     force_staging: bool = False
     """Whether to stage pages of a pool on a CPU too (tests)."""

@@ -46,7 +46,7 @@ def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) 
             f"least {MIN_STAGING_PAGES * page_bytes:,}",
             param="staging_bytes",
         )
-    kind = DeviceStagingPages if _stages_on_device(config, device) else PinnedStagingPages
+    kind = DeviceStagingPages if stages_on_device(config, device) else PinnedStagingPages
     return kind(num_pages, page_bytes, device)
 
 
@@ -60,12 +60,14 @@ def staged_window(
     return StagedWindow(area, memory, PageMover(pool, area, memory, lanes))
 
 
-def _stages_on_device(config: EngineConfig, device: torch.device) -> bool:
+def stages_on_device(config: EngineConfig, device: torch.device) -> bool:
     """Whether staging pages are memory of the pool's device."""
     if config.staging_memory != "auto":
         return config.staging_memory == "device"
     if device.type != "cuda" or config.has_store or config.transport == "data":
         return False
     others = (other for other in range(torch.cuda.device_count()) if other != device.index)
-    is_reached = any(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    is_reached = config.device_memory_share < 1 or any(
+        torch.cuda.can_device_access_peer(device.index, other) for other in others
+    )
     return is_reached and nixl_available()[0]

@@ -273,9 +273,9 @@ class WorkerSettings(PageSettings):
     )
     staging_memory: Literal["auto", "host", "device"] = Field(
         "auto",
-        description="kind of that memory: `device` = the GPU's own, which other GPUs of the host "
-        "reach over NVLink; auto = device where NIXL works, another GPU of the host "
-        "can reach it and no KV store is there",
+        description="kind of that memory: `device` = the GPU's own, which workers on it and on "
+        "other GPUs of the host reach; auto = device where NIXL works, another GPU of the host can "
+        "reach it or device_memory_share is below 1, and no KV store is there",
     )
     force_staging: bool = Field(
         False, description="stage the pages of a KV pool on a CPU too (tests; slower)"
