@@ -183,15 +183,15 @@ def test_additions_to_a_layer_with_the_norm_behind_it(
 ) -> None:
     """With ranks that are begun before the router, where there are some."""
     fresh_seed()
-    case = moe_case(rows, 40, 24, 120, 3)
-    logits = torch.randn(rows, 120)
+    case = moe_case(rows, 40, 24, 6, 3)
+    logits = torch.randn(rows, 6)
     case = replace(case, routing=route_reference(logits, 3, renormalise=True))
     adapters = make_adapters(case, is_shared, (0, 8, 24))
     gain, stream = torch.randn(40), case.residual.clone()
     poison_new_memory(monkeypatch)
     with kernel_module("moe", tmp_path) as module:
         after, lora = module.NormAfter(stream, gain, 1e-5), adapters.addition()
-        ranks = module.begin_ranks(case.x, lora, 120, 24, is_fixed=False)
+        ranks = module.begin_ranks(case.x, lora, 6, 24, is_fixed=False)
         assert (ranks is not None) == is_shared
         given = (case.x, logits, 3, case.w13, case.w2, after, lora, ranks)
         normed = module.routed_moe(*given, renormalise=True)
