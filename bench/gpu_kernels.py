@@ -27,6 +27,7 @@ import triton.language as tl
 from weft.kernels.activation import silu_and_mul
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu.extend_attention import OwnKv
+from weft.kernels.gpu.flash_attention import prompt_lens, takes
 from weft.kernels.gpu.moe import routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.linear import linear, pack_linear
@@ -336,9 +337,17 @@ def attention_call(
 
 
 def cold_call(
-    requests: int, length: int, heads: int, kv_heads: int, window: int | None = None
+    requests: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    window: int | None = None,
+    *,
+    is_flash: bool = False,
 ) -> Callable[[], object]:
-    """Prompts with nothing before them, whose own K and V are at hand, as the engine calls it."""
+    """Prompts with nothing before them, whose own K and V are at hand, as the engine calls it;
+    `is_flash`: with FlashAttention-3.
+    """
     dim, rows = 128, requests * length
     q, k, v = (
         torch.randn(rows, count, dim, device="cuda", dtype=BF16)
@@ -348,8 +357,9 @@ def cold_call(
     table = torch.zeros((requests, length // PAGE_SIZE), device="cuda", dtype=torch.int32)
     starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * length
     kv_lens = torch.full((requests,), length, device="cuda", dtype=torch.int32)
+    own = OwnKv(k, v, prompt_lens(starts) if is_flash else None)
     return lambda: gpu_attention.paged_attention(
-        q, pool, 0, table, starts, kv_lens, dim**-0.5, length, length, OwnKv(k, v), window=window
+        q, pool, 0, table, starts, kv_lens, dim**-0.5, length, length, own, window=window
     )
 
 
@@ -381,6 +391,9 @@ def bench_attention(bench: Bench) -> None:
         work = 2.0 * requests * length * (length + 1) * 32 * 128
         calls = [cold_call(requests, length, 32, 8)]
         bench.row(f"extend {requests}x{length} cold, own K and V", work, calls, "matmul")
+        if takes(BF16, 128, requests * length):
+            calls = [cold_call(requests, length, 32, 8, is_flash=True)]
+            bench.row(f"extend {requests}x{length} cold, FlashAttention-3", work, calls, "matmul")
     q, k, v = (torch.randn(1, h, 8192, 128, device="cuda", dtype=BF16) for h in (32, 8, 8))
     bench.row(
         "torch sdpa 1x8192, dense K and V",

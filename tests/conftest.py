@@ -50,6 +50,10 @@ def _missing_cuda() -> str | None:
     return None if shutil.which("nvidia-smi") else "no NVIDIA driver (`nvidia-smi`) on the PATH"
 
 
+def _missing_fa3() -> str | None:
+    return None if importlib.util.find_spec("fa3_fwd") else "the package `fa3-fwd` is not installed"
+
+
 def _missing_triton_interpreter() -> str | None:
     if not importlib.util.find_spec("triton"):
         return "the package `triton` is not installed"
@@ -76,6 +80,7 @@ def _missing_valkey() -> str | None:
 CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "cc": _missing_cc,
     "cuda": _missing_cuda,
+    "fa3": _missing_fa3,
     "go": _missing_go,
     "kube-apiserver": _missing_kube_apiserver,
     "nixl": _missing_nixl,

@@ -23,7 +23,9 @@ from weft.engine.drawing import Draw
 from weft.engine.llm import LLM
 from weft.engine.messages import Submit
 from weft.engine.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.runner import graphs
 from weft.engine.runner.runner import Drawable
+from weft.engine.runner.step import StepArrays
 from weft.engine.sampling.sampler import SampleRow, SamplesUnderWay
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
@@ -51,7 +53,7 @@ def test_graphs_change_no_token(
     prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))] for _ in range(6)]
     params = SamplingParams(temperature=temperature, seed=5)
     stop = StopCriteria(
-        max_tokens=18, ignore_eos=True, stop_token_ids=tuple(random.sample(range(3, VOCAB), 3))
+        max_tokens=12, ignore_eos=True, stop_token_ids=tuple(random.sample(range(3, VOCAB), 3))
     )
     settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
     settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
@@ -82,6 +84,39 @@ def test_graphs_change_no_token(
         counters = engine.counters()
         assert bool(counters["verified_runs"]) == (drafter != "none")
         assert bool(counters["accepted_tokens"]) or drafter != "known"
+
+
+def test_prompts_with_nothing_before_them_have_graphs_of_their_own(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where attention gains by that: in no other step, and in each that is one."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    monkeypatch.setattr(graphs, "gains_by_cold_prompts", lambda dtype, dim, tokens: tokens > 16)
+    target_dir = make_tiny("llama", tmp_path, seed, vocab_size=VOCAB)
+    # Some come in chunks, and some share a page that the cache has.
+    prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 40))] for _ in range(9)]
+    prompts += [prompts[0][:6] + prompt for prompt in prompts[:3]]
+    stop = StopCriteria(max_tokens=9, ignore_eos=True)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 32, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, SamplingParams(temperature=0.0), stop)
+    with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
+        steps = RecordedSteps(captured.engine, 0)
+        forward = steps.forward
+
+        def checked(arrays: StepArrays, bucket: graphs.GraphBucket) -> torch.Tensor:
+            pieces = np.split(arrays.positions, arrays.cu_q_lens[1:-1])
+            is_cold = all(len(piece) == 1 or piece[0] == 0 for piece in pieces)
+            if bucket.kind != "decode":
+                assert (bucket.kind == "prompts") == (is_cold and bucket.tokens > 16)
+            return forward(arrays, bucket)
+
+        monkeypatch.setattr(steps, "forward", checked)
+        found = captured.generate(prompts, SamplingParams(temperature=0.0), stop)
+        assert [s.token_ids for s in found] == [s.token_ids for s in expected]
+        assert {"decode", "ragged", "prompts"} <= set(steps.num_replays)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -115,11 +150,11 @@ def test_requests_with_penalties_and_min_tokens_are_drafted_for(
         engine = captured.engine
         RecordedSteps(engine, DRAFTS)
         texts = texts_of(prompts, [[sample] for sample in expected], 5)
-        graphs = KnownGraphs(engine, texts, VOCAB, 0.7)
+        known = KnownGraphs(engine, texts, VOCAB, 0.7)
         found = captured.generate(prompts, params, stop)
         for sample, wanted in zip(found, expected, strict=True):
             assert sample.token_ids == wanted.token_ids
-        assert graphs.num_late > 5
+        assert known.num_late > 5
         num_made = sum(len(sample.token_ids) for sample in expected)
         assert engine.counters()["accepted_tokens"] > num_made // 5
     for index, sample in enumerate(expected):
@@ -186,7 +221,7 @@ def test_constrained_requests_are_drafted_for(
             (tuple(submit.prompt), 5): [*submit.prompt, *outcome.ids]
             for submit, outcome in zip(submits, expected, strict=True)
         }
-        graphs = KnownGraphs(engine, texts, VOCAB, 0.7)
+        known = KnownGraphs(engine, texts, VOCAB, 0.7)
         draws = engine._runner._draws
         assert draws is not None
         sent = list[bool]()
@@ -198,7 +233,7 @@ def test_constrained_requests_are_drafted_for(
 
         monkeypatch.setattr(draws, "_send_slots", noted)
         found = run(captured)
-        assert graphs.num_late > 5
+        assert known.num_late > 5
         assert has_edits or {True, False} == {*sent}, "graphs draw from rows with own masks"
     accepted = [0] * len(kinds)
     for number, (outcome, wanted) in enumerate(zip(found, expected, strict=True)):

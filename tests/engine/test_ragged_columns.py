@@ -150,7 +150,7 @@ def test_a_long_cold_prompt_within_windows_has_no_graph_of_its_own(
     sizes = {"head_dim": 128, "num_attention_heads": 64, "max_position_embeddings": 4096}
     windows = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 1}
     config = load_model(make_tiny(kind, tmp_path, 1, **sizes, **windows), "float32", "cpu").config
-    buckets = GraphBuckets(config, step_buckets(config, 8, 4096))
+    buckets = GraphBuckets(config, step_buckets(config, torch.bfloat16, 8, 4096))
     arrays = make_arrays(np.zeros((1, 3072 // PAGE_SIZE), np.int32), [3072], [3072])
     bucket = buckets.of(arrays)
     assert bucket is not None
@@ -162,7 +162,9 @@ def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> No
     """All rows of a request with drafts want logits, whatever else a step brings."""
     config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
     max_drafts = 5
-    buckets = GraphBuckets(config, step_buckets(config, max_requests, 4096, max_drafts=max_drafts))
+    buckets = GraphBuckets(
+        config, step_buckets(config, torch.bfloat16, max_requests, 4096, max_drafts=max_drafts)
+    )
     table = np.zeros((max_requests, PAGES_EACH), np.int32)
     for requests in sorted({1, min(8, max_requests), max_requests}):
         for drafts in range(1, 1 + max_drafts):
@@ -187,7 +189,7 @@ def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> No
             assert bucket.kind == "ragged"
             assert bucket.requests >= requests
             assert bucket.columns.max_logits >= len(prompt.logits_rows)
-    plain = GraphBuckets(config, step_buckets(config, max_requests, 4096))
+    plain = GraphBuckets(config, step_buckets(config, torch.bfloat16, max_requests, 4096))
     arrays = make_arrays(table, [2] * max_requests, [20] * max_requests)
     arrays.logits_rows = np.arange(2 * max_requests)
     arrays.verify_rows = arrays.logits_rows.reshape(max_requests, 2)
@@ -199,8 +201,10 @@ def test_steps_with_trees_have_buckets_where_they_are_asked_for(
     max_requests: int, tmp_path: Path
 ) -> None:
     config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
-    without = step_buckets(config, max_requests, 512, max_drafts=31)
-    buckets = step_buckets(config, max_requests, 512, max_drafts=31, tree_rows=(8, 32))
+    without = step_buckets(config, torch.bfloat16, max_requests, 512, max_drafts=31)
+    buckets = step_buckets(
+        config, torch.bfloat16, max_requests, 512, max_drafts=31, tree_rows=(8, 32)
+    )
     assert [bucket for bucket in buckets if bucket.kind != "tree"] == without
     found, table = GraphBuckets(config, buckets), np.zeros((max_requests, PAGES_EACH), np.int32)
     for requests in (1, 2, 3, 4, 5):

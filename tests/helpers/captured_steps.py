@@ -31,7 +31,12 @@ class RecordedSteps(StepGraphs):
         inputs = DeviceInputs(table, page_size, most, runner.known, runner._lora, tokens)
         inputs._table = inputs._table.clone()  # Else the host's pages are seen before they come.
         buckets = step_buckets(
-            runner._model.config, most, tokens, max_drafts=max_drafts, tree_rows=tree_rows
+            runner._model.config,
+            runner.pool.dtype,
+            most,
+            tokens,
+            max_drafts=max_drafts,
+            tree_rows=tree_rows,
         )
         self._model, self._pool, self._inputs = runner._model, runner.pool, inputs
         self.buckets = GraphBuckets(runner._model.config, buckets)

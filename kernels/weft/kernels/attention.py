@@ -181,6 +181,20 @@ def gains_by_exact_lengths(
     return is_long_and_cold(heads, dim, tokens, requests, max_q_len, max_kv_len)
 
 
+def gains_by_cold_prompts(dtype: torch.dtype, dim: int, tokens: int) -> bool:
+    """Whether a GPU's attention over such a step is faster if it is known that requests of several
+    rows have nothing before the step: FlashAttention-3, where it is installed.
+
+    Args:
+        dtype: Of queries, K and V.
+        dim: D.
+        tokens: T.
+    """
+    from weft.kernels.gpu.flash_attention import takes
+
+    return takes(dtype, dim, tokens)
+
+
 def paged_attention_reference(
     q: torch.Tensor,
     pool: torch.Tensor,

@@ -232,6 +232,8 @@ class DecoderStep:
     """The step's adapters; None if no token uses one."""
     ancestors: torch.Tensor | None
     """[T] int64 where rows form trees, else None."""
+    is_cold: bool
+    """Requests of several rows are known to have nothing before the step."""
     native: NativeStep | None
     """The same for the native operation."""
 
@@ -329,6 +331,7 @@ def prepare_step(
     max_kv_len: int,
     lora: LoraStep | None = None,
     ancestors: torch.Tensor | None = None,
+    is_cold: bool = False,
 ) -> DecoderStep:
     """Checks and describes a step once for all its layers.
 
@@ -347,6 +350,7 @@ def prepare_step(
         max_kv_len: Largest kv_len.
         lora: The adapters of these T tokens, or None.
         ancestors: [T] int64 where rows form trees, else None.
+        is_cold: Requests of several rows have nothing before the step.
 
     Raises:
         ValueError: An argument does not fit.
@@ -368,6 +372,7 @@ def prepare_step(
         max_kv_len=max_kv_len,
         lora=lora,
         ancestors=ancestors,
+        is_cold=is_cold,
         native=None,
     )
     native = cpu.native_cpu()

@@ -73,6 +73,7 @@ class DecoderLayer:
             max_kv_len=batch.max_kv_len,
             lora=batch.lora,
             ancestors=batch.ancestors,
+            is_cold=batch.is_cold,
         )
 
     def write_only(self, hidden: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor) -> None:

@@ -45,3 +45,5 @@ class ForwardBatch:
     (`weft.kernels.attention.paged_attention`); such a row's position is given by its depth, and its
     slot is where it would be in a chain. None: all rows before it.
     """
+    is_cold: bool = False
+    """Requests of several rows are known to have nothing before the step."""

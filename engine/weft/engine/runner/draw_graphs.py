@@ -80,7 +80,8 @@ class DrawGraphs:
         steps = {
             bucket: hidden
             for bucket, hidden in graphs.results()
-            if bucket.kind != "cold" and not (bucket.has_lora and inputs.changes_logits)
+            if bucket.kind not in ("prompts", "cold")
+            and not (bucket.has_lora and inputs.changes_logits)
         }
         most = max((len(hidden) for hidden in steps.values()), default=0)
         is_pinned = device.type == "cuda"

@@ -2,8 +2,9 @@
 
 A graph is captured for fixed numbers of rows and requests, and steps are padded to the next one:
 decode steps, in which each request brings one token; steps that verify drafts, in which each brings
-a few, or a tree of them; ragged ones, which bring prompts too; and cold ones, a long prompt with
-nothing before it, which a faster attention takes.
+a few, or a tree of them; and ragged ones, which bring prompts too. Where a faster attention takes
+long prompts with nothing before them, there are graphs for these besides: for prompts of any number
+and length, beside decodes ("prompts"), or for one alone ("cold").
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.engine.runner.step import StepArrays, StepRequests
 from weft.engine.scheduler.plan import LaterDrafts
-from weft.kernels.attention import MAX_TREE_ROWS, gains_by_exact_lengths
+from weft.kernels.attention import (
+    MAX_TREE_ROWS,
+    gains_by_cold_prompts,
+    gains_by_exact_lengths,
+)
 from weft.kernels.side_stream import rehearsal
 
 logger = logging.getLogger(__name__)
@@ -79,7 +84,7 @@ class GraphBucket(NamedTuple):
     """Number of rows."""
     requests: int
     """Most requests; equal to `tokens` in decode steps."""
-    kind: Literal["decode", "verify", "tree", "ragged", "cold"]
+    kind: Literal["decode", "verify", "tree", "ragged", "prompts", "cold"]
     has_lora: bool = False
     """Whether its tokens may have adapters."""
     drafts: int = 0
@@ -108,6 +113,7 @@ def _columns_of(bucket: GraphBucket) -> RaggedColumns:
 
 def step_buckets(
     config: ModelConfig,
+    dtype: torch.dtype,
     max_requests: int,
     max_tokens: int,
     *,
@@ -119,18 +125,25 @@ def step_buckets(
 
     Args:
         config: Configuration of the model.
+        dtype: Of its activations.
         max_requests: Most requests of a step.
         max_tokens: Most tokens of a step.
         has_lora: Each is captured with adapters too.
         max_drafts: Most drafts of a request in a step; ragged steps have room for them too.
         tree_rows: Sizes of trees, the first row included.
     """
+    ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
     cold = [
+        bucket._replace(kind="prompts")
+        for bucket in ragged
+        if gains_by_cold_prompts(dtype, config.head_dim, bucket.tokens)
+    ]
+    # With many prompts comes one.
+    cold = cold or [
         GraphBucket(bucket.tokens, 1, "cold")
         for bucket in ragged_buckets(1, max_tokens)
         if _is_long_prompt(config, bucket.tokens)
     ]
-    ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
     verify = verify_buckets(max_requests, max_tokens, max_drafts)
     trees = tree_buckets(max_requests, max_tokens, tree_rows)
     buckets = [*decode_buckets(max_requests), *verify, *trees, *ragged, *cold]
@@ -222,6 +235,7 @@ class GraphBuckets:
         sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
         self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
         self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
+        self._prompts = {bucket for bucket in sizes if bucket.kind == "prompts"}
         self._verify = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "verify"])
         self._tree = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "tree"])
         ragged = [bucket for bucket in sizes if bucket.kind == "ragged"]
@@ -257,14 +271,15 @@ class GraphBuckets:
             if bucket is not None:
                 return bucket
         lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
-        if _gains_by_exact_lengths(self._config, lengths):
+        if not self._prompts and _gains_by_exact_lengths(self._config, lengths):
             has_cold = num_requests == 1 and num_tokens <= len(self._cold)
             return self._cold[num_tokens - 1] if has_cold else None
         for bound, buckets in self._ragged:
             if num_requests <= bound and num_tokens <= len(buckets):
                 bucket = buckets[num_tokens - 1]
                 if len(arrays.logits_rows) <= bucket.columns.max_logits:
-                    return bucket
+                    cold = bucket._replace(kind="prompts")
+                    return cold if cold in self._prompts and arrays.is_cold else bucket
         return None
 
 
@@ -406,6 +421,7 @@ class StepGraphs:
             batch.max_q_len = 1 + bucket.drafts
         # Beside trees there may be prompts.
         batch.wants_all = bucket.kind in ("decode", "verify")
+        batch.is_cold = bucket.kind == "prompts"
         if bucket.kind == "cold":
             # With one request, as many positions as rows say that nothing is before them. Rows of
             # padding come after all others, which therefore do not see them.

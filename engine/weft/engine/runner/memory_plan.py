@@ -172,6 +172,7 @@ def measure_needs(
         has_lora = lora is not None
         buckets = step_buckets(
             model.config,
+            runner.pool.dtype,
             max_requests,
             max_step_tokens,
             has_lora=has_lora,
@@ -232,7 +233,7 @@ def _measure_graphs(runner: ModelRunner, buckets: Sequence[GraphBucket]) -> int:
     by_kind: dict[tuple[str, int, bool], list[GraphBucket]] = {}
     for bucket in sorted(buckets, reverse=True):
         # Decode steps have as many bounds as sizes.
-        bound = bucket.requests if bucket.kind == "ragged" else 0
+        bound = bucket.requests if bucket.kind in ("ragged", "prompts") else 0
         by_kind.setdefault((bucket.kind, bound, bucket.has_lora), []).append(bucket)
     probes = sorted((b for kind in by_kind.values() for b in kind[:2]), reverse=True)
     taken = dict(zip(probes, runner.capture(probes), strict=True))

@@ -152,6 +152,7 @@ class ModelRunner:
                 has_lora = lora is not None
                 buckets = step_buckets(
                     model.config,
+                    self.pool.dtype,
                     max_requests,
                     max_step_tokens,
                     has_lora=has_lora,

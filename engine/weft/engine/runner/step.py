@@ -137,6 +137,12 @@ class StepArrays:
         return is_single and are_known and len(self.sources) == self.num_decodes
 
     @property
+    def is_cold(self) -> bool:
+        """Whether requests of several rows have nothing before the step."""
+        q_lens = np.diff(self.cu_q_lens)
+        return bool(((q_lens <= 1) | (q_lens == self.kv_lens)).all())
+
+    @property
     def has_no_prompts(self) -> bool:
         """Whether each request of a step with drafts is among those of `verify_rows`."""
         return self.verify_rows is not None and len(self.verify_rows) == len(self.rows)

@@ -4,7 +4,8 @@ Requests that bring one row are decoded: their context is split over programs; w
 as to verify drafts, so are they all, and always those of few where rows form trees. The others are
 extended: a program holds a tile of their rows. A step that mixes both is two launches, each of
 which leaves the other's requests out by their lengths, which only the device knows. Long prompts
-with nothing before them go to cuDNN where that is faster.
+with nothing before them go to FlashAttention-3 where it is installed, else to cuDNN where that is
+faster.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS, decode_attention
 from weft.kernels.gpu.dense_attention import dense_attention, suits
 from weft.kernels.gpu.extend_attention import OwnKv, extend_attention
 from weft.kernels.gpu.fixed_attention import fixed_attention
+from weft.kernels.gpu.flash_attention import flash_attention
 
 _SIZES = (2, 4, 8, 16, MAX_FEW_ROWS)
 _FEW_OF_MANY = 8
@@ -60,11 +62,19 @@ def paged_attention(
     if is_tree and is_fixed and first_position == 0:
         raise ValueError("attention with fixed bits takes no ancestors: draft chains")
     sees_all = (window is None or window >= max_kv_len) and not is_tree
-    if sees_all and own is not None and suits(q, pool.shape[1], requests, max_q_len, max_kv_len):
-        return dense_attention(q, own.k, own.v, requests, scale)
+    dense = own if sees_all else None
+    is_flash = dense is not None and dense.prompt_lens is not None
+    if (
+        dense is not None
+        and not is_flash
+        and suits(q, pool.shape[1], requests, max_q_len, max_kv_len)
+    ):
+        return dense_attention(q, dense.k, dense.v, requests, scale)
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
+    if dense is not None and is_flash:
+        flash_attention(out, q, dense, cu_q_lens, scale)
     if is_fixed and first_position == 0:
         lengths = (page_table, cu_q_lens, kv_lens)
         fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len, window)
@@ -92,7 +102,7 @@ def paged_attention(
         )
         if max_q_len <= MAX_FEW_ROWS:
             return out
-    if max_q_len > 1:
+    if max_q_len > 1 and not is_flash:
         extend_attention(
             out,
             q,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from weft.kernels.attention import check_attention
 from weft.kernels.decoder_layer import GatedMlpWeight
+from weft.kernels.gpu import flash_attention
 from weft.kernels.gpu.attention import are_few_rows, paged_attention
 from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS
 from weft.kernels.gpu.extend_attention import OwnKv
@@ -58,13 +59,16 @@ def decoder_layers(
     if _take_norms(hidden.shape[0], layers[0], step, first):
         return _layers_of_few_rows(hidden, layers, step, first, taps)
     x = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
+    lens = None
+    if step.is_cold and flash_attention.takes(hidden.dtype, step.pool.shape[5], hidden.shape[0]):
+        lens = flash_attention.prompt_lens(step.cu_q_lens)
     tap = None
     for index, w in enumerate(layers):
         layer = first + index
         if taps is not None:
             _take(taps, layer, hidden, tap)
         qkv = linear(x, w.qkv, lora=addition_to(step.lora, "qkv", layer))
-        mixed = _attend(qkv, w, step, layer)
+        mixed = _attend(qkv, w, step, layer, lens)
         out, added = _product(mixed, w.o, addition_to(step.lora, "o", layer))
         normed, _ = add_rms_norm(out, hidden, w.post_norm, w.eps, added)
         after = None
@@ -159,7 +163,11 @@ def _gated_mlp(
 
 
 def _attend(
-    qkv: torch.Tensor, w: DecoderLayerWeight, step: DecoderStep, layer: int
+    qkv: torch.Tensor,
+    w: DecoderLayerWeight,
+    step: DecoderStep,
+    layer: int,
+    prompt_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Stores K and V, returns what each row's heads take from what it sees: [T, Hq * D].
 
@@ -172,7 +180,8 @@ def _attend(
         is_few = max_q_len <= MAX_FEW_ROWS
     if max_q_len > 1 and not (is_fixed or is_few):
         k = torch.empty((rows, kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
-        own = OwnKv(k, qkv.view(rows, -1, dim)[:, step.num_heads + kv_heads :])
+        v = qkv.view(rows, -1, dim)[:, step.num_heads + kv_heads :]
+        own = OwnKv(k, v, prompt_lens)
     q = rope_and_cache(
         qkv,
         step.positions,

@@ -25,6 +25,10 @@ class OwnKv(NamedTuple):
     """[T, Hkv, D], rotated; heads contiguous, any stride between rows."""
     v: torch.Tensor
     """Values of the new tokens, [T, Hkv, D]."""
+    prompt_lens: torch.Tensor | None = None
+    """[R] int32: rows of each request that brings several, 0 of the others. Given if these have
+    nothing before the step, for FlashAttention-3.
+    """
 
 
 class ExtendLaunchShape(NamedTuple):
@@ -81,7 +85,7 @@ def extend_attention(
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
     kv_heads, page_size = pool.shape[1], pool.shape[4]
-    own_matrices = [] if own is None else [part.flatten(1) for part in own]
+    own_matrices = [] if own is None else [part.flatten(1) for part in (own.k, own.v)]
     is_copied = dim in (64, 128) and bool(own_matrices) and all(map(can_copy, own_matrices))
     shape = launch_shape(q.dtype, dim, max_q_len, is_copied=is_copied)
     # A bound: each request leaves at most one tile that is not full.
