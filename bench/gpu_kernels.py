@@ -27,7 +27,7 @@ import triton.language as tl
 from weft.kernels.activation import silu_and_mul
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.flash_attention import prompt_lens, takes
+from weft.kernels.gpu.flash_attention import prompt_rows, takes
 from weft.kernels.gpu.moe import routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.linear import linear, pack_linear
@@ -357,7 +357,7 @@ def cold_call(
     table = torch.zeros((requests, length // PAGE_SIZE), device="cuda", dtype=torch.int32)
     starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * length
     kv_lens = torch.full((requests,), length, device="cuda", dtype=torch.int32)
-    own = OwnKv(k, v, prompt_lens(starts) if is_flash else None)
+    own = OwnKv(k, v, prompt_rows(starts, rows) if is_flash else None)
     return lambda: gpu_attention.paged_attention(
         q, pool, 0, table, starts, kv_lens, dim**-0.5, length, length, own, window=window
     )

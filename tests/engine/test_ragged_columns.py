@@ -12,6 +12,7 @@ from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from tree_cases import path_to, random_parents, words_of
 from weft.engine.models.loader import load_model
+from weft.engine.runner import graphs
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.graphs import (
     MAX_RAGGED_TOKENS,
@@ -155,6 +156,29 @@ def test_a_long_cold_prompt_within_windows_has_no_graph_of_its_own(
     bucket = buckets.of(arrays)
     assert bucket is not None
     assert bucket.kind == ("cold" if is_cold else "ragged")
+
+
+def test_prompts_with_adapters_have_no_graph_that_reads_rows_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an adapter makes of its own rows may be infinite, and stays among them."""
+    monkeypatch.setattr(graphs, "gains_by_cold_prompts", lambda dtype, dim, tokens: tokens >= 48)
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    sizes = step_buckets(config, torch.bfloat16, 8, 128, has_lora=True)
+    buckets = GraphBuckets(config, sizes)
+    table = np.zeros((3, PAGES_EACH), np.int32)
+    for q_lens, kv_lens, kind in (
+        ([1, 20, 30], [9, 20, 30], "prompts"),
+        ([1, 20, 30], [9, 20, 31], "ragged"),
+        ([1, 3, 20], [9, 3, 20], "ragged"),
+    ):
+        arrays = make_arrays(table, q_lens, kv_lens)
+        bucket = buckets.of(arrays)
+        assert bucket is not None
+        assert (bucket.kind, bucket.has_lora) == (kind, False)
+        arrays.adapter_slots = np.zeros(sum(q_lens), np.int32)
+        assert buckets.of(arrays) == bucket._replace(kind="ragged", has_lora=True)
+        assert buckets.of(arrays) in sizes
 
 
 @pytest.mark.parametrize("max_requests", [1, 8, 64, 256])

@@ -26,7 +26,7 @@ from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu import linear as gpu_linear
 from weft.kernels.gpu.dense_attention import suits
 from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.flash_attention import prompt_lens, takes
+from weft.kernels.gpu.flash_attention import prompt_rows, takes
 from weft.kernels.greedy import greedy_rows, greedy_rows_reference
 from weft.kernels.linear import (
     gate_up_silu,
@@ -237,7 +237,9 @@ def test_attention_of_long_cold_prompts(lengths: list[tuple[int, int]]) -> None:
 @pytest.mark.needs("fa3")
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_flash_attention_of_prompts_with_nothing_before_them(geometry: Geometry) -> None:
-    """Beside decodes, padding and requests without rows; only bounds are known of lengths."""
+    """Beside decodes, padding and requests without rows; only bounds are known of lengths. What
+    padding gets is finite, whatever its memory had.
+    """
     fresh_seed()
     prompts = [(n, n) for n in (2, 1500, random.randint(100, 900), 64, 129)]
     for lengths in (prompts, [*prompts, (1, 1), (1, 1300), (0, 12), (1, 65)], [(2100, 2100)]):
@@ -245,16 +247,17 @@ def test_flash_attention_of_prompts_with_nothing_before_them(geometry: Geometry)
         case = make_case(geometry, lengths, torch.bfloat16, CUDA)
         assert takes(case.q.dtype, geometry.dim, len(case.q)) == (len(case.q) >= 2048)
         pool, (k, v) = hide_own_pages(case).pool, case.own_kv()
-        q = torch.cat([case.q, torch.full_like(case.q[:77], float("nan"))])
-        k, v = (torch.cat([part, torch.full_like(part[:77], float("nan"))]) for part in (k, v))
+        padding = random.choice((1, 77))
+        q, k, v = (torch.cat([x, torch.randn_like(x[:padding])]) for x in (case.q, k, v))
         poison = torch.full_like(q, float("nan"))
         del poison
         bounds = (case.scale, len(q), 1 << 15)
         lens = (case.page_table, case.cu_q_lens, case.kv_lens)
-        own = OwnKv(k, v, prompt_lens(case.cu_q_lens))
+        own = OwnKv(k, v, prompt_rows(case.cu_q_lens, len(q)))
         out = gpu_attention.paged_attention(q, pool, LAYER, *lens, *bounds, own)
-        found = out[: len(case.q)]
+        found, rest = out.split([len(case.q), padding])
         assert_as_exact(found, eager_attention(case), exact_attention(case))
+        assert rest.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

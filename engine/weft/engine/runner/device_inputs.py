@@ -144,7 +144,7 @@ class DeviceInputs:
             lora=self._lora_step(arrays),
             request_slots=rows,
             ancestors=ancestors,
-            is_cold=arrays.is_cold,
+            is_cold=arrays.is_cold and arrays.adapter_slots is None,
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:

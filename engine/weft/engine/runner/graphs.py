@@ -133,21 +133,24 @@ def step_buckets(
         tree_rows: Sizes of trees, the first row included.
     """
     ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
-    cold = [
+    prompts = [
         bucket._replace(kind="prompts")
         for bucket in ragged
         if gains_by_cold_prompts(dtype, config.head_dim, bucket.tokens)
     ]
-    # With many prompts comes one.
-    cold = cold or [
+    cold = [
         GraphBucket(bucket.tokens, 1, "cold")
         for bucket in ragged_buckets(1, max_tokens)
         if _is_long_prompt(config, bucket.tokens)
     ]
     verify = verify_buckets(max_requests, max_tokens, max_drafts)
     trees = tree_buckets(max_requests, max_tokens, tree_rows)
-    buckets = [*decode_buckets(max_requests), *verify, *trees, *ragged, *cold]
-    return [*buckets, *(b._replace(has_lora=True) for b in buckets)] if has_lora else buckets
+    others = [*decode_buckets(max_requests), *verify, *trees, *ragged]
+    # Of prompts one may be alone.
+    buckets = [*others, *(prompts or cold)]
+    if has_lora:
+        buckets += (bucket._replace(has_lora=True) for bucket in (*others, *cold))
+    return buckets
 
 
 def decode_buckets(max_requests: int) -> list[GraphBucket]:
@@ -235,7 +238,7 @@ class GraphBuckets:
         sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
         self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
         self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
-        self._prompts = {bucket for bucket in sizes if bucket.kind == "prompts"}
+        self._prompts = frozenset(bucket for bucket in sizes if bucket.kind == "prompts")
         self._verify = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "verify"])
         self._tree = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "tree"])
         ragged = [bucket for bucket in sizes if bucket.kind == "ragged"]
@@ -271,7 +274,8 @@ class GraphBuckets:
             if bucket is not None:
                 return bucket
         lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
-        if not self._prompts and _gains_by_exact_lengths(self._config, lengths):
+        prompts = self._prompts if arrays.adapter_slots is None else frozenset()
+        if not prompts and _gains_by_exact_lengths(self._config, lengths):
             has_cold = num_requests == 1 and num_tokens <= len(self._cold)
             return self._cold[num_tokens - 1] if has_cold else None
         for bound, buckets in self._ragged:
@@ -279,7 +283,7 @@ class GraphBuckets:
                 bucket = buckets[num_tokens - 1]
                 if len(arrays.logits_rows) <= bucket.columns.max_logits:
                     cold = bucket._replace(kind="prompts")
-                    return cold if cold in self._prompts and arrays.is_cold else bucket
+                    return cold if cold in prompts and arrays.is_cold else bucket
         return None
 
 

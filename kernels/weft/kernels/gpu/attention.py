@@ -63,18 +63,18 @@ def paged_attention(
         raise ValueError("attention with fixed bits takes no ancestors: draft chains")
     sees_all = (window is None or window >= max_kv_len) and not is_tree
     dense = own if sees_all else None
-    is_flash = dense is not None and dense.prompt_lens is not None
+    prompts = None if dense is None else dense.prompts
     if (
         dense is not None
-        and not is_flash
+        and prompts is None
         and suits(q, pool.shape[1], requests, max_q_len, max_kv_len)
     ):
         return dense_attention(q, dense.k, dense.v, requests, scale)
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    if dense is not None and is_flash:
-        flash_attention(out, q, dense, cu_q_lens, scale)
+    if dense is not None and prompts is not None:
+        flash_attention(out, q, dense, prompts, scale)
     if is_fixed and first_position == 0:
         lengths = (page_table, cu_q_lens, kv_lens)
         fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len, window)
@@ -102,7 +102,7 @@ def paged_attention(
         )
         if max_q_len <= MAX_FEW_ROWS:
             return out
-    if max_q_len > 1 and not is_flash:
+    if max_q_len > 1 and prompts is None:
         extend_attention(
             out,
             q,

@@ -12,7 +12,7 @@ from weft.kernels.decoder_layer import GatedMlpWeight
 from weft.kernels.gpu import flash_attention
 from weft.kernels.gpu.attention import are_few_rows, paged_attention
 from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS
-from weft.kernels.gpu.extend_attention import OwnKv
+from weft.kernels.gpu.extend_attention import OwnKv, PromptRows
 from weft.kernels.gpu.linear import (
     add_product,
     adds_within,
@@ -59,16 +59,16 @@ def decoder_layers(
     if _take_norms(hidden.shape[0], layers[0], step, first):
         return _layers_of_few_rows(hidden, layers, step, first, taps)
     x = rms_norm(hidden, layers[0].input_norm, layers[0].eps)
-    lens = None
+    prompts = None
     if step.is_cold and flash_attention.takes(hidden.dtype, step.pool.shape[5], hidden.shape[0]):
-        lens = flash_attention.prompt_lens(step.cu_q_lens)
+        prompts = flash_attention.prompt_rows(step.cu_q_lens, hidden.shape[0])
     tap = None
     for index, w in enumerate(layers):
         layer = first + index
         if taps is not None:
             _take(taps, layer, hidden, tap)
         qkv = linear(x, w.qkv, lora=addition_to(step.lora, "qkv", layer))
-        mixed = _attend(qkv, w, step, layer, lens)
+        mixed = _attend(qkv, w, step, layer, prompts)
         out, added = _product(mixed, w.o, addition_to(step.lora, "o", layer))
         normed, _ = add_rms_norm(out, hidden, w.post_norm, w.eps, added)
         after = None
@@ -167,7 +167,7 @@ def _attend(
     w: DecoderLayerWeight,
     step: DecoderStep,
     layer: int,
-    prompt_lens: torch.Tensor | None = None,
+    prompts: PromptRows | None = None,
 ) -> torch.Tensor:
     """Stores K and V, returns what each row's heads take from what it sees: [T, Hq * D].
 
@@ -181,7 +181,7 @@ def _attend(
     if max_q_len > 1 and not (is_fixed or is_few):
         k = torch.empty((rows, kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
         v = qkv.view(rows, -1, dim)[:, step.num_heads + kv_heads :]
-        own = OwnKv(k, v, prompt_lens)
+        own = OwnKv(k, v, prompts)
     q = rope_and_cache(
         qkv,
         step.positions,

@@ -18,6 +18,15 @@ from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 
+class PromptRows(NamedTuple):
+    """The rows of a step by request, those of padding as one more."""
+
+    cu_lens: torch.Tensor
+    """[R + 2] int32: first row of each, and the number of all."""
+    lens: torch.Tensor
+    """[R + 1] int32: number of rows; 0 of a request that brings one."""
+
+
 class OwnKv(NamedTuple):
     """K and V of a step's own rows, as they were written to the pool."""
 
@@ -25,10 +34,8 @@ class OwnKv(NamedTuple):
     """[T, Hkv, D], rotated; heads contiguous, any stride between rows."""
     v: torch.Tensor
     """Values of the new tokens, [T, Hkv, D]."""
-    prompt_lens: torch.Tensor | None = None
-    """[R] int32: rows of each request that brings several, 0 of the others. Given if these have
-    nothing before the step, for FlashAttention-3.
-    """
+    prompts: PromptRows | None = None
+    """Given if requests of several rows have nothing before the step, for FlashAttention-3."""
 
 
 class ExtendLaunchShape(NamedTuple):

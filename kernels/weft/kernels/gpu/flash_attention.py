@@ -5,6 +5,10 @@ captured for any of them. On an H200 it computes 1.1 to 1.4 times as fast as the
 2,048 rows on, and up to 1.25 times as fast as cuDNN, not below. It does not see what is cached
 before a prompt: what is installed has no pages, and merging its result with the rest costs more
 than it gains.
+
+A tile at the end of a prompt takes in rows that follow it, with weights of zero: what is not finite
+there would spread. So padding is computed as a prompt of its own, instead of leaving what its
+memory had, and steps with adapters, which may bring such values by themselves, go elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import importlib
 import logging
 
 import torch
-from weft.kernels.gpu.extend_attention import OwnKv
+from weft.kernels.gpu.extend_attention import OwnKv, PromptRows
 
 logger = logging.getLogger(__name__)
 
@@ -39,31 +43,30 @@ def takes(dtype: torch.dtype, dim: int, tokens: int) -> bool:
     return is_fit and tokens >= MIN_TOKENS and _namespace() is not None
 
 
-def prompt_lens(cu_q_lens: torch.Tensor) -> torch.Tensor:
-    """Rows of each request that brings several, 0 of all others: [R] int32.
+def prompt_rows(cu_q_lens: torch.Tensor, tokens: int) -> PromptRows:
+    """Which rows of a step it takes.
 
     Args:
         cu_q_lens: [R + 1] int32.
+        tokens: T, rows of padding included.
     """
-    lens = cu_q_lens.diff()
-    return lens * (lens > 1)
+    cu_lens = torch.cat([cu_q_lens, cu_q_lens.new_full((1,), tokens)])
+    lens = cu_lens.diff()
+    lens[:-1] *= lens[:-1] > 1
+    return PromptRows(cu_lens, lens)
 
 
 def flash_attention(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    own: OwnKv,
-    cu_q_lens: torch.Tensor,
-    scale: float,
+    out: torch.Tensor, q: torch.Tensor, own: OwnKv, rows: PromptRows, scale: float
 ) -> None:
-    """Writes the rows of `out` whose requests bring several, and no others: causal attention among
-    the rows of each.
+    """Writes the rows of `out` whose requests bring several, and those of padding: causal attention
+    among the rows of each.
 
     Args:
         out: [T, Hq * D], dtype of `q`.
         q: [T, Hq, D] bfloat16.
-        own: K and V of the same rows, with `prompt_lens`.
-        cu_q_lens: [R + 1] int32.
+        own: K and V of the same rows, all of them finite.
+        rows: Which rows.
         scale: Factor on the scores.
     """
     namespace = _namespace()
@@ -73,10 +76,10 @@ def flash_attention(
         own.k,
         own.v,
         out=out.view(q.shape),
-        cu_seqlens_q=cu_q_lens,
-        cu_seqlens_k=cu_q_lens,
-        seqused_q=own.prompt_lens,
-        seqused_k=own.prompt_lens,
+        cu_seqlens_q=rows.cu_lens,
+        cu_seqlens_k=rows.cu_lens,
+        seqused_q=rows.lens,
+        seqused_k=rows.lens,
         # Bounds, which only choose how it is launched.
         max_seqlen_q=q.shape[0],
         max_seqlen_k=q.shape[0],
