@@ -115,7 +115,7 @@ def test_images_can_export_spans() -> None:
     for group in ("gateway", "kvstore"):
         assert f"--group {group}" in " ".join(build_steps(group))
         assert set(export) <= set(project["dependency-groups"][group])
-    assert any(shlex.split(step)[-1] == ".[otlp]" for step in build_steps("worker"))
+    assert any(shlex.split(step)[-1] == ".[fa3,otlp]" for step in build_steps("worker"))
 
 
 def test_the_stores_nixl_is_the_projects() -> None:
