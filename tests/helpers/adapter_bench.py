@@ -45,7 +45,7 @@ class LateMover:
     rng = random.Random()
     early_chance = 0.5
 
-    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, wake: Callable[[], None], host: object = None) -> None:
         self.current: BackgroundJob | None = None
         self._moves: deque[BackgroundJob] = deque()
 

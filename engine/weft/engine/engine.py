@@ -114,10 +114,8 @@ class Engine:
         if self.tiers is not None:
             self.tiers.listener = self.scheduler
         self.filler = self._make_filler()
-        num_held_pages = pages.num_cached_pages
-        if self.tiers is not None:
-            num_held_pages = self.tiers.num_held_pages
-        self.store = make_store(config, parts, num_held_pages, self._out.store, clock)
+        held = pages.num_cached_pages if self.tiers is None else self.tiers.num_held_pages
+        self.store = make_store(config, parts, held, self._out.store, clock)
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:
@@ -137,6 +135,7 @@ class Engine:
             clock,
             is_overlapped=config.is_overlapped,
             drafter=self.drafting.drafter,
+            host=parts.host,
         )
         self._groups: dict[RequestKey, list[Request]] = {}
         self._forking: set[RequestKey] = set()
@@ -145,8 +144,7 @@ class Engine:
         self.is_draining = False
         self.ran_step = False
         """Whether the last turn computed something."""
-        self._expire_at = 0.0
-        self._report_at = 0.0
+        self._expire_at = self._report_at = 0.0
 
     def _make_filler(self) -> Filler:
         """The side of this worker that fills pages of others."""
@@ -212,6 +210,7 @@ class Engine:
 
     def turn(self, inbox: Inbox | None = None) -> Outbox:
         """Takes the inbox, starts and completes at most one step each; returns what to send."""
+        self.pipeline.host_goes_on()
         if inbox is not None:
             self._take_inbox(inbox)
         if self.tiers is not None:
@@ -243,6 +242,7 @@ class Engine:
             self._report_at = now + REPORT_INTERVAL_S
             self._out.outbox.load = load_report(self)
         self._out.outbox.kv_changes = self._kv_events.take()
+        self.pipeline.host_rests()
         return self._out.take()
 
     def close(self) -> None:

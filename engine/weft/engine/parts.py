@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from weft.engine.clock import Clock
@@ -16,6 +16,7 @@ from weft.engine.config import HEAD_DRAFTERS, EngineConfig
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.device import find_device, missing_native, promise_determinism, sampling_device
 from weft.engine.errors import ConfigError
+from weft.engine.host_turn import HostTurn
 from weft.engine.intake import Intake
 from weft.engine.lora.manager import AdapterManager
 from weft.engine.lora.pool import LoraPool, plan_lora
@@ -92,6 +93,8 @@ class EngineParts:
     """The drafter that runs a draft model; None: there is none."""
     token_s: float = UNKNOWN_STEP_S
     """Seconds a token of a step with a few tokens."""
+    host: HostTurn = field(default_factory=HostTurn)
+    """What other threads give way to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,7 @@ def _load_parts(
     prefixes: RadixCache | None = None
     if config.prefix_cache:
         prefixes = RadixCache(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
+    host = HostTurn()
     return EngineParts(
         runner=runner,
         layout=layout,
@@ -212,11 +216,12 @@ def _load_parts(
         info=_describe_engine(config, models, pools.num_pages, max_tokens, plane, notices),
         tiers=tiers,
         sampler=sampler,
-        adapters=AdapterManager(lora.limits, lora, wake) if lora is not None else None,
+        adapters=AdapterManager(lora.limits, lora, wake, host) if lora is not None else None,
         drafter=drafter,
         token_s=time_token(
             runner, layout, config.max_running_requests, config.max_step_tokens, max_tokens
         ),
+        host=host,
     )
 
 

@@ -22,6 +22,7 @@ from weft.engine.clock import Clock
 from weft.engine.device_copies import Mark
 from weft.engine.drawing import Draw, Drawing, Drawn
 from weft.engine.flight import FlightRecorder
+from weft.engine.host_turn import HostTurn
 from weft.engine.runner.runner import Drawable, ModelRunner
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.scheduler import Scheduler
@@ -76,6 +77,7 @@ class StepPipeline:
         clock: Monotonic seconds.
         is_overlapped: A step begins before the one before it is committed.
         drafter: Drafter of requests with drafts; None: there are none.
+        host: Is told when this thread waits, if the device works by itself.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class StepPipeline:
         *,
         is_overlapped: bool,
         drafter: Drafter | None = None,
+        host: HostTurn,
     ) -> None:
         self._drafter = drafter
         self._runner = runner
@@ -96,6 +99,7 @@ class StepPipeline:
         self._owner = owner
         self._clock = clock
         self._is_overlapped = is_overlapped
+        self._host = host
         self._flying: _Step | None = None
         self._last_ended_at = 0.0
         self._goes_on = False
@@ -107,6 +111,15 @@ class StepPipeline:
     def num_steps(self) -> int:
         """Number of steps that have begun and are not committed."""
         return int(self._flying is not None)
+
+    def host_goes_on(self) -> None:
+        """Other threads give way to this one, unless the device is this one too."""
+        if self._runner.is_asynchronous:
+            self._host.begin()
+
+    def host_rests(self) -> None:
+        """Other threads may go on."""
+        self._host.end()
 
     def turn(self, plan: Plan) -> bool:
         """Starts a step, if there is anything to do, and commits the previous one.
@@ -181,6 +194,7 @@ class StepPipeline:
     def _end(self, step: _Step) -> None:
         """Waits for the device and commits the step."""
         drawn: Drawn | None = None
+        self.host_rests()
         try:
             if step.mark is not None:
                 step.mark.wait()
@@ -188,6 +202,7 @@ class StepPipeline:
                 drawn = step.draw.wait()
         except Exception as error:
             self._fail(step, error)
+        self.host_goes_on()
         self._scheduler.commit(step.number, step.plan)
         if self._runner.is_asynchronous:
             step.ended_at = self._clock()

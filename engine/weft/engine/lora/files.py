@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.errors import AdapterError
+from weft.engine.host_turn import give_way
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -244,6 +245,7 @@ def _read_header(directory: Path, descriptor: int) -> dict[str, TensorEntry]:
 
 
 def _entry(where: str, name: str, entry: Any, base: int) -> TensorEntry:
+    give_way()
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, end]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from weft.engine.errors import AdapterError
+from weft.engine.host_turn import give_way
 from weft.engine.lora.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.lora.digest import Hashing
 from weft.engine.lora.files import AdapterFiles, TensorEntry, open_adapter
@@ -193,6 +194,7 @@ class _Reader:
         Raises:
             AdapterError: It has NaN or infinite numbers, or gets them by scaling or conversion.
         """
+        give_way()
         entry = self.files.tensors[name]
         stored = _as_tensor(self.files.read(entry), entry)
         scaled = (stored.float() * scaling if scaling != 1.0 else stored).to(self.dtype)

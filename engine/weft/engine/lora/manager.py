@@ -19,6 +19,7 @@ from typing import Protocol
 
 from weft.engine.clock import Clock, monotonic
 from weft.engine.errors import AdapterError, AdapterNotFound, Internal, PeerUnavailable, WeftError
+from weft.engine.host_turn import HostTurn
 from weft.engine.lora.host_cache import AdapterWeights, HostCache
 from weft.engine.lora.limits import LoraLimits
 from weft.engine.lora.residency import Residency
@@ -103,6 +104,7 @@ class AdapterManager:
         limits: What they may take.
         store: Reads and writes weights.
         wake: Called from other threads when `turn` has something to take.
+        host: Its threads give way to.
         clock: Monotonic seconds.
     """
 
@@ -111,6 +113,7 @@ class AdapterManager:
         limits: LoraLimits,
         store: AdapterStore,
         wake: Callable[[], None],
+        host: HostTurn | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._limits = limits
@@ -126,11 +129,11 @@ class AdapterManager:
         self._reading: _Entry | None = None
         self._was_new = False
         """Whether the last adapter read was a new one."""
-        self._wake, self._clock = wake, clock
-        self._reader = BackgroundThread("weft-lora-read", wake)
+        self._wake, self._clock, self._host_turn = wake, clock, host
+        self._reader = BackgroundThread("weft-lora-read", wake, host)
         self._stalled: list[BackgroundThread] = []
         """Reader threads that were left behind at a stalled read."""
-        self._writer = BackgroundThread("weft-lora-write", wake)
+        self._writer = BackgroundThread("weft-lora-write", wake, host)
         self._is_changed = False
         self._touched: set[bytes] = set()
         """Adapters whose reported state has changed."""
@@ -427,7 +430,7 @@ class AdapterManager:
             return False
         self._reader.take_back()
         self._stalled.append(self._reader)
-        self._reader = BackgroundThread(self._reader.name, self._wake)
+        self._reader = BackgroundThread(self._reader.name, self._wake, self._host_turn)
         return True
 
     def _let_stalled_go(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from weft.engine.errors import AdapterError
+from weft.engine.host_turn import give_way
 from weft.engine.lora.files import AdapterFiles
 from weft.engine.lora.names import ROUTER, VOCABULARY, ModuleName, parse_module, parse_name
 from weft.engine.lora.peft_config import PeftConfig
@@ -102,6 +103,7 @@ def plan_adapter(
     planner = _Planner(files, config, max_rank, frozenset(parts), is_lenient)
     planner.sort()
     for module, tensors in planner.modules.items():
+        give_way()
         planner.plan(module, tensors)
     return planner.finish()
 
@@ -153,6 +155,7 @@ class _Planner:
         if not self.files.tensors:
             raise self.error("it has no tensors")
         for name in self.files.tensors:
+            give_way()
             parsed = parse_name(name)
             if parsed.part == "magnitude":
                 raise self.error(f"tensor {name}: DoRA is not supported")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from weft.engine.config import EngineConfig
 from weft.engine.errors import AdapterError, ConfigError, ModelError
+from weft.engine.host_turn import give_way
 from weft.engine.lora.adapter import Adapter, LoraPair
 from weft.engine.lora.files import DRAFT_FOLDER
 from weft.engine.lora.formats import read_adapter
@@ -305,6 +306,7 @@ def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Ha
     """Overwrites rows entirely, whatever they contained."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1  # Between pieces of consecutive rows.
     for begin, end in pairwise([0, *cuts.tolist(), len(rows)]):
+        give_way()
         first, count = int(rows[begin]), end - begin
         target[first : first + count].copy_(given.rows[begin:end], non_blocking=True)
     table.copy_(torch.from_numpy(rows[given.index]))

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.engine.errors import AdapterError
+from weft.engine.host_turn import give_way
 from weft.engine.lora.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.lora.projections import B_SUFFIX, EMBED_TOKENS, LM_HEAD, Projection
 from weft.engine.lora.words import words_of
@@ -227,6 +228,7 @@ def _half(
     for layer, values in enumerate(layers):
         if values is None:
             continue
+        give_way()
         given, rank, features = values.shape
         count = -(-rank // ROW_RANK)
         own = rows[used : used + given * count].view(given, count * ROW_RANK, features)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from weft.engine.host_turn import HostTurn
+
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
@@ -32,10 +34,12 @@ class BackgroundThread:
     Args:
         name: Name of the thread.
         wake: Called after a move was run (any thread).
+        host: Jobs that `give_way` do so to this one; None: to nobody.
     """
 
-    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, wake: Callable[[], None], host: HostTurn | None = None) -> None:
         self.name = name
+        self._host = host
         self._wake = wake
         self._jobs: SimpleQueue[BackgroundJob | None] = SimpleQueue()
         self._done: deque[BackgroundJob] = deque()
@@ -103,6 +107,8 @@ class BackgroundThread:
             )
 
     def _run(self) -> None:
+        if self._host is not None:
+            self._host.enter_thread()
         while (move := self._jobs.get()) is not None:
             if self._is_closing:
                 # Taken before `take_back` could have it: it ends without having been run.

@@ -1,0 +1,86 @@
+"""Threads that give way to an engine's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from weft.engine import host_turn
+from weft.engine.host_turn import HostTurn, give_way
+from weft.engine.tiers.mover import BackgroundThread
+
+TIMEOUT_S = 30.0
+
+
+class Worker:
+    """Works in pieces until it is told to stop; counts them."""
+
+    def __init__(self) -> None:
+        self.num_pieces = 0
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        while not self.stop.is_set():
+            give_way()
+            self.num_pieces += 1
+
+    def end(self) -> None:
+        pass
+
+
+def reaches(goal: Callable[[], bool]) -> bool:
+    until = time.monotonic() + TIMEOUT_S
+    while not goal() and time.monotonic() < until:
+        time.sleep(0.001)
+    return goal()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> HostTurn:
+    """Pieces are as long as may be, and waits end by the turn's end alone."""
+    monkeypatch.setattr(host_turn, "SLICE_S", 0.0)
+    monkeypatch.setattr(host_turn, "MAX_WAIT_S", TIMEOUT_S)
+    return HostTurn()
+
+
+@pytest.fixture
+def worker(host: HostTurn) -> Iterator[Worker]:
+    worker, thread = Worker(), BackgroundThread("test", lambda: None, host)
+    thread.give(worker)
+    yield worker
+    worker.stop.set()
+    host.end()
+    thread.close()
+
+
+def test_work_stands_still_while_the_host_computes(host: HostTurn, worker: Worker) -> None:
+    for _ in range(3):
+        assert reaches(lambda begun=worker.num_pieces: worker.num_pieces > begun + 10)
+        host.begin()
+        begun = worker.num_pieces
+        time.sleep(0.05)
+        # It may have been in the middle of a piece.
+        assert worker.num_pieces <= begun + 1
+        host.end()
+
+
+def test_work_goes_on_beside_a_host_that_never_rests(
+    host: HostTurn, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reaches(lambda: worker.num_pieces > 10)
+    monkeypatch.setattr(host_turn, "MAX_WAIT_S", 0.001)
+    host.begin()
+    assert reaches(lambda begun=worker.num_pieces: worker.num_pieces > begun + 10)
+
+
+def test_other_threads_give_way_to_nobody(host: HostTurn) -> None:
+    host.begin()
+    worker = Worker()
+    thread = BackgroundThread("test", lambda: None)
+    thread.give(worker)
+    assert reaches(lambda: worker.num_pieces > 10)
+    worker.stop.set()
+    thread.close()
+    host.end()
