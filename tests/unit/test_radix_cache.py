@@ -184,8 +184,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.pages.take_promised(request, num_pages)
         request.num_computed = end
         self.publishing = request
+        # What was published before may have been another's page, and flushed since.
+        first = request.num_published_pages
         self.pages.publish(request)
-        for index in range(end // SIZE):
+        for index in range(first, end // SIZE):
             prefix = (request.namespace, tuple(request.tokens[: (index + 1) * SIZE]))
             held = [known for known in self.known.values() if known.prefix == prefix]
             assert len(held) == 1 or self.memory.num_available_pages <= NUM_PAGES // 2
