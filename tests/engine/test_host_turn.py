@@ -59,7 +59,7 @@ def test_every_part_of_reading_gives_way(tmp_path: Path, monkeypatch: pytest.Mon
     model, path = ModelConfig.from_dict(config), make_adapter(tmp_path / "adapter", config, 1)
     num_waits = 0
 
-    def counted(host: HostTurn) -> None:
+    def counted(host: HostTurn, most_s: float) -> None:
         nonlocal num_waits
         num_waits += 1
 

@@ -39,9 +39,10 @@ def reaches(goal: Callable[[], bool]) -> bool:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> HostTurn:
-    """Pieces are as long as may be, and waits end by the turn's end alone."""
+    """It gives way at each piece, and waits end by the turn's end alone."""
     monkeypatch.setattr(host_turn, "SLICE_S", 0.0)
     monkeypatch.setattr(host_turn, "MAX_WAIT_S", TIMEOUT_S)
+    monkeypatch.setattr(host_turn, "MAX_PATIENCE_S", 10 * TIMEOUT_S)
     return HostTurn()
 
 
@@ -73,6 +74,32 @@ def test_work_goes_on_beside_a_host_that_never_rests(
     monkeypatch.setattr(host_turn, "MAX_WAIT_S", 0.001)
     host.begin()
     assert reaches(lambda begun=worker.num_pieces: worker.num_pieces > begun + 10)
+
+
+def test_who_has_worked_little_waits_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all twice as long as it has worked, and what it had earned before."""
+    now, waits = 100.0, list[float]()
+
+    def wait(host: HostTurn, most_s: float) -> None:
+        nonlocal now
+        waits.append(most_s)
+        now += most_s
+
+    monkeypatch.setattr(HostTurn, "wait", wait)
+    monkeypatch.setattr(host_turn.time, "perf_counter", lambda: now)
+    guest, worked = host_turn._Guest(HostTurn()), 0.0
+    guest.give_way()
+    for _ in range(1000):
+        now += host_turn.SLICE_S
+        worked += host_turn.SLICE_S
+        guest.give_way()
+    assert max(waits) == host_turn.MAX_WAIT_S
+    assert waits[-1] < host_turn.MAX_WAIT_S
+    earned = host_turn.MAX_PATIENCE_S + host_turn.PATIENCE * worked
+    assert sum(waits) == pytest.approx(earned, rel=0.1)
+    now += 10.0
+    guest.give_way()
+    assert waits[-1] == host_turn.MAX_WAIT_S
 
 
 def test_other_threads_give_way_to_nobody(host: HostTurn) -> None:
