@@ -250,6 +250,19 @@ class NaiveHead:
             states, tokens = torch.cat((states, state[None])), [*tokens, found[-1]]
         return found
 
+    def lack(self, states: torch.Tensor, tokens: list[int], chain: list[int]) -> float:
+        """How much less likely than the most likely ones the tokens of a chain are at most: a
+        difference of logits, relative to the largest.
+        """
+        states, tokens, lacks = states.double(), list(tokens), [0.0]
+        places = {int(token): place for place, token in enumerate(self.ids)}
+        for token in chain:
+            state = self._last_state(states, tokens[1:])
+            logits = self._logits(state)
+            lacks.append(float((logits.max() - logits[places[token]]) / logits.abs().max()))
+            states, tokens = torch.cat((states, state[None])), [*tokens, token]
+        return max(lacks)
+
     def tree(
         self, states: torch.Tensor, tokens: list[int], width: int, depth: int
     ) -> dict[tuple[int, ...], float]:
