@@ -8,10 +8,8 @@ import random
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,12 +22,13 @@ import pytest
 import torch
 from local_mesh import WEFT, wait_until
 from mesh_adapters import TIMEOUT_S, copies, listed, load, post, serving, unload, wait_held
+from mesh_peft import Peft
 from metric_names import documented
 from safetensors.torch import load_file, save_file
 from storm_checks import Scale, room_flags, weather
 from tiny_adapters import CONFIG_FILE, WEIGHTS_FILE, make_adapter, make_leaning_adapter
 from tiny_drafts import make_draft_adapter, make_tiny_draft
-from tiny_mesh import MODEL, SHAPE, VOCAB, Greedy, TinyMesh
+from tiny_mesh import MODEL, SHAPE, VOCAB, TinyMesh
 from tiny_models import make_tiny, tiny_config
 from weft.engine.lora.files import DRAFT_FOLDER
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
@@ -98,46 +97,9 @@ def has_started(mesh: TinyMesh) -> bool:
     return "Weft is ready" in mesh.text
 
 
-class Peft(Greedy):
-    """PEFT's own greedy continuations, of the base model too."""
-
-    def __init__(self, model_dir: Path, root: Path) -> None:
-        from peft import PeftModel
-
-        super().__init__(model_dir)
-        names = list(RANKS)
-        self._model = PeftModel.from_pretrained(self._model, root / names[0], names[0])
-        for name in names[1:]:
-            self._model.load_adapter(root / name, name)
-        self._model.eval()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def _with(self, adapter: str) -> Iterator[None]:
-        with self._lock:
-            if not adapter:
-                with self._model.disable_adapter():
-                    yield
-                    return
-            self._model.set_adapter(adapter)
-            yield
-
-    def answer(self, adapter: str, prompt: list[int], num_new: int = NUM_NEW) -> str:
-        """The text with an adapter; empty = without one."""
-        with self._with(adapter):
-            return self.text(self.ids(prompt, num_new))
-
-    def check_stream(self, adapter: str, prompt: list[int], seen: Stream) -> None:
-        """What came is the text with an adapter."""
-        assert not seen.error
-        with self._with(adapter):
-            self.check(prompt, seen.ids, NUM_LONG)
-        assert seen.text == self.text(seen.ids)
-
-
 @pytest.fixture(scope="module")
 def peft(mesh: TinyMesh, root: Path) -> Peft:
-    return Peft(mesh.model_dir, root)
+    return Peft(mesh.model_dir, root, list(RANKS), NUM_NEW)
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +208,9 @@ class Streams:
     def check(self, peft: Peft, meaning: str) -> list[Stream]:
         """All have ended, with the text of the adapter that their name meant."""
         for _, prompt, _, done in self._open:
-            peft.check_stream(meaning, prompt, done.result(TIMEOUT_S))
+            seen = done.result(TIMEOUT_S)
+            assert not seen.error
+            peft.check_text(meaning, prompt, seen.ids, seen.text, NUM_LONG)
         return [done.result() for *_, done in self._open]
 
 

@@ -113,7 +113,7 @@ class StepPipeline:
         return int(self._flying is not None)
 
     def host_goes_on(self) -> None:
-        """Other threads give way to this one, unless the device is this one too."""
+        """Other threads give way to this one; not where it computes the steps itself, on a CPU."""
         if self._runner.is_asynchronous:
             self._host.begin()
 

