@@ -48,7 +48,7 @@ def read(path: Path, model: ModelConfig) -> None:
 def measure(
     num_steps: int, paths: list[Path], model: ModelConfig, *, gives_way: bool
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of each step on the host, and seconds of each read. Without paths none is read."""
+    """Milliseconds of each step on the host, seconds of each read; without paths none is read."""
     host, stop = HostTurn(), threading.Event()
     values, steps, reads = torch.zeros(8), list[float](), list[float]()
 
