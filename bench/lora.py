@@ -7,6 +7,7 @@ The engine alone, in this process, with random adapters.
     python bench/lora.py --model llama-3.1-8b --device cuda --ranks 8 16 64 --tokens 256
     python bench/lora.py --model qwen3-30b-a3b --device cuda --change shared-experts
     python bench/lora.py --model llama-3.1-8b --device cuda --dtype bfloat16 --deterministic
+    python bench/lora.py --change vocabulary --counts 0 1 4 --gaps 0
 
 Models of such names have their real shapes and made-up weights. Throughput: requests of a batch
 take adapters in turn; the rows of a round follow each other in random order, and a row's share is
@@ -288,6 +289,8 @@ def settings_of(arguments: argparse.Namespace, adapter_bytes: int, count: int) -
         "lora_host_bytes": max(4 << 30, 2 * adapter_bytes),
         "deterministic": arguments.deterministic,
     }
+    if arguments.change == "vocabulary":
+        settings |= {"lora_memory_bytes": None, "lora_whole_matrices": count}
     if arguments.model in MODELS:
         settings["dummy_weights"] = True
     if arguments.num_pages:

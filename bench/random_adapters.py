@@ -17,6 +17,7 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "attention": ATTENTION,
     "experts": (*ATTENTION, "experts"),
     "shared-experts": (*ATTENTION, "shared_experts"),
+    "vocabulary": (*DENSE, "embed_tokens", "lm_head"),
 }
 """Projections that adapters change, as in `EngineConfig.lora_projections`; empty: all of a dense
 model.
@@ -51,6 +52,14 @@ def write_adapter(
             for half, shape in zip("AB", shapes, strict=True):
                 numbers = torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16)
                 tensors[f"{name}.lora_{half}.weight"] = (_SPREAD * numbers).cpu()
+    saved = {}
+    if kind == "vocabulary":
+        # Of their own, not low-rank ones.
+        saved = {"modules_to_save": ["embed_tokens", "lm_head"]}
+        size = (config["vocab_size"], config["hidden_size"])
+        for name in ("model.embed_tokens", "lm_head"):
+            numbers = torch.randn(size, generator=draw, device=device, dtype=torch.bfloat16)
+            tensors[f"base_model.model.{name}.weight"] = (_SPREAD * numbers).cpu()
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = {
@@ -59,6 +68,7 @@ def write_adapter(
         "r": rank,
         "lora_alpha": rank,
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        **saved,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder

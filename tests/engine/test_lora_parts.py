@@ -14,7 +14,7 @@ from merged_adapters import merged, read
 from peft.utils import ModulesToSaveWrapper
 from tiny_adapters import PREFIX, peft_model, write_adapter
 from tiny_models import make_tiny, tiny_config
-from weft.engine.errors import AdapterError
+from weft.engine.errors import AdapterError, ConfigError
 from weft.engine.llm import LLM
 from weft.engine.request import StopCriteria
 
@@ -79,6 +79,45 @@ def test_rows_of_some_tokens(is_tied: bool, tmp_path: Path) -> None:
     models.add(seed + 2, r=4, **with_lora)
     add_saved(models, seed + 3, tmp_path / "saved", ("embed_tokens", "lm_head"), num_rows=5)
     check(models, *DENSE, "embed_tokens", "lm_head")
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+def test_whole_matrices(is_tied: bool, tmp_path: Path) -> None:
+    """More adapters with an embedding or an LM head of their own than the device has room for, in
+    one batch with those that change a few rows, have LoRA of them, or neither."""
+    seed = random.randrange(2**31)
+    models = make_models("llama", tmp_path, seed, tie_word_embeddings=is_tied)
+    for index, saved in enumerate((["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"])):
+        models.add(seed + index, r=8, target_modules=["q_proj"], modules_to_save=saved)
+    add_saved(models, seed + 3, tmp_path / "few", ("lm_head",), num_rows=5)
+    models.add(seed + 4, r=8, target_modules=["embed_tokens", "lm_head", "q_proj"])
+    models.add(seed + 5, r=8)
+    if is_tied:
+        both = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+        models.add(seed + 6, r=4, target_modules=["v_proj"], **both)
+    many = {"trainable_token_indices": list(range(70)), "target_modules": ["q_proj"]}
+    models.add(seed + 7, r=4, spread=1.0, **many)
+    for whole in (1, 3):
+        check(models, *DENSE, "embed_tokens", "lm_head", lora_whole_matrices=whole)
+
+
+def test_a_row_of_its_own_head_is_the_same_in_any_company(tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    models = make_models("llama", tmp_path, seed)
+    own = models.add(seed, r=8, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    other = models.add(seed + 1, r=8, target_modules=["lm_head", "q_proj"])
+    projections = ("q", "lm_head")
+    settings = {**SETTINGS, "lora_projections": projections, "lora_whole_matrices": 1}
+    prompts = [[random.randrange(3, VOCAB) for _ in range(20)] for _ in range(9)]
+    with LLM(models.model_dir, **settings) as llm:
+        for directory in models.directories.values():
+            llm.load_adapter(directory)
+        stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        adapters = [*random.choices([own, other, BASE], k=8), own]
+        together = llm.generate(prompts, stop=stop, top_logprobs=5, adapters=adapters)[-1]
+        (alone,) = llm.generate(prompts[-1:], stop=stop, top_logprobs=5, adapters=[own])
+    assert alone.token_ids == together.token_ids
+    assert alone.logprobs == together.logprobs
 
 
 def add_saved(
@@ -319,13 +358,47 @@ def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
     settings = {**SETTINGS, "lora_projections": ("q", "embed_tokens", "lm_head")}
     with LLM(models.model_dir, **settings) as llm:
         for digest, problem in (
-            (saved, rf"lm_head\.weight changes {VOCAB} rows .* \(modules_to_save\) is not served"),
+            (saved, rf"lm_head\.weight changes {VOCAB} rows .* lora_whole_matrices take a whole"),
             (tokens, r"token_adapter\S* changes 65 rows of embed_tokens, .* max_lora_rank = 64"),
             (grown, r"embed_tokens\S* has 520 tokens, .* added tokens are not"),
         ):
             with pytest.raises(AdapterError, match=problem):
                 llm.load_adapter(models.directories[digest])
         assert {state.state for state in llm.engine.adapters.states()} == {"failed"}
+    settings = {**SETTINGS, "lora_projections": ("q",), "lora_whole_matrices": 1}
+    with pytest.raises(ConfigError, match="names neither embed_tokens nor lm_head"):
+        LLM(models.model_dir, **settings)
+
+
+def test_added_tokens_are_left_out_by_a_lenient_load(tmp_path: Path) -> None:
+    """The rest is what the adapter is without them."""
+    seed = random.randrange(2**31)
+    models = make_models("llama", tmp_path, seed)
+    saved = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    grown = peft_model(models.model_dir, seed, r=4, resize=VOCAB + 3, **saved)
+    grown.save_pretrained(tmp_path / "grown")
+    settings = {
+        **SETTINGS,
+        "lora_projections": ("q", "embed_tokens", "lm_head"),
+        "lora_whole_matrices": 1,
+    }
+    prompt = [random.randrange(3, VOCAB) for _ in range(30)]
+    with LLM(models.model_dir, **settings) as llm:
+        digest = llm.load_adapter(tmp_path / "grown", is_lenient=True)
+        (state,) = llm.engine.adapters.states()
+        stem = "base_model.model."
+        assert set(state.left_out) == {
+            f"{stem}model.embed_tokens.weight[{VOCAB}:{VOCAB + 3}]",
+            f"{stem}lm_head.weight[{VOCAB}:{VOCAB + 3}]",
+        }
+        stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        (sample,) = llm.generate([prompt], stop=stop, adapters=[digest])
+    ids = list(prompt)
+    with torch.no_grad():
+        for token in sample.token_ids:
+            logits = grown(torch.tensor([ids])).logits[0, -1, :VOCAB]
+            assert token == int(logits.argmax())
+            ids.append(token)
 
 
 def test_a_changed_router_is_refused_where_it_is_not_named(tmp_path: Path) -> None:

@@ -80,6 +80,29 @@ def test_tokens_of_a_dense_model(cuda_graphs: bool, tmp_path: Path) -> None:
     check_like_cpu(model_dir, adapters, cuda_graphs=cuda_graphs)
 
 
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_tokens_of_whole_matrices(cuda_graphs: bool, tmp_path: Path) -> None:
+    """Adapters with an embedding or an LM head of their own, more than the device has room for."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    model_dir = make_tiny("llama", tmp_path / "model", seed, head_dim=64, vocab_size=VOCAB)
+    some = {"target_modules": ["q_proj", "down_proj"], "r": 8}
+    choices = (
+        {**some, "modules_to_save": ["embed_tokens", "lm_head"]},
+        {**some, "modules_to_save": ["lm_head"]},
+        {**some, "modules_to_save": ["embed_tokens"]},
+        {**some, "target_modules": ["lm_head", "embed_tokens"]},
+        some,
+    )
+    adapters = []
+    for index, settings in enumerate(choices):
+        adapters.append(tmp_path / f"a{index}")
+        peft_model(model_dir, seed + index, **settings).save_pretrained(adapters[-1])
+    projections = ("q", "down", "embed_tokens", "lm_head")
+    sizes = {"lora_projections": projections, "lora_whole_matrices": 1}
+    check_like_cpu(model_dir, adapters, cuda_graphs=cuda_graphs, **sizes)
+
+
 def test_tokens_of_a_large_batch(tmp_path: Path) -> None:
     """Selected rows of prompts are many, and more than the kernels for few rows take."""
     seed = random.randrange(2**31)

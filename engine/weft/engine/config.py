@@ -82,6 +82,7 @@ BOUNDS: Mapping[str, Bound] = {
     "max_loras": Bound(ge=1, le=1024),
     "lora_memory_bytes": Bound(ge=1),
     "lora_host_bytes": Bound(ge=1),
+    "lora_whole_matrices": Bound(ge=0, le=64),
     "max_draft_tokens": Bound(ge=1, le=32),
     "draft_width": Bound(ge=1, le=6),
     "constraint_compile_s": Bound(gt=0, le=600),
@@ -212,6 +213,10 @@ class EngineConfig:
     """
     lora_host_bytes: int = 4 << 30
     """Host memory of adapters; those beyond it are read from disk again."""
+    lora_whole_matrices: int = 0
+    """Adapters on the device at once that bring an embedding of their own, and as many that bring
+    an LM head, where lora_projections names these. Their memory comes in addition.
+    """
     draft_dir: Path | None = None
     """Directory of the draft. An EAGLE head keeps its KV in the model's pages: workers that fill
     each other's pages must have the same one. With drafter = model it holds a whole model, whose KV

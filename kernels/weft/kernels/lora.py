@@ -11,12 +11,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from weft.kernels import cpu
+
+if TYPE_CHECKING:
+    from weft.kernels.replaced import ReplacedMatrices
 
 ROW_RANK = 8
 """Number of ranks in a row of the pool."""
@@ -273,6 +276,10 @@ class LoraAddition:
     are_given: bool = False
     """See `LoraStep.are_given`."""
 
+    def select(self, rows: torch.Tensor) -> LoraAddition:
+        """The addition to some of the tokens ([L] int64), in their order."""
+        return replace(self, segments=self.segments.select(rows), are_given=False)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertAddition:
@@ -306,6 +313,10 @@ class LoraStep:
     embed: tuple[LoraWeights, ...] = ()
     """Parameters of the embedding, at most one, whose input is the vocabulary."""
     lm_head: tuple[LoraWeights, ...] = ()
+    embeddings: ReplacedMatrices | None = None
+    """Embeddings that adapters bring in the place of the model's; None: none can."""
+    heads: ReplacedMatrices | None = None
+    """LM heads, likewise."""
     are_given: bool = False
     """The segments were complete on the device before the first kernel of the step was launched: a
     kernel may read them before what was launched ahead of it is complete."""
@@ -377,7 +388,7 @@ def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: Lor
 
         gpu.add_embedding_lora(out, token_ids, addition)
         return
-    for tokens, slot in _segments_of(addition.segments):
+    for tokens, slot in segments_with_adapters(addition.segments):
         count = int(part.counts[addition.layer, slot])
         if count == 0:
             continue
@@ -393,7 +404,7 @@ def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: Lor
 
 def add_lora_reference(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
     """`add_lora` in eager torch, any device; sums in float32, rounds once."""
-    for tokens, slot in _segments_of(addition.segments):
+    for tokens, slot in segments_with_adapters(addition.segments):
         given = x.index_select(0, tokens).float()
         for part in addition.parts:
             count = int(part.counts[addition.layer, slot])
@@ -404,8 +415,8 @@ def add_lora_reference(out: torch.Tensor, x: torch.Tensor, addition: LoraAdditio
                 _add(out, tokens, part, shrunk @ b)
 
 
-def _segments_of(segments: LoraSegments) -> Iterator[tuple[torch.Tensor, int]]:
-    """The tokens and the slot of each segment that has an adapter and tokens."""
+def segments_with_adapters(segments: LoraSegments) -> Iterator[tuple[torch.Tensor, int]]:
+    """The tokens ([n] int64) and the slot of each segment that has an adapter and tokens."""
     starts = segments.starts.tolist()
     for index, slot in enumerate(segments.slots.tolist()):
         tokens = segments.order[starts[index] : starts[index + 1]].long()

@@ -20,6 +20,7 @@ from weft.kernels.decoder_layer import (
     stack_layers,
 )
 from weft.kernels.lora import add_embedding_lora, addition_to
+from weft.kernels.replaced import replace_embeddings
 
 
 class DecoderLayer:
@@ -140,8 +141,10 @@ class DecoderStack:
         return self.norm(self._run(self._embed(batch), batch, pool, None, is_whole=True))
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        hidden = self.embed_tokens.index_select(0, batch.token_ids)
-        added = addition_to(batch.lora, "embed", 0)
+        hidden, lora = self.embed_tokens.index_select(0, batch.token_ids), batch.lora
+        if lora is not None and lora.embeddings is not None:
+            replace_embeddings(hidden, batch.token_ids, lora.embeddings, lora.segments)
+        added = addition_to(lora, "embed", 0)
         if added is not None:
             add_embedding_lora(hidden, batch.token_ids, added)
         return hidden

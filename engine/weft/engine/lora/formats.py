@@ -89,6 +89,9 @@ class _Reader:
     def adapter(self, plan: AdapterPlan) -> Adapter:
         """Reads the whole adapter; its digest is left empty."""
         changes = {name: self.vocabulary(part) for name, part in plan.vocabulary.items()}
+        if plan.leaves_out_added:
+            size = self.config.vocab_size
+            changes = {name: _without_added(name, one, size) for name, one in changes.items()}
         if plan.ties_vocabulary and "embed_tokens" in changes:
             embedding = changes["embed_tokens"]
             head = changes.setdefault("lm_head", _tied(embedding))
@@ -232,6 +235,23 @@ def _tied(change: VocabularyChange) -> VocabularyChange:
         return change
     return replace(
         change, lora=LoraPair(change.lora.b.T.contiguous(), change.lora.a.T.contiguous())
+    )
+
+
+def _without_added(name: str, change: VocabularyChange, vocab_size: int) -> VocabularyChange:
+    """Leaves out what concerns tokens that the model does not have."""
+    weight, rows, lora = change.weight, change.rows, change.lora
+    kept = [i for i, token in enumerate(change.token_ids) if token < vocab_size]
+    if lora is not None and name == "embed_tokens":
+        lora = LoraPair(lora.a[:, :vocab_size].contiguous(), lora.b)
+    elif lora is not None:
+        lora = LoraPair(lora.a, lora.b[:vocab_size].contiguous())
+    return replace(
+        change,
+        weight=None if weight is None else weight[:vocab_size],
+        token_ids=tuple(change.token_ids[i] for i in kept),
+        rows=None if rows is None else rows[kept],
+        lora=lora,
     )
 
 

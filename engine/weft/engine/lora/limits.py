@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.engine.errors import AdapterError
+from weft.engine.lora.projections import WHOLE_SUFFIX
 from weft.engine.lora.rows import Needs
 
 
@@ -28,7 +29,13 @@ class LoraLimits:
 
     def describe(self) -> str:
         """A one-line summary for logs and status."""
-        rows = ", ".join(f"{kind} {count:,}" for kind, count in self.num_rows.items())
+        kinds = {k: count for k, count in self.num_rows.items() if not k.endswith(WHOLE_SUFFIX)}
+        rows = ", ".join(f"{kind} {count:,}" for kind, count in kinds.items())
+        whole = self.num_rows.keys() - kinds.keys()
+        rows += "".join(
+            f"; {self.num_rows[kind]} whole {kind.removesuffix(WHOLE_SUFFIX)}"
+            for kind in sorted(whole)
+        )
         size = sum(count * self.row_bytes[kind] for kind, count in self.num_rows.items())
         return (
             f"adapters: {size / 2**20:,.0f} MiB on the device, at most "
@@ -94,6 +101,11 @@ class LoraLimits:
             total, used = self.num_rows[kind], taken.get(kind, 0)
             if count + used <= total:
                 continue
+            if kind.endswith(WHOLE_SUFFIX):
+                raise AdapterError(
+                    f"{name} does not fit: it brings {kind.removesuffix(WHOLE_SUFFIX)} as a whole, "
+                    f"and of lora_whole_matrices = {total} it could have {total - used} ({where})"
+                )
             least = -(-self.memory_bytes * (count + used) // total)
             raise AdapterError(
                 f"{name} does not fit: {count} rows of {self.row_bytes[kind]:,} bytes for {kind}, "

@@ -24,13 +24,20 @@ from weft.engine.lora.host_cache import AdapterWeights
 from weft.engine.lora.limits import LoraLimits
 from weft.engine.lora.names import ROUTER, VOCABULARY
 from weft.engine.lora.plan import DENSE, EXPERTS
-from weft.engine.lora.projections import B_SUFFIX, EMBED_TOKENS, Projection
+from weft.engine.lora.projections import (
+    B_SUFFIX,
+    EMBED_TOKENS,
+    LM_HEAD,
+    WHOLE_SUFFIX,
+    Projection,
+)
 from weft.engine.lora.rows import DevicePlace, Rows
-from weft.engine.lora.weights import Half, HostWeights, host_weights
+from weft.engine.lora.weights import Half, HostWeights, WholeMatrix, host_weights
 from weft.engine.models.checkpoint import Checkpoint
 from weft.engine.models.config import ModelConfig
 from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights, packed_sizes
 from weft.kernels.memory import huge_zeros
+from weft.kernels.replaced import OWN, ReplacedMatrices
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +77,25 @@ def plan_lora(
         )
     rows_each = max(DEFAULT_DRAFT_RANK // ROW_RANK, size // unit // config.max_loras)
     rows_each = min(rows_each, -(-config.max_lora_rank // ROW_RANK))
+    whole = {
+        part.name + WHOLE_SUFFIX: part.in_features * part.out_features * dtype.itemsize
+        for part in projections
+        if part.kind in VOCABULARY and config.lora_whole_matrices
+    }
+    if config.lora_whole_matrices and not whole:
+        raise ConfigError(
+            f"lora_whole_matrices = {config.lora_whole_matrices}: lora_projections names neither "
+            f"{' nor '.join(VOCABULARY)}",
+            param="lora_whole_matrices",
+        )
+    num_rows |= dict.fromkeys(drafts, config.max_loras * rows_each)
+    num_rows |= dict.fromkeys(whole, config.lora_whole_matrices)
+    row_bytes = {name: row_bytes for name, (_, row_bytes) in (shares | drafts).items()}
     return LoraLimits(
         max_loras=config.max_loras,
         memory_bytes=size,
-        num_rows=num_rows | dict.fromkeys(drafts, config.max_loras * rows_each),
-        row_bytes={name: row_bytes for name, (_, row_bytes) in (shares | drafts).items()},
+        num_rows=num_rows,
+        row_bytes=row_bytes | whole,
         host_bytes=config.lora_host_bytes,
     )
 
@@ -141,6 +162,11 @@ class LoraPool:
         """Slots of the tables, including the one for no adapter."""
         try:
             self._weights = {part.name: self._new(part, device) for part in projections}
+            self._replaced = {
+                part.name: self._new_replaced(part, count, device)
+                for part in projections
+                if (count := limits.num_rows.get(part.name + WHOLE_SUFFIX))
+            }
         except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"lora_memory_bytes: {limits.memory_bytes:,} bytes for adapters do not fit: {error}"
@@ -184,6 +210,14 @@ class LoraPool:
             packed_width=None if self._is_cuda else width,
         )
 
+    def _new_replaced(self, part: Projection, count: int, device: torch.device) -> ReplacedMatrices:
+        """Room for matrices in the place of the model's own; on a CPU they stay where they are."""
+        places = torch.full((self.max_slots,), OWN, dtype=torch.int32, device=device)
+        if not self._is_cuda:
+            return ReplacedMatrices(places, on_host=[None] * count)
+        size = (count, self._model.vocab_size, self._model.hidden_size)
+        return ReplacedMatrices(places, torch.zeros(size, dtype=self._dtype, device=device))
+
     @property
     def projections(self) -> list[str]:
         """Names of the model's projections that adapters may change."""
@@ -196,7 +230,12 @@ class LoraPool:
 
     def step(self, segments: LoraSegments) -> LoraStep:
         """The LoRA inputs of a step whose tokens are sorted by these segments."""
-        return LoraStep(segments=segments, **self._groups)
+        return LoraStep(
+            segments=segments,
+            embeddings=self._replaced.get(EMBED_TOKENS),
+            heads=self._replaced.get(LM_HEAD),
+            **self._groups,
+        )
 
     @property
     def takes_drafts(self) -> bool:
@@ -222,7 +261,12 @@ class LoraPool:
             parts = tuple(self._projections.values())
             try:
                 weights = host_weights(
-                    adapter, parts, self._max_rank, self._own_weight, for_gpu=self._is_cuda
+                    adapter,
+                    parts,
+                    self._max_rank,
+                    self._own_weight,
+                    for_gpu=self._is_cuda,
+                    takes_whole=bool(self._replaced),
                 )
             except AdapterError as error:
                 raise AdapterError(f"adapter {directory}: {error.message}") from error
@@ -296,6 +340,8 @@ class LoraPool:
                 _write_half(target.a, target.table[:, slots], rows, given.a)
                 _write_half(target.b, target.rows_of_b[:, slots], rows_of_b, given.b)
                 target.counts[:, slots].copy_(torch.from_numpy(given.counts))
+            for name, replaced in self._replaced.items():
+                _write_whole(replaced, place, weights.whole.get(name), name + WHOLE_SUFFIX)
         kinds = (self._projections[name] for name in weights.kinds)
         self.has_drafts[place.slot] = any(projection.is_draft for projection in kinds)
         if self._stream is not None:
@@ -310,6 +356,21 @@ def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Ha
         first, count = int(rows[begin]), end - begin
         target[first : first + count].copy_(given.rows[begin:end], non_blocking=True)
     table.copy_(torch.from_numpy(rows[given.index]))
+
+
+def _write_whole(
+    replaced: ReplacedMatrices, place: DevicePlace, given: WholeMatrix | None, kind: str
+) -> None:
+    """Gives a slot its matrix, or the model's own."""
+    number = OWN
+    if given is not None:
+        (number,) = place.rows[kind].tolist()
+        if replaced.on_device is None:
+            replaced.on_host[number] = given.packed
+        else:
+            assert given.plain is not None
+            replaced.on_device[number].copy_(given.plain, non_blocking=True)
+    replaced.places[place.slot] = number
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

@@ -18,6 +18,8 @@ SHARED_EXPERTS = "shared_experts"
 """Experts that share one A for gate and up, and one B for down."""
 EMBED_TOKENS, LM_HEAD = "embed_tokens", "lm_head"
 B_SUFFIX = ".b"
+WHOLE_SUFFIX = ".whole"
+"""Of kinds whose rows are whole matrices that take the place of the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

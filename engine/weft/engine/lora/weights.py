@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,15 @@ import torch
 from weft.engine.errors import AdapterError
 from weft.engine.host_turn import give_way
 from weft.engine.lora.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
-from weft.engine.lora.projections import B_SUFFIX, EMBED_TOKENS, LM_HEAD, Projection
+from weft.engine.lora.projections import (
+    B_SUFFIX,
+    EMBED_TOKENS,
+    LM_HEAD,
+    WHOLE_SUFFIX,
+    Projection,
+)
 from weft.engine.lora.words import words_of
+from weft.kernels.linear import LinearWeight, pack_linear
 from weft.kernels.lora import ROW_RANK, pack_b
 
 Int32Array = npt.NDArray[np.int32]
@@ -46,6 +53,23 @@ class KindRows:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeMatrix:
+    """A matrix that takes the place of the model's embedding or LM head."""
+
+    plain: torch.Tensor | None
+    """For a GPU: [vocabulary, hidden], page-locked."""
+    packed: LinearWeight | None
+    """For a CPU."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+        data = self.plain if self.packed is None else self.packed.data
+        assert data is not None
+        return data.numel() * data.element_size()
+
+
+@dataclass(frozen=True, slots=True)
 class HostWeights:
     """Implements `weft.engine.lora.host_cache.AdapterWeights`."""
 
@@ -53,18 +77,22 @@ class HostWeights:
     rank: int
     kinds: Mapping[str, KindRows]
     """Rows by `Projection.name`."""
+    whole: Mapping[str, WholeMatrix] = field(default_factory=dict)
+    """By name, EMBED_TOKENS or LM_HEAD; tied ones are one object."""
     left_out: tuple[str, ...] = ()
     """See `AdapterWeights.left_out`."""
 
     @property
     def num_bytes(self) -> int:
         """See `AdapterWeights.num_bytes`."""
-        return sum(kind.a.num_bytes + kind.b.num_bytes for kind in self.kinds.values())
+        matrices = {id(matrix): matrix.num_bytes for matrix in self.whole.values()}
+        rows = sum(kind.a.num_bytes + kind.b.num_bytes for kind in self.kinds.values())
+        return rows + sum(matrices.values())
 
     @property
     def needs(self) -> dict[str, int]:
         """See `AdapterWeights.needs`."""
-        needs = {}
+        needs = {name + WHOLE_SUFFIX: 1 for name in self.whole}
         for name, kind in self.kinds.items():
             needs[name] = len(kind.a.rows)
             if kind.counts.shape[1] > 1:
@@ -84,6 +112,7 @@ def host_weights(
     own_weight: OwnWeight,
     *,
     for_gpu: bool,
+    takes_whole: bool = False,
 ) -> HostWeights:
     """Cuts an adapter into rows.
 
@@ -93,6 +122,7 @@ def host_weights(
         max_rank: Largest rank of any adapter.
         own_weight: Looks into the model; asked where an adapter has whole rows.
         for_gpu: In page-locked memory, from which a GPU copies by itself; else B is packed.
+        takes_whole: Whether it may bring an embedding or an LM head of its own.
 
     Raises:
         AdapterError: It changes something else, or in a way that is not served.
@@ -108,10 +138,18 @@ def host_weights(
             f"it changes {', '.join(sorted(names))}, for which no memory is set aside here: "
             f"lora_projections names {', '.join(p.name for p in projections if not p.is_draft)}"
         )
+    low_rank: dict[str, LoraPair] = {}
+    replaced: dict[str, torch.Tensor] = {}
+    for part in projections:
+        name, change = part.kind, vocabulary.get(part.kind)
+        if change is not None:
+            pair, matrix = _divided(part, change, max_rank, own_weight, takes_whole=takes_whole)
+            low_rank |= {} if pair is None else {name: pair}
+            replaced |= {} if matrix is None else {name: matrix}
     max_rows = -(-max_rank // ROW_RANK)
     most: list[int] = []  # Rows of the vocabulary have become ranks.
     for part in projections:
-        changes = _changes(adapter, part, max_rank, own_weight)
+        changes = _changes(adapter, part, low_rank)
         if not any(change is not None for change in changes):
             continue
         sizes = (part.num_experts, max_rows)
@@ -123,11 +161,12 @@ def host_weights(
         most.append(int(ranks.max()))
         counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)
         kinds[part.name] = KindRows(a, b, counts.astype(np.int32))
-    return HostWeights(adapter.digest, max([adapter.rank, *most]), kinds, adapter.ignored)
+    whole = _whole_matrices(replaced, for_gpu=for_gpu)
+    return HostWeights(adapter.digest, max([adapter.rank, *most]), kinds, whole, adapter.ignored)
 
 
 def _changes(
-    adapter: Adapter, part: Projection, max_rank: int, own_weight: OwnWeight
+    adapter: Adapter, part: Projection, vocabulary: Mapping[str, LoraPair]
 ) -> list[ExpertLora | None]:
     """The change of each layer of a projection, as of experts; a dense projection counts as one
     expert.
@@ -145,74 +184,105 @@ def _changes(
                 )
         return of_experts
     if part.kind in (EMBED_TOKENS, LM_HEAD):
-        change = adapter.embed_tokens if part.kind == EMBED_TOKENS else adapter.lm_head
-        pairs = [change and _as_lora(part.kind, change, max_rank, own_weight)]
+        pairs = [vocabulary.get(part.kind)]
     else:
         pairs = [adapter.modules.get((layer, part.kind)) for layer in range(part.num_layers)]
     return [ExpertLora(pair.a[None], pair.b[None]) if pair else None for pair in pairs]
 
 
-def _as_lora(
-    name: str, change: VocabularyChange, max_rank: int, own_weight: OwnWeight
-) -> LoraPair | None:
-    """Converts a change of the vocabulary to one LoRA: each differing row takes one rank.
+def _divided(
+    part: Projection,
+    change: VocabularyChange,
+    max_rank: int,
+    own_weight: OwnWeight,
+    *,
+    takes_whole: bool,
+) -> tuple[LoraPair | None, torch.Tensor | None]:
+    """Divides a change of the vocabulary into one LoRA and a matrix in the place of the model's.
 
-    W' = W + sum over the rows that differ of e_t d_t^T: A or B has a one for the token, the other
-    one the difference. PEFT saves the embedding beside its LoRA, unless it is told not to: then no
-    row differs.
+    Where few rows differ each takes one rank: W' = W + sum over them of e_t d_t^T, of which A or B
+    has a one for the token, the other one the difference. PEFT saves the embedding beside its LoRA,
+    unless it is told not to: then no row differs.
 
     Returns:
-        None where nothing changes.
+        The LoRA, None where there is none; the matrix [vocabulary, hidden], None where few rows
+        differ.
 
     Raises:
-        AdapterError: More rows differ than there are ranks, or tokens were added.
+        AdapterError: More rows differ than there are ranks and no matrix is taken, or tokens were
+            added.
     """
+    lora = change.lora
     if change.weight is None and change.rows is None:
-        return change.lora
+        return lora, None
+    name = part.kind
+    vocab_size = part.in_features if name == EMBED_TOKENS else part.out_features
+    if change.weight is not None and len(change.weight) != vocab_size:
+        raise AdapterError(
+            f"tensor {change.tensor} has {len(change.weight):,} tokens, the model has "
+            f"{vocab_size:,}: added tokens are not served; a lenient load leaves them out"
+        )
     own = own_weight(name)
+    if own is None and takes_whole and change.weight is not None:
+        return lora, _replaced(change, change.weight)
     if own is None:
         raise AdapterError(
             f"tensor {change.tensor} takes the place of rows of {name}, and the model's own "
             "weights, of which it would be a change, are not there"
         )
-    if change.weight is not None and len(change.weight) != len(own):
-        raise AdapterError(
-            f"tensor {change.tensor} has {len(change.weight):,} tokens, the model has "
-            f"{len(own):,}: added tokens are not served"
-        )
-    ids, rows = _changed_rows(change, own)
-    lora = change.lora
+    ids, whole = _changed_rows(change, own)
     rank = len(ids) + (lora.rank if lora is not None else 0)
+    if rank > max_rank and takes_whole:
+        return lora, whole
     if rank > max_rank:
         raise AdapterError(
             f"tensor {change.tensor} changes {len(ids):,} rows of {name}, of which each takes a "
             f"rank; with the adapter's LoRA of it that is {rank:,}, more than max_lora_rank = "
-            f"{max_rank}: a whole matrix of its own (modules_to_save) is not served, target "
-            f"{name} with LoRA instead"
+            f"{max_rank}. Workers with lora_whole_matrices take a whole matrix (modules_to_save)"
         )
     if not ids:
-        return lora
+        return lora, None
     ones = torch.zeros((len(ids), len(own)), dtype=own.dtype)
     ones[range(len(ids)), ids] = 1.0
-    difference = (rows.float() - own[ids].float()).to(own.dtype)
+    difference = (whole[ids].float() - own[ids].float()).to(own.dtype)
     a, b = (ones, difference.T) if name == EMBED_TOKENS else (difference, ones.T)
     if lora is not None:
         a, b = torch.cat([lora.a, a]), torch.cat([lora.b, b], 1)
-    return LoraPair(a.contiguous(), b.contiguous())
+    return LoraPair(a.contiguous(), b.contiguous()), None
 
 
 def _changed_rows(change: VocabularyChange, own: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Tokens whose rows differ from the model's own, and these rows."""
+    """Tokens whose rows differ from the model's own, and the changed matrix."""
     changed = torch.zeros(len(own), dtype=torch.bool)
-    whole = own if change.weight is None else change.weight
     if change.weight is not None:
         changed = (change.weight != own).any(1)
     if change.rows is not None:
         given = list(change.token_ids)
-        whole = whole.index_copy(0, torch.tensor(given), change.rows)
         changed[given] = (change.rows != own[given]).any(1)
-    ids = changed.nonzero()[:, 0].tolist()
-    return ids, whole[ids]
+    whole = _replaced(change, own if change.weight is None else change.weight)
+    return changed.nonzero()[:, 0].tolist(), whole
+
+
+def _replaced(change: VocabularyChange, matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix with the rows of tokens that were trained one by one."""
+    if change.rows is None:
+        return matrix
+    return matrix.index_copy(0, torch.tensor(change.token_ids), change.rows)
+
+
+def _whole_matrices(
+    replaced: Mapping[str, torch.Tensor], *, for_gpu: bool
+) -> Mapping[str, WholeMatrix]:
+    """Prepares matrices for the device; tied ones once."""
+    made: dict[int, WholeMatrix] = {}
+    for matrix in replaced.values():
+        if matrix.data_ptr() not in made:
+            made[matrix.data_ptr()] = (
+                WholeMatrix(matrix.pin_memory(), None)
+                if for_gpu
+                else WholeMatrix(None, pack_linear(matrix))
+            )
+    return {name: made[matrix.data_ptr()] for name, matrix in replaced.items()}
 
 
 def _half(

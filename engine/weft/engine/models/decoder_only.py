@@ -18,6 +18,7 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
 from weft.kernels.decoder_layer import Taps
 from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.replaced import replaced_linear
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -85,7 +86,10 @@ class DecoderOnlyLM:
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """Computes logits: [L, hidden], these L rows' adapters -> [L, vocab] float32."""
-        return self.lm_head(hidden, addition_to(lora, "lm_head", 0))
+        added = addition_to(lora, "lm_head", 0)
+        if lora is None or lora.heads is None:
+            return self.lm_head(hidden, added)
+        return replaced_linear(hidden, self.lm_head.weight, lora.heads, lora.segments, added)
 
 
 def qkv_projection(config: ModelConfig, weights: Weights) -> Linear:

@@ -200,6 +200,12 @@ class WorkerSettings(PageSettings):
         4 << 30,
         "host memory of adapters, in bytes; others are read from disk again",
     )
+    lora_whole_matrices: int = engine_field(
+        "lora_whole_matrices",
+        0,
+        "adapters on the device at once that bring a whole embedding or LM head (modules_to_save), "
+        "where lora_projections names these; 0 = such adapters are refused",
+    )
     prefix_cache: bool = Field(True, description="reuse KV of earlier prompts")
     kv_eviction_policy: EvictionName = Field(
         "lru",

@@ -1,0 +1,136 @@
+"""Whole embeddings and LM heads of adapters on a GPU.
+
+Grids do not depend on which adapters there are: a captured graph serves any mix, and programs that
+find no token with a matrix of its own end at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.lora_parts import dot
+
+if TYPE_CHECKING:
+    from weft.kernels.lora import LoraSegments
+
+_COLUMNS = 64
+_FEW_ROWS, _MANY_ROWS = 16, 64
+"""Tokens that are multiplied together: the least that tensor cores take, and of many more."""
+_MAX_FEW = 256
+"""Tokens up to which the least is taken."""
+
+
+def replace_embeddings(
+    out: torch.Tensor,
+    token_ids: torch.Tensor,
+    matrices: torch.Tensor,
+    places: torch.Tensor,
+    token_slots: torch.Tensor,
+) -> None:
+    """`weft.kernels.replaced.replace_embeddings` for CUDA tensors."""
+    if out.shape[0] == 0:
+        return
+    _, vocabulary, width = matrices.shape
+    _embedding_kernel[(out.shape[0],)](
+        out, token_ids, token_slots, places, matrices, vocabulary, width,
+        BLOCK=min(4096, triton.next_power_of_2(width)), num_warps=4,
+    )  # fmt: skip
+
+
+def replace_products(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    places: torch.Tensor,
+    segments: LoraSegments,
+    is_fixed: bool,
+) -> None:
+    """Overwrites products of tokens whose adapters have a matrix of their own.
+
+    Args:
+        out: [T, N] float32, contiguous.
+        x: [T, K], contiguous.
+        matrices: [n, N, K], contiguous, dtype of `x`.
+        places: [slots] int32: each slot's matrix, or -1.
+        segments: Of these tokens.
+        is_fixed: A row's bits do not depend on how many rows there are.
+    """
+    if out.shape[0] == 0:
+        return
+    _, width, depth = matrices.shape
+    is_few, is_exact = is_fixed or out.shape[0] <= _MAX_FEW, x.dtype == torch.float32
+    _product_kernel[(triton.cdiv(width, _COLUMNS),)](
+        out, x, matrices, places, segments.order, segments.starts, segments.slots,
+        segments.slots.shape[0], places.shape[0], width, K=depth, COLUMNS=_COLUMNS,
+        TOKENS=_FEW_ROWS if is_few else _MANY_ROWS, TILE=32 if is_exact else 128,
+        IS_EXACT=is_exact, num_warps=4, num_stages=3,
+    )  # fmt: skip
+
+
+@triton.jit
+def _embedding_kernel(
+    out: tl.tensor,
+    token_ids: tl.tensor,
+    token_slots: tl.tensor,
+    places: tl.tensor,
+    matrices: tl.tensor,
+    vocabulary: int,
+    width: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One token's row."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + tl.load(token_slots + token)).to(tl.int64)
+    if place < 0:
+        return
+    row = matrices + (place * vocabulary + tl.load(token_ids + token)) * width
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        values = tl.load(row + column, mask=column < width, other=0.0)
+        tl.store(out + token * width + column, values, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["segments", "slots"])
+def _product_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    matrices: tl.tensor,
+    places: tl.tensor,
+    order: tl.tensor,
+    starts: tl.tensor,
+    segment_slots: tl.tensor,
+    segments: int,
+    slots: int,
+    width: int,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+) -> None:
+    """Some columns of all tokens that have a matrix."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < width
+    for segment in range(segments):
+        slot = tl.load(segment_slots + segment)
+        # Segments without tokens name a slot that does not exist.
+        place = tl.load(places + slot, mask=slot < slots, other=-1).to(tl.int64)
+        if place >= 0:
+            weight = matrices + (place * width + column.to(tl.int64)[None, :]) * K
+            end = tl.load(starts + segment + 1)
+            for start in range(tl.load(starts + segment), end, TOKENS):
+                index = start + tl.arange(0, TOKENS)
+                token = tl.load(order + index, mask=index < end, other=0).to(tl.int64)
+                total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+                for first in range(0, K, TILE):
+                    depth = first + tl.arange(0, TILE)
+                    mask = (index < end)[:, None] & (depth < K)[None, :]
+                    values = tl.load(x + token[:, None] * K + depth[None, :], mask=mask, other=0.0)
+                    mask = (depth < K)[:, None] & is_column[None, :]
+                    tile = tl.load(weight + depth[:, None], mask=mask, other=0.0)
+                    total = dot(values, tile, total, IS_EXACT)
+                to = out + token[:, None] * width + column[None, :]
+                tl.store(to, total, mask=(index < end)[:, None] & is_column[None, :])

@@ -1,0 +1,108 @@
+"""Whole embeddings and LM heads that adapters bring in the place of the model's own.
+
+PEFT saves a module that was trained as a whole (`modules_to_save`) beside the low-rank pairs. Such
+a matrix is no sum with the model's: a token whose adapter has one uses it, and the others never
+read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from weft.kernels.linear import LinearWeight, linear, weight_rows
+from weft.kernels.lora import LoraAddition, LoraSegments, add_lora, segments_with_adapters
+
+OWN = -1
+"""The place of adapters that use the model's own matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedMatrices:
+    """The matrices of all loaded adapters for the embedding, or for the LM head.
+
+    Loading writes a matrix, then the slot's place; captured graphs read what is there then.
+    """
+
+    places: torch.Tensor
+    """[num_slots] int32: number of the matrix that the slot's adapter uses; `OWN`: the model's own,
+    as slot 0 does."""
+    on_device: torch.Tensor | None = None
+    """On a GPU: [n, vocabulary, hidden], contiguous, dtype of the model."""
+    on_host: list[LinearWeight | None] = field(default_factory=list)
+    """On a CPU: the matrices by number, of `pack_linear`."""
+
+    def matrix_of(self, slot: int) -> LinearWeight | None:
+        """The matrix of a slot on a CPU; None: the model's own."""
+        place = int(self.places[slot])
+        return None if place == OWN else self.on_host[place]
+
+
+def replace_embeddings(
+    out: torch.Tensor,
+    token_ids: torch.Tensor,
+    replaced: ReplacedMatrices,
+    segments: LoraSegments,
+) -> None:
+    """Overwrites rows of tokens whose adapters have an embedding of their own.
+
+    Args:
+        out: [T, H], contiguous: the model's own embeddings.
+        token_ids: [T] int64.
+        replaced: Embeddings of adapters.
+        segments: Of these tokens.
+    """
+    if out.is_cuda:
+        from weft.kernels.gpu import replaced as gpu
+
+        assert replaced.on_device is not None
+        gpu.replace_embeddings(
+            out, token_ids, replaced.on_device, replaced.places, segments.token_slots
+        )
+        return
+    for tokens, slot in segments_with_adapters(segments):
+        matrix = replaced.matrix_of(slot)
+        if matrix is not None:
+            out[tokens] = weight_rows(matrix, token_ids.index_select(0, tokens))
+
+
+def replaced_linear(
+    x: torch.Tensor,
+    w: LinearWeight,
+    replaced: ReplacedMatrices,
+    segments: LoraSegments,
+    lora: LoraAddition | None,
+) -> torch.Tensor:
+    """Logits, each token's by the LM head of its adapter.
+
+    Args:
+        x: [L, K], contiguous, the weight's dtype.
+        w: The model's own LM head.
+        replaced: LM heads of adapters.
+        segments: Of these tokens.
+        lora: What adapters add to either, or None.
+
+    Returns:
+        [L, N] float32. Where `linear` takes each row by itself, so does this.
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    if x.is_cuda:
+        from weft.kernels.gpu import lora as gpu_lora
+        from weft.kernels.gpu import replaced as gpu
+
+        assert replaced.on_device is not None
+        out = linear(x, w, out_dtype=torch.float32)
+        gpu.replace_products(out, x, replaced.on_device, replaced.places, segments, w.is_fixed)
+        if lora is not None:
+            (gpu_lora.add_fixed_lora if w.is_fixed else add_lora)(out, x, lora)
+        return out
+    out = linear(x, w, out_dtype=torch.float32, lora=lora)
+    for tokens, slot in segments_with_adapters(segments):
+        matrix = replaced.matrix_of(slot)
+        if matrix is not None:
+            own = None if lora is None else lora.select(tokens)
+            some = x.index_select(0, tokens)
+            out[tokens] = linear(some, matrix, out_dtype=torch.float32, lora=own)
+    return out
