@@ -1,6 +1,6 @@
 """Time of the GPU's kernels against the memory and matmul rates measured in the same run.
 
-    python bench/gpu_kernels.py [--only trees|rows|experts|attention] [--out DIR]
+    python bench/gpu_kernels.py [--only trees|rows|experts|attention|heads] [--out DIR]
 
 Each row is the median of replays of a graph of calls over inputs that rotate beyond the L2 cache.
 Between them the row's ceiling is measured, so that both meet the same clocks and the same limit of
@@ -30,6 +30,7 @@ from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.gpu.flash_attention import prompt_rows, takes
 from weft.kernels.gpu.moe import routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
+from weft.kernels.gpu.replaced import replace_products
 from weft.kernels.linear import linear, pack_linear
 from weft.kernels.lora import LoraAddition, LoraSegments, LoraWeights, add_lora, sort_tokens
 from weft.kernels.norm import add_rms_norm, rms_norm
@@ -301,6 +302,26 @@ def bench_lora(bench: Bench, rows: int, adapters: int, rank: int) -> None:
     print(f"{rows} rows, {adapters} adapters of rank {rank}: {total_us:.1f} us a layer")
 
 
+def bench_replaced_heads(bench: Bench, rows: int, adapters: int) -> None:
+    """LM heads of adapters in the place of that of Llama-3.1-8B, whose rows take turns with the
+    adapters; without any, what is left is to see that."""
+    vocab, hidden, most = 128256, 4096, 4
+    matrices = torch.randn(most, vocab, hidden, device="cuda", dtype=BF16)
+    places = torch.arange(-1, most, device="cuda", dtype=torch.int32)
+    slots = np.arange(rows) % adapters + 1 if adapters else np.zeros(rows)
+    host = sort_tokens(slots.astype(np.int32), most + 1)
+    segments = LoraSegments(*(torch.from_numpy(array).cuda() for array in host))
+    x = torch.randn(rows, hidden, device="cuda", dtype=BF16)
+    out = torch.zeros(rows, vocab, device="cuda")
+    read = 2.0 * (adapters * vocab * hidden + rows * hidden)
+    written = 4.0 * rows * vocab * (adapters > 0)
+    bench.row(
+        f"heads {rows} rows {adapters} adapters",
+        read + written,
+        [lambda: replace_products(out, x, matrices, places, segments, is_fixed=False)],
+    )
+
+
 def attention_call(
     requests: int,
     q_len: int,
@@ -435,7 +456,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--only",
-        choices=["trees", "rows", "experts", "attention"],
+        choices=["trees", "rows", "experts", "attention", "heads"],
         help="part to run; default: all",
     )
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
@@ -450,6 +471,9 @@ def main() -> None:
                 bench_experts(bench, rows)
         if arguments.only is None:
             bench_products(bench)
+        if arguments.only in ("heads", None):
+            for rows, adapters in ((1, 1), (16, 4), (64, 1), (64, 4), (64, 0)):
+                bench_replaced_heads(bench, rows, adapters)
         if arguments.only in ("attention", None):
             bench_attention(bench)
             bench_windows(bench)

@@ -45,6 +45,7 @@ from weft.kernels.gpu import (
     greedy,
     page_digest,
     page_ops,
+    replaced,
     sampling,
     sampling_top,
     slot_rows,
@@ -170,12 +171,21 @@ def compile_fixed() -> None:
 
 
 def compile_adapters() -> None:
-    """Layers with adapters: rows that decode, and prompts; those of small layers and of large."""
+    """Layers with adapters: rows that decode, and prompts; those of small layers and of large.
+
+    And an embedding and an LM head of their own."""
     small, large = Sizes(256, 512, 4, 2, 64), Sizes(4096, 512, 4, 2, 64)
     for sizes, rows in ((small, 1), (small, 5), (small, 200), (large, 1)):
         case = make_layers(sizes, rows, [0, 8, 16, 40], BF16, "cpu")
         for lora in (case.lora, replace(case.lora, are_given=True)):
             decoder_layers.decoder_layers(case.hidden, case.stack.layers, case.step(lora), 0)
+    matrices, places = torch.zeros(2, 900, 576, dtype=BF16), torch.tensor([-1, 0, 1]).int()
+    for rows in (3, 30):
+        x, out = torch.zeros(rows, 576, dtype=BF16), torch.zeros(rows, 900)
+        segments = segments_of([number % 3 for number in range(rows)])
+        replaced.replace_products(out, x, matrices, places, segments, is_fixed=False)
+        ids = torch.zeros(rows, dtype=torch.int64)
+        replaced.replace_embeddings(x, ids, matrices, places, segments.token_slots)
 
 
 def compile_expert_adapters() -> None:

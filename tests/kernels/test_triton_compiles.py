@@ -16,7 +16,7 @@ KERNELS = {
     "layers": "_small_linear _sliced_linear _decode _merge _extend _rms_norm _rope_and_cache",
     "experts": "_direct_inner _direct_out _sorted _route _route_and_sort _combine",
     "fixed": "_fixed _fixed_linear _sorted",
-    "adapters": "_shrink _expand _expand_silu _small_linear _sliced_linear",
+    "adapters": "_shrink _expand _expand_silu _small_linear _sliced_linear _product _embedding",
     "adapters of experts": "_direct_inner _sorted _shrink _expand _weigh",
     "drafts": "_join _keep _largest _sliced_linear",
     "drawing": "_scan _bound _collect _decide _search _draw _finish _count _top_of_row _largest "

@@ -36,7 +36,7 @@ def check_products(
     x, before = torch.randn(len(slots), hidden).to(dtype), torch.randn(len(slots), vocabulary)
     out, peer, exact = before.clone(), before.clone(), before.double()
     segments = segments_of(slots, len(set(slots)) + 2)
-    module.replace_products(out, x, matrices, places, segments, is_fixed)
+    module.replace_products(out, x, matrices, places, segments, is_fixed=is_fixed)
     for row, slot in enumerate(slots):
         if (place := PLACES[slot]) >= 0:
             peer[row] = (matrices[place] @ x[row]).float()
@@ -61,11 +61,10 @@ def test_products_of_any_adapters(slots: list[int], tmp_path: Path) -> None:
         check_products(module, slots, 70, 40, torch.float16, is_fixed=True)
 
 
-def test_products_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_many_tokens(tmp_path: Path) -> None:
     fresh_seed()
     with kernel_module("replaced", tmp_path) as module:
-        monkeypatch.setattr(module, "_MAX_FEW", 8)
-        check_products(module, draw_slots(150, 5), 70, 40, torch.float32)
+        check_products(module, draw_slots(150, 5), 150, 40, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ def replaced_linear(
 
         assert replaced.on_device is not None
         out = linear(x, w, out_dtype=torch.float32)
-        gpu.replace_products(out, x, replaced.on_device, replaced.places, segments, w.is_fixed)
+        matrices, places = replaced.on_device, replaced.places
+        gpu.replace_products(out, x, matrices, places, segments, is_fixed=w.is_fixed)
         if lora is not None:
             (gpu_lora.add_fixed_lora if w.is_fixed else add_lora)(out, x, lora)
         return out

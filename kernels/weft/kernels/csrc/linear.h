@@ -48,27 +48,31 @@ static long source_column(const Weight *w, long p, long c) {
   return c < GATE ? column : columns + column;
 }
 
-/* Word s of a column's K elements; a missing second half of the last one is 0. */
-INLINE uint32_t column_word(const Weight *w, const char *column, long s) {
-  if (w->is_bf16 && 2 * s + 1 == w->in_features) {
-    bf16 last;
-    memcpy(&last, column + 4 * s, sizeof last);
-    return last;
-  }
-  return load_word(column + 4 * s);
-}
-
 static void pack_panel(const Weight *w, const char *plain, uint32_t *packed, long p) {
+  static const uint32_t nothing[16];
   const long words = words_of(w), stride = w->in_features * (w->is_bf16 ? 2 : 4);
+  const long whole = w->is_bf16 ? w->in_features / 2 : words;
   uint32_t *panel = packed + p * words * PANEL;
+  const char *columns[PANEL]; /* null: padding */
+  for (long c = 0; c < PANEL; c++) {
+    const long column = source_column(w, p, c);
+    columns[c] = column < 0 ? NULL : plain + column * stride;
+  }
   /* A few words of every column at a time: what is written then stays in the nearest cache. */
-  for (long from = 0; from < words; from += 16) {
-    long to = from + 16 < words ? from + 16 : words;
-    for (long c = 0; c < PANEL; c++) {
-      long column = source_column(w, p, c);
-      for (long s = from; s < to; s++)
-        panel[s * PANEL + c] = column < 0 ? 0 : column_word(w, plain + column * stride, s);
+  for (long from = 0; from < whole; from += 16) {
+    const long count = at_most(whole - from, 16);
+    for (long first = 0; first < PANEL; first += 16) {
+      const char *rows[16];
+      for (long i = 0; i < 16; i++)
+        rows[i] = columns[first + i] == NULL ? (const char *)nothing : columns[first + i] + 4 * from;
+      transpose_words(rows, count, panel + from * PANEL + first, PANEL);
     }
+  }
+  if (whole == words) return;
+  for (long c = 0; c < PANEL; c++) { /* The last element has no second half beside it. */
+    bf16 last = 0;
+    if (columns[c] != NULL) memcpy(&last, columns[c] + 4 * whole, sizeof last);
+    panel[whole * PANEL + c] = last;
   }
 }
 

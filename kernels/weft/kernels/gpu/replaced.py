@@ -16,11 +16,12 @@ from weft.kernels.gpu.lora_parts import dot
 if TYPE_CHECKING:
     from weft.kernels.lora import LoraSegments
 
-_COLUMNS = 64
-_FEW_ROWS, _MANY_ROWS = 16, 64
-"""Tokens that are multiplied together: the least that tensor cores take, and of many more."""
-_MAX_FEW = 256
-"""Tokens up to which the least is taken."""
+_FEW = 16
+"""Tokens that are multiplied together where there are no more: the least that tensor cores take."""
+_MANY = 64
+"""Tokens that are multiplied together of more."""
+_TILE, _EXACT_TILE = 128, 32
+"""Elements of K that are taken at once; of float32, of which shared memory holds fewer."""
 
 
 def replace_embeddings(
@@ -46,6 +47,7 @@ def replace_products(
     matrices: torch.Tensor,
     places: torch.Tensor,
     segments: LoraSegments,
+    *,
     is_fixed: bool,
 ) -> None:
     """Overwrites products of tokens whose adapters have a matrix of their own.
@@ -61,12 +63,13 @@ def replace_products(
     if out.shape[0] == 0:
         return
     _, width, depth = matrices.shape
-    is_few, is_exact = is_fixed or out.shape[0] <= _MAX_FEW, x.dtype == torch.float32
-    _product_kernel[(triton.cdiv(width, _COLUMNS),)](
+    is_few, is_exact = is_fixed or out.shape[0] <= _FEW, x.dtype == torch.float32
+    columns, warps = (64, 4) if is_few else (128, 8)
+    _product_kernel[(triton.cdiv(width, columns),)](
         out, x, matrices, places, segments.order, segments.starts, segments.slots,
-        segments.slots.shape[0], places.shape[0], width, K=depth, COLUMNS=_COLUMNS,
-        TOKENS=_FEW_ROWS if is_few else _MANY_ROWS, TILE=32 if is_exact else 128,
-        IS_EXACT=is_exact, num_warps=4, num_stages=3,
+        segments.slots.shape[0], places.shape[0], width, K=depth, COLUMNS=columns,
+        TOKENS=_FEW if is_few else _MANY, TILE=_EXACT_TILE if is_exact else _TILE,
+        IS_EXACT=is_exact, num_warps=warps, num_stages=4,
     )  # fmt: skip
 
 
