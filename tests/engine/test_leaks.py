@@ -25,7 +25,7 @@ PAGE = 8
 VOCAB = 517
 MAX_SAMPLES = 4
 NUM_NEW = 14
-NUM_REQUESTS = 600
+NUM_REQUESTS = 300
 MAX_OPEN = 24
 STAGING_PAGES = 20
 """Fewer than what is under way at times."""

@@ -140,7 +140,7 @@ def test_what_other_launches_add() -> None:
 def test_layers_with_adapters(rows: int, are_given: bool) -> None:
     """All four products of a layer add within; of one or two rows the norms are theirs too."""
     fresh_seed()
-    sizes = Sizes(hidden=64, inner=80, heads=4, kv_heads=2, dim=16)
+    sizes = Sizes(hidden=32, inner=40, heads=2, kv_heads=1, dim=16)
     case = make_layers(sizes, rows, RANKS, torch.float16, "cpu")
     exact, peer = case.written_out(torch.float64), case.written_out(torch.float16)
     lora: LoraStep = replace(case.lora, are_given=are_given)
