@@ -2,8 +2,9 @@
 
     python tests/helpers/sm90_kernels.py
 
-It prints a line for each group of operations: its name, then its kernels. The operations run on CPU tensors, and each launch only compiles: results are not computed. Triton's
-interpreter, which computes them in other tests, takes much that the compiler does not.
+It prints a line for each group of operations: its name, then its kernels. The operations run on CPU
+tensors, and each launch only compiles: results are not computed. Triton's interpreter, which
+computes them in other tests, takes much that the compiler does not.
 """
 
 from __future__ import annotations

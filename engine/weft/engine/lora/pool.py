@@ -169,7 +169,7 @@ class LoraPool:
             }
         except (RuntimeError, OSError) as error:
             raise ConfigError(
-                f"lora_memory_bytes: {limits.memory_bytes:,} bytes for adapters do not fit: {error}"
+                f"lora_memory_bytes: {limits.describe()}: they do not fit: {error}"
             ) from error
         self._groups: dict[str, Any] = {}
         """Tuples of LoraWeights by group."""
