@@ -297,7 +297,7 @@ def make_texts(
     return made
 
 
-MOST_TIMES = 5
+MOST_TIMES = 10
 """A storm may be so much longer than asked for, until everything has been seen."""
 
 
@@ -324,6 +324,7 @@ def ride_out(
         storm.turn()
     storm.is_calm = True
     storm.paused.clear()
+    storm.run_some(2)  # Else an answer that was under way would be progress, and what is lost late.
     storm.clock.offset_s += 30  # whatever still waits for a lost message is noticed
     storm.run(lambda: not storm.num_open, timeout_s=60)
     for _ in range(5):
