@@ -324,7 +324,7 @@ def ride_out(
         storm.turn()
     storm.is_calm = True
     storm.paused.clear()
-    storm.run_some(2)  # Else an answer that was under way would be progress, and what is lost late.
+    storm.run_some(2)  # Behind the jump, an answer that is under way would count as progress.
     storm.clock.offset_s += 30  # whatever still waits for a lost message is noticed
     storm.run(lambda: not storm.num_open, timeout_s=60)
     for _ in range(5):

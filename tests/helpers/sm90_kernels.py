@@ -177,9 +177,9 @@ def compile_adapters() -> None:
     small, large = Sizes(256, 512, 4, 2, 64), Sizes(4096, 512, 4, 2, 64)
     for sizes, rows in ((small, 1), (small, 5), (small, 200), (large, 1)):
         case = make_layers(sizes, rows, [0, 8, 16, 40], BF16, "cpu")
-        # What is given before the step is read early by kernels for few rows.
-        given = replace(case.lora, are_given=True)
-        for lora in (given, case.lora) if rows == 5 else (given,):
+        # Kernels for few rows read early what is given before the step.
+        later = replace(case.lora, are_given=False)
+        for lora in (case.lora, later) if rows < 200 else (case.lora,):
             decoder_layers.decoder_layers(case.hidden, case.stack.layers, case.step(lora), 0)
     matrices, places = torch.zeros(2, 900, 576, dtype=BF16), torch.tensor([-1, 0, 1]).int()
     for rows in (3, 30):

@@ -62,7 +62,7 @@ def read_adapter(
         reader.check_size(plan.num_elements, max_bytes)
         try:
             with Hashing(files, is_lenient=is_lenient) as hashing:
-                adapter = reader.adapter(plan)
+                adapter = reader.adapter(plan, is_lenient=is_lenient)
                 digest = hashing.result()
         finally:
             files.check_unchanged()  # Else whatever was found may come of the change.
@@ -86,10 +86,10 @@ class _Reader:
                 f"bytes of host memory as {self.dtype}, the limit is {max_bytes}"
             )
 
-    def adapter(self, plan: AdapterPlan) -> Adapter:
-        """Reads the whole adapter; its digest is left empty."""
+    def adapter(self, plan: AdapterPlan, *, is_lenient: bool) -> Adapter:
+        """Reads the whole adapter, leniently without added tokens; its digest is left empty."""
         changes = {name: self.vocabulary(part) for name, part in plan.vocabulary.items()}
-        if plan.leaves_out_added:
+        if is_lenient:
             size = self.config.vocab_size
             changes = {name: _without_added(name, one, size) for name, one in changes.items()}
         if plan.ties_vocabulary and "embed_tokens" in changes:

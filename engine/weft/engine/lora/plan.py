@@ -72,8 +72,6 @@ class AdapterPlan:
     """Names of tensors that a lenient reading leaves out."""
     num_elements: int
     """Number of elements that reading keeps in memory."""
-    leaves_out_added: bool = False
-    """Whether a lenient reading leaves out tokens that the model does not have."""
 
     @property
     def pairs(self) -> tuple[PairPlan, ...]:
@@ -145,7 +143,6 @@ class _Planner:
     _ignored: list[str] = field(default_factory=list)
     _changed: dict[tuple[int, str, int | None], str] = field(default_factory=dict)
     """Name of the tensor that changes a projection of a layer and expert."""
-    _leaves_out_added: bool = False
 
     def __post_init__(self) -> None:
         self._peft = PeftConfig.parse(self.files.config, self.files.directory)
@@ -198,7 +195,6 @@ class _Planner:
             ties_vocabulary=ties and (self._peft.ties_weights or bool(self._peft.token_indices)),
             ignored=tuple(self._ignored),
             num_elements=self._num_elements(),
-            leaves_out_added=self._leaves_out_added,
         )
 
     def _leave_out(self, problem: str, *names: str) -> None:
@@ -355,7 +351,6 @@ class _Planner:
             for name in weights:
                 self._check_tensor(name, (rows, self.config.hidden_size))
             if self.is_lenient and rows > self.config.vocab_size:
-                self._leaves_out_added = True
                 self._ignored.append(f"{weight}[{self.config.vocab_size}:{rows}]")
         tokens = tensors.get("tokens", "")
         token_ids: tuple[int, ...] = ()

@@ -35,6 +35,7 @@ from weft.engine.lora.rows import DevicePlace, Rows
 from weft.engine.lora.weights import Half, HostWeights, WholeMatrix, host_weights
 from weft.engine.models.checkpoint import Checkpoint
 from weft.engine.models.config import ModelConfig
+from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights, packed_sizes
 from weft.kernels.memory import huge_zeros
 from weft.kernels.replaced import OWN, ReplacedMatrices
@@ -365,11 +366,11 @@ def _write_whole(
     number = OWN
     if given is not None:
         (number,) = place.rows[kind].tolist()
-        if replaced.on_device is None:
-            replaced.on_host[number] = given.packed
+        if isinstance(given, LinearWeight):
+            replaced.on_host[number] = given
         else:
-            assert given.plain is not None
-            replaced.on_device[number].copy_(given.plain, non_blocking=True)
+            assert replaced.on_device is not None, "of a GPU"
+            replaced.on_device[number].copy_(given, non_blocking=True)
     replaced.places[place.slot] = number
 
 

@@ -52,21 +52,9 @@ class KindRows:
     """Number of rows, [layers, experts]."""
 
 
-@dataclass(frozen=True, slots=True)
-class WholeMatrix:
-    """A matrix that takes the place of the model's embedding or LM head."""
-
-    plain: torch.Tensor | None
-    """For a GPU: [vocabulary, hidden], page-locked."""
-    packed: LinearWeight | None
-    """For a CPU."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory."""
-        data = self.plain if self.packed is None else self.packed.data
-        assert data is not None
-        return data.numel() * data.element_size()
+WholeMatrix = torch.Tensor | LinearWeight
+"""What takes the place of the model's embedding or LM head, [vocabulary, hidden]: page-locked for a
+GPU, packed for a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +73,9 @@ class HostWeights:
     @property
     def num_bytes(self) -> int:
         """See `AdapterWeights.num_bytes`."""
-        matrices = {id(matrix): matrix.num_bytes for matrix in self.whole.values()}
         rows = sum(kind.a.num_bytes + kind.b.num_bytes for kind in self.kinds.values())
-        return rows + sum(matrices.values())
+        matrices = {id(one): one.data for one in self.whole.values()}.values()
+        return rows + sum(data.numel() * data.element_size() for data in matrices)
 
     @property
     def needs(self) -> dict[str, int]:
@@ -277,11 +265,7 @@ def _whole_matrices(
     made: dict[int, WholeMatrix] = {}
     for matrix in replaced.values():
         if matrix.data_ptr() not in made:
-            made[matrix.data_ptr()] = (
-                WholeMatrix(matrix.pin_memory(), None)
-                if for_gpu
-                else WholeMatrix(None, pack_linear(matrix))
-            )
+            made[matrix.data_ptr()] = matrix.pin_memory() if for_gpu else pack_linear(matrix)
     return {name: made[matrix.data_ptr()] for name, matrix in replaced.items()}
 
 
