@@ -83,6 +83,7 @@ BOUNDS: Mapping[str, Bound] = {
     "lora_memory_bytes": Bound(ge=1),
     "lora_host_bytes": Bound(ge=1),
     "lora_whole_matrices": Bound(ge=0, le=64),
+    "lora_added_tokens": Bound(ge=0, le=4096),
     "max_draft_tokens": Bound(ge=1, le=32),
     "draft_width": Bound(ge=1, le=6),
     "constraint_compile_s": Bound(gt=0, le=600),
@@ -216,6 +217,10 @@ class EngineConfig:
     lora_whole_matrices: int = 0
     """Adapters on the device at once that bring an embedding of their own, and as many that bring
     an LM head, where lora_projections names these. Their memory comes in addition.
+    """
+    lora_added_tokens: int = 0
+    """Most tokens that an adapter may add to the model's vocabulary. Embedding and LM head get as
+    many rows more.
     """
     draft_dir: Path | None = None
     """Directory of the draft. An EAGLE head keeps its KV in the model's pages: workers that fill

@@ -168,7 +168,7 @@ def _load_parts(
 ) -> EngineParts:
     """See `load_parts`."""
     models = _load_models(config, device, progress)
-    loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.vocab_size
+    loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
@@ -247,6 +247,7 @@ def _load_models(config: EngineConfig, device: torch.device, progress: Progress)
         lambda done, total: progress(done, total, "loading the model"),
         dummy=config.dummy_weights,
         is_fixed=config.deterministic and device.type == "cuda",
+        num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
     )
     drafted = load_head(config, loaded)
     if drafted is not None:
@@ -284,7 +285,7 @@ def _size_pools(
         needs = measure_needs(
             models.loaded.model,
             models.layout,
-            models.loaded.config.vocab_size,
+            models.loaded.config.num_embeddings,
             config.max_running_requests,
             config.max_step_tokens + config.decodes_beside,
             context,
@@ -376,7 +377,7 @@ def _describe_engine(
         epoch=secrets.randbits(64) | 1,
         model_digest=models.loaded.digest,
         dtype=models.loaded.dtype,
-        vocab_size=models.loaded.config.vocab_size,
+        vocab_size=models.loaded.config.num_embeddings,
         max_context_tokens=max_tokens,
         num_pages=num_pages - 1,
         page_size=config.page_size,

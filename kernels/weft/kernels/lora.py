@@ -317,6 +317,9 @@ class LoraStep:
     """Embeddings that adapters bring in the place of the model's; None: none can."""
     heads: ReplacedMatrices | None = None
     """LM heads, likewise."""
+    vocabulary_ends: torch.Tensor | None = None
+    """[num_slots] int32: the first token id that the slot's adapter does not have; None: all have
+    the model's."""
     are_given: bool = False
     """The segments were complete on the device before the first kernel of the step was launched: a
     kernel may read them before what was launched ahead of it is complete."""

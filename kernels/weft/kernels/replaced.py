@@ -1,4 +1,4 @@
-"""Whole embeddings and LM heads that adapters bring in the place of the model's own.
+"""What adapters bring in the place of the model's own embedding and LM head, and tokens they add.
 
 PEFT saves a module that was trained as a whole (`modules_to_save`) beside the low-rank pairs. Such
 a matrix is no sum with the model's: a token whose adapter has one uses it, and the others never
@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from weft.kernels.linear import LinearWeight, linear, weight_rows
-from weft.kernels.lora import LoraAddition, LoraSegments, add_lora, segments_with_adapters
+from weft.kernels.lora import (
+    LoraAddition,
+    LoraSegments,
+    LoraStep,
+    add_lora,
+    segments_with_adapters,
+)
 
 OWN = -1
 """The place of adapters that use the model's own matrix."""
@@ -107,3 +113,25 @@ def replaced_linear(
             some = x.index_select(0, tokens)
             out[tokens] = linear(some, matrix, out_dtype=torch.float32, lora=own)
     return out
+
+
+UNKNOWN_LOGIT = -1e30
+"""Logit of tokens that an adapter does not have: finite, as samplers want, and of probability 0 at
+any temperature that they take."""
+
+
+def hide_unknown_tokens(logits: torch.Tensor, vocab_size: int, lora: LoraStep | None) -> None:
+    """Takes tokens that only some adapters have from all rows whose adapter has them not.
+
+    Args:
+        logits: [L, vocab_size + added], overwritten.
+        vocab_size: Tokens of the model itself.
+        lora: Adapters of these rows; None: none have any.
+    """
+    added = logits[:, vocab_size:]
+    if lora is None or lora.vocabulary_ends is None:
+        added.fill_(UNKNOWN_LOGIT)
+        return
+    ends = lora.vocabulary_ends.index_select(0, lora.segments.token_slots)
+    ids = torch.arange(vocab_size, logits.shape[1], dtype=torch.int32, device=logits.device)
+    added.masked_fill_(ids >= ends[:, None], UNKNOWN_LOGIT)

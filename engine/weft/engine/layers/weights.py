@@ -115,22 +115,28 @@ class Weights:
         self._source.read_part_into(self._prefix + name, index, count, out)
         return out
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """Reads one parameter of the given shape."""
-        return self.fused((name,), shape[:1], *shape[1:])
+    def tensor(self, name: str, *shape: int, num_zeros: int = 0) -> torch.Tensor:
+        """Reads one parameter of the given shape; `num_zeros` rows of zeros follow."""
+        return self.fused((name,), shape[:1], *shape[1:], num_zeros=num_zeros)
 
-    def fused(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> torch.Tensor:
+    def fused(
+        self, names: Sequence[str], rows: Sequence[int], *rest: int, num_zeros: int = 0
+    ) -> torch.Tensor:
         """Several parameters stacked along their first axis, each copied into its place.
 
         Args:
             names: Parameters, in the order in which they are stacked.
             rows: First axis of each.
             rest: Their other axes.
+            num_zeros: Rows of zeros behind them.
 
         Returns:
-            [sum(rows), *rest] of the model's dtype, on its device.
+            [sum(rows) + num_zeros, *rest] of the model's dtype, on its device.
         """
-        out = torch.empty((sum(rows), *rest), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, torch.split(out, list(rows)), strict=True):
+        size = (sum(rows) + num_zeros, *rest)
+        out = torch.empty(size, dtype=self.dtype, device=self.device)
+        *parts, zeros = torch.split(out, [*rows, num_zeros])
+        for name, part in zip(names, parts, strict=True):
             self._source.read_into(self._prefix + name, part)
+        zeros.zero_()
         return out

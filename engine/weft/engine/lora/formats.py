@@ -87,10 +87,12 @@ class _Reader:
             )
 
     def adapter(self, plan: AdapterPlan, *, is_lenient: bool) -> Adapter:
-        """Reads the whole adapter, leniently without added tokens; its digest is left empty."""
+        """Reads the whole adapter, leniently without tokens for which the model has no rows; its
+        digest is left empty.
+        """
         changes = {name: self.vocabulary(part) for name, part in plan.vocabulary.items()}
         if is_lenient:
-            size = self.config.vocab_size
+            size = self.config.num_embeddings
             changes = {name: _without_added(name, one, size) for name, one in changes.items()}
         if plan.ties_vocabulary and "embed_tokens" in changes:
             embedding = changes["embed_tokens"]
@@ -238,17 +240,17 @@ def _tied(change: VocabularyChange) -> VocabularyChange:
     )
 
 
-def _without_added(name: str, change: VocabularyChange, vocab_size: int) -> VocabularyChange:
-    """Leaves out what concerns tokens that the model does not have."""
+def _without_added(name: str, change: VocabularyChange, size: int) -> VocabularyChange:
+    """Leaves out what concerns tokens from `size` on."""
     weight, rows, lora = change.weight, change.rows, change.lora
-    kept = [i for i, token in enumerate(change.token_ids) if token < vocab_size]
+    kept = [i for i, token in enumerate(change.token_ids) if token < size]
     if lora is not None and name == "embed_tokens":
-        lora = LoraPair(lora.a[:, :vocab_size].contiguous(), lora.b)
+        lora = LoraPair(lora.a[:, :size].contiguous(), lora.b)
     elif lora is not None:
-        lora = LoraPair(lora.a, lora.b[:vocab_size].contiguous())
+        lora = LoraPair(lora.a, lora.b[:size].contiguous())
     return replace(
         change,
-        weight=None if weight is None else weight[:vocab_size],
+        weight=None if weight is None else weight[:size],
         token_ids=tuple(change.token_ids[i] for i in kept),
         rows=None if rows is None else rows[kept],
         lora=lora,

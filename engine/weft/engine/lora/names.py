@@ -21,8 +21,8 @@ _PART = re.compile(
     r"(?:\.(?!weight$|bias$)(?P<adapter>[^.]+))?(?:\.(?P<field>weight|bias))?"
 )
 _SAVED = re.compile(
-    r"(?P<module>.+?)(?P<wrapper>\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+?)?)?"
-    r"\.weight"
+    r"(?P<module>.+?)(?:\.token_adapter(?=\.base_layer))?"
+    r"(?P<wrapper>\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+?)?)?\.weight"
 )
 _TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.[^.]+)?")
 _SAVED_PARTS = {

@@ -350,8 +350,8 @@ class _Planner:
             rows = self._vocabulary_rows(weight)
             for name in weights:
                 self._check_tensor(name, (rows, self.config.hidden_size))
-            if self.is_lenient and rows > self.config.vocab_size:
-                self._ignored.append(f"{weight}[{self.config.vocab_size}:{rows}]")
+            if self.is_lenient and rows > self.config.num_embeddings:
+                self._ignored.append(f"{weight}[{self.config.num_embeddings}:{rows}]")
         tokens = tensors.get("tokens", "")
         token_ids: tuple[int, ...] = ()
         if tokens:
@@ -370,8 +370,12 @@ class _Planner:
         return shape[0]
 
     def _token_ids(self, module: ModuleName, name: str, rows: int) -> tuple[int, ...]:
+        names = module.names
+        if module.rest == "lm_head" and self.config.tie_word_embeddings:
+            # Saved once more with an embedding that was resized; the embedding's are meant.
+            names += parse_module("embed_tokens").names
         for key, ids in self._peft.token_indices.items():
-            if any(full == key or full.endswith(f".{key}") for full in module.names):
+            if any(full == key or full.endswith(f".{key}") for full in names):
                 if max(ids, default=0) >= rows:
                     raise self.error(
                         f"tensor {name}: trainable_token_indices names token {max(ids)}, the "

@@ -172,6 +172,9 @@ class LoraPool:
             raise ConfigError(
                 f"lora_memory_bytes: {limits.describe()}: they do not fit: {error}"
             ) from error
+        size, start = (self.max_slots,), model.vocab_size
+        self._vocabulary_ends = torch.full(size, start, dtype=torch.int32, device=device)
+        """See `LoraStep.vocabulary_ends`."""
         self._groups: dict[str, Any] = {}
         """Tuples of LoraWeights by group."""
         self._draft_groups: dict[str, Any] = {}
@@ -216,7 +219,7 @@ class LoraPool:
         places = torch.full((self.max_slots,), OWN, dtype=torch.int32, device=device)
         if not self._is_cuda:
             return ReplacedMatrices(places, on_host=[None] * count)
-        size = (count, self._model.vocab_size, self._model.hidden_size)
+        size = (count, self._model.num_embeddings, self._model.hidden_size)
         return ReplacedMatrices(places, torch.zeros(size, dtype=self._dtype, device=device))
 
     @property
@@ -235,6 +238,7 @@ class LoraPool:
             segments=segments,
             embeddings=self._replaced.get(EMBED_TOKENS),
             heads=self._replaced.get(LM_HEAD),
+            vocabulary_ends=self._vocabulary_ends,
             **self._groups,
         )
 
@@ -266,6 +270,7 @@ class LoraPool:
                     parts,
                     self._max_rank,
                     self._own_weight,
+                    vocab_size=self._model.vocab_size,
                     for_gpu=self._is_cuda,
                     takes_whole=bool(self._replaced),
                 )
@@ -290,7 +295,12 @@ class LoraPool:
             return weights
         adapter = Adapter(digest=weights.digest, rank=0, modules=modules)
         drafts = host_weights(
-            adapter, parts, self._max_rank, self._own_weight, for_gpu=self._is_cuda
+            adapter,
+            parts,
+            self._max_rank,
+            self._own_weight,
+            vocab_size=self._model.vocab_size,
+            for_gpu=self._is_cuda,
         )
         if weights.num_bytes + drafts.num_bytes > self.limits.host_bytes:
             logger.warning(
@@ -303,13 +313,14 @@ class LoraPool:
 
     def _own_weight(self, name: str) -> torch.Tensor | None:
         """See `OwnWeight`."""
-        own = torch.empty((self._model.vocab_size, self._model.hidden_size), dtype=self._dtype)
+        size = (self._model.num_embeddings, self._model.hidden_size)
+        own = torch.zeros(size, dtype=self._dtype)
         try:
             with Checkpoint(self._model_dir, self._dtype, torch.device("cpu"), None) as base:
                 tensor = f"{name}.weight"
                 if name == EMBED_TOKENS or not base.has(tensor):
                     tensor = "model.embed_tokens.weight"
-                base.read_into(tensor, own)
+                base.read_into(tensor, own[: self._model.vocab_size])
         except ModelError:  # There is no checkpoint.
             return None
         return own
@@ -343,6 +354,7 @@ class LoraPool:
                 target.counts[:, slots].copy_(torch.from_numpy(given.counts))
             for name, replaced in self._replaced.items():
                 _write_whole(replaced, place, weights.whole.get(name), name + WHOLE_SUFFIX)
+            self._vocabulary_ends[place.slot] = weights.vocab_end
         kinds = (self._projections[name] for name in weights.kinds)
         self.has_drafts[place.slot] = any(projection.is_draft for projection in kinds)
         if self._stream is not None:

@@ -138,7 +138,7 @@ def _router(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
 
 
 def _vocabulary(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
-    hidden, vocab = model.hidden_size, model.vocab_size
+    hidden, vocab = model.hidden_size, model.num_embeddings
     shapes = {EMBED_TOKENS: ("embed", vocab, hidden), LM_HEAD: ("lm_head", hidden, vocab)}
     return {
         name: (

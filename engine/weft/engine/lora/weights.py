@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 from weft.engine.errors import AdapterError
 from weft.engine.host_turn import give_way
 from weft.engine.lora.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
@@ -53,8 +54,8 @@ class KindRows:
 
 
 WholeMatrix = torch.Tensor | LinearWeight
-"""What takes the place of the model's embedding or LM head, [vocabulary, hidden]: page-locked for a
-GPU, packed for a CPU."""
+"""What takes the place of the model's embedding or LM head, [num_embeddings, hidden]: page-locked
+for a GPU, packed for a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class HostWeights:
     rank: int
     kinds: Mapping[str, KindRows]
     """Rows by `Projection.name`."""
+    vocab_end: int
+    """First token id that its LM head does not have."""
     whole: Mapping[str, WholeMatrix] = field(default_factory=dict)
     """By name, EMBED_TOKENS or LM_HEAD; tied ones are one object."""
     left_out: tuple[str, ...] = ()
@@ -89,8 +92,8 @@ class HostWeights:
 
 
 OwnWeight = Callable[[str], torch.Tensor | None]
-"""The model's own embed_tokens or lm_head, [vocabulary, hidden], on the host; None: not available.
-"""
+"""The model's own embed_tokens or lm_head, [num_embeddings, hidden], on the host; None: not
+available."""
 
 
 def host_weights(
@@ -99,6 +102,7 @@ def host_weights(
     max_rank: int,
     own_weight: OwnWeight,
     *,
+    vocab_size: int,
     for_gpu: bool,
     takes_whole: bool = False,
 ) -> HostWeights:
@@ -109,6 +113,7 @@ def host_weights(
         projections: What it may change.
         max_rank: Largest rank of any adapter.
         own_weight: Looks into the model; asked where an adapter has whole rows.
+        vocab_size: Tokens of the model itself.
         for_gpu: In page-locked memory, from which a GPU copies by itself; else B is packed.
         takes_whole: Whether it may bring an embedding or an LM head of its own.
 
@@ -128,10 +133,12 @@ def host_weights(
         )
     low_rank: dict[str, LoraPair] = {}
     replaced: dict[str, torch.Tensor] = {}
+    matrices: dict[int, torch.Tensor] = {}
     for part in projections:
         name, change = part.kind, vocabulary.get(part.kind)
         if change is not None:
-            pair, matrix = _divided(part, change, max_rank, own_weight, takes_whole=takes_whole)
+            grown = _of_models_size(part, change, vocab_size, matrices)
+            pair, matrix = _divided(part, grown, max_rank, own_weight, takes_whole=takes_whole)
             low_rank |= {} if pair is None else {name: pair}
             replaced |= {} if matrix is None else {name: matrix}
     max_rows = -(-max_rank // ROW_RANK)
@@ -149,8 +156,15 @@ def host_weights(
         most.append(int(ranks.max()))
         counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)
         kinds[part.name] = KindRows(a, b, counts.astype(np.int32))
-    whole = _whole_matrices(replaced, for_gpu=for_gpu)
-    return HostWeights(adapter.digest, max([adapter.rank, *most]), kinds, whole, adapter.ignored)
+    head = None if adapter.lm_head is None else adapter.lm_head.weight
+    return HostWeights(
+        digest=adapter.digest,
+        rank=max([adapter.rank, *most]),
+        kinds=kinds,
+        vocab_end=vocab_size if head is None else len(head),
+        whole=_whole_matrices(replaced, for_gpu=for_gpu),
+        left_out=adapter.ignored,
+    )
 
 
 def _changes(
@@ -178,6 +192,42 @@ def _changes(
     return [ExpertLora(pair.a[None], pair.b[None]) if pair else None for pair in pairs]
 
 
+def _of_models_size(
+    part: Projection,
+    change: VocabularyChange,
+    vocab_size: int,
+    matrices: dict[int, torch.Tensor],
+) -> VocabularyChange:
+    """Adds zeros for those tokens that the model has rows for and the adapter does not have.
+
+    Args:
+        part: The embedding or the LM head.
+        change: The adapter's change of it.
+        vocab_size: Tokens of the model itself.
+        matrices: Those that were made so far, so that tied ones stay one.
+
+    Raises:
+        AdapterError: It has more tokens than there are rows.
+    """
+    is_input = part.kind == EMBED_TOKENS
+    size = part.in_features if is_input else part.out_features
+    weight, lora = change.weight, change.lora
+    if weight is not None and len(weight) > size:
+        raise AdapterError(
+            f"tensor {change.tensor} has {len(weight):,} tokens, {len(weight) - vocab_size:,} more "
+            f"than the model: workers with lora_added_tokens = {size - vocab_size} take as many; "
+            "a lenient load leaves the others out"
+        )
+    if weight is not None and len(weight) < size:
+        zeros = (0, 0, 0, size - len(weight))
+        weight = matrices.setdefault(id(weight), pad(weight, zeros))
+    if lora is not None and is_input:
+        lora = LoraPair(pad(lora.a, (0, size - lora.a.shape[1])), lora.b)
+    elif lora is not None:
+        lora = LoraPair(lora.a, pad(lora.b, (0, 0, 0, size - len(lora.b))))
+    return replace(change, weight=weight, lora=lora)
+
+
 def _divided(
     part: Projection,
     change: VocabularyChange,
@@ -193,23 +243,16 @@ def _divided(
     unless it is told not to: then no row differs.
 
     Returns:
-        The LoRA, None where there is none; the matrix [vocabulary, hidden], None where few rows
+        The LoRA, None where there is none; the matrix [num_embeddings, hidden], None where few rows
         differ.
 
     Raises:
-        AdapterError: More rows differ than there are ranks and no matrix is taken, or tokens were
-            added.
+        AdapterError: More rows differ than there are ranks and no matrix is taken.
     """
     lora = change.lora
     if change.weight is None and change.rows is None:
         return lora, None
     name = part.kind
-    vocab_size = part.in_features if name == EMBED_TOKENS else part.out_features
-    if change.weight is not None and len(change.weight) != vocab_size:
-        raise AdapterError(
-            f"tensor {change.tensor} has {len(change.weight):,} tokens, the model has "
-            f"{vocab_size:,}: added tokens are not served; a lenient load leaves them out"
-        )
     own = own_weight(name)
     if own is None and takes_whole and change.weight is not None:
         return lora, _replaced(change, change.weight)

@@ -20,7 +20,7 @@ MAX_POSITIONS = 1 << 24
 _DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
-_GENERATION_ONLY = ("eos_token_ids", "bos_token_id")
+_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class ModelConfig:
     """`architectures[0]`, the registry's key."""
     model_type: str
     vocab_size: int
-    """Rows of the embedding and of the LM head."""
+    """Rows of the embedding and of the LM head in the checkpoint."""
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -136,6 +136,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """See `end_token_ids`; empty if no file names one."""
     bos_token_id: int | None
+    num_added_tokens: int = 0
+    """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding and of the LM head, and so logits of a token."""
+        return self.vocab_size + self.num_added_tokens
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelConfig:
@@ -219,7 +226,7 @@ class ModelConfig:
     def fingerprint(self) -> bytes:
         """Canonical bytes of every field that changes hidden states, part of the model's digest."""
         values = asdict(self)
-        for name in _GENERATION_ONLY:
+        for name in _NOT_HIDDEN_STATES:
             del values[name]
         for name in ("moe", "sliding_window"):
             if values[name] is None:

@@ -18,7 +18,7 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
 from weft.kernels.decoder_layer import Taps
 from weft.kernels.lora import LoraStep, addition_to
-from weft.kernels.replaced import replaced_linear
+from weft.kernels.replaced import hide_unknown_tokens, replaced_linear
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -56,7 +56,7 @@ class DecoderOnlyLM:
         self.model = _build_stack(config, weights.at("model"), attention, mlp)
         head = self.model.embed_tokens
         if not config.tie_word_embeddings:
-            head = weights.at("lm_head").tensor("weight", config.vocab_size, config.hidden_size)
+            head = _vocabulary_matrix(config, weights.at("lm_head"))
         self.lm_head = LMHead(head, weights.arena)
 
     def kv_layout(self, page_size: int) -> PlaneLayout:
@@ -85,11 +85,15 @@ class DecoderOnlyLM:
         return self.model.of_all_rows(batch, pool)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """Computes logits: [L, hidden], these L rows' adapters -> [L, vocab] float32."""
+        """Computes logits: [L, hidden], these L rows' adapters -> [L, num_embeddings] float32."""
         added = addition_to(lora, "lm_head", 0)
         if lora is None or lora.heads is None:
-            return self.lm_head(hidden, added)
-        return replaced_linear(hidden, self.lm_head.weight, lora.heads, lora.segments, added)
+            logits = self.lm_head(hidden, added)
+        else:
+            logits = replaced_linear(hidden, self.lm_head.weight, lora.heads, lora.segments, added)
+        if self.config.num_added_tokens:
+            hide_unknown_tokens(logits, self.config.vocab_size, lora)
+        return logits
 
 
 def qkv_projection(config: ModelConfig, weights: Weights) -> Linear:
@@ -105,14 +109,18 @@ def o_projection(config: ModelConfig, weights: Weights) -> Linear:
     return Linear(weights, ("o_proj",), q_size, (config.hidden_size,), config.o_bias)
 
 
+def _vocabulary_matrix(config: ModelConfig, weights: Weights) -> torch.Tensor:
+    """The embedding or the LM head, [num_embeddings, hidden]."""
+    size, num_zeros = (config.vocab_size, config.hidden_size), config.num_added_tokens
+    return weights.tensor("weight", *size, num_zeros=num_zeros)
+
+
 def _build_stack(
     config: ModelConfig, weights: Weights, attention: BuildAttention, mlp: BuildMLP
 ) -> DecoderStack:
     cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
     cos_sin = cos_sin.to(weights.device)
-    embed_tokens = weights.at("embed_tokens").tensor(
-        "weight", config.vocab_size, config.hidden_size
-    )
+    embed_tokens = _vocabulary_matrix(config, weights.at("embed_tokens"))
     size, eps = config.hidden_size, config.rms_norm_eps
     layers = []
     for index in range(config.num_layers):

@@ -90,7 +90,9 @@ def _read_weight(config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -
 
     embedding, lm_head = target.model.embed_tokens, target.lm_head.weight
     if top.has("embed_tokens.weight"):
-        embedding = top.at("embed_tokens").tensor("weight", config.vocab_size, hidden)
+        added = target.config.num_added_tokens
+        size = (config.vocab_size, hidden)
+        embedding = top.at("embed_tokens").tensor("weight", *size, num_zeros=added)
     if top.has("lm_head.weight"):
         own = top.at("lm_head").tensor("weight", config.vocab_size, hidden)
         lm_head = pack_linear(own, arena=top.arena)

@@ -174,7 +174,9 @@ def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> 
     target_ids = names.target_ids(config).to(target.model.embed_tokens.device)
     embedding = target.model.embed_tokens
     if names.has_embedding:
-        embedding = names.base.at("embed_tokens").tensor("weight", config.vocab_size, hidden)
+        added = target.config.num_added_tokens
+        size = (config.vocab_size, hidden)
+        embedding = names.base.at("embed_tokens").tensor("weight", *size, num_zeros=added)
     if names.has_lm_head:
         lm_head = names.lm_head.tensor("weight", config.draft_vocab_size, hidden)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ def load_model(
     *,
     dummy: bool = False,
     is_fixed: bool = False,
+    num_added_tokens: int = 0,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files.
 
@@ -52,12 +53,13 @@ def load_model(
         is_fixed: A token's results do not depend on what else a step holds on a GPU either; the
             digest says so.
         dummy: Takes only config.json and makes up the weights; for benchmarks.
+        num_added_tokens: See `ModelConfig.num_added_tokens`.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
         ConfigError: The dtype does not exist or not on this device.
     """
-    config = ModelConfig.load(model_dir)
+    config = replace(ModelConfig.load(model_dir), num_added_tokens=num_added_tokens)
     build = model_class(config.architecture)
     dtype = resolve_dtype(dtype, device)
     torch_dtype: torch.dtype = getattr(torch, dtype)

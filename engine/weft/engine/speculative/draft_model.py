@@ -47,6 +47,7 @@ def load_draft_model(
             config.device,
             lambda done, total: progress(done, total, "loading the draft model"),
             dummy=is_dummy,
+            num_added_tokens=target.config.num_added_tokens,
         )
     except ModelError as error:
         message = f"draft_dir = {folder}, which drafter = model loads: {error.message}"
@@ -100,7 +101,7 @@ class DraftModel:
         own = measure_needs(
             self._loaded.model,
             self.layout,
-            self._loaded.config.vocab_size,
+            self._loaded.config.num_embeddings,
             self._config.max_running_requests,
             self._max_rows,
             self._longest(max_context_tokens),

@@ -206,6 +206,12 @@ class WorkerSettings(PageSettings):
         "adapters on the device at once that bring a whole embedding or LM head (modules_to_save), "
         "where lora_projections names these; 0 = such adapters are refused",
     )
+    lora_added_tokens: int = engine_field(
+        "lora_added_tokens",
+        0,
+        "most tokens that an adapter may add to the model's vocabulary, where lora_projections "
+        "names embed_tokens and lm_head; 0 = such adapters are refused",
+    )
     prefix_cache: bool = Field(True, description="reuse KV of earlier prompts")
     kv_eviction_policy: EvictionName = Field(
         "lru",

@@ -1,0 +1,146 @@
+"""Adapters that add tokens to the model's vocabulary: tokens and logits are PEFT's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_reference import BASE, PeftModels, unload_all
+from tiny_adapters import peft_model
+from tiny_models import make_tiny
+from weft.engine.errors import AdapterError
+from weft.engine.llm import LLM
+from weft.engine.request import StopCriteria
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+VOCAB = 517
+NUM_NEW = 8
+ROOM = 6
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "page_size": 8,
+    "num_pages": 200,
+    "prefill_chunk_tokens": 16,
+    "poison_free_pages": True,
+    "enable_lora": True,
+    "lora_added_tokens": ROOM,
+    "lora_projections": ("q", "v", "down", "embed_tokens", "lm_head"),
+}
+
+
+class GrownModels(PeftModels):
+    """Adapters of which each knows so many tokens."""
+
+    def __init__(self, folder: Path, seed: int, *, is_tied: bool) -> None:
+        overrides = {"vocab_size": VOCAB, "num_hidden_layers": 2, "tie_word_embeddings": is_tied}
+        super().__init__(make_tiny("llama", folder / "model", seed=seed, **overrides), folder)
+        self.ends = {BASE: VOCAB}
+
+    def grow(self, seed: int, num_added: int, **settings: Any) -> bytes:
+        """An adapter that adds tokens, likely ones, beside what `settings` say."""
+        directory = self._folder / f"grown-{len(self.directories)}"
+        model = peft_model(self.model_dir, seed, resize=VOCAB + num_added, **settings)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                rows = layer.weight[VOCAB:]
+                rows += 0.5 * torch.randn(rows.shape, generator=generator)
+        model.save_pretrained(directory)
+        digest = self.put(directory, model)
+        self.ends[digest] = VOCAB + num_added
+        return digest
+
+
+def make_models(tmp_path: Path, *, is_tied: bool) -> GrownModels:
+    """Adapters that add tokens in every way that there is, beside others that do not."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    models = GrownModels(tmp_path, seed, is_tied=is_tied)
+    tie = {"ensure_weight_tying": True} if is_tied else {}
+    models.grow(seed, 5, r=8, target_modules=["q_proj"])
+    vocabulary = ["embed_tokens", "q_proj"] if is_tied else ["embed_tokens", "lm_head", "q_proj"]
+    models.grow(seed + 1, ROOM, r=4, target_modules=vocabulary, **tie)
+    trained = {"trainable_token_indices": [3, 50, VOCAB, VOCAB + 2]}
+    models.grow(seed + 2, 3, r=8, target_modules=["v_proj"], **trained)
+    models.ends[models.add(seed + 3, r=8, target_modules=["lm_head"], **tie)] = VOCAB
+    return models
+
+
+def check(models: GrownModels, **settings: Any) -> set[int]:
+    """All adapters and none in one batch; returns the added tokens that were generated."""
+    found = set()
+    with LLM(models.model_dir, **{**SETTINGS, **settings}) as llm:
+        for directory in models.directories.values():
+            llm.load_adapter(directory)
+        adapters = [*models.digests, BASE, *models.digests]
+        prompts = []
+        for adapter in adapters:
+            end = models.ends[adapter]
+            prompt = [random.randrange(3, end) for _ in range(random.randint(1, 40))]
+            prompts.append([*prompt, *range(VOCAB, end)])
+        stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        samples = llm.generate(prompts, stop=stop, top_logprobs=20, adapters=adapters)
+        for adapter, prompt, sample in zip(adapters, prompts, samples, strict=True):
+            models.check(adapter, prompt, sample)
+            ids = [token for one in sample.logprobs for token, _ in one.top]
+            assert max([*ids, *sample.token_ids]) < models.ends[adapter]
+            found |= {token for token in sample.token_ids if token >= VOCAB}
+        unload_all(llm.engine)
+    return found
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+def test_texts_are_pefts(is_tied: bool, tmp_path: Path) -> None:
+    models = make_models(tmp_path, is_tied=is_tied)
+    assert check(models), "no added token was generated: nothing was shown"
+    check(models, max_loras=1)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+def test_beside_whole_matrices(is_tied: bool, tmp_path: Path) -> None:
+    models = make_models(tmp_path, is_tied=is_tied)
+    saved = ["embed_tokens"] if is_tied else ["embed_tokens", "lm_head"]
+    tie = {"ensure_weight_tying": True} if is_tied else {}
+    models.grow(1, 4, r=8, target_modules=["q_proj"], modules_to_save=saved, **tie)
+    check(models, lora_whole_matrices=1)
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_drafts_know_the_models_tokens_only(drafter: str, tmp_path: Path) -> None:
+    """Added tokens in prompts and answers do not disturb what drafts."""
+    models = make_models(tmp_path, is_tied=False)
+    overrides = {"vocab_size": VOCAB, "num_hidden_layers": 1}
+    draft = make_tiny("llama", tmp_path / "draft", seed=random.randrange(2**31), **overrides)
+    settings = {"draft_dir": draft} if drafter == "model" else {}
+    check(models, drafter=drafter, max_draft_tokens=3, **settings)
+
+
+def test_more_than_there_is_room_for_is_refused(tmp_path: Path) -> None:
+    """By a name, with the setting; a lenient load takes as many as there is room for."""
+    models = GrownModels(tmp_path, random.randrange(2**31), is_tied=False)
+    digest = models.grow(7, ROOM + 2, r=4, target_modules=["q_proj"])
+    directory = models.directories[digest]
+    with LLM(models.model_dir, **SETTINGS) as llm:
+        problem = rf"embed_tokens\S* has {VOCAB + ROOM + 2} tokens, {ROOM + 2} more than the model"
+        with pytest.raises(AdapterError, match=rf"{problem}: .* lora_added_tokens = {ROOM} take"):
+            llm.load_adapter(directory)
+        cut = llm.load_adapter(directory, is_lenient=True)
+        assert {state.left_out for state in llm.engine.adapters.states() if state.left_out} == {
+            tuple(
+                f"base_model.model.{name}.weight[{VOCAB + ROOM}:{VOCAB + ROOM + 2}]"
+                for name in ("lm_head", "model.embed_tokens")
+            )
+        }
+        stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        prompt = [random.randrange(3, VOCAB + ROOM) for _ in range(30)]
+        (sample,) = llm.generate([prompt], stop=stop, adapters=[cut])
+    ids, model = list(prompt), models._models[digest]
+    with torch.no_grad():
+        for token in sample.token_ids:
+            logits = model(torch.tensor([ids])).logits[0, -1, : VOCAB + ROOM]
+            assert token == int(logits.argmax())
+            ids.append(token)
