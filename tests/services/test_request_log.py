@@ -216,11 +216,11 @@ def test_what_waits_for_a_disk_is_bounded_in_tokens(
     monkeypatch.setattr(requestlog, "MAX_QUEUED_TOKENS", 1000)
     is_back = threading.Event()
     path = tmp_path / "log.jsonl"
-    log = RequestLog(path, 1 << 20, 1, finish=lambda _: assert_is_set(is_back))
+    log = RequestLog(path, 1 << 20, 1)
     for prompt in prompts(20):
         prompt.prompt_ids = [7] * 90
         prompt.samples = [LoggedSample(ids=[8] * 10)]
-        log.write(prompt)
+        log.write(prompt, lambda _: assert_is_set(is_back))
     assert log.num_dropped == 10
     is_back.set()
     deadline = time.monotonic() + 60

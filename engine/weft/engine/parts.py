@@ -377,7 +377,7 @@ def _describe_engine(
         epoch=secrets.randbits(64) | 1,
         model_digest=models.loaded.digest,
         dtype=models.loaded.dtype,
-        vocab_size=models.loaded.config.num_embeddings,
+        vocab_size=models.loaded.config.vocab_size,
         max_context_tokens=max_tokens,
         num_pages=num_pages - 1,
         page_size=config.page_size,

@@ -1,5 +1,5 @@
-"""The digest that identifies an adapter: the relevant parts of its configuration, and its tensors.
-No torch.
+"""The digest that identifies an adapter: the relevant parts of its configuration, its tensors, and
+its own tokenizer if it has one. No torch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def digest_of(files: AdapterFiles, *, is_lenient: bool = False) -> bytes:
     weights = hashlib.blake2b(b"".join(_piece_digests(files)), digest_size=32)
     files.check_unchanged()
     digest = hashlib.blake2b(digest_size=32)
-    for part in (_VERSION, _canonical(files), weights.digest(), bytes([is_lenient])):
+    texts = [part for name, data in files.text_files().items() for part in (name.encode(), data)]
+    for part in (_VERSION, _canonical(files), weights.digest(), bytes([is_lenient]), *texts):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()

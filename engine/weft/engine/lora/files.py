@@ -23,6 +23,19 @@ DRAFT_FOLDER = "draft"
 adapter's requests.
 """
 
+TOKENIZER_FILE = "tokenizer.json"
+TEXT_FILES: Mapping[str, int] = {
+    TOKENIZER_FILE: 64 << 20,
+    "tokenizer_config.json": 2 << 20,
+    "special_tokens_map.json": 2 << 20,
+    "added_tokens.json": 2 << 20,
+    "chat_template.jinja": 2 << 20,
+    "chat_template.json": 2 << 20,
+}
+"""Files of an adapter's own tokenizer, and the largest size of each in bytes. They count where the
+first one is there.
+"""
+
 DTYPE_BYTES: Mapping[str, int] = {
     "BOOL": 1,
     "U8": 1,
@@ -108,6 +121,17 @@ class AdapterFiles:
         _read_at(self.directory, self._weights, piece.start, memoryview(data))
         return hashlib.blake2b(data, digest_size=32).digest()
 
+    def text_files(self) -> dict[str, bytes]:
+        """The files of its own tokenizer that are there, by name.
+
+        Raises:
+            AdapterError: One is too large, or no regular file of the directory.
+        """
+        if not os.path.lexists(self.directory / TOKENIZER_FILE):
+            return {}
+        there = {n: size for n, size in TEXT_FILES.items() if os.path.lexists(self.directory / n)}
+        return {name: bytes(_read_file(self.directory, name, size)) for name, size in there.items()}
+
     def check_unchanged(self) -> None:
         """Checks that the file has not changed since it was opened.
 
@@ -182,19 +206,26 @@ def _identity(descriptor: int) -> tuple[int, int, int]:
 
 def _read_config(directory: Path) -> Mapping[str, Any]:
     where = f"adapter {directory}: {CONFIG_FILE}"
-    descriptor = _open_inside(directory, CONFIG_FILE)
+    content = _parse(_read_file(directory, CONFIG_FILE, _MAX_CONFIG_BYTES), where)
+    if not isinstance(content, dict):
+        raise AdapterError(f"{where}: expected a JSON object")
+    return content
+
+
+def _read_file(directory: Path, name: str, max_bytes: int) -> bytearray:
+    """Reads a file that lies in the directory itself, of so many bytes at most."""
+    descriptor = _open_inside(directory, name)
     try:
         size = os.fstat(descriptor).st_size
-        if size > _MAX_CONFIG_BYTES:
-            raise AdapterError(f"{where} has {size} bytes, more than {_MAX_CONFIG_BYTES}")
+        if size > max_bytes:
+            raise AdapterError(
+                f"adapter {directory}: {name} has {size} bytes, more than {max_bytes}"
+            )
         data = bytearray(size)
         _read_at(directory, descriptor, 0, memoryview(data))
     finally:
         os.close(descriptor)
-    content = _parse(data, where)
-    if not isinstance(content, dict):
-        raise AdapterError(f"{where}: expected a JSON object")
-    return content
+    return data
 
 
 def _read_at(directory: Path, descriptor: int, offset: int, out: memoryview) -> None:

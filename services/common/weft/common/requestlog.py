@@ -102,6 +102,9 @@ def read_log(file: TextIO) -> Iterator[LoggedPrompt]:
             raise ConfigError(f"line {number} is not of a request log: {error}") from error
 
 
+_Finish = Callable[[LoggedPrompt], None]
+
+
 class RequestLog:
     """Writes prompts to a file that rotates, in a thread of its own; callers never wait.
 
@@ -109,38 +112,35 @@ class RequestLog:
         path: Path of the newest file; older ones have `.1`, `.2`, ... behind it.
         max_bytes: Most bytes of each file.
         num_files: Kept, the newest included.
-        finish: Called in the writing thread before a prompt is written, to add what takes time.
 
     Raises:
         ConfigError: The file cannot be written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        max_bytes: int,
-        num_files: int,
-        finish: Callable[[LoggedPrompt], None] = lambda prompt: None,
-    ) -> None:
+    def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
         try:
             self._file = _PrivateFile(path, max_bytes, num_files)
         except OSError as error:
             raise ConfigError(f"--request-log {path}: {error.strerror}") from error
-        self._finish = finish
-        self._queue: queue.Queue[LoggedPrompt | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[tuple[LoggedPrompt, _Finish] | None] = queue.Queue(MAX_QUEUED)
         self._tokens_put = 0
         self._tokens_taken = 0
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
-    def write(self, prompt: LoggedPrompt) -> None:
-        """Queues a prompt; drops it when the file cannot keep up."""
+    def write(self, prompt: LoggedPrompt, finish: _Finish = lambda prompt: None) -> None:
+        """Queues a prompt; drops it when the file cannot keep up.
+
+        Args:
+            prompt: What is written.
+            finish: Called in the writing thread before, to add what takes time.
+        """
         num_tokens = _num_tokens(prompt)
         try:
             if self._tokens_put - self._tokens_taken + num_tokens > MAX_QUEUED_TOKENS:
                 raise queue.Full
-            self._queue.put_nowait(prompt)
+            self._queue.put_nowait((prompt, finish))
             self._tokens_put += num_tokens
         except queue.Full:
             self.num_dropped += 1
@@ -157,9 +157,10 @@ class RequestLog:
         self._file.close()
 
     def _run(self) -> None:
-        while (prompt := self._queue.get()) is not None:
+        while (given := self._queue.get()) is not None:
+            prompt, finish = given
             try:
-                self._finish(prompt)
+                finish(prompt)
                 self._file.write_line(to_line(prompt))
             except Exception:
                 _log.exception("a prompt could not be logged")

@@ -17,6 +17,7 @@ from weft.engine.errors import ConfigError
 from weft.gateway.adapters.calls import AdapterCalls
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager
+from weft.gateway.adapters.texts import AdapterTexts
 from weft.gateway.admin import GatewayAdmin, add_operators_calls
 from weft.gateway.admit import Admission
 from weft.gateway.authenticate import ApiKeys, TenantInterceptor
@@ -115,24 +116,21 @@ class GatewayApp:
             if settings.routing_record_dir is not None
             else None
         )
-        self.catalogue = Catalogue([self._serve(model) for model in loaded], self.adapters)
+        texts = AdapterTexts(self.adapters)
+        served = [self._serve(model) for model in loaded]
+        self.catalogue = Catalogue(served, self.adapters, texts)
         """The models that requests can name."""
         self._adapter_manager = FleetAdapterManager(
             self.adapters,
             self.fleet,
             self.metrics,
             self._models,
+            texts,
             load_timeout_s=settings.adapter_load_timeout_s,
             linger_s=settings.adapter_linger_s,
             max_bytes=settings.max_adapter_bytes,
         )
-        self._log = (
-            GatewayRequestLog(
-                settings, {name: model.tokenizer for name, model in self._models.items()}
-            )
-            if settings.request_log is not None
-            else None
-        )
+        self._log = GatewayRequestLog(settings) if settings.request_log is not None else None
         tracer = make_tracer(settings, self._gateway_id)
         self.pipeline = RequestPipeline(
             settings,
@@ -182,9 +180,7 @@ class GatewayApp:
         return Served(
             model=model,
             fleet=fleet,
-            preparer=Preparer(
-                model, settings, lambda: fleet.max_context_tokens(model.max_context_tokens)
-            ),
+            preparer=Preparer(settings, lambda: fleet.max_context_tokens(model.max_context_tokens)),
             router=router,
             latency_admission=LatencyAdmission(gate),
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from weft.engine.end_tokens import end_token_ids
 from weft.engine.errors import ModelError
+from weft.engine.lora.files import TOKENIZER_FILE
 from weft.gateway.answer.formats import FORMATS, ToolFormat, find_reasoning, find_tool_format
 from weft.gateway.template import ChatTemplate
 from weft.gateway.tokenizer_files import read_json, read_tokenizer
@@ -29,6 +30,7 @@ _SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 _DEFAULT_CONTEXT_TOKENS = 2048
+_SHOWN_CHARS = 100
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
 AUTO, THINK_TAGS = "auto", "think"
 """Names of parsers."""
@@ -49,6 +51,9 @@ class ServedModel:
     """How it writes calls of tools."""
     has_reasoning: bool
     """Whether its answers may begin with reasoning, which is shown apart."""
+    tool_parser: str
+    reasoning_parser: str
+    """Settings by which these two were found."""
     eos_ids: frozenset[int]
     vocabulary_size: int
     """First invalid id; the model's size, which may exceed the tokenizer's."""
@@ -85,34 +90,78 @@ def load_model(
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such directory; --model-dir takes a Hugging Face model")
     config = _text_config(read_json(folder / "config.json", required=True))
-    tokenizer_config = read_json(folder / "tokenizer_config.json")
     generation_config = read_json(folder / "generation_config.json")
     context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
+    texts, specials = _read_texts(folder, tool_parser, reasoning_parser)
+    tokenizer: Tokenizer = texts["tokenizer"]
+    return ServedModel(
+        name=name or folder.resolve().name,
+        **texts,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
+        vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),
+        max_context_tokens=min(context, max_context_tokens or context),
+        created=int(time.time()),
+    )
+
+
+def with_own_texts(model: ServedModel, folder: Path) -> ServedModel:
+    """The model as one of its adapters has it that brings a tokenizer of its own.
+
+    The chat template is the adapter's if it brings one. Its end-of-text token is one more.
+
+    Args:
+        model: The base model.
+        folder: With the adapter's tokenizer.json, and what belongs to it.
+
+    Raises:
+        ModelError: A file cannot be understood, or tokens of the model have other ids.
+    """
+    texts, specials = _read_texts(folder, model.tool_parser, model.reasoning_parser)
+    own = texts["tokenizer"].get_vocab()
+    for token, id_ in model.tokenizer.get_vocab().items():
+        if own.get(token) != id_:
+            raise ModelError(
+                f"{folder / TOKENIZER_FILE}: {token[:_SHOWN_CHARS]!r} is token {own.get(token)}, "
+                f"of the model {id_}; an adapter's tokenizer may only add tokens"
+            )
+    if texts["template"] is None:
+        kept = ("template", "tool_template", "tool_format", "has_reasoning")
+        texts |= {name: getattr(model, name) for name in kept}
+    return replace(
+        model,
+        **texts,
+        eos_ids=model.eos_ids | _eos_ids({}, {}, texts["tokenizer"], specials),
+        vocabulary_size=max(model.vocabulary_size, 1 + max(own.values())),
+    )
+
+
+def _read_texts(
+    folder: Path, tool_parser: str, reasoning_parser: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Fields of `ServedModel` that the files of a tokenizer decide, and its special tokens."""
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
     specials = _special_tokens(
         {**read_json(folder / "special_tokens_map.json"), **tokenizer_config}
     )
     tokenizer = read_tokenizer(folder, tokenizer_config, specials)
     vocabulary = Vocabulary(tokenizer)
     sources = _template_sources(folder, tokenizer_config)
-    source = sources.get(_DEFAULT_TEMPLATE)
-    for_tools = sources.get(_TOOL_TEMPLATE)
+    source, for_tools = sources.get(_DEFAULT_TEMPLATE), sources.get(_TOOL_TEMPLATE)
     has_reasoning = reasoning_parser == THINK_TAGS
     if reasoning_parser == AUTO:
         has_reasoning = find_reasoning(source or "")
-    return ServedModel(
-        name=name or folder.resolve().name,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        template=None if source is None else ChatTemplate(source, specials),
-        tool_template=None if for_tools is None else ChatTemplate(for_tools, specials),
-        tool_format=FORMATS.get(tool_parser) or find_tool_format(for_tools or source or ""),
-        has_reasoning=has_reasoning,
-        eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
-        vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),
-        max_context_tokens=min(context, max_context_tokens or context),
-        max_token_bytes=_max_token_bytes(tokenizer, vocabulary),
-        created=int(time.time()),
-    )
+    fields = {
+        "tokenizer": tokenizer,
+        "vocabulary": vocabulary,
+        "template": None if source is None else ChatTemplate(source, specials),
+        "tool_template": None if for_tools is None else ChatTemplate(for_tools, specials),
+        "tool_format": FORMATS.get(tool_parser) or find_tool_format(for_tools or source or ""),
+        "has_reasoning": has_reasoning,
+        "max_token_bytes": _max_token_bytes(tokenizer, vocabulary),
+    }
+    return fields, specials
 
 
 def _integer(config: dict[str, Any], name: str, default: int) -> int:

@@ -211,16 +211,21 @@ class RequestPipeline:
         account.model = meant.served.model.name
         request = replace(request, adapter=meant.adapter)
         with self._models.adapters.using(meant.adapter):
-            async with self._run_meant(account, meant, request) as stream:
+            texts = await self._models.texts(meant)
+            async with self._run_meant(account, meant, texts, request) as stream:
                 yield stream
 
     @asynccontextmanager
     async def _run_meant(
-        self, account: _Account, meant: ResolvedModel, request: GenerateRequest
+        self,
+        account: _Account,
+        meant: ResolvedModel,
+        texts: ServedModel,
+        request: GenerateRequest,
     ) -> AsyncIterator[TokenStream]:
-        """Runs a request whose `model` is resolved."""
+        """Runs a request whose `model` is resolved, and has these texts."""
         loop, trace, served = asyncio.get_running_loop(), account.trace, meant.served
-        check_request(request, served.model, self._settings.max_prompts)
+        check_request(request, texts, self._settings.max_prompts)
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
         deadline = account.arrival + timeout_s
@@ -236,7 +241,7 @@ class RequestPipeline:
             )
         with place:
             with trace.stage("prepare"):
-                prompts = await self._prepare(served, request, deadline)
+                prompts = await self._prepare(served, texts, request, deadline)
             account.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
             await self._find_worker(served, request.adapter, deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
@@ -245,10 +250,10 @@ class RequestPipeline:
             if self._has_ended:
                 raise shutting_down("admit")
             stream = account.stream = TokenStream(
-                request.request_id, self._settings.max_unsent_bytes, place.release
+                request.request_id, texts, self._settings.max_unsent_bytes, place.release
             )
             stream.trace_id = trace.trace_id
-            stream.base_model, stream.model = served.model.name, meant.name
+            stream.model = meant.name
             stream.headers = self.limits.headers(tenant, loop.time())
             timer = loop.call_at(deadline, self._expire, stream, timeout_s)
             try:
@@ -297,7 +302,7 @@ class RequestPipeline:
             self._log.write(
                 account.request,
                 stream.generations,
-                model=account.model,
+                model=stream.texts,
                 trace_id=account.trace.trace_id,
                 outcome=account.outcome,
                 duration_s=duration_s,
@@ -305,11 +310,11 @@ class RequestPipeline:
         account.trace.end(account.outcome, account.model, account.request, stream)
 
     async def _prepare(
-        self, served: Served, request: GenerateRequest, deadline: float
+        self, served: Served, texts: ServedModel, request: GenerateRequest, deadline: float
     ) -> list[PreparedPrompt]:
         try:
             async with asyncio.timeout_at(deadline):
-                return await served.preparer.prepare(request.prompts, request.stopping)
+                return await served.preparer.prepare(texts, request.prompts, request.stopping)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the deadline passed while the request was tokenised", stage="prepare"
@@ -340,7 +345,7 @@ class RequestPipeline:
         limits = ResumeLimits(
             max_attempts=self._settings.max_attempts, timeout_s=self._settings.resume_timeout_s
         )
-        plan = _plan_maker(served.model, request)
+        plan = _plan_maker(stream.texts, request)
         return [
             Generation(
                 request,

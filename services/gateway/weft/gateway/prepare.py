@@ -33,17 +33,13 @@ class _Tokenized(NamedTuple):
 class Preparer:
     """Applies the chat template and tokenises, off the event loop."""
 
-    def __init__(
-        self, model: ServedModel, settings: GatewaySettings, context_tokens: Callable[[], int]
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, context_tokens: Callable[[], int]) -> None:
         """Starts the threads.
 
         Args:
-            model: The served one.
             settings: How many threads, and how many may wait.
             context_tokens: Tells the context length that all owners have now.
         """
-        self._model = model
         self._context_tokens = context_tokens
         num_threads = settings.tokenizer_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
@@ -55,20 +51,22 @@ class Preparer:
         """Stops the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def prepare(self, prompts: Sequence[Prompt], stopping: Stopping) -> list[PreparedPrompt]:
+    async def prepare(
+        self, model: ServedModel, prompts: Sequence[Prompt], stopping: Stopping
+    ) -> list[PreparedPrompt]:
         """Prepares the prompts of a checked request.
 
         Raises:
             InvalidRequest: A template refuses its messages, or a prompt is empty.
             ContextTooLong: A prompt and its output do not fit the context.
         """
-        tokenized = await self._in_thread(lambda: self._tokenize_all(tuple(prompts)))
+        tokenized = await self._in_thread(lambda: self._tokenize_all(model, tuple(prompts)))
         return [
             self._fit(prompt, given, stopping)
             for prompt, given in zip(prompts, tokenized, strict=True)
         ]
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, model: ServedModel, prompt: Prompt) -> list[int]:
         """Tokenises one prompt that is not run.
 
         Raises:
@@ -77,17 +75,17 @@ class Preparer:
             Overloaded: Too many such calls wait.
             DeadlineExceeded: No thread came free in time.
         """
-        (given,) = await self._bounded(lambda: self._tokenize_all((prompt,)))
+        (given,) = await self._bounded(lambda: self._tokenize_all(model, (prompt,)))
         return given.ids
 
-    async def detokenize(self, many: Sequence[Sequence[int]]) -> list[str]:
+    async def detokenize(self, model: ServedModel, many: Sequence[Sequence[int]]) -> list[str]:
         """Decodes lists of token ids, special tokens included.
 
         Raises:
             Overloaded: Too many such calls wait.
             DeadlineExceeded: No thread came free in time.
         """
-        return await self._bounded(lambda: decode(self._model.tokenizer, many))
+        return await self._bounded(lambda: decode(model.tokenizer, many))
 
     async def _bounded(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -105,54 +103,22 @@ class Preparer:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _tokenize_all(self, prompts: Sequence[Prompt]) -> list[_Tokenized]:
+    def _tokenize_all(self, model: ServedModel, prompts: Sequence[Prompt]) -> list[_Tokenized]:
         for prompt in prompts:
-            self._refuse_hopeless(prompt)
-        return [self._tokenize(prompt) for prompt in prompts]
+            self._refuse_hopeless(model, prompt)
+        return [_tokenize(model, prompt) for prompt in prompts]
 
-    def _refuse_hopeless(self, prompt: Prompt) -> None:
+    def _refuse_hopeless(self, model: ServedModel, prompt: Prompt) -> None:
         """Refuses a text that is far too long before tokenising megabytes of it."""
         if isinstance(prompt, TextPrompt):
-            least = least_tokens(self._model, [prompt.text])
+            least = least_tokens(model, [prompt.text])
         elif isinstance(prompt, ChatPrompt):
             tools = [json.dumps(tool) for tool in prompt.tools]
-            least = least_tokens(self._model, [*tools, *(_content(m) for m in prompt.messages)])
+            least = least_tokens(model, [*tools, *(_content(m) for m in prompt.messages)])
         else:
             least = len(prompt.ids)
         if least >= self._context_tokens():
             raise self._too_long(prompt, f"at least {least}; shorten it")
-
-    def _tokenize(self, prompt: Prompt) -> _Tokenized:
-        tokenizer = self._model.tokenizer
-        if isinstance(prompt, TextPrompt):
-            add_special = prompt.add_special_tokens
-            return _Tokenized(encode(tokenizer, prompt.text, add_special_tokens=add_special))
-        if isinstance(prompt, ChatPrompt):
-            text = self._render(prompt)
-            # The template has written the special tokens itself.
-            ids = encode(tokenizer, text, add_special_tokens=False)
-            return _Tokenized(ids, self._model.has_reasoning and _begins_reasoning(prompt, text))
-        return _Tokenized(list(prompt.ids))
-
-    def _render(self, prompt: ChatPrompt) -> str:
-        template, messages = self._model.template, prompt.messages
-        variables = dict(prompt.template_variables)
-        if template is None:
-            raise invalid("messages", f"the model `{self._model.name}` has no chat template")
-        if prompt.tools and self._model.tool_template is not None:
-            template = self._model.tool_template
-        if not template.knows_developers:
-            messages = tuple(map(_as_system, messages))
-        if not template.takes_tools:
-            messages = tuple(with_described_tools(messages, prompt.tools))
-        elif prompt.tools:
-            variables["tools"] = list(prompt.tools)
-        return template.render(
-            messages,
-            add_generation_prompt=prompt.add_generation_prompt,
-            continue_final_message=prompt.continue_final_message,
-            variables=variables,
-        )
 
     def _fit(self, prompt: Prompt, given: _Tokenized, stopping: Stopping) -> PreparedPrompt:
         ids = given.ids
@@ -183,6 +149,40 @@ class Preparer:
             stage="validate",
             param=_param(prompt),
         )
+
+
+def _tokenize(model: ServedModel, prompt: Prompt) -> _Tokenized:
+    tokenizer = model.tokenizer
+    if isinstance(prompt, TextPrompt):
+        add_special = prompt.add_special_tokens
+        return _Tokenized(encode(tokenizer, prompt.text, add_special_tokens=add_special))
+    if isinstance(prompt, ChatPrompt):
+        text = _render(model, prompt)
+        # The template has written the special tokens itself.
+        ids = encode(tokenizer, text, add_special_tokens=False)
+        return _Tokenized(ids, model.has_reasoning and _begins_reasoning(prompt, text))
+    return _Tokenized(list(prompt.ids))
+
+
+def _render(model: ServedModel, prompt: ChatPrompt) -> str:
+    template, messages = model.template, prompt.messages
+    variables = dict(prompt.template_variables)
+    if template is None:
+        raise invalid("messages", f"the model `{model.name}` has no chat template")
+    if prompt.tools and model.tool_template is not None:
+        template = model.tool_template
+    if not template.knows_developers:
+        messages = tuple(map(_as_system, messages))
+    if not template.takes_tools:
+        messages = tuple(with_described_tools(messages, prompt.tools))
+    elif prompt.tools:
+        variables["tools"] = list(prompt.tools)
+    return template.render(
+        messages,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        variables=variables,
+    )
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from tokenizers import Tokenizer
 from weft.common.requestlog import LoggedPrompt, LoggedSample, RequestLog, terms
+from weft.gateway.model import ServedModel
 from weft.gateway.request import GenerateRequest, Stopping
 from weft.gateway.run import Generation
 from weft.gateway.settings import GatewaySettings
@@ -26,22 +28,19 @@ class GatewayRequestLog:
 
     Args:
         settings: Where they go and what is in them; `request_log` must not be None.
-        tokenizers: By the model's name; they make texts, where they are asked for.
 
     Raises:
         ConfigError: The file cannot be written.
     """
 
-    def __init__(self, settings: GatewaySettings, tokenizers: Mapping[str, Tokenizer]) -> None:
+    def __init__(self, settings: GatewaySettings) -> None:
         assert settings.request_log is not None
-        self._tokenizers = tokenizers
         self._has_ids = settings.request_log_content != "none"
         self._has_texts = settings.request_log_content == "text"
         self._log = RequestLog(
             settings.request_log,
             settings.request_log_bytes,
             settings.request_log_files,
-            self._add_texts,
         )
 
     def write(
@@ -49,7 +48,7 @@ class GatewayRequestLog:
         request: GenerateRequest,
         generations: Sequence[Generation],
         *,
-        model: str,
+        model: ServedModel,
         trace_id: str,
         outcome: str,
         duration_s: float,
@@ -59,12 +58,13 @@ class GatewayRequestLog:
         Args:
             request: The client's.
             generations: Its prompts.
-            model: Name of the one that served it.
+            model: The one that served it, with the tokenizer of the adapter.
             trace_id: 32 hex digits; empty = it was not traced.
             outcome: ok, or the failure's reason in lower case.
             duration_s: Duration of the request.
         """
         arrived_at = time.time() - duration_s
+        add_texts = partial(_add_texts, model.tokenizer) if self._has_texts else _add_nothing
         for generation in generations:
             sampling, stop = terms(
                 sampling_to_proto(request.sampling, generation.seed),
@@ -77,7 +77,7 @@ class GatewayRequestLog:
                     request_id=generation.wire_id,
                     client_request_id=request.client_request_id,
                     trace_id=trace_id,
-                    model=model,
+                    model=model.name,
                     adapter="" if request.adapter is None else request.adapter.name,
                     sampling=sampling,
                     stop=stop,
@@ -87,7 +87,8 @@ class GatewayRequestLog:
                     outcome=outcome,
                     duration_s=round(duration_s, 6),
                     samples=self._samples(generation),
-                )
+                ),
+                add_texts,
             )
 
     def close(self) -> None:
@@ -104,14 +105,16 @@ class GatewayRequestLog:
             for sample in generation.samples
         ]
 
-    def _add_texts(self, prompt: LoggedPrompt) -> None:
-        """Adds the texts, in the log's own thread: detokenising takes time."""
-        if not self._has_texts:
-            return
-        tokenizer = self._tokenizers[prompt.model]
-        prompt.prompt_text = _text(tokenizer, prompt.prompt_ids or [])
-        for sample in prompt.samples:
-            sample.text = _text(tokenizer, sample.ids or [])
+
+def _add_texts(tokenizer: Tokenizer, prompt: LoggedPrompt) -> None:
+    """Adds the texts, in the log's own thread: detokenising takes time."""
+    prompt.prompt_text = _text(tokenizer, prompt.prompt_ids or [])
+    for sample in prompt.samples:
+        sample.text = _text(tokenizer, sample.ids or [])
+
+
+def _add_nothing(prompt: LoggedPrompt) -> None:
+    """Leaves a prompt without texts."""
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from weft.common.adapters.manifest import Entry
-from weft.engine.errors import ModelNotFound
+from weft.engine.errors import DeadlineExceeded, ModelNotFound
 from weft.gateway.adapters.directory import AdapterDirectory
+from weft.gateway.adapters.texts import AdapterTexts
 from weft.gateway.fleet import ModelFleet
 from weft.gateway.model import ServedModel
 from weft.gateway.prepare import Preparer
@@ -23,6 +24,8 @@ _SHOWN_CHARS = 100
 _SHOWN_NAMES = 50
 _REFRESH_S = 2.0
 """Seconds to wait for the registry's disk; then the last known state counts."""
+_TEXTS_S = 30.0
+"""Seconds to wait for an adapter's tokenizer, which its first request reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +84,16 @@ class Catalogue:
     Args:
         served: At least one; the first is that of `weft chat` and of dumps' first lines.
         adapters: What the registry says.
+        texts: Of adapters.
     """
 
-    def __init__(self, served: Sequence[Served], adapters: AdapterDirectory | None = None) -> None:
+    def __init__(
+        self, served: Sequence[Served], adapters: AdapterDirectory, texts: AdapterTexts
+    ) -> None:
         self._served = {one.model.name: one for one in served}
-        self.adapters = adapters or AdapterDirectory(None)
+        self.adapters = adapters
         """Directory of the adapters' names."""
+        self._texts = texts
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())
@@ -130,6 +137,23 @@ class Catalogue:
                     await self.adapters.refresh()
             meant = self._known(name)
         return meant if meant is not None else self._refuse(name or "(none)")
+
+    async def texts(self, meant: ResolvedModel) -> ServedModel:
+        """The tokenizer and chat template of a model, or of an adapter that brings its own.
+
+        Raises:
+            AdapterError: They have become unreadable.
+            DeadlineExceeded: The registry's disk does not answer.
+        """
+        if meant.entry is None:
+            return meant.served.model
+        try:
+            async with asyncio.timeout(_TEXTS_S):
+                return await self._texts.of(meant.entry, meant.served.model)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the tokenizer of the adapter `{meant.name}` was not read in time", stage="prepare"
+            ) from None
 
     def base(self, name: str) -> Served:
         """Finds a base model by its name.

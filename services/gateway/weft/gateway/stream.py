@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from weft.engine import faults
 from weft.engine.errors import SlowClient, WeftError
+from weft.gateway.model import ServedModel
 from weft.gateway.run import CANCELLED, Generation, Listener
 from weft.gateway.sample import Sample
 from weft.v1 import common_pb2
@@ -36,20 +37,27 @@ class TokenStream(Listener):
     """
 
     def __init__(
-        self, request_id: str, max_unsent_bytes: int, on_failed: Callable[[], None]
+        self,
+        request_id: str,
+        texts: ServedModel,
+        max_unsent_bytes: int,
+        on_failed: Callable[[], None],
     ) -> None:
         """Creates an empty stream.
 
         Args:
             request_id: Id of the client's request.
+            texts: The base model, with the tokenizer and the chat template of its adapter.
             max_unsent_bytes: Text that may wait for the client.
             on_failed: Called once when the whole request fails by `fail`.
         """
         self.request_id = request_id
         self.trace_id = ""
         """Trace id, 32 hex digits; empty if nothing is traced."""
-        self.base_model = self.model = ""
-        """Names of the base model, and of the requested model: the same or one of its adapters."""
+        self.texts = texts
+        """The base model, with the tokenizer and the chat template of its adapter."""
+        self.model = ""
+        """Name of the requested model: the base model's, or that of one of its adapters."""
         self.headers: tuple[tuple[str, str], ...] = ()
         """Headers sent with the beginning of the answer."""
         self._on_failed = on_failed

@@ -109,8 +109,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         async with self._pipeline.open(request) as stream:
             model, make_parser = stream.model, None
             if isinstance(request.prompts[0], ChatPrompt):
-                base = self._models.base(stream.base_model).model
-                make_parser = parser_maker(request, base, stream.generations[0].prompt)
+                make_parser = parser_maker(request, stream.texts, stream.generations[0].prompt)
             choices = _Choices(make_parser)
             scores = stream.generations[0].prompt_scores
             await begin_answer(context, request.request_id, headers=stream.headers)
@@ -147,7 +146,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.TokenizeRequest, context: Context
     ) -> gateway_pb2.TokenizeResponse:
         """See gateway.proto."""
-        served = (await self._models.find(request.model)).served
+        meant = await self._models.find(request.model)
         prompt: Prompt
         if request.messages and request.text:
             raise invalid("text", "contradicts messages: give one of text and messages")
@@ -156,18 +155,19 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         else:
             add = request.add_special_tokens if request.HasField("add_special_tokens") else True
             prompt = TextPrompt(text=request.text, add_special_tokens=add)
-        ids = await served.preparer.tokenize(prompt)
+        ids = await meant.served.preparer.tokenize(await self._models.texts(meant), prompt)
         return gateway_pb2.TokenizeResponse(
-            tokens=common_pb2.TokenIds(ids=ids), max_context_tokens=served.context_tokens
+            tokens=common_pb2.TokenIds(ids=ids), max_context_tokens=meant.served.context_tokens
         )
 
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
         """See gateway.proto."""
-        served = (await self._models.find(request.model)).served
-        check_ids("tokens", request.tokens.ids, served.model.vocabulary_size)
-        (text,) = await served.preparer.detokenize([request.tokens.ids])
+        meant = await self._models.find(request.model)
+        texts = await self._models.texts(meant)
+        check_ids("tokens", request.tokens.ids, texts.vocabulary_size)
+        (text,) = await meant.served.preparer.detokenize(texts, [request.tokens.ids])
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(

@@ -17,12 +17,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from weft.engine.errors import InvalidRequest, Overloaded, WeftError
-from weft.engine.lora.files import CONFIG_FILE, DRAFT_FOLDER, WEIGHTS_FILE
+from weft.engine.lora.files import (
+    CONFIG_FILE,
+    DRAFT_FOLDER,
+    TEXT_FILES,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+)
 
 FILES = {CONFIG_FILE: 2 << 20, WEIGHTS_FILE: 1 << 40}
-"""Files of an adapter, and the largest size of each in bytes. Besides, only the folder of a draft
-adapter is copied, which has the same files.
+"""Files of an adapter, and the largest size of each in bytes. Besides, only its own tokenizer is
+copied, and the folder of a draft adapter, which has the same files.
 """
+_LIMITS = {**FILES, **TEXT_FILES}
 COPIES = ".weft"
 _TEMPORARY = "new-"
 _STALE_S = 3600.0
@@ -78,6 +85,7 @@ def copy_adapter(
         try:
             temporary.mkdir(parents=True)
             left = _copy_files(folder, path, temporary, max_bytes, max_bytes)
+            left = _copy_texts(folder, path, temporary, left, max_bytes)
             _copy_draft(folder, path, temporary, left, max_bytes)
             digest = _digest(digest_of, temporary, path)
             _publish(temporary, copies / digest.hex())
@@ -140,6 +148,15 @@ def _copy_files(folder: int, path: str, target: Path, left: int, max_bytes: int)
     return left
 
 
+def _copy_texts(folder: int, path: str, target: Path, left: int, max_bytes: int) -> int:
+    """Copies an adapter's own tokenizer if it has one; returns the bytes that are left."""
+    there = set(os.listdir(folder))
+    for name, limit in TEXT_FILES.items() if TOKENIZER_FILE in there else ():
+        if name in there:
+            left -= _copy_file(folder, path, name, target, min(limit, left), max_bytes)
+    return left
+
+
 def _copy_draft(folder: int, path: str, target: Path, left: int, max_bytes: int) -> None:
     """Copies the draft adapter, if there is one."""
     try:
@@ -169,8 +186,8 @@ def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_
         if not stat.S_ISREG(status.st_mode):
             raise _refused(f"{path}/{name} is not a file")
         too_large = _refused(
-            f"{path}/{name} is too large: an adapter may have {max_bytes} bytes, its configuration "
-            f"{FILES[CONFIG_FILE]}"
+            f"{path}/{name} is too large: an adapter may have {max_bytes} bytes, this file "
+            f"{_LIMITS[name]}"
         )
         if status.st_size > limit:
             raise too_large

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,8 +23,10 @@ from weft.engine.errors import (
 from weft.engine.lora.digest import adapter_digest
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.holders import HELD, Holder, holders, serving_holders
+from weft.gateway.adapters.texts import AdapterTexts
 from weft.gateway.fleet import Fleet
 from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.model import ServedModel
 from weft.gateway.validate import invalid
 
 _log = logging.getLogger(__name__)
@@ -68,7 +70,8 @@ class FleetAdapterManager:
         directory: Follows it.
         fleet: Who must hold what.
         metrics: Where loads are counted.
-        models: Names of the base models.
+        models: The base models by name.
+        texts: What adapters bring must fit them.
         load_timeout_s: Longest load, and longest wait for an unloaded one's requests.
         linger_s: A retired content stays for so long after its last request.
         max_bytes: A larger adapter is refused.
@@ -79,7 +82,8 @@ class FleetAdapterManager:
         directory: AdapterDirectory,
         fleet: Fleet,
         metrics: GatewayMetrics,
-        models: Collection[str],
+        models: Mapping[str, ServedModel],
+        texts: AdapterTexts,
         *,
         load_timeout_s: float,
         linger_s: float,
@@ -89,6 +93,7 @@ class FleetAdapterManager:
         self._fleet = fleet
         self._metrics = metrics
         self._models = models
+        self._texts = texts
         self._load_timeout_s = load_timeout_s
         self._linger_s = linger_s
         self._max_bytes = max_bytes
@@ -202,6 +207,8 @@ class FleetAdapterManager:
                 is_lenient=order.is_lenient,
                 until=now + _LEASE_S,
             )
+            if registry.directory(digest).is_dir():
+                await self._texts.of(wanted, self._models[order.model])
 
             def begin(old: Manifest, wanted: Entry = wanted, now: float = now) -> Manifest:
                 if not registry.directory(wanted.digest_bytes).is_dir():

@@ -17,7 +17,6 @@ from weft.gateway.answer.make import parser_maker
 from weft.gateway.edge import Context, begin_answer, call_facts
 from weft.gateway.end_session import end_session
 from weft.gateway.fleet import Fleet
-from weft.gateway.model import ServedModel
 from weft.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -49,7 +48,7 @@ from weft.gateway.openai.translate import (
 )
 from weft.gateway.pipeline import RequestPipeline
 from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
-from weft.gateway.served import Catalogue, ResolvedModel, Served
+from weft.gateway.served import Catalogue, ResolvedModel
 from weft.gateway.stream import Delta, TokenStream
 from weft.gateway.validate import check_ids
 from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
@@ -90,13 +89,13 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             ChatBody, request.data, lambda body: chat_request(body, facts)
         )
 
-        def write(stream: TokenStream, model: ServedModel) -> AnswerWriter:
+        def write(stream: TokenStream) -> AnswerWriter:
             return ChatWriter(
                 generate.request_id,
                 stream.model,
-                model.vocabulary,
+                stream.texts.vocabulary,
                 include_usage=_includes_usage(body),
-                make_parser=parser_maker(generate, model, stream.generations[0].prompt),
+                make_parser=parser_maker(generate, stream.texts, stream.generations[0].prompt),
             )
 
         await self._answer(generate, body, write, context)
@@ -109,11 +108,11 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         )
         echoes = await self._echoes(generate) if body.echo else ()
 
-        def write(stream: TokenStream, model: ServedModel) -> AnswerWriter:
+        def write(stream: TokenStream) -> AnswerWriter:
             return CompletionWriter(
                 generate.request_id,
                 stream.model,
-                model.vocabulary,
+                stream.texts.vocabulary,
                 include_usage=_includes_usage(body),
                 echoes=echoes,
                 samples_per_prompt=generate.sampling.n,
@@ -125,13 +124,12 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self,
         request: GenerateRequest,
         body: GenerationBody,
-        write: Callable[[TokenStream, ServedModel], AnswerWriter],
+        write: Callable[[TokenStream], AnswerWriter],
         context: Context,
     ) -> None:
         async with self._pipeline.open(request) as stream:
-            model = self._models.base(stream.base_model).model
-            writer = write(stream, model)
-            writer.prompt_logprobs = _prompt_logprobs(request, body, stream, model)
+            writer = write(stream)
+            writer.prompt_logprobs = _prompt_logprobs(request, body, stream)
             kind = _EVENTS if body.stream else _JSON
             await begin_answer(context, request.request_id, kind, stream.headers)
             if body.stream:
@@ -175,14 +173,15 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return await _build(size, lambda: writer.whole(choices, fields))
 
     async def _echoes(self, request: GenerateRequest) -> list[str]:
-        served = (await self._models.find(request.model)).served
-        texts = [prompt.text for prompt in request.prompts if isinstance(prompt, TextPrompt)]
-        if texts:
-            return texts
+        meant = await self._models.find(request.model)
+        given = [prompt.text for prompt in request.prompts if isinstance(prompt, TextPrompt)]
+        if given:
+            return given
+        texts = await self._models.texts(meant)
         lists = [prompt.ids for prompt in request.prompts if isinstance(prompt, TokenPrompt)]
         for ids in lists:
-            check_ids("prompt", ids, served.model.vocabulary_size)
-        return await served.preparer.detokenize(lists)
+            check_ids("prompt", ids, texts.vocabulary_size)
+        return await meant.served.preparer.detokenize(texts, lists)
 
     async def Models(self, request: Empty, context: Context) -> HttpBody:
         """See openai.proto."""
@@ -202,27 +201,29 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def TokenizeText(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         body, prompt = await self._bodies.parse(TokenizeBody, request.data, tokenize_prompt)
-        served = (await self._models.find(body.model or "")).served
-        ids = await served.preparer.tokenize(prompt)
-        with_texts = bool(body.return_token_strs)
-        return await _build(len(ids), lambda: self._tokenized(served, ids, with_texts))
-
-    def _tokenized(self, served: Served, ids: list[int], with_texts: bool) -> bytes:
+        meant = await self._models.find(body.model or "")
+        texts = await self._models.texts(meant)
+        ids = await meant.served.preparer.tokenize(texts, prompt)
         answer: dict[str, object] = {
             "count": len(ids),
-            "max_model_len": served.context_tokens,
+            "max_model_len": meant.served.context_tokens,
             "tokens": ids,
         }
-        if with_texts:
-            answer["token_strs"] = [served.model.tokenizer.id_to_token(i) or "" for i in ids]
-        return to_json(answer)
+
+        def build() -> bytes:
+            if body.return_token_strs:
+                answer["token_strs"] = [texts.tokenizer.id_to_token(i) or "" for i in ids]
+            return to_json(answer)
+
+        return await _build(len(ids), build)
 
     async def DetokenizeTokens(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         body, ids = await self._bodies.parse(DetokenizeBody, request.data, lambda body: body.tokens)
-        served = (await self._models.find(body.model or "")).served
-        check_ids("tokens", ids, served.model.vocabulary_size)
-        (text,) = await served.preparer.detokenize([ids])
+        meant = await self._models.find(body.model or "")
+        texts = await self._models.texts(meant)
+        check_ids("tokens", ids, texts.vocabulary_size)
+        (text,) = await meant.served.preparer.detokenize(texts, [ids])
         return await _build(len(text), lambda: to_json({"prompt": text}))
 
     async def LoadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
@@ -315,12 +316,12 @@ def _includes_usage(body: GenerationBody) -> bool:
 
 
 def _prompt_logprobs(
-    request: GenerateRequest, body: GenerationBody, stream: TokenStream, model: ServedModel
+    request: GenerateRequest, body: GenerationBody, stream: TokenStream
 ) -> PromptLogprobs | None:
     if request.prompt_logprobs is None:
         return None
     return PromptLogprobs(
-        model.vocabulary,
+        stream.texts.vocabulary,
         stream.generations,
         num_listed=body.prompt_logprobs,
         num_echoed=body.logprobs if isinstance(body, CompletionBody) and body.echo else None,
