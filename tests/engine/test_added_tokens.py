@@ -11,7 +11,7 @@ import torch
 from lora_reference import BASE, PeftModels, unload_all
 from tiny_adapters import peft_model
 from tiny_models import make_tiny
-from weft.engine.errors import AdapterError
+from weft.engine.errors import AdapterError, ConfigError
 from weft.engine.llm import LLM
 from weft.engine.request import StopCriteria
 
@@ -117,6 +117,12 @@ def test_drafts_know_the_models_tokens_only(drafter: str, tmp_path: Path) -> Non
     draft = make_tiny("llama", tmp_path / "draft", seed=random.randrange(2**31), **overrides)
     settings = {"draft_dir": draft} if drafter == "model" else {}
     check(models, drafter=drafter, max_draft_tokens=3, **settings)
+
+
+def test_projections_must_name_what_they_change(tmp_path: Path) -> None:
+    models = GrownModels(tmp_path, 1, is_tied=False)
+    with pytest.raises(ConfigError, match="lora_projections does not name lm_head"):
+        LLM(models.model_dir, **{**SETTINGS, "lora_projections": ("q", "embed_tokens")})
 
 
 def test_more_than_there_is_room_for_is_refused(tmp_path: Path) -> None:

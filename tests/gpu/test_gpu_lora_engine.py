@@ -98,8 +98,13 @@ def test_tokens_of_whole_matrices(cuda_graphs: bool, tmp_path: Path) -> None:
     for index, settings in enumerate(choices):
         adapters.append(tmp_path / f"a{index}")
         peft_model(model_dir, seed + index, **settings).save_pretrained(adapters[-1])
+    # Two add tokens to the vocabulary, of which one has matrices of its own as well.
+    for index, settings in enumerate((choices[0], some)):
+        adapters.append(tmp_path / f"grown{index}")
+        grown = peft_model(model_dir, seed + index, resize=VOCAB + 3 + index, **settings)
+        grown.save_pretrained(adapters[-1])
     projections = ("q", "down", "embed_tokens", "lm_head")
-    sizes = {"lora_projections": projections, "lora_whole_matrices": 1}
+    sizes = {"lora_projections": projections, "lora_whole_matrices": 1, "lora_added_tokens": 5}
     check_like_cpu(model_dir, adapters, cuda_graphs=cuda_graphs, **sizes)
 
 

@@ -83,12 +83,7 @@ def plan_lora(
         for part in projections
         if part.kind in VOCABULARY and config.lora_whole_matrices
     }
-    if config.lora_whole_matrices and not whole:
-        raise ConfigError(
-            f"lora_whole_matrices = {config.lora_whole_matrices}: lora_projections names neither "
-            f"{' nor '.join(VOCABULARY)}",
-            param="lora_whole_matrices",
-        )
+    _check_vocabulary(config, [name for name in VOCABULARY if name in shares])
     num_rows |= dict.fromkeys(drafts, config.max_loras * rows_each)
     num_rows |= dict.fromkeys(whole, config.lora_whole_matrices)
     row_bytes = {name: row_bytes for name, (_, row_bytes) in (shares | drafts).items()}
@@ -99,6 +94,23 @@ def plan_lora(
         row_bytes=row_bytes | whole,
         host_bytes=config.lora_host_bytes,
     )
+
+
+def _check_vocabulary(config: EngineConfig, named: Sequence[str]) -> None:
+    """Raises ConfigError where there would be room for changes that `named` projections exclude."""
+    if config.lora_whole_matrices and not named:
+        raise ConfigError(
+            f"lora_whole_matrices = {config.lora_whole_matrices}: lora_projections names neither "
+            f"{' nor '.join(VOCABULARY)}",
+            param="lora_whole_matrices",
+        )
+    missing = [name for name in VOCABULARY if name not in named]
+    if config.lora_added_tokens and missing:
+        raise ConfigError(
+            f"lora_added_tokens = {config.lora_added_tokens}: lora_projections does not name "
+            f"{' and '.join(missing)}",
+            param="lora_added_tokens",
+        )
 
 
 class DraftParts(Protocol):
