@@ -10,9 +10,11 @@ import pytest
 import torch
 from lora_reference import BASE, PeftModels, unload_all
 from tiny_adapters import peft_model
+from tiny_drafts import make_tiny_draft, make_tiny_eagle
 from tiny_models import make_tiny
+from weft.cli.chaos.tiny import write_tokenizer
 from weft.engine.errors import AdapterError, ConfigError
-from weft.engine.llm import LLM
+from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.request import StopCriteria
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -47,7 +49,7 @@ class GrownModels(PeftModels):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-                rows = layer.weight[VOCAB:]
+                rows = layer.weight[VOCAB:]  # None, where it takes rows away.
                 rows += 0.5 * torch.randn(rows.shape, generator=generator)
         model.save_pretrained(directory)
         digest = self.put(directory, model)
@@ -109,14 +111,30 @@ def test_beside_whole_matrices(is_tied: bool, tmp_path: Path) -> None:
     check(models, lora_whole_matrices=1)
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
-def test_drafts_know_the_models_tokens_only(drafter: str, tmp_path: Path) -> None:
-    """Added tokens in prompts and answers do not disturb what drafts."""
-    models = make_models(tmp_path, is_tied=False)
-    overrides = {"vocab_size": VOCAB, "num_hidden_layers": 1}
-    draft = make_tiny("llama", tmp_path / "draft", seed=random.randrange(2**31), **overrides)
-    settings = {"draft_dir": draft} if drafter == "model" else {}
-    check(models, drafter=drafter, max_draft_tokens=3, **settings)
+@pytest.mark.parametrize("shares", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("drafter", ["model", "ngram", "eagle", "eagle3"])
+def test_drafts_know_the_models_tokens_only(drafter: str, shares: bool, tmp_path: Path) -> None:
+    """Added tokens in prompts and answers do not disturb what drafts, with the model's embedding or
+    with one of its own.
+    """
+    models, seed = make_models(tmp_path, is_tied=False), random.randrange(2**31)
+    settings: dict[str, Any] = {"drafter": drafter, "max_draft_tokens": 3}
+    if drafter == "model":
+        overrides = {"vocab_size": VOCAB, "num_hidden_layers": 1}
+        settings["draft_dir"] = make_tiny("llama", tmp_path / "draft", seed=seed, **overrides)
+    elif drafter == "eagle":
+        settings["draft_dir"] = make_tiny_eagle(
+            tmp_path / "draft", models.model_dir, seed, shares=shares
+        )
+    elif drafter == "eagle3":
+        settings["draft_dir"] = make_tiny_draft(
+            tmp_path / "draft",
+            models.model_dir,
+            seed,
+            shares=shares,
+            eagle_aux_hidden_state_layer_ids=[0, 1, 1],
+        )
+    check(models, **settings)
 
 
 def test_projections_must_name_what_they_change(tmp_path: Path) -> None:
@@ -126,27 +144,70 @@ def test_projections_must_name_what_they_change(tmp_path: Path) -> None:
 
 
 def test_more_than_there_is_room_for_is_refused(tmp_path: Path) -> None:
-    """By a name, with the setting; a lenient load takes as many as there is room for."""
+    """By a name, with the setting."""
     models = GrownModels(tmp_path, random.randrange(2**31), is_tied=False)
     digest = models.grow(7, ROOM + 2, r=4, target_modules=["q_proj"])
-    directory = models.directories[digest]
-    with LLM(models.model_dir, **SETTINGS) as llm:
-        problem = rf"embed_tokens\S* has {VOCAB + ROOM + 2} tokens, {ROOM + 2} more than the model"
-        with pytest.raises(AdapterError, match=rf"{problem}: .* lora_added_tokens = {ROOM} take"):
-            llm.load_adapter(directory)
-        cut = llm.load_adapter(directory, is_lenient=True)
-        assert {state.left_out for state in llm.engine.adapters.states() if state.left_out} == {
-            tuple(
-                f"base_model.model.{name}.weight[{VOCAB + ROOM}:{VOCAB + ROOM + 2}]"
-                for name in ("lm_head", "model.embed_tokens")
-            )
+    problem = rf"embed_tokens\S* has {VOCAB + ROOM + 2} tokens, {ROOM + 2} more than the model"
+    with (
+        LLM(models.model_dir, **SETTINGS) as llm,
+        pytest.raises(AdapterError, match=rf"{problem}: .* lora_added_tokens = {ROOM} take"),
+    ):
+        llm.load_adapter(models.directories[digest])
+
+
+@pytest.mark.parametrize("room", [0, ROOM])
+def test_a_lenient_load_leaves_them_out(room: int, tmp_path: Path) -> None:
+    """All of them, whether there is room or not: the rest is what the adapter is without them."""
+    models = GrownModels(tmp_path, random.randrange(2**31), is_tied=False)
+    digest = models.grow(7, 3, r=4, target_modules=["q_proj"])
+    with LLM(models.model_dir, **{**SETTINGS, "lora_added_tokens": room}) as llm:
+        cut = llm.load_adapter(models.directories[digest], is_lenient=True)
+        (state,) = llm.engine.adapters.states()
+        assert set(state.left_out) == {
+            f"base_model.model.{name}.weight[{VOCAB}:{VOCAB + 3}]"
+            for name in ("lm_head", "model.embed_tokens")
         }
         stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
-        prompt = [random.randrange(3, VOCAB + ROOM) for _ in range(30)]
-        (sample,) = llm.generate([prompt], stop=stop, adapters=[cut])
-    ids, model = list(prompt), models._models[digest]
-    with torch.no_grad():
+        prompts = [[random.randrange(3, VOCAB) for _ in range(30)] for _ in range(8)]
+        samples = llm.generate(prompts, stop=stop, adapters=[cut] * len(prompts))
+    compare(models, digest, prompts, samples, VOCAB)
+
+
+def test_rows_that_no_token_has_may_be_missing(tmp_path: Path) -> None:
+    """Models have more rows than tokens; who resizes the vocabulary to len(tokenizer) + 2 takes
+    rows away, and the new tokens have rows of the model.
+    """
+    models = GrownModels(tmp_path, random.randrange(2**31), is_tied=False)
+    digest = models.grow(7, -4, r=4, target_modules=["q_proj"], trainable_token_indices=[3, 511])
+    settings = {**SETTINGS, "lora_added_tokens": 0}
+    with LLM(models.model_dir, **settings) as llm, pytest.raises(AdapterError, match="fewer rows"):
+        llm.load_adapter(models.directories[digest])
+    write_tokenizer(models.model_dir, VOCAB - 6, max_context_tokens=2048)
+    with LLM(models.model_dir, **settings) as llm:
+        llm.load_adapter(models.directories[digest])
+        stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        prompts = [[random.randrange(3, VOCAB - 4) for _ in range(30)] for _ in range(8)]
+        samples = llm.generate(prompts, stop=stop, adapters=[digest] * len(prompts))
+    compare(models, digest, prompts, samples, VOCAB - 4)
+
+
+def compare(
+    models: GrownModels,
+    digest: bytes,
+    prompts: list[list[int]],
+    samples: list[GeneratedSample],
+    end: int,
+) -> None:
+    """Tokens are PEFT's most likely ones below `end`, up to the first one beyond."""
+    num_compared = 0
+    for prompt, sample in zip(prompts, samples, strict=True):
+        ids = list(prompt)
         for token in sample.token_ids:
-            logits = model(torch.tensor([ids])).logits[0, -1, : VOCAB + ROOM]
+            if token >= end:
+                break
+            with torch.no_grad():
+                logits = models._models[digest](torch.tensor([ids])).logits[0, -1, :end]
             assert token == int(logits.argmax())
             ids.append(token)
+            num_compared += 1
+    assert num_compared > len(prompts)

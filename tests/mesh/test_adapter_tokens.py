@@ -171,7 +171,7 @@ def test_the_model_itself_does_not_know_them(mesh: TinyMesh, grown: Grown) -> No
 def test_a_tokenizer_that_does_not_fit_is_refused(
     mesh: TinyMesh, root: Path, grown: Grown, damage: str
 ) -> None:
-    """With what is wrong; a lenient load goes without it."""
+    """With what is wrong; a lenient load goes without tokens for which there is no room."""
     folder = root / "other"
     shutil.copytree(grown.folder, folder)
     file = folder / "tokenizer.json"
@@ -179,7 +179,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(
         if damage == "rows":
             grown.tokenizer.add_tokens([f"<more {number}>" for number in range(3)])
             grown.tokenizer.save(str(file))
-            problem = f"its tokenizer has token {VOCAB + 5}, its embedding {VOCAB + 3} rows"
+            problem = f"it has token {VOCAB + 5}, and the embedding {VOCAB + 3} rows"
         elif damage == "ids":
             content = json.loads(file.read_text())
             vocabulary = content["model"]["vocab"]

@@ -121,13 +121,18 @@ class AdapterFiles:
         _read_at(self.directory, self._weights, piece.start, memoryview(data))
         return hashlib.blake2b(data, digest_size=32).digest()
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether there is a tokenizer of its own."""
+        return os.path.lexists(self.directory / TOKENIZER_FILE)
+
     def text_files(self) -> dict[str, bytes]:
         """The files of its own tokenizer that are there, by name.
 
         Raises:
             AdapterError: One is too large, or no regular file of the directory.
         """
-        if not os.path.lexists(self.directory / TOKENIZER_FILE):
+        if not self.has_texts:
             return {}
         there = {n: size for n, size in TEXT_FILES.items() if os.path.lexists(self.directory / n)}
         return {name: bytes(_read_file(self.directory, name, size)) for name, size in there.items()}

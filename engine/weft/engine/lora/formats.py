@@ -6,7 +6,7 @@ scaled and checked for NaN and infinity.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +39,7 @@ def read_adapter(
     dtype: torch.dtype = torch.float32,
     parts: Collection[str] = (DENSE,),
     is_lenient: bool = False,
+    num_tokens: Callable[[], int] | None = None,
 ) -> Adapter:
     """Reads, checks and normalises an adapter.
 
@@ -52,12 +53,21 @@ def read_adapter(
         is_lenient: Leaves out, and lists in `Adapter.ignored`, tensors of modules that the model
             does not have, that the configuration does not target or that the caller does not apply.
             What is damaged is refused all the same.
+        num_tokens: Tells how many tokens the model's tokenizer has, so many rows at least an
+            embedding or an LM head needs; None: as many as the model's.
 
     Raises:
         AdapterError: The message names the directory, and the tensor or field.
     """
     with open_adapter(directory) as files:
-        plan = plan_adapter(files, config, max_rank=max_rank, parts=parts, is_lenient=is_lenient)
+        plan = plan_adapter(
+            files,
+            config,
+            max_rank=max_rank,
+            parts=parts,
+            is_lenient=is_lenient,
+            num_tokens=num_tokens or (lambda: config.vocab_size),
+        )
         reader = _Reader(files, config, dtype)
         reader.check_size(plan.num_elements, max_bytes)
         try:
@@ -87,12 +97,10 @@ class _Reader:
             )
 
     def adapter(self, plan: AdapterPlan, *, is_lenient: bool) -> Adapter:
-        """Reads the whole adapter, leniently without tokens for which the model has no rows; its
-        digest is left empty.
-        """
+        """Reads the whole adapter, leniently without added tokens; its digest is left empty."""
         changes = {name: self.vocabulary(part) for name, part in plan.vocabulary.items()}
         if is_lenient:
-            size = self.config.num_embeddings
+            size = self.config.vocab_size
             changes = {name: _without_added(name, one, size) for name, one in changes.items()}
         if plan.ties_vocabulary and "embed_tokens" in changes:
             embedding = changes["embed_tokens"]

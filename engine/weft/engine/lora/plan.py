@@ -7,7 +7,7 @@ memory before its sizes are known to be sound.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from weft.engine.errors import AdapterError
@@ -86,7 +86,8 @@ def plan_adapter(
     *,
     max_rank: int,
     parts: Collection[str],
-    is_lenient: bool = False,
+    is_lenient: bool,
+    num_tokens: Callable[[], int],
 ) -> AdapterPlan:
     """Sorts an adapter's tensors and checks their names, shapes, dtypes and ranks.
 
@@ -96,11 +97,12 @@ def plan_adapter(
         max_rank: Largest rank of any module.
         parts: Which of `PARTS` are applied.
         is_lenient: Tensors that cannot be applied are left out in the place of refusing the whole.
+        num_tokens: See `read_adapter`.
 
     Raises:
         AdapterError: The message names the tensor or field.
     """
-    planner = _Planner(files, config, max_rank, frozenset(parts), is_lenient)
+    planner = _Planner(files, config, max_rank, frozenset(parts), is_lenient, num_tokens)
     planner.sort()
     for module, tensors in planner.modules.items():
         give_way()
@@ -134,6 +136,7 @@ class _Planner:
     max_rank: int
     parts: frozenset[str]
     is_lenient: bool
+    num_tokens: Callable[[], int]
     modules: dict[ModuleName, dict[str, str]] = field(default_factory=dict)
     """Names of tensors by module and part."""
     _peft: PeftConfig = field(init=False)
@@ -350,8 +353,8 @@ class _Planner:
             rows = self._vocabulary_rows(weight)
             for name in weights:
                 self._check_tensor(name, (rows, self.config.hidden_size))
-            if self.is_lenient and rows > self.config.num_embeddings:
-                self._ignored.append(f"{weight}[{self.config.num_embeddings}:{rows}]")
+            if self.is_lenient and rows > self.config.vocab_size:
+                self._ignored.append(f"{weight}[{self.config.vocab_size}:{rows}]")
         tokens = tensors.get("tokens", "")
         token_ids: tuple[int, ...] = ()
         if tokens:
@@ -362,12 +365,13 @@ class _Planner:
 
     def _vocabulary_rows(self, name: str) -> int:
         shape = self.files.tensors[name].shape
-        if shape[:1] < (self.config.vocab_size,):
+        rows = shape[0] if shape else 0
+        # A model may have more rows than tokens: who resizes its vocabulary then takes some away.
+        if rows < self.config.vocab_size and rows < (least := self.num_tokens()):
             raise self.error(
-                f"tensor {name} has shape {shape}, fewer rows than the vocabulary's "
-                f"{self.config.vocab_size}"
+                f"tensor {name} has shape {shape}, fewer rows than the vocabulary's {least} tokens"
             )
-        return shape[0]
+        return rows
 
     def _token_ids(self, module: ModuleName, name: str, rows: int) -> tuple[int, ...]:
         names = module.names

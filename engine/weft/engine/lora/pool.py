@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from weft.engine.lora.rows import DevicePlace, Rows
 from weft.engine.lora.weights import Half, HostWeights, WholeMatrix, host_weights
 from weft.engine.models.checkpoint import Checkpoint
 from weft.engine.models.config import ModelConfig
+from weft.engine.models.vocabularies import num_tokens
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights, packed_sizes
 from weft.kernels.memory import huge_zeros
@@ -274,6 +276,7 @@ class LoraPool:
                 dtype=self._dtype,
                 parts=self._parts,
                 is_lenient=is_lenient,
+                num_tokens=partial(num_tokens, self._model_dir, self._model),
             )
             parts = tuple(self._projections.values())
             try:

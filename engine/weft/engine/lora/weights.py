@@ -137,8 +137,10 @@ def host_weights(
     for part in projections:
         name, change = part.kind, vocabulary.get(part.kind)
         if change is not None:
-            grown = _of_models_size(part, change, vocab_size, matrices)
-            pair, matrix = _divided(part, grown, max_rank, own_weight, takes_whole=takes_whole)
+            is_changed = change.weight is not None or change.rows is not None
+            own = own_weight(name) if is_changed else None
+            filled = _of_models_size(part, change, vocab_size, own, matrices)
+            pair, matrix = _divided(part, filled, max_rank, own, takes_whole=takes_whole)
             low_rank |= {} if pair is None else {name: pair}
             replaced |= {} if matrix is None else {name: matrix}
     max_rows = -(-max_rank // ROW_RANK)
@@ -161,7 +163,7 @@ def host_weights(
         digest=adapter.digest,
         rank=max([adapter.rank, *most]),
         kinds=kinds,
-        vocab_end=vocab_size if head is None else len(head),
+        vocab_end=vocab_size if head is None else max(vocab_size, len(head)),
         whole=_whole_matrices(replaced, for_gpu=for_gpu),
         left_out=adapter.ignored,
     )
@@ -196,14 +198,16 @@ def _of_models_size(
     part: Projection,
     change: VocabularyChange,
     vocab_size: int,
+    own: torch.Tensor | None,
     matrices: dict[int, torch.Tensor],
 ) -> VocabularyChange:
-    """Adds zeros for those tokens that the model has rows for and the adapter does not have.
+    """Gives a change as many rows as the model has: its own ones for tokens that the adapter lacks.
 
     Args:
         part: The embedding or the LM head.
         change: The adapter's change of it.
         vocab_size: Tokens of the model itself.
+        own: The model's weight, see `OwnWeight`.
         matrices: Those that were made so far, so that tied ones stay one.
 
     Raises:
@@ -216,14 +220,17 @@ def _of_models_size(
         raise AdapterError(
             f"tensor {change.tensor} has {len(weight):,} tokens, {len(weight) - vocab_size:,} more "
             f"than the model: workers with lora_added_tokens = {size - vocab_size} take as many; "
-            "a lenient load leaves the others out"
+            "a lenient load leaves them out"
         )
     if weight is not None and len(weight) < size:
-        zeros = (0, 0, 0, size - len(weight))
-        weight = matrices.setdefault(id(weight), pad(weight, zeros))
-    if lora is not None and is_input:
+        if id(weight) not in matrices:
+            rest = own[len(weight) :] if own is not None else weight.new_zeros(0, weight.shape[1])
+            filled = torch.cat([weight, rest])
+            matrices[id(weight)] = pad(filled, (0, 0, 0, size - len(filled)))
+        weight = matrices[id(weight)]
+    if lora is not None and is_input and lora.a.shape[1] < size:
         lora = LoraPair(pad(lora.a, (0, size - lora.a.shape[1])), lora.b)
-    elif lora is not None:
+    elif lora is not None and not is_input and len(lora.b) < size:
         lora = LoraPair(lora.a, pad(lora.b, (0, 0, 0, size - len(lora.b))))
     return replace(change, weight=weight, lora=lora)
 
@@ -232,7 +239,7 @@ def _divided(
     part: Projection,
     change: VocabularyChange,
     max_rank: int,
-    own_weight: OwnWeight,
+    own: torch.Tensor | None,
     *,
     takes_whole: bool,
 ) -> tuple[LoraPair | None, torch.Tensor | None]:
@@ -253,7 +260,6 @@ def _divided(
     if change.weight is None and change.rows is None:
         return lora, None
     name = part.kind
-    own = own_weight(name)
     if own is None and takes_whole and change.weight is not None:
         return lora, _replaced(change, change.weight)
     if own is None:

@@ -1,4 +1,4 @@
-"""Checks that two models have the same vocabulary, by their `tokenizer.json` files. Pure Python."""
+"""What the `tokenizer.json` files of models say about their vocabularies. Pure Python."""
 
 from __future__ import annotations
 
@@ -44,6 +44,19 @@ def check_same_vocabulary(
             f"{its.get(token)} for the target model (None: it has no such token); "
             "give a model with the same tokenizer",
         )
+
+
+def num_tokens(model_dir: Path, config: ModelConfig) -> int:
+    """Tokens of a model's tokenizer, which may be fewer than its embedding has rows; as many as
+    rows where there is no `tokenizer.json`.
+
+    Raises:
+        ModelError: The file is malformed.
+    """
+    file = model_dir / _FILE
+    if not file.is_file():
+        return config.vocab_size
+    return 1 + max(_token_ids(file).values(), default=0)
 
 
 def _token_ids(file: Path) -> dict[str, int]:

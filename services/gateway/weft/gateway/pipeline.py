@@ -211,24 +211,20 @@ class RequestPipeline:
         account.model = meant.served.model.name
         request = replace(request, adapter=meant.adapter)
         with self._models.adapters.using(meant.adapter):
-            texts = await self._models.texts(meant)
-            async with self._run_meant(account, meant, texts, request) as stream:
+            async with self._run_meant(account, meant, request) as stream:
                 yield stream
 
     @asynccontextmanager
     async def _run_meant(
-        self,
-        account: _Account,
-        meant: ResolvedModel,
-        texts: ServedModel,
-        request: GenerateRequest,
+        self, account: _Account, meant: ResolvedModel, request: GenerateRequest
     ) -> AsyncIterator[TokenStream]:
-        """Runs a request whose `model` is resolved, and has these texts."""
+        """Runs a request whose `model` is resolved."""
         loop, trace, served = asyncio.get_running_loop(), account.trace, meant.served
-        check_request(request, texts, self._settings.max_prompts)
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
         deadline = account.arrival + timeout_s
+        texts = await self._models.texts(meant, timeout_s)
+        check_request(request, texts, self._settings.max_prompts)
         terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
         request = in_tenant_cache(request)
         request = replace(request, targets=request.targets.over(terms.targets))

@@ -138,17 +138,22 @@ class Catalogue:
             meant = self._known(name)
         return meant if meant is not None else self._refuse(name or "(none)")
 
-    async def texts(self, meant: ResolvedModel) -> ServedModel:
+    async def texts(self, meant: ResolvedModel, timeout_s: float = _TEXTS_S) -> ServedModel:
         """The tokenizer and chat template of a model, or of an adapter that brings its own.
 
+        Args:
+            meant: The model or the adapter.
+            timeout_s: Longest wait for a disk.
+
         Raises:
+            PeerUnavailable: The adapter was unloaded meanwhile.
             AdapterError: They have become unreadable.
             DeadlineExceeded: The registry's disk does not answer.
         """
         if meant.entry is None:
             return meant.served.model
         try:
-            async with asyncio.timeout(_TEXTS_S):
+            async with asyncio.timeout(timeout_s):
                 return await self._texts.of(meant.entry, meant.served.model)
         except TimeoutError:
             raise DeadlineExceeded(

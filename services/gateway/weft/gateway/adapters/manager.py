@@ -23,7 +23,7 @@ from weft.engine.errors import (
 from weft.engine.lora.digest import adapter_digest
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.holders import HELD, Holder, holders, serving_holders
-from weft.gateway.adapters.texts import AdapterTexts
+from weft.gateway.adapters.texts import AdapterTexts, CopyGone
 from weft.gateway.fleet import Fleet
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.model import ServedModel
@@ -207,8 +207,8 @@ class FleetAdapterManager:
                 is_lenient=order.is_lenient,
                 until=now + _LEASE_S,
             )
-            if registry.directory(digest).is_dir():
-                await self._texts.of(wanted, self._models[order.model])
+            if not await self._check_texts(wanted, deadline):
+                continue
 
             def begin(old: Manifest, wanted: Entry = wanted, now: float = now) -> Manifest:
                 if not registry.directory(wanted.digest_bytes).is_dir():
@@ -259,6 +259,20 @@ class FleetAdapterManager:
         finally:
             if copying is not None and not copying.done():
                 copying.add_done_callback(self._left_alone)
+
+    async def _check_texts(self, wanted: Entry, deadline: float) -> bool:
+        """Checks the tokenizer that an adapter brings; False: its copy was tidied away."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._texts.of(wanted, self._models[wanted.model])
+        except CopyGone:
+            return False
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the tokenizer of the adapter `{wanted.name}` was not read in time",
+                stage="adapter",
+            ) from None
+        return True
 
     def _copied(self, copying: asyncio.Task[bytes]) -> None:
         self._copy_places.release()
