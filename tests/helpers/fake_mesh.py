@@ -5,7 +5,6 @@
 
 import asyncio
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -97,5 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Under nohup, tests would inherit that it is not.
     sys.exit(main())

@@ -85,7 +85,12 @@ def wait_gone(pids: list[int]) -> None:
 def test_a_signal_ends_everything_with_status_0(
     start: Callable[..., Mesh], number: signal.Signals
 ) -> None:
-    mesh = start(*WORKERS)
+    # Where the tests themselves run under nohup, what they start would ignore it too.
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        mesh = start(*WORKERS)
+    finally:
+        signal.signal(signal.SIGHUP, former)
     mesh.ready()
     assert len(mesh.pids()) == 5
     assert mesh.end(number) == 0
