@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,3 +225,32 @@ def test_streams_show_added_tokens(mesh: TinyMesh, grown: Grown) -> None:
             if line.startswith("data: {"):
                 pieces += [one["text"] for one in json.loads(line[6:])["choices"]]
     assert "".join(pieces) == grown.tokenizer.decode(grown.ids(prompt))
+
+
+def test_added_ids_are_ids_like_others(mesh: TinyMesh, grown: Grown) -> None:
+    """In biases, stops and log-probabilities of prompts; a grammar allows none of them."""
+    (text,) = texts_of(grown, 1)
+    prompt = grown.tokenizer.encode(text, add_special_tokens=False).ids
+    body = {"model": "grown", "prompt": text, "temperature": 0, "max_tokens": NUM_NEW}
+
+    def complete_with(**fields: Any) -> dict[str, Any]:
+        answer = post(mesh, "/v1/completions", {**body, "ignore_eos": True, **fields})
+        assert answer.status_code == 200, answer.text
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+
+    verse = VOCAB + 2
+    assert complete_with(logit_bias={verse: 100})["text"] == NUM_NEW * "<verse>"
+    stopped = complete_with(logit_bias={verse: 100}, stop_token_ids=[verse])
+    assert stopped["finish_reason"] == "stop"
+    found = re.fullmatch(
+        "[a-f]{6}", complete_with(structured_outputs={"regex": "[a-f]{6}"})["text"]
+    )
+    assert found
+    scores = complete_with(prompt_logprobs=1, max_tokens=1)["prompt_logprobs"]
+    with torch.inference_mode():
+        logits = grown.model(input_ids=torch.tensor([prompt])).logits[0].double()
+    for position, token in enumerate(prompt[1:], 1):
+        expected = float(logits[position - 1].log_softmax(-1)[token])
+        tolerance = 1e-4 * float(logits[position - 1].abs().max())
+        assert abs(scores[position][str(token)]["logprob"] - expected) <= tolerance
