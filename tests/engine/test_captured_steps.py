@@ -284,8 +284,10 @@ def test_chains_that_read_a_steps_requests_are_the_heads(
 
         count("forward", 0)
         count("forward_sent", 1)
-        found = captured.generate(prompts, params, stop)
-    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+        # By chance none of the few steps that bring prompts may have drafts.
+        while not num_begun[0]:
+            found = captured.generate(prompts, params, stop)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert 0 < num_begun[0] < num_begun[1], "few steps bring prompts"
     check_chains(noted, target_dir, draft_dir)
 
