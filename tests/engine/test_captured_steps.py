@@ -261,6 +261,7 @@ def test_chains_that_read_a_steps_requests_are_the_heads(
     stop = StopCriteria(max_tokens=18, ignore_eos=True)
     settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
     settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    settings |= {"prefix_cache": False}
     with LLM(target_dir, **settings) as plain:
         expected = plain.generate(prompts, params, stop)
     settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
