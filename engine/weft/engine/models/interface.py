@@ -34,7 +34,7 @@ class CausalLM(Protocol):
         """
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """[L, hidden] from `forward` -> [L, vocab] float32.
+        """[L, hidden] from `forward` -> [L, config.num_embeddings] float32.
 
         `lora` is the step's for these rows: `batch.lora.select(batch.logits_rows)`.
         """
