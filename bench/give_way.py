@@ -42,7 +42,9 @@ def read(path: Path, model: ModelConfig) -> None:
     with torch.inference_mode():
         adapter = read_adapter(path, model, max_rank=RANK, dtype=torch.bfloat16, parts={DENSE})
         parts = projections_of(model, PROJECTIONS)
-        host_weights(adapter, parts, RANK, lambda name: None, vocab_size=0, for_gpu=False)
+        host_weights(
+            adapter, parts, RANK, lambda name: None, vocab_size=model.vocab_size, for_gpu=False
+        )
 
 
 def measure(

@@ -76,7 +76,9 @@ def test_every_part_of_reading_gives_way(tmp_path: Path, monkeypatch: pytest.Mon
         before = num_waits
         kinds = sorted({kind for _, kind in adapter.modules})
         parts = projections_of(model, kinds)
-        host_weights(adapter, parts, 64, lambda name: None, vocab_size=0, for_gpu=False)
+        host_weights(
+            adapter, parts, 64, lambda name: None, vocab_size=model.vocab_size, for_gpu=False
+        )
         assert num_waits >= before + 2 * num_modules
     finally:
         host_turn._guest.reset(token)

@@ -168,7 +168,7 @@ def test_the_model_itself_does_not_know_them(mesh: TinyMesh, grown: Grown) -> No
             assert f"token id {token} is outside the vocabulary" in answer.text
 
 
-@pytest.mark.parametrize("damage", ["rows", "ids", "too many", "none"])
+@pytest.mark.parametrize("damage", ["rows", "ids", "too many", "no tokenizer"])
 def test_a_tokenizer_that_does_not_fit_is_refused(
     mesh: TinyMesh, root: Path, grown: Grown, damage: str
 ) -> None:

@@ -248,17 +248,17 @@ def _tied(change: VocabularyChange) -> VocabularyChange:
     )
 
 
-def _without_added(name: str, change: VocabularyChange, size: int) -> VocabularyChange:
-    """Leaves out what concerns tokens from `size` on."""
+def _without_added(name: str, change: VocabularyChange, vocab_size: int) -> VocabularyChange:
+    """Leaves out what concerns tokens that the model does not have."""
     weight, rows, lora = change.weight, change.rows, change.lora
-    kept = [i for i, token in enumerate(change.token_ids) if token < size]
+    kept = [i for i, token in enumerate(change.token_ids) if token < vocab_size]
     if lora is not None and name == "embed_tokens":
-        lora = LoraPair(lora.a[:, :size].contiguous(), lora.b)
+        lora = LoraPair(lora.a[:, :vocab_size].contiguous(), lora.b)
     elif lora is not None:
-        lora = LoraPair(lora.a, lora.b[:size].contiguous())
+        lora = LoraPair(lora.a, lora.b[:vocab_size].contiguous())
     return replace(
         change,
-        weight=None if weight is None else weight[:size],
+        weight=None if weight is None else weight[:vocab_size],
         token_ids=tuple(change.token_ids[i] for i in kept),
         rows=None if rows is None else rows[kept],
         lora=lora,

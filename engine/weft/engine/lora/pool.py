@@ -280,18 +280,21 @@ class LoraPool:
             )
             parts = tuple(self._projections.values())
             try:
-                weights = host_weights(
-                    adapter,
-                    parts,
-                    self._max_rank,
-                    self._own_weight,
-                    vocab_size=self._model.vocab_size,
-                    for_gpu=self._is_cuda,
-                    takes_whole=bool(self._replaced),
-                )
+                weights = self._cut(adapter, parts)
             except AdapterError as error:
                 raise AdapterError(f"adapter {directory}: {error.message}") from error
             return self._with_drafts(weights, Path(directory) / DRAFT_FOLDER)
+
+    def _cut(self, adapter: Adapter, parts: Sequence[Projection]) -> HostWeights:
+        return host_weights(
+            adapter,
+            parts,
+            self._max_rank,
+            self._own_weight,
+            vocab_size=self._model.vocab_size,
+            for_gpu=self._is_cuda,
+            takes_whole=bool(self._replaced),
+        )
 
     def _with_drafts(self, weights: HostWeights, folder: Path) -> HostWeights:
         """Adds the adapter's changes to the draft head, if they are small enough to displace no
@@ -309,14 +312,7 @@ class LoraPool:
         if not modules:
             return weights
         adapter = Adapter(digest=weights.digest, rank=0, modules=modules)
-        drafts = host_weights(
-            adapter,
-            parts,
-            self._max_rank,
-            self._own_weight,
-            vocab_size=self._model.vocab_size,
-            for_gpu=self._is_cuda,
-        )
+        drafts = self._cut(adapter, parts)
         if weights.num_bytes + drafts.num_bytes > self.limits.host_bytes:
             logger.warning(
                 "drafts go without %s: %d bytes beside the adapter's %d are more than "

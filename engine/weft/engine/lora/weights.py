@@ -224,9 +224,9 @@ def _of_models_size(
         )
     if weight is not None and len(weight) < size:
         if id(weight) not in matrices:
-            rest = own[len(weight) :] if own is not None else weight.new_zeros(0, weight.shape[1])
-            filled = torch.cat([weight, rest])
-            matrices[id(weight)] = pad(filled, (0, 0, 0, size - len(filled)))
+            if own is None:  # A made-up model.
+                own = weight.new_zeros(size, weight.shape[1])
+            matrices[id(weight)] = torch.cat([weight, own[len(weight) :]])
         weight = matrices[id(weight)]
     if lora is not None and is_input and lora.a.shape[1] < size:
         lora = LoraPair(pad(lora.a, (0, size - lora.a.shape[1])), lora.b)

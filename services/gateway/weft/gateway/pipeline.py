@@ -223,7 +223,7 @@ class RequestPipeline:
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
         deadline = account.arrival + timeout_s
-        texts = await self._models.texts(meant, timeout_s)
+        texts = await self._models.texts(meant, deadline - loop.time())
         check_request(request, texts, self._settings.max_prompts)
         terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
         request = in_tenant_cache(request)

@@ -122,8 +122,8 @@ class AdapterTexts:
         return self._shared(own, model)
 
     def _shared(self, own: ServedModel, model: ServedModel) -> _Known:
-        """With the tokenizer of the model or of another adapter, if it is the same: one of 128,000
-        tokens takes 100 MB.
+        """With the tokenizer of the model or of another adapter, if it is the same: large ones take
+        much memory.
         """
         text = own.tokenizer.to_str()
         digest = hashlib.blake2b(text.encode()).digest()
