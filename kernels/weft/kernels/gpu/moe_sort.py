@@ -159,28 +159,26 @@ def _place_kernel(
     total = tl.where(number < experts, total, 0)
     begin = tl.cumsum(total, axis=0) - total
 
-    place = tl.sum(
-        tl.where(chosen[:, None] == number[None, :], (begin + before)[None, :], 0), axis=1
-    )
     part_at = tl.arange(0, CHUNK)
+    pair = chunk * CHUNK + part_at
+    place = tl.gather(begin + before, chosen, 0)
     is_earlier = part_at[None, :] < part_at[:, None]
     place += tl.sum((is_earlier & (chosen[:, None] == chosen[None, :])).to(tl.int32), axis=1)
-    pair = chunk * CHUNK + part_at
     tl.store(order + place, pair, mask=pair < pairs)
 
+    # Each program describes some of every expert's blocks, and some that are not needed.
     blocks = (total + (block - 1)) // block
-    last_block = tl.cumsum(blocks, axis=0)
+    first = tl.cumsum(blocks, axis=0) - blocks
+    for its in range(chunk, tl.max(blocks, axis=0), tl.num_programs(0)):
+        at = table + first + its
+        tl.store(at, number, mask=its < blocks)
+        tl.store(at + bound, begin + its * block, mask=its < blocks)
+        tl.store(at + 2 * bound, begin + total, mask=its < blocks)
+    nothing = tl.zeros([CHUNK], tl.int32) + experts
     for start in range(chunk * CHUNK, bound, tl.num_programs(0) * CHUNK):
         at = start + part_at
-        expert = tl.sum((last_block[None, :] <= at[:, None]).to(tl.int32), axis=1)
-        expert = tl.minimum(expert, experts)
-        is_its = number[None, :] == expert[:, None]
-        first = tl.sum(tl.where(is_its, (last_block - blocks)[None, :], 0), axis=1)
-        begin_of = tl.sum(tl.where(is_its, begin[None, :], 0), axis=1)
-        end_of = begin_of + tl.sum(tl.where(is_its, total[None, :], 0), axis=1)
-        tl.store(table + at, expert, mask=at < bound)
-        tl.store(table + bound + at, begin_of + (at - first) * block, mask=at < bound)
-        tl.store(table + 2 * bound + at, end_of, mask=at < bound)
+        is_spare = (at >= tl.sum(blocks, axis=0)) & (at < bound)
+        tl.store(table + at, nothing, mask=is_spare)
 
 
 @triton.jit
