@@ -335,6 +335,11 @@ def test_attention_and_cache_write_beyond_2_to_the_31_elements() -> None:
         (5, 520, 1000),
         (16, 4096, 14336),
         (33, 520, 1000),
+        (17, 960, 576),
+        (64, 6144, 1024),
+        (50, 2056, 1024),
+        (64, 16384, 2048),
+        (65, 960, 576),
     ],
 )
 def test_linear(rows: int, n: int, k: int, dtype: torch.dtype) -> None:

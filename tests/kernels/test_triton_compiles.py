@@ -13,7 +13,8 @@ import sm90_kernels
 pytestmark = pytest.mark.needs("triton-interpreter")
 
 KERNELS = {
-    "layers": "_small_linear _sliced_linear _decode _merge _extend _rms_norm _rope_and_cache",
+    "layers": "_small_linear _sliced_linear _tiled_linear _decode _merge _extend _rms_norm "
+    "_rope_and_cache",
     "experts": "_direct_inner _direct_out _sorted _route _route_and_sort _combine",
     "fixed": "_fixed _fixed_linear _sorted",
     "adapters": "_shrink _expand _expand_silu _small_linear _sliced_linear _product _embedding",

@@ -217,6 +217,46 @@ def test_a_slice_that_is_left_out_is_noticed(tmp_path: Path) -> None:
         assert_as_exact(out, F.linear(x, weight), x.double() @ weight.double().T)
 
 
+def check_tiled(module: ModuleType, rows: int, n: int, k: int, *, gated: bool) -> None:
+    """With a bias and without."""
+    x, weight, bias = torch.randn(rows, k).half(), torch.randn(n, k).half(), torch.randn(n).half()
+    for added in (None, bias):
+        eager, exact = F.linear(x, weight, added), x.double() @ weight.double().T
+        if added is not None:
+            exact += added.double()
+        if gated:
+            (gate, up), (exact_gate, exact_up) = eager.chunk(2, -1), exact.chunk(2, -1)
+            eager, exact = F.silu(gate) * up, F.silu(exact_gate) * exact_up
+        poison = torch.full_like(eager, float("nan"))
+        del poison
+        assert_as_exact(module.tiled_linear(x, weight, added, gated=gated), eager, exact)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(17, 26, 64), (64, 40, 384), (33, 6, 1088), (1, 8192, 128)]
+)
+def test_tiled_linear(rows: int, n: int, k: int, gated: bool, tmp_path: Path) -> None:
+    fresh_seed()
+    with kernel_module("tiled_linear", tmp_path) as module:
+        check_tiled(module, rows, n, k, gated=gated)
+
+
+@pytest.mark.parametrize(
+    ("change", "gated"),
+    [
+        (("range(0, K, TILE)", "range(0, K - TILE, TILE)"), False),
+        (("tl.load(begin_up + start)", "tl.load(begin + start)"), True),
+        (("tl.load(bias + columns + column", "tl.load(bias + column"), True),
+        (("mask=is_row & in_out[None, :]", "mask=is_row & (row < 32)[:, None] & in_out"), False),
+    ],
+)
+def test_a_wrong_tile_is_noticed(change: tuple[str, str], gated: bool, tmp_path: Path) -> None:
+    fresh_seed()
+    with kernel_module("tiled_linear", tmp_path, change) as module, pytest.raises(AssertionError):
+        check_tiled(module, 40, 48, 256, gated=gated)
+
+
 @pytest.mark.parametrize("size", [5000, 9000])
 def test_greedy_rows(size: int, tmp_path: Path) -> None:
     """A vocabulary that one program takes whole, and one of several tiles."""

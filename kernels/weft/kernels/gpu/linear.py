@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: a kernel of our own for few rows, cuBLAS for more."""
+"""Linear layers on a GPU: kernels of our own for few rows, cuBLAS for more."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from weft.kernels.gpu.small_linear import (
     columns_at_once,
     small_linear,
 )
+from weft.kernels.gpu.tiled_linear import suits, tiled_linear
 from weft.kernels.lora import LoraAddition, check_addition
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def _product(
                 out += term
         return out
     if residual is None:
+        if suits(x.shape[0], weight, gated=False):
+            return tiled_linear(x, weight, bias, gated=False)
         return F.linear(x, weight, bias)
     if bias is None:
         return torch.addmm(residual, x, weight.t())
@@ -187,7 +190,7 @@ def gate_up_silu(
 ) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for CUDA tensors; `weight` is [2 * I, K].
 
-    The product is the same kernel's with adapters in the step and without.
+    The product of up to MAX_ROWS is the same kernel's with adapters in the step and without.
     """
     _check(x, weight, None)
     if is_fixed:
@@ -229,6 +232,8 @@ def _gate_up_silu(
             added = make((x.shape[0], weight.shape[0]), dtype=torch.float32)
             ranks.add_to(added, is_new=is_whole)
         return small_linear(x, weight, bias, added, x.dtype, gated=True), None
+    if ranks is None and suits(x.shape[0], weight, gated=True):
+        return tiled_linear(x, weight, bias, gated=True), None
     both = F.linear(x, weight, bias)
     if ranks is not None:
         found = ranks.silu_of(both)

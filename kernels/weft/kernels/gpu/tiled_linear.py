@@ -1,0 +1,126 @@
+"""Linear layers of 17 to 64 rows on a GPU: all rows are one tile of tensor cores.
+
+A program owns a few columns and walks all of K. It can begin while the last kernel ends, and makes
+the activation of a gated pair itself, which is a launch less.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.sliced_linear import MAX_ROWS as MAX_SLICED_ROWS
+
+MAX_ROWS = 64
+"""Rows of a tensor core instruction of four warps."""
+_MIN_TILE = 64
+_MAX_PLAIN_K = 1024
+"""K up to which plain products are faster than cuBLAS's, which cut a longer one into parts."""
+_WIDE_GATED = 4096
+"""Columns of a gated pair from which a program takes 64 of each."""
+_NARROW = 2048
+"""Columns of a plain product below which a program takes 16."""
+
+
+class TiledShape(NamedTuple):
+    """What a program computes, and how it iterates over K."""
+
+    columns: int
+    """Output columns per program; of a gated pair, of each."""
+    tile: int
+    """Elements of K taken at once; they divide K."""
+    stages: int
+    """Tiles whose loads are under way."""
+
+
+def suits(rows: int, weight: torch.Tensor, *, gated: bool) -> bool:
+    """Whether `tiled_linear` is faster than cuBLAS (measured on an H200, at 64 rows).
+
+    Args:
+        rows: M.
+        weight: [N, K].
+        gated: The activation is wanted, too.
+    """
+    k = weight.shape[1]
+    is_taken = weight.dtype.itemsize == 2 and weight.is_contiguous() and k % _MIN_TILE == 0
+    return is_taken and MAX_SLICED_ROWS < rows <= MAX_ROWS and (gated or k <= _MAX_PLAIN_K)
+
+
+def launch_shape(columns: int, k: int, *, is_gated: bool) -> TiledShape:
+    """The launch shape of a product (measured on an H200, K of 576, 1,024 and 4,096)."""
+    if is_gated and (columns >= _WIDE_GATED or k < 1024):
+        return TiledShape(64, _MIN_TILE, 6)
+    narrow = 32 if is_gated or columns >= _NARROW else 16
+    return TiledShape(narrow, 128, 5) if k % 128 == 0 else TiledShape(narrow, _MIN_TILE, 6)
+
+
+def tiled_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
+) -> torch.Tensor:
+    """x @ weight^T + bias, or silu(gate) * up of a gated MLP's two projections.
+
+    Args:
+        x: [M, K], contiguous, 16-bit floats, 1 <= M <= MAX_ROWS; K a multiple of 64.
+        weight: [N, K], contiguous, dtype of `x`; where gated the rows of gate come first.
+        bias: [N], dtype of `x`, or None.
+        gated: Apply the activation.
+
+    Returns:
+        [M, N], where gated [M, N / 2]; accumulated in float32, rounded once.
+    """
+    rows, k = x.shape
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    shape = launch_shape(columns, k, is_gated=gated)
+    _tiled_linear_kernel[(triton.cdiv(columns, shape.columns),)](
+        out, x, weight, bias, rows, columns, K=k, IS_GATED=gated, ROWS=MAX_ROWS,
+        COLUMNS=shape.columns, TILE=shape.tile, num_warps=4, num_stages=shape.stages,
+        **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tiled_linear_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    rows: int,
+    columns: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.arange(0, TILE)
+    is_row, in_out = (row < rows)[:, None], column < columns
+    row_at = x + row[:, None] * K + part[None, :]
+    # Columns that do not exist read those of the last: cheaper than a mask on each load.
+    begin = weight + tl.minimum(column, columns - 1).to(tl.int64)[:, None] * K + part[None, :]
+    begin_up = begin + tl.cast(columns, tl.int64) * K
+    wait_for_last(IS_DEPENDENT)
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, TILE):
+        values = tl.load(row_at + start, mask=is_row, other=0.0)
+        product = tl.dot(values, tl.trans(tl.load(begin + start)), product)
+        if IS_GATED:
+            up = tl.dot(values, tl.trans(tl.load(begin_up + start)), up)
+    if bias is not None:
+        product += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[None, :]
+        if IS_GATED:
+            beside = tl.load(bias + columns + column, mask=in_out, other=0.0)
+            up += beside.to(tl.float32)[None, :]
+    if IS_GATED:
+        product = product / (1.0 + tl.exp(-product)) * up
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=is_row & in_out[None, :])
