@@ -1,6 +1,6 @@
 """Time of the GPU's kernels against the memory and matmul rates measured in the same run.
 
-    python bench/gpu_kernels.py [--only trees|rows|experts|attention|heads] [--out DIR]
+    python bench/gpu_kernels.py [--only trees|rows|tiles|experts|attention|heads] [--out DIR]
 
 Each row is the median of replays of a graph of calls over inputs that rotate beyond the L2 cache.
 Between them the row's ceiling is measured, so that both meet the same clocks and the same limit of
@@ -31,6 +31,7 @@ from weft.kernels.gpu.flash_attention import prompt_rows, takes
 from weft.kernels.gpu.moe import routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.gpu.replaced import replace_products
+from weft.kernels.gpu.tiled_linear import tiled_linear
 from weft.kernels.linear import linear, pack_linear
 from weft.kernels.lora import LoraAddition, LoraSegments, LoraWeights, add_lora, sort_tokens
 from weft.kernels.norm import add_rms_norm, rms_norm
@@ -210,6 +211,28 @@ def bench_linears(bench: Bench, rows: int) -> None:
         x = torch.randn(rows, k, device="cuda", dtype=BF16)
         calls = [lambda w=w, x=x: linear(x, w) for w in weights]
         bench.row(f"linear {name} {rows} rows", 2.0 * (n * k + rows * (n + k)), calls)
+
+
+def bench_tiles(bench: Bench, rows: int) -> None:
+    """Products that `tiled_linear` takes, of layers of SmolLM2-135M, Qwen3-0.6B and Llama-3.1-8B,
+    and the same by cuBLAS, with the activation behind those of gate and up.
+    """
+    plain, gated = ((960, 576), (4096, 1024)), ((3072, 576), (6144, 1024), (28672, 4096))
+    shapes = [*((*shape, False) for shape in plain), *((*shape, True) for shape in gated)]
+    for n, k, is_gated in shapes:
+        count = num_inputs(2 * n * k)
+        weights = [torch.randn(n, k, device="cuda", dtype=BF16) / k**0.5 for _ in range(count)]
+        x = torch.randn(rows, k, device="cuda", dtype=BF16)
+        read = 2.0 * (n * k + rows * (n + k))
+        name = f"{'gate and up' if is_gated else 'plain'} {rows} rows {n}x{k}"
+        calls: list[Callable[[], object]] = [
+            lambda w=w, x=x, g=is_gated: tiled_linear(x, w, None, gated=g) for w in weights
+        ]
+        bench.row(name, read, calls)
+        calls = [lambda w=w, x=x: F.linear(x, w) for w in weights]
+        if is_gated:
+            calls = [lambda w=w, x=x: silu_and_mul(F.linear(x, w)) for w in weights]
+        bench.row(f"{name}, cuBLAS", read, calls)
 
 
 def bench_digests(bench: Bench, page_bytes: int, count: int) -> None:
@@ -456,7 +479,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--only",
-        choices=["trees", "rows", "experts", "attention", "heads"],
+        choices=["trees", "rows", "tiles", "experts", "attention", "heads"],
         help="part to run; default: all",
     )
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
@@ -466,6 +489,9 @@ def main() -> None:
         bench = Bench()
         if arguments.only in ("rows", None):
             bench_light(bench)
+        if arguments.only in ("tiles", None):
+            for rows in (20, 32, 64):
+                bench_tiles(bench, rows)
         if arguments.only in ("experts", None):
             for rows in (1, 2, 4, 8, 16, 64, 4096):
                 bench_experts(bench, rows)
