@@ -214,8 +214,8 @@ def bench_linears(bench: Bench, rows: int) -> None:
 
 
 def bench_tiles(bench: Bench, rows: int) -> None:
-    """Products that `tiled_linear` takes, of layers of SmolLM2-135M, Qwen3-0.6B and Llama-3.1-8B,
-    and the same by cuBLAS, with the activation behind those of gate and up.
+    """Products by `tiled_linear` of layers of SmolLM2-135M, Qwen3-0.6B and Llama-3.1-8B, and the
+    same by cuBLAS, with the activation behind those of gate and up. The first is cuBLAS's.
     """
     plain, gated = ((960, 576), (4096, 1024)), ((3072, 576), (6144, 1024), (28672, 4096))
     shapes = [*((*shape, False) for shape in plain), *((*shape, True) for shape in gated)]

@@ -18,11 +18,11 @@ MAX_ROWS = 64
 """Rows of a tensor core instruction of four warps."""
 _MIN_TILE = 64
 _MAX_PLAIN_K = 1024
-"""K up to which plain products are faster than cuBLAS's, which cut a longer one into parts."""
+"""K up to which plain products are faster than cuBLAS's, which cut a longer one into parts ..."""
+_MIN_PLAIN_COLUMNS = 2048
+"""... and columns from which on: fewer leave most multiprocessors nothing to do."""
 _WIDE_GATED = 4096
 """Columns of a gated pair from which a program takes 64 of each."""
-_NARROW = 2048
-"""Columns of a plain product below which a program takes 16."""
 
 
 class TiledShape(NamedTuple):
@@ -37,24 +37,25 @@ class TiledShape(NamedTuple):
 
 
 def suits(rows: int, weight: torch.Tensor, *, gated: bool) -> bool:
-    """Whether `tiled_linear` is faster than cuBLAS (measured on an H200, at 64 rows).
+    """Whether `tiled_linear` is faster than cuBLAS (measured on an H200, at 20, 32 and 64 rows).
 
     Args:
         rows: M.
         weight: [N, K].
         gated: The activation is wanted, too.
     """
-    k = weight.shape[1]
+    columns, k = weight.shape
     is_taken = weight.dtype.itemsize == 2 and weight.is_contiguous() and k % _MIN_TILE == 0
-    return is_taken and MAX_SLICED_ROWS < rows <= MAX_ROWS and (gated or k <= _MAX_PLAIN_K)
+    if not is_taken or not MAX_SLICED_ROWS < rows <= MAX_ROWS:
+        return False
+    return gated or (k <= _MAX_PLAIN_K and columns >= _MIN_PLAIN_COLUMNS)
 
 
 def launch_shape(columns: int, k: int, *, is_gated: bool) -> TiledShape:
     """The launch shape of a product (measured on an H200, K of 576, 1,024 and 4,096)."""
     if is_gated and (columns >= _WIDE_GATED or k < 1024):
         return TiledShape(64, _MIN_TILE, 6)
-    narrow = 32 if is_gated or columns >= _NARROW else 16
-    return TiledShape(narrow, 128, 5) if k % 128 == 0 else TiledShape(narrow, _MIN_TILE, 6)
+    return TiledShape(32, 128, 5) if k % 128 == 0 else TiledShape(32, _MIN_TILE, 6)
 
 
 def tiled_linear(
