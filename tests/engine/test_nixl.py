@@ -467,6 +467,24 @@ def test_agents_are_bounded_and_busy_ones_are_never_closed_for_others(start: Sta
 
 
 @needs_nixl
+def test_agents_towards_a_worker_that_was_replaced_are_closed(start: Start) -> None:
+    """A worker that dies again and again would leave one behind each time."""
+    num_pages, page_bytes = 16, 4096
+    owners = [start(num_pages=num_pages, page_bytes=page_bytes) for _ in range(3)]
+    targets = [owner.call("open_owner") for owner in owners]
+    filler = start(num_pages=num_pages, page_bytes=page_bytes)
+    filler.call("open_filler")
+    for epoch, target in enumerate(targets, EPOCH):
+        where = {"peer": "a", "target": target, "epoch": epoch}
+        number = filler.call("write", local=[3], remote=[9], **where)
+        assert filler.call("wait", number=number) == "done"
+        assert filler.call("num_peers") == 1
+    number = filler.call("write", peer="b", target=targets[0], local=[3], remote=[9])
+    assert filler.call("wait", number=number) == "done"
+    assert filler.call("num_peers") == 2
+
+
+@needs_nixl
 def test_idle_agents_sleep(pair: Pair) -> None:
     owner, filler, target = pair
     filler.call("connect", peer="a", target=target)

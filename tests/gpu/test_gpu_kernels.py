@@ -212,9 +212,11 @@ def test_attention_of_fewer_rows_than_there_may_be(dtype: torch.dtype) -> None:
         poison = torch.full_like(case.q, float("nan"))
         del poison
         own = OwnKv(*case.own_kv()) if dtype == torch.float32 else None
-        lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 6, 4096)
-        out = gpu_attention.paged_attention(case.q, case.pool, LAYER, *lengths, own)
-        assert_as_exact(out, eager_attention(case), exact_attention(case))
+        lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
+        for bound in (6, 16, 64):
+            bounds = (*lengths, bound, 4096)
+            out = gpu_attention.paged_attention(case.q, case.pool, LAYER, *bounds, own)
+            assert_as_exact(out, eager_attention(case), exact_attention(case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -328,7 +328,8 @@ class System:
 
     def _launch(self, plan: Plan) -> Step:
         number = self.scheduler.launch(plan)
-        copies = self.pages.take_copies()
+        copies: list[PageCopy] = []
+        self.pages.make_copies(copies.extend)
         items = list(plan)
         return Step(number, plan, items, copies, [list(item.request.pages) for item in items])
 

@@ -19,7 +19,7 @@ from bare_request import bare_request
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.memory.radix_cache import RadixCache
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import RequestPages
+from weft.engine.scheduler.pages import PageCopy, RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import PolicyName, make_queue
 from weft.engine.scheduler.scheduler import Scheduler
@@ -46,7 +46,7 @@ class _Step:
     number: int
     plan: Plan
     items: list[PlanItem]
-    copies: list[tuple[int, int]]
+    copies: list[PageCopy]
     pages: list[list[int]]
     adapters: list[tuple[int, bytes]]
     """Slot and digest, of those that have one."""
@@ -252,7 +252,8 @@ class Bench:
     def _launch(self, plan: Plan) -> _Step:
         assert plan.slots.tolist() == [request.slot for request in plan.decodes]
         number = self.scheduler.launch(plan)
-        copies = [tuple(copy) for copy in self.scheduler.pages.take_copies()]
+        copies: list[PageCopy] = []
+        self.scheduler.pages.make_copies(copies.extend)
         items = list(plan)
         pages = [list(item.request.pages) for item in items]
         slots = np.zeros(len(items), np.int64)

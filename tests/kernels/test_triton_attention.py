@@ -148,6 +148,22 @@ def test_positions_before_the_first_are_not_attended_to(first: int, tmp_path: Pa
             extend(module, case, has_own=True, first=first)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_one_request_of_fewer_rows_than_there_may_be(
+    rows: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Of a captured step only bounds are known."""
+    fresh_seed()
+    case = make_case(Geometry(2, 1, 16, 16), [(rows, rows + 40)], dtype)
+    eager, exact = eager_attention(case), exact_attention(case)
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
+    with kernel_module("attention", tmp_path) as module:
+        for bound in (rows, 8, 16, 64):
+            out = module.paged_attention(case.q, case.pool, LAYER, *lengths, bound, 64)
+            assert_as_exact(out, eager, exact)
+
+
 @pytest.mark.parametrize(
     ("module_name", "change"),
     [

@@ -92,6 +92,25 @@ async def test_demanded_calls_have_valid_names_and_arguments(mesh: TinyMesh, nam
             OF_NAME[call.function.name].model_validate_json(call.function.arguments)
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+async def test_a_function_without_parameters_is_called_without_arguments(
+    mesh: TinyMesh, is_named: bool
+) -> None:
+    named: Any = {"type": "function", "function": {"name": "now"}}
+    async with client(mesh) as sdk:
+        answer = await sdk.chat.completions.create(
+            model=MODEL,
+            messages=messages("free"),
+            tools=[named],
+            tool_choice=named if is_named else "required",
+            parallel_tool_calls=False,
+            logit_bias=endings(mesh),  # type: ignore[arg-type]
+        )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert json.loads(call.function.arguments) == {}
+
+
 async def test_the_sdk_parses_answers_into_its_types(mesh: TinyMesh) -> None:
     async with client(mesh) as sdk:
         free = sdk.chat.completions.create(

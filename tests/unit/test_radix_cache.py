@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +17,7 @@ from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
 from weft.engine.memory.keys import ROOT_KEY, page_key, token_bytes
 from weft.engine.memory.kv_memory import KvMemory
 from weft.engine.memory.radix_cache import RadixCache
-from weft.engine.scheduler.pages import RequestPages
+from weft.engine.scheduler.pages import PageCopy, RequestPages
 from weft.engine.scheduler.state import Request
 
 SIZE = 2
@@ -156,7 +157,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.requests.pop()
             assert request.num_computed == longest
             step = self.pages.begin_step()
-            copies = self.pages.take_copies()
+            copies: list[PageCopy] = []
+            with pytest.raises(MemoryError):
+                self.pages.make_copies(fail_to_copy)  # The next step makes them.
+            self.pages.make_copies(copies.extend)
             self.pages.end_step(step)
             assert [copy.source for copy in copies] == ([source] if source is not None else [])
             assert all(copy.destination not in others for copy in copies)
@@ -228,6 +232,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert counts.free + counts.cached + counts.used == counts.total
 
 
+def fail_to_copy(copies: Sequence[PageCopy]) -> None:
+    raise MemoryError
+
+
 def request_holding(pages: list[int]) -> Request:
     request = request_of([0], NAMESPACES[0])
     request.pages = pages
@@ -260,7 +268,7 @@ class Bench:
         self.pages.note_hit(request)
         self.pages.use_partial(request)
         step = self.pages.begin_step()
-        self.pages.take_copies()
+        self.pages.make_copies(list)
         self.pages.end_step(step)
         found = request.num_computed
         self.pages.take_promised(request, request.num_promised_pages)

@@ -54,7 +54,7 @@ class Chats:
         self.pages.note_hit(request)
         self.pages.use_partial(request)
         step = self.pages.begin_step()
-        self.pages.take_copies()
+        self.pages.make_copies(list)
         self.pages.end_step(step)
         self.pages.take_promised(request, request.num_promised_pages)
         request.num_computed = len(tokens)

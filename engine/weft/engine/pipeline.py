@@ -161,7 +161,7 @@ class StepPipeline:
                 faults.ENGINE_STEP.fire()
             if is_ready:
                 self._drawing.prepare(plan, drawing)
-            self._runner.copy(self._scheduler.pages.take_copies())
+            self._scheduler.pages.make_copies(self._runner.copy)
             if plan.verifies:
                 assert self._drafter is not None
                 began_at = self._clock()

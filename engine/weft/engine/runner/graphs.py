@@ -74,7 +74,7 @@ _ONE_TOKEN = StepArrays(
 """The smallest step to capture with: it writes to the null page."""
 
 _ONE_LORA_TOKEN = replace(_ONE_TOKEN, adapter_slots=np.zeros(1, np.int32))
-"""The LoRA key of a captured step in which tokens may have adapters."""
+"""The smallest step with adapters to capture with."""
 
 
 class GraphBucket(NamedTuple):

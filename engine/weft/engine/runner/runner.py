@@ -47,7 +47,7 @@ class Drawable(NamedTuple):
     """What tokens are drawn from, and the requests and positions that it belongs to."""
 
     logits: Callable[[], torch.Tensor]
-    """Computes [L, vocab] float32 on the model's device; not called where `captured` is."""
+    """Computes [L, vocab] float32 on the model's device; not called where `captured` draws."""
     slots: Int64Array
     """The slot of each row that draws, [L]."""
     positions: Int64Array

@@ -17,7 +17,7 @@ before that no other request and no filler may get them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft.engine.memory.keys import token_bytes
@@ -147,11 +147,15 @@ class RequestPages:
             self.memory.release([request.partial_page])
             request.partial_page, request.num_partial_tokens = None, 0
 
-    def take_copies(self) -> list[PageCopy]:
-        """Copies to be made by the step that has just begun, before anything else."""
+    def make_copies(self, make: Callable[[Sequence[PageCopy]], None]) -> None:
+        """Has the step that has just begun make copies, before anything else.
+
+        If that fails, the next step makes them: some are of requests that this one does not bring,
+        which go on with pages that nobody would fill.
+        """
+        make(self._copies)
         copies, self._copies = self._copies, []
         self._return_later([page for copy in copies for page in copy])
-        return copies
 
     def publish(self, request: Request) -> bool:
         """Publishes the request's new full pages in the cache; False if there are none."""

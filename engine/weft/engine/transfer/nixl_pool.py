@@ -117,14 +117,28 @@ class PeerPool:
                     )
                 if peer is not None and peer.is_closed:  # For want of use: a new one may follow.
                     peer = None
-                if peer is None and (key in self._peers or len(self._peers) < self._max_peers):
+                is_new = peer is None
+                if is_new and (key in self._peers or len(self._peers) < self._max_peers):
                     peer = Peer(key, self._operation, self._name, self._region, self._binding)
                     self._peers[key] = peer
                 if peer is not None:
                     peer.last_used_s = self._clock()
-                    return peer
+            if peer is not None:
+                if is_new:
+                    self._close_earlier(key)
+                return peer
             if not self._close_unused(self._clock(), most=1):
                 raise TransferError(f"all {self._max_peers} agents are busy")
+
+    def _close_earlier(self, key: PeerKey) -> None:
+        """Closes agents towards earlier processes of the same worker, which have no use any more;
+        those whose transfers are pending are left until they are idle.
+        """
+        with self._lock:
+            others = [p for p in self._peers.values() if p.key[0] == key[0] and p.key != key]
+        for peer in others:
+            if peer.close_if_idle(self._clock()):
+                self._forget(peer)
 
     def _close_unused(self, since_s: float, *, most: int) -> int:
         """Closes up to `most` idle peers not used after `since_s`, longest unused first."""

@@ -102,6 +102,9 @@ def paged_attention(
         )
         if max_q_len <= MAX_FEW_ROWS:
             return out
+    # A bound of few rows is for requests of one row too, be they alone; where it is of many, one
+    # request is extended whatever it brings.
+    has_decodes = max_q_len == 1 or requests > 1 or max_q_len <= _FEW_OF_MANY
     if max_q_len > 1 and prompts is None:
         extend_attention(
             out,
@@ -116,12 +119,11 @@ def paged_attention(
             own,
             first_position,
             window=window,
-            least_rows=1 + MAX_FEW_ROWS if is_tree else 2,
+            least_rows=1 + MAX_FEW_ROWS if is_tree else 1 + has_decodes,
         )
     if is_tree:
         return out
-    # A bound of few rows is for requests of one row too, be they alone.
-    if max_q_len == 1 or requests > 1 or max_q_len <= _FEW_OF_MANY:
+    if has_decodes:
         decode_attention(
             out,
             q,

@@ -4,7 +4,8 @@ Every kernel launched so calls `release_next` once it runs and `wait_for_last` b
 anything but weights: what the kernels before it wrote is complete only after the wait, since the
 last one may itself have begun early. Excepted is what was written before a launch that was not
 dependent (`is_settled`), and, behind a kernel that releases only after its own wait, what was
-written before that one. No program ends without the wait: the next kernel waits for this one alone.
+written before that one. Of each launch some program waits: the next kernel waits for this one
+alone.
 """
 
 from __future__ import annotations

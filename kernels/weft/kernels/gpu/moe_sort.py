@@ -1,4 +1,4 @@
-"""Pairs of a row and an expert, sorted by expert and cut into blocks, on a GPU in two launches."""
+"""Pairs of a row and an expert, sorted by expert and cut into blocks: one to three GPU launches."""
 
 from __future__ import annotations
 

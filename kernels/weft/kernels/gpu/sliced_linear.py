@@ -23,7 +23,7 @@ from weft.kernels.gpu.lora_product import (
 )
 
 MAX_ROWS = 16
-"""Rows of a tensor core instruction; more are worth tiling: that is cuBLAS's."""
+"""Rows of a tensor core instruction; more are a tile (`tiled_linear`, cuBLAS)."""
 _TILE = 256
 _MANY_COLUMNS = 4096
 """Columns from which a program takes twice as many."""

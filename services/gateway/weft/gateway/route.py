@@ -16,7 +16,8 @@ from weft.gateway.session import DecodeSession
 from weft.gateway.slo.forecast import LatencyForecaster, Side
 from weft.v1 import common_pb2, decode_pb2
 
-_RETRY_AFTER_S = 1.0
+_RETRY_AFTER_S = 5.0
+"""A worker that is restarted loads its model meanwhile."""
 _NOBODY = PoolView(())
 _DEVICE_REQUESTS = 8
 """Requests by which a worker with the adapter on its device may exceed the least busy holder and

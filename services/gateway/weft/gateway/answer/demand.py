@@ -9,6 +9,7 @@ from typing import Any
 from weft.engine.request import Constraint
 
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value has a schema for each name, and so may have any name."""
 _OF_VALUES = ("const", "enum")
@@ -58,7 +59,10 @@ def demanded_arguments(tool: Mapping[str, Any]) -> Constraint:
 
 
 def _arguments(function: Mapping[str, Any], place: str) -> Any:
-    schema = _moved(function.get("parameters") or _ANY_OBJECT, place)
+    parameters = function.get("parameters")
+    if parameters is None:
+        return _NO_ARGUMENTS
+    schema = _moved(parameters or _ANY_OBJECT, place)
     if "type" in schema or any(name in schema for name in _OF_TYPES):
         return schema
     return {**_ANY_OBJECT, **schema}

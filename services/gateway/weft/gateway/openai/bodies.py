@@ -76,6 +76,7 @@ class StreamOptions(BaseModel):
     model_config = _CONFIG
 
     include_usage: bool | None = Field(None, description="send a last chunk with the usage")
+    continuous_usage_stats: bool | None = Field(None, description="not supported")
 
 
 class ContentPart(BaseModel):
@@ -114,7 +115,7 @@ class FunctionBody(BaseModel):
     name: str = Field(description="1 to 64 letters, digits, `_`, `-`, `.`")
     description: str | None = Field(None, description="for the model")
     parameters: dict[str, Any] | None = Field(
-        None, description="JSON schema of the arguments; absent = any object"
+        None, description="JSON schema of the arguments; absent = there are none"
     )
     strict: bool | None = Field(
         None, description="not used: demanded calls are always valid, others never enforced"
@@ -286,6 +287,12 @@ class GenerationBody(Body):
     truncate_prompt_tokens: int | None = Field(None, description="not supported")
     chat_template: str | None = Field(None, description="not supported: the model's own is used")
     documents: Any = Field(None, description="not supported")
+    logits_processors: Any = Field(None, description="not supported")
+    guided_whitespace_pattern: str | None = Field(None, description="not supported")
+    return_token_ids: bool | None = Field(None, description="not supported")
+    return_tokens_as_token_ids: bool | None = Field(None, description="not supported")
+    best_of: int | None = Field(None, description="only equal to n")
+    suffix: str | None = Field(None, description="not supported")
 
 
 class ChatBody(GenerationBody):
@@ -331,8 +338,6 @@ class CompletionBody(GenerationBody):
         description="begin with the prompt's text; with logprobs, they begin with those of the "
         "prompt's tokens: only with n: 1, not streamed",
     )
-    best_of: int | None = Field(None, description="only equal to n")
-    suffix: str | None = Field(None, description="not supported")
     add_special_tokens: bool | None = Field(None, description="of the tokenizer, default true")
 
 

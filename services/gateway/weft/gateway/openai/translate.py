@@ -47,8 +47,12 @@ _UNSUPPORTED = {
     "truncate_prompt_tokens": "cutting the prompt",
     "chat_template": "a chat template of the request's own",
     "documents": "documents for the chat template",
+    "logits_processors": "code of the request's own",
+    "return_token_ids": "token ids beside the text",
+    "return_tokens_as_token_ids": "token ids in place of tokens",
+    "suffix": "text behind the completion",
 }
-"""Fields of other servers that change the output, by name."""
+"""Fields of other servers that change the output or the answer, by name."""
 
 
 def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
@@ -91,10 +95,6 @@ def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateReques
     Raises:
         InvalidRequest: It asks for what is not supported, or fields contradict each other.
     """
-    if body.suffix:
-        raise _unsupported("suffix", "text behind the completion")
-    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
-        raise _unsupported("best_of", "choosing among more answers than n")
     return _request(
         body,
         facts,
@@ -342,6 +342,12 @@ def _refuse_unsupported(body: GenerationBody) -> None:
             raise _unsupported(name, what)
     if body.length_penalty not in (None, 1):
         raise _unsupported("length_penalty", "a penalty of beam search")
+    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
+        raise _unsupported("best_of", "choosing among more answers than n")
+    if body.guided_whitespace_pattern is not None:
+        raise _unsupported("guided_whitespace_pattern", "whitespace of JSON by a pattern")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise _unsupported("stream_options.continuous_usage_stats", "usage in each chunk")
 
 
 def _unsupported(param: str, what: str) -> InvalidRequest:
