@@ -517,7 +517,7 @@ def _hide(
 
 
 @triton.jit
-def _request_of(row: tl.tensor, cu_q_lens: tl.tensor, requests: int) -> tl.tensor:
+def request_of(row: tl.tensor, cu_q_lens: tl.tensor, requests: int) -> tl.tensor:
     """The request that a row belongs to: the last one that does not begin behind it."""
     low = 0
     high = requests
@@ -556,7 +556,7 @@ def _merge_kernel(
     if not IS_SETTLED:
         wait_for_last(IS_DEPENDENT)
     if IS_BY_TOKEN:
-        request = _request_of(tl.program_id(0), cu_q_lens, requests)
+        request = request_of(tl.program_id(0), cu_q_lens, requests)
         member = tl.program_id(0) - tl.load(cu_q_lens + request)
     else:
         request = tl.program_id(0) // ROWS

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.decode_attention import request_of
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _join_kernel(
     else:
         request = row
         if not IS_UNIFORM:
-            request = _request_of_row(row, cu_q_lens, requests)
+            request = request_of(row, cu_q_lens, requests)
         slot = tl.load(request_slots + request)
         kept_width = tl.where(tl.load(positions + row) > 0, width, 0)
         if not IS_UNIFORM:
@@ -156,19 +157,6 @@ def _parent_row(word: tl.tensor, row: tl.tensor, first: tl.tensor) -> tl.tensor:
     is_seen = ((word >> bit) & 1 == 1) & (bit < row - first)
     nearest = first + tl.max(tl.where(is_seen, bit, 0), axis=0)
     return tl.where(word < 0, row - 1, nearest).to(tl.int64)
-
-
-@triton.jit
-def _request_of_row(row: tl.tensor, cu_q_lens: tl.tensor, requests: int) -> tl.tensor:
-    """The last request that begins at `row` or before."""
-    low = 0
-    high = requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_after = tl.load(cu_q_lens + middle) > row
-        low = tl.where(is_after, low, middle)
-        high = tl.where(is_after, middle, high)
-    return low
 
 
 @triton.jit

@@ -11,14 +11,12 @@ import torch
 from weft.kernels.gpu.dependent_launch import launch_options
 from weft.kernels.gpu.lora_fold import Folded
 from weft.kernels.gpu.lora_parts import new_entries
+from weft.kernels.gpu.lora_product import MAX_ROWS
 from weft.kernels.gpu.lora_rows import expand_rows, of_tokens, shrink_rows
 from weft.kernels.gpu.lora_shrink import Shrunk, can_be_ahead, shrink_tiles
 from weft.kernels.gpu.lora_tiles import expand_tiles, expand_tiles_silu
 from weft.kernels.lora import LoraAddition
 from weft.kernels.side_stream import SideStreamWork, is_forking
-
-MAX_ROWS = 8
-"""Most rows of the direct path: up to here tokens rarely share an adapter."""
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:

@@ -19,7 +19,7 @@ from weft.kernels.gpu.lora_rows import NormOfRows, of_tokens, shrink_rows
 from weft.kernels.lora import LoraAddition
 
 MAX_ROWS = 8
-"""Most rows: up to here tokens rarely share an adapter."""
+"""Most rows whose additions are computed directly: up to here tokens rarely share an adapter."""
 _AT_ONCE = tl.constexpr(16)
 """Ranks that are multiplied with B at once."""
 
