@@ -53,7 +53,6 @@ def ask(mesh: TinyMesh, prompt: list[int]) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
         "weft_timeline": True,
-        "return_token_ids": True,
     }
     answer = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=120, trust_env=False)
     assert answer.status_code == 200, answer.text
