@@ -63,6 +63,8 @@ class Faulty(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetModel(self, request, context):  # type: ignore[no-untyped-def]
         if request.model == "bug":
             raise KeyError("secret-path")
+        if request.model == "left":
+            raise grpc.aio.InternalError("a write that fails")
         raise [*FAILURES, *LONG][int(request.model)]
 
 
@@ -156,6 +158,18 @@ async def test_unknown_failure_leaks_nothing(
     assert isinstance(from_rpc_error(caught.value), Internal)
     assert "secret" not in str(caught.value)
     assert sum("unexpected failure" in r.message for r in caplog.records) == 1
+
+
+async def test_a_write_that_fails_is_no_defect(
+    server: ServiceServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails where a client leaves; one that has not is answered all the same."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetModel(gateway_pb2.GetModelRequest(model="left"))
+    assert isinstance(from_rpc_error(caught.value), Internal)
+    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
 
 
 async def test_malformed_messages_are_invalid_argument(server: ServiceServer) -> None:

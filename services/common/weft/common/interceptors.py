@@ -118,12 +118,11 @@ async def _fail(
         await abort(context, _malformed())
     if isinstance(error, WeftError):
         await abort(context, error)
-    # The client is gone and the stream with it, which a write may notice before the context does:
-    # nobody is left to answer.
     if isinstance(error, grpc.aio.BaseError) and context.done():
-        return
+        return  # the client is gone and the stream with it; nobody is left to answer
     if isinstance(error, grpc.aio.InternalError):
-        _log.info("the client of %s is gone: %r", method, error)
-        return
-    _log.error("unexpected failure in %s", method, exc_info=error)
+        # A write fails: the client has left, which gRPC may say of the call only later.
+        _log.info("%s could not be answered: %r", method, error)
+    else:
+        _log.error("unexpected failure in %s", method, exc_info=error)
     await abort(context, Internal("an internal error; the service's log has the details"))
