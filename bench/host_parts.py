@@ -116,6 +116,7 @@ def watch_engine(llm: LLM) -> Parts:
     parts.wrap(engine._drawing._sampler, "begin_captured", "draw: sampler")
     parts.wrap(runner, "forward", "forward: arrays")
     parts.wrap(runner, "_hidden", "forward: graph")
+    parts.wrap(runner, "_forward_decodes", "forward: graph")
     parts.wrap(runner, "_forward_requests", "forward: graph")
     parts.wrap(runner, "_logits_of", "draw: logits")
     parts.wrap(runner, "keep", "draw: keep")
@@ -123,7 +124,7 @@ def watch_engine(llm: LLM) -> Parts:
         parts.wrap(runner._draws, "begin", "draw: graph")
     if runner.graphs is not None:
         assert runner.inputs is not None
-        parts.wrap(runner.inputs, "send_decode", "forward: send")
+        parts.wrap(runner.inputs, "send_decodes", "forward: send")
         parts.wrap(runner.inputs, "send_ragged", "forward: send")
         parts.wrap(runner.inputs, "send_requests", "forward: send")
         parts.wrap(runner.inputs, "send_drafting", "forward: send")

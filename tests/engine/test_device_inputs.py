@@ -18,7 +18,7 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.ragged_columns import RaggedColumns
-from weft.engine.runner.step import ALL_BEFORE, PageTable, StepArrays
+from weft.engine.runner.step import ALL_BEFORE, PageTable, StepArrays, StepDecodes
 from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
@@ -156,6 +156,9 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
         slots = random.sample(range(NUM_SLOTS), count)
         num_decodes = count if kind == "decode" else random.randint(0, count)
         plan, tokens, positions = bench.plan(slots, num_decodes)
+        # Their new pages come with the step itself; the host's table has them then.
+        is_plain = kind == "decode" and random.random() < 0.8
+        decodes = StepDecodes.of_plan(plan, bench.table, PAGE) if is_plain else None
         arrays = StepArrays.of_plan(plan, bench.table, PAGE)
         copies_before = bench.num_copies
         last = [int(end) for end in np.cumsum([item.num_tokens for item in plan])]
@@ -164,8 +167,10 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
         assert arrays.is_decode == (last == list(range(1, count + 1)) and len(wanted) == count)
         if kind == "decode":
             rows = random.randint(count, NUM_SLOTS)
-            bench.inputs.send_decode(arrays, rows)
+            bench.inputs.send_decodes(decodes or StepDecodes.of_arrays(arrays), rows)
             batch = bench.inputs.decode_batch(rows, has_lora=has_lora)
+            assert bench.inputs.pages.tolist()[-1] == [0] * MAX_PAGES
+            assert batch.kv_lens[count:].tolist() == [0] * (rows - count)
         elif kind == "ragged":
             rows, requests = random.randint(last[-1], most), random.randint(count, NUM_SLOTS)
             columns = RaggedColumns(rows, requests, random.randint(len(wanted), min(rows, 6)))
@@ -179,6 +184,9 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
             assert there.slots.tolist() == arrays.drawing_slots.tolist()
             assert there.positions.tolist() == wanted
             assert bench.inputs.drawing_rows(arrays, has_slots=False).slots is None
+            same = bench.inputs.drawing_rows_of(count, has_slots=True)
+            assert torch.equal(there.positions, same.positions)
+            assert same.slots is there.slots
         check(bench, plan, batch, tokens, positions)
         check_adapters(plan, batch)
         has_adapters = arrays.adapter_slots is not None
@@ -186,6 +194,32 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
         assert has_lora or batch.lora is None
         replaced = random.choice(list(bench.requests))
         bench.requests[replaced] = bench.request(replaced)
+
+
+def test_a_page_that_a_step_brings_is_sent_once() -> None:
+    """Requests that go on get one page at a time, and nothing but the step brings it."""
+    bench = Bench()
+    chosen = [bench.requests[slot] for slot in random.sample(range(NUM_SLOTS), 4)]
+    slots = np.array([request.slot for request in chosen])
+    starts = np.array([len(request.tokens) - 1 for request in chosen])
+    pages = [request.pages for request in chosen]
+    for step in range(2 * PAGE):
+        for request, own, start in zip(chosen, pages, starts.tolist(), strict=True):
+            request.pages = own[: start // PAGE + 1]  # As requests grow.
+        decodes = StepDecodes.of_plan(Plan(chosen, slots, starts), bench.table, PAGE)
+        is_new = (starts % PAGE == 0) & (starts // PAGE > 0) & (step > 0)
+        brought = np.broadcast_to(np.array(decodes.pages), starts.shape)
+        assert (brought[is_new] >= 0).all()
+        changes = bench.table.take_changes()
+        assert step == 0 or not len(changes.indices)
+        if len(changes.indices):
+            bench.inputs.pages.view(-1)[changes.indices] = torch.from_numpy(changes.pages)
+        bench.inputs.send_decodes(decodes, NUM_SLOTS)
+        batch = bench.inputs.decode_batch(NUM_SLOTS)
+        for row, request in enumerate(chosen):
+            count = len(request.pages)
+            assert batch.page_table[row, :count].tolist() == request.pages
+        starts = starts + 1
 
 
 @pytest.mark.parametrize("kind", ["eager", "ragged"])

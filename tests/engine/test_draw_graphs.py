@@ -22,7 +22,7 @@ from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.draw_graphs import DrawGraphs
 from weft.engine.runner.graphs import GraphBucket
 from weft.engine.runner.keeping import TokenKeeper
-from weft.engine.runner.step import PageTable, StepArrays, StepRequests
+from weft.engine.runner.step import PageTable, StepArrays, StepDecodes, StepRequests
 from weft.engine.sampling.device import CapturedDraws, Way
 from weft.engine.sampling.sampler import Sampler, SampleRow
 from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
@@ -82,7 +82,7 @@ class Desk:
     def _send_nothing(self, bucket: GraphBucket) -> None:
         arrays = StepArrays.of_plan(self.plan(1, 0), self.table, PAGE)
         if bucket.kind == "decode":
-            self.inputs.send_decode(arrays, bucket.tokens)
+            self.inputs.send_decodes(StepDecodes.of_arrays(arrays), bucket.tokens)
         else:
             self.inputs.send_ragged(arrays, bucket.columns)
 
@@ -174,7 +174,7 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
                     desk.known.words[:, slot] = torch.tensor(words_of(random_parents(1 + DRAFTS)))
             arrays = StepArrays.of_plan(plan, desk.table, PAGE)
             if kind == "decode":
-                desk.inputs.send_decode(arrays, bucket.tokens)
+                desk.inputs.send_decodes(StepDecodes.of_arrays(arrays), bucket.tokens)
                 desk.inputs.decode_batch(bucket.tokens)
             else:
                 if kind == "tree":

@@ -20,6 +20,7 @@ from lora_layers import Sizes, make_layers
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from weft.engine.runner.ragged_columns import RaggedColumns
 from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.decoder_layer import (
     DecoderLayerWeight,
@@ -49,12 +50,14 @@ from weft.kernels.gpu import (
     sampling,
     sampling_top,
     slot_rows,
+    step_requests,
     step_rows,
     tree_rows,
 )
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import ExpertWeights
+from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 BF16, PAGE_SIZE, MAX_CONTEXT = torch.bfloat16, 16, 256
@@ -294,6 +297,11 @@ def compile_steps() -> None:
         step = StepRows(numbers, numbers, numbers, offsets, lengths, ancestors)
         step_rows.resolve_rows(step, numbers, numbers, known, table, PAGE_SIZE)
     step_rows.accept_drafts(numbers, step._replace(ancestors=None), verified, known)
+    step_requests.expand_decodes(DecodeColumns(*[numbers] * 4), step, known, table, PAGE_SIZE)
+    for words in (None, numbers):
+        columns = RaggedColumns(8, 2, 8, 3, has_trees=words is not None, has_requests=True)
+        views = columns.views(torch.zeros(columns.num_bytes, dtype=torch.uint8))
+        step_requests.expand_requests(views, table, PAGE_SIZE, 3)
     *_, paths = tree_rows.accept_trees(numbers, step, verified, known)
     pool = torch.zeros(4, 2, 2, 2, PAGE_SIZE, 64, dtype=BF16)
     tree_rows.move_paths(pool, numbers, verified.rows, paths)

@@ -16,6 +16,8 @@ from weft.engine.runner.ragged_columns import RaggedColumns, requests_size, writ
 from weft.engine.runner.step import StepArrays, StepRequests
 from weft.kernels import step_requests
 from weft.kernels.gpu import step_requests as gpu_step_requests
+from weft.kernels.step_requests import DecodeColumns
+from weft.kernels.step_rows import SlotTokens, StepRows
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -96,6 +98,53 @@ def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
         before = wanted.clone()
         module.expand_requests(columns.views(wanted), torch.from_numpy(table), page_size, SLOTS + 1)
         assert torch.equal(wanted, before)
+
+
+@pytest.mark.parametrize("module", [step_requests, gpu_step_requests], ids=["reference", "gpu"])
+def test_decodes_are_what_the_host_would_lay_out(module: ModuleType) -> None:
+    fresh_seed()
+    for count in (1, 127, 128, random.randint(2, 300)):
+        page_size, num_slots = random.choice([4, 16]), count + random.randint(0, 40)
+        rows = count + random.choice([0, 0, 1, random.randint(2, 150)])
+        known = SlotTokens(torch.randint(0, 900, (2, num_slots + 1)), torch.zeros(0))
+        table = torch.randperm(num_slots * PAGES_EACH).view(num_slots, -1).int() + 1
+        table = torch.cat([table, torch.zeros(1, PAGES_EACH, dtype=torch.int32)])
+        slots = torch.randperm(num_slots)[:count]
+        positions = torch.randint(0, page_size * PAGES_EACH, (count,))
+        tokens = torch.where(torch.rand(count) < 0.3, torch.randint(0, 900, (count,)), -1)
+        pages = torch.where(torch.rand(count) < 0.3, torch.randint(5000, 6000, (count,)), -1)
+        given = torch.tensor([num_slots, 0, 0, -1]).repeat_interleave(rows).view(4, rows)
+        given[:, :count] = torch.stack([slots, positions, tokens, pages])
+        token_ids, places = torch.full((2, rows), 77)
+        kv_lens = torch.full((rows,), 77, dtype=torch.int32)
+        step = StepRows(token_ids, given[1], places, kv_lens, kv_lens)
+        after, wanted = table.clone(), []
+        for slot, position, token, page in given.T.tolist():
+            if page >= 0:
+                after[slot, position // page_size] = page
+            place = int(after[slot, position // page_size]) * page_size + position % page_size
+            token = int(known.tokens[0, slot]) if token < 0 else token
+            wanted.append((token, place, 0 if slot == num_slots else position + 1))
+        module.expand_decodes(DecodeColumns(*given), step, known, table, page_size)
+        found = zip(token_ids.tolist(), places.tolist(), kv_lens.tolist(), strict=True)
+        assert list(found) == wanted
+        assert torch.equal(table, after)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("is_row = row < count", "is_row = row < count - 1"),
+        ("mask=is_row & (new >= 0)", "mask=is_row & (new > 5100)"),
+        ("tl.where(slot == dummy, 0, position + 1)", "position + 1"),
+        ("tl.where(token < 0, last, token)", "last"),
+    ],
+)
+def test_a_mutated_kernel_of_decodes_is_noticed(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_kernels(monkeypatch, gpu_step_requests, tmp_path, change)
+    assert notices(lambda: test_decodes_are_what_the_host_would_lay_out(gpu_step_requests))
 
 
 @pytest.mark.parametrize(

@@ -276,15 +276,23 @@ class Drawing:
         self._prepared = np.zeros(0, np.int64)
         """Slots of the requests given to `prepare` last."""
 
-    def prepare(self, plan: Plan, requests: Sequence[Request], *, is_late: bool = False) -> None:
+    def prepare(
+        self,
+        plan: Plan,
+        requests: Sequence[Request],
+        slots: npt.NDArray[np.int64] | None = None,
+        *,
+        is_late: bool = False,
+    ) -> None:
         """Prepares everything that drawing needs besides the logits.
 
         Args:
             plan: Plan of the step, whose drafts may still be to come.
             requests: That will draw; the tokens before those to be drawn are known.
+            slots: Theirs, if none of them has ended; None: they are asked.
             is_late: `begin` follows at once.
         """
-        self._prepared = slots = self._slots(requests)
+        self._prepared = slots = self._slots(requests) if slots is None else slots
         for row in np.flatnonzero(~self._has_row[slots]).tolist():
             self._take_slot(requests[row])
         if self._awaits_drafts(plan):

@@ -73,7 +73,6 @@ class Engine:
         self.memory: KvMemory = parts.memory
         self.info = parts.info
         self._out = Outgoing()
-        self._new_tokens = NewTokens(self._out)
         self._kv_events = KvEvents(config.page_size)
         parts.memory.on_published.append(lambda _, key, parent: self._kv_events.stored(key, parent))
         parts.memory.on_evicted.append(self._kv_events.removed)
@@ -106,6 +105,7 @@ class Engine:
             events=events,
             prompt_budget=partial(self.costs.tokens_within, config.inter_token_target_s),
         )
+        self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
         self.adapters.attach(self.scheduler.waitlist)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
         if self.sessions is not None:

@@ -13,6 +13,7 @@ from weft.engine.outgoing import Outgoing
 from weft.engine.request import TokenLogprob
 from weft.engine.scheduler.columns import Int64Array, RequestColumns
 from weft.engine.scheduler.plan import LaterScores, Plan, Run
+from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.state import Request, State
 
 
@@ -29,10 +30,12 @@ class NewTokens:
 
     Args:
         out: Outbox that is told of the tokens.
+        running: Plans of the requests that run.
     """
 
-    def __init__(self, out: Outgoing) -> None:
+    def __init__(self, out: Outgoing, running: RunningPlans) -> None:
         self._out = out
+        self._running = running
 
     def take_runs(
         self, runs: Sequence[Run], on_accepted: Callable[[Request], None]
@@ -125,9 +128,11 @@ class NewTokens:
         """
         requests, end = columns.requests, begin + len(columns.requests)
         tokens, logprobs = drawn.tokens[begin:end], drawn.logprobs[begin:end]
-        finished = State.FINISHED
-        left = [row for row, request in enumerate(requests) if request.state is not finished]
-        num_surplus = len(requests) - len(left)
+        num_surplus = 0
+        if not self._running.has_exactly(columns):
+            finished = State.FINISHED
+            left = [row for row, request in enumerate(requests) if request.state is not finished]
+            num_surplus = len(requests) - len(left)
         if num_surplus:
             columns, positions = columns.of_rows(left), positions[left]
             tokens, logprobs = [tokens[row] for row in left], [logprobs[row] for row in left]
@@ -136,7 +141,8 @@ class NewTokens:
         for request, token in zip(requests, tokens, strict=True):
             request.tokens.append(token)
         ending = set(np.flatnonzero(positions >= columns.ends).tolist())
-        if end_token_ids := columns.end_token_ids:
+        end_token_ids = columns.end_token_ids
+        if not end_token_ids.isdisjoint(tokens):
             ending.update(row for row, token in enumerate(tokens) if token in end_token_ids)
         for row in sorted(ending):
             request = requests[row]
@@ -153,14 +159,11 @@ class NewTokens:
         logprobs: Sequence[TokenLogprob | None],
     ) -> None:
         """Tells each session of its own requests' tokens."""
-        told = TokenColumns(
-            columns.request_ids,
-            columns.attempts,
-            columns.samples,
-            indices,
-            tokens,
-            {row: found for row, found in enumerate(logprobs) if found is not None},
-        )
+        known: dict[int, TokenLogprob] = {}
+        if any(logprobs):
+            known = {row: found for row, found in enumerate(logprobs) if found is not None}
+        names = columns.request_ids, columns.attempts, columns.samples
+        told = TokenColumns(*names, indices, tokens, known)
         sessions = dict.fromkeys(columns.sessions)
         for session in sessions:
             own = told

@@ -179,7 +179,11 @@ class StepPipeline:
                 step.mark = step.mark or self._runner.mark()
             else:
                 if not is_ready:
-                    self._drawing.prepare(step.plan, step.drawing, is_late=True)
+                    plan, slots = step.plan, None
+                    none_ended = self._scheduler.running_plans.has_exactly(plan.columns)
+                    if none_ended and step.drawing is plan.decodes:
+                        slots = plan.slots
+                    self._drawing.prepare(plan, step.drawing, slots, is_late=True)
                 step.draw = self._drawing.begin(step.plan, step.drawing, step.drawable)
                 step.drawable = None
                 if not step.draw.are_kept:

@@ -1,11 +1,24 @@
-"""Rows of a step in which each request brings its last token and drafts behind it, from a few
-numbers a request: what the host would have to lay out and send otherwise."""
+"""Rows of a step in which each request brings its last token, and perhaps drafts behind it, from a
+few numbers a request: what the host would have to lay out and send otherwise."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+from weft.kernels.step_rows import SlotTokens, StepRows
+
+
+class DecodeColumns(NamedTuple):
+    """The columns of a step of R requests with a row each, in device memory: int64, [R] each."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    """Positions of the tokens that they bring."""
+    tokens: torch.Tensor
+    """These tokens; negative: the last ones of their slots."""
+    pages: torch.Tensor
+    """The page of each position, where the page table lacks it; negative elsewhere."""
 
 
 class StepColumns(NamedTuple):
@@ -93,3 +106,34 @@ def expand_requests(
             step.rows[request] = slot
             step.kv_lens[request] = 0 if is_late else start + count
         step.cu_q_lens[request + 1] = row
+
+
+def expand_decodes(
+    given: DecodeColumns,
+    step: StepRows,
+    known: SlotTokens,
+    page_table: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Writes what else a step of one row a request needs, and new pages into the page table.
+
+    Args:
+        given: The step. A request in the dummy slot, the last one, is padding.
+        step: Changed: tokens, places and lengths (0 of padding). Positions are those given.
+        known: Device state of the slots.
+        page_table: [slots + 1, max_pages] int32, changed.
+        page_size: Token positions a page.
+    """
+    if given.slots.is_cuda:
+        from weft.kernels.gpu import step_requests as gpu
+
+        gpu.expand_decodes(given, step, known, page_table, page_size)
+        return
+    slots, positions, tokens, pages = given
+    columns, dummy = positions // page_size, known.tokens.shape[1] - 1
+    is_new = pages >= 0
+    page_table[slots[is_new], columns[is_new]] = pages[is_new].int()
+    step.token_ids.copy_(torch.where(tokens < 0, known.tokens[0, slots], tokens))
+    own = page_table[slots, columns].long()
+    step.places.copy_(own * page_size + positions % page_size)
+    step.kv_lens.copy_((positions + 1).masked_fill(slots == dummy, 0))

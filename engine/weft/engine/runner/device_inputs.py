@@ -7,14 +7,12 @@ drafts were verified) is entered there: as part of a captured step, else right b
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from weft.engine.device_copies import DeviceCopies, PinnedBuffer
 from weft.engine.lora.pool import LoraPool
-from weft.engine.memory.kv_memory import NULL_PAGE
 from weft.engine.runner.batch import ForwardBatch
 from weft.engine.runner.lora_columns import LoraColumns
 from weft.engine.runner.ragged_columns import (
@@ -25,14 +23,21 @@ from weft.engine.runner.ragged_columns import (
 )
 from weft.engine.runner.step import (
     Int32Array,
+    Int64Array,
     PageChanges,
     PageTable,
     StepArrays,
+    StepDecodes,
     StepRequests,
 )
 from weft.engine.sampling.device import RowsOnDevice
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
-from weft.kernels.step_requests import StepColumns, expand_requests
+from weft.kernels.step_requests import (
+    DecodeColumns,
+    StepColumns,
+    expand_decodes,
+    expand_requests,
+)
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
 _ALIGNMENT_BYTES = 16
@@ -68,7 +73,8 @@ class DeviceInputs:
         self._page_size = page_size
         self._copies = DeviceCopies(device)
         self._table = torch.from_numpy(table.pages).to(device)
-        self._static = _StaticColumns(max_decode_rows, device)
+        self._one_row_each = torch.arange(max_decode_rows + 1, dtype=torch.int32, device=device)
+        self._decodes = _DecodeMemory(max_decode_rows, self._one_row_each)
         self._max_requests = max_decode_rows
         self._ragged: torch.Tensor | None = None
         self._ragged_views: dict[RaggedColumns, StepColumns] = {}
@@ -76,9 +82,7 @@ class DeviceInputs:
         if lora is not None:
             columns = LoraColumns.of(max(max_tokens, max_decode_rows), lora.max_slots)
             self._lora_bytes = torch.zeros(columns.num_bytes, dtype=torch.uint8, device=device)
-        self._one_row_each = torch.arange(max_decode_rows + 1, dtype=torch.int32, device=device)
         self._static_rows = torch.arange(max_decode_rows, device=device)
-        self._no_owners = torch.full_like(self._static_rows, -1)
         self.drawing_slots = self._static_rows[:0]
         """[L] int64: the slot of each row of the logits of the step sent last."""
         self.step: StepRows | None = None
@@ -183,44 +187,41 @@ class DeviceInputs:
         return replace(step, are_given=True)  # It comes by a copy, ahead of all kernels.
 
     def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> ForwardBatch:
-        """The inputs of a decode step of `num_rows` requests, as `send_decode` sent them last.
+        """The inputs of a decode step of `num_rows` requests, as `send_decodes` sent them last.
 
-        To be called while a graph is captured: only what the device knows is entered, and the
-        page table's rows are copied, anew when it is replayed.
+        To be called while a graph is captured: what the device knows and new pages are entered, and
+        the page table's rows are copied, anew when it is replayed.
         """
-        token_ids, positions, slots, rows, sources, kv_lens = self._static.views(num_rows)
-        one_row_each = self._one_row_each[: num_rows + 1]
-        step = StepRows(token_ids, positions, slots, one_row_each, kv_lens)
-        self._resolve(step, sources, self._no_owners[:num_rows])
+        given, step = self._decodes.views(num_rows)
+        expand_decodes(given, step, self._known, self._table, self._page_size)
         return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            cu_q_lens=one_row_each,
-            kv_lens=kv_lens,
-            page_table=self._table.index_select(0, rows),
-            slots=slots,
+            token_ids=step.token_ids,
+            positions=step.positions,
+            cu_q_lens=step.cu_q_lens,
+            kv_lens=step.kv_lens,
+            page_table=self._table.index_select(0, given.slots),
+            slots=step.places,
             logits_rows=self._static_rows[:num_rows],
             max_q_len=1,
             max_kv_len=self._table.shape[1] * self._page_size,
             lora=self._static_lora(num_rows, has_lora=has_lora),
-            request_slots=rows,
+            request_slots=given.slots,
         )
 
-    def send_decode(self, arrays: StepArrays, num_rows: int) -> None:
+    def send_decodes(self, decodes: StepDecodes, num_rows: int) -> None:
         """Sends a decode step padded to `num_rows`; padding rows write to the null page."""
-        self._send_lora(arrays.adapter_slots, num_rows)
+        self._send_lora(decodes.adapter_slots, num_rows)
         changes = self._few_changes()
-        buffer = self._copies.pinned.take(self._static.num_bytes)
-        used = self._static.write(buffer.host, arrays, num_rows, self._host_table.null_row)
-        self._send_static(self._static.device_bytes, buffer, used, changes)
-        token_ids, positions, places, rows, _, kv_lens = self._static.views(len(arrays.rows))
-        self.drawing_slots = rows
-        self.step = StepRows(
-            token_ids, positions, places, self._one_row_each[: len(rows) + 1], kv_lens
-        )
-        if arrays.verify_rows is not None:
-            (sent,) = self._copies.send((arrays.verify_rows,))
-            self.verify_rows = sent.view(arrays.verify_rows.shape)
+        memory = self._decodes
+        buffer = self._copies.pinned.take(memory.num_bytes)
+        memory.write(buffer.host, decodes, num_rows, self._host_table.null_row)
+        self._send_static(memory.device_bytes, buffer, memory.used, changes)
+        (self.drawing_slots, *_), self.step = memory.views(len(decodes.slots))
+
+    def send_verify_rows(self, rows: Int64Array) -> None:
+        """Sends `StepArrays.verify_rows` of a decode step: nobody has drafts."""
+        (sent,) = self._copies.send((rows,))
+        self.verify_rows = sent.view(rows.shape)
 
     def ragged_batch(self, columns: RaggedColumns, *, has_lora: bool = False) -> ForwardBatch:
         """The inputs of a step of that size, as `send_ragged` sent them last with the same
@@ -247,9 +248,8 @@ class DeviceInputs:
 
     def drawing_step(self, num_rows: int) -> tuple[StepRows, torch.Tensor]:
         """The memory of a decode step of `num_rows`, and the slots that its rows draw for."""
-        token_ids, positions, places, rows, _, kv_lens = self._static.views(num_rows)
-        one_row_each = self._one_row_each[: num_rows + 1]
-        return StepRows(token_ids, positions, places, one_row_each, kv_lens), rows
+        given, step = self._decodes.views(num_rows)
+        return step, given.slots
 
     def ragged_step(self, columns: RaggedColumns) -> tuple[StepRows, Verified, torch.Tensor]:
         """The memory of a step of that size, its requests with drafts, and the rows that draw."""
@@ -346,10 +346,10 @@ class DeviceInputs:
         positions = self.step.positions[: len(arrays.positions)] + 1
         return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
 
-    def drawing_rows_of(self, requests: StepRequests, *, has_slots: bool) -> RowsOnDevice:
-        """`drawing_rows` of a step given by its requests."""
+    def drawing_rows_of(self, num_rows: int, *, has_slots: bool) -> RowsOnDevice:
+        """`drawing_rows` of a step of `num_rows`, all of which are drawn from."""
         assert self.step is not None
-        positions = self.step.positions[: requests.num_rows] + 1
+        positions = self.step.positions[:num_rows] + 1
         return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
 
     def drawing_positions(self, arrays: StepArrays) -> torch.Tensor:
@@ -386,50 +386,48 @@ class DeviceInputs:
             self._table.view(-1).index_copy_(0, indices, pages)
 
 
-class _StaticColumns:
-    """Fixed memory on the device that captured graphs read: int64 columns, then int32 ones.
+class _DecodeMemory:
+    """Fixed memory on the device that captured decode steps read, and what they expand it to.
 
-    After them come the step's new pages, as many as there are.
+    Args:
+        max_rows: Rows of the largest step.
+        one_row_each: [max_rows + 1] int32: 0, 1, 2 and so on.
     """
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, one_row_each: torch.Tensor) -> None:
         self._max_rows = max_rows
-        self._used = max_rows * (5 * 8 + 4)
-        self.num_bytes = self._used + _CHANGES_BYTES
+        self._one_row_each, device = one_row_each, one_row_each.device
+        self.used = max_rows * 8 * len(DecodeColumns._fields)
+        """Bytes of the columns; behind them come the step's new pages, as many as there are."""
+        self.num_bytes = self.used + _CHANGES_BYTES
         self.device_bytes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
-        at = 5 * 8 * max_rows
-        wide = self.device_bytes[:at].view(torch.int64).view(5, max_rows)
-        self._columns = (*wide, self.device_bytes[at : self._used].view(torch.int32))
-        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._given = self.device_bytes[: self.used].view(torch.int64).view(-1, max_rows)
+        self._tokens_and_places = torch.zeros((2, max_rows), dtype=torch.int64, device=device)
+        self._kv_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._views: dict[int, tuple[DecodeColumns, StepRows]] = {}
 
-    def views(self, num_rows: int) -> tuple[torch.Tensor, ...]:
-        """token_ids, positions, slots, rows, sources (int64) and kv_lens (int32), [num_rows] each;
-        sources are those of `StepArrays`, -1 where the host knows the token.
-        """
+    def views(self, num_rows: int) -> tuple[DecodeColumns, StepRows]:
+        """What is sent of a step of `num_rows`, and what that expands to."""
         views = self._views.get(num_rows)
         if views is None:
-            views = self._views[num_rows] = tuple(column[:num_rows] for column in self._columns)
+            given = DecodeColumns._make(self._given[:, :num_rows].unbind())
+            token_ids, places = self._tokens_and_places[:, :num_rows].unbind()
+            one_row_each, kv_lens = self._one_row_each[: num_rows + 1], self._kv_lens[:num_rows]
+            step = StepRows(token_ids, given.positions, places, one_row_each, kv_lens)
+            views = self._views[num_rows] = given, step
         return views
 
     def write(
-        self, host: npt.NDArray[np.uint8], arrays: StepArrays, num_rows: int, null_row: int
-    ) -> int:
-        """Writes the columns of a decode step into `host`; returns the bytes used."""
-        at = 5 * 8 * self._max_rows
-        wide = host[:at].view(np.int64).reshape(5, self._max_rows)
-        narrow = host[at : self._used].view(np.int32)
-        values: tuple[tuple[npt.NDArray[Any], npt.NDArray[Any], int], ...] = (
-            (wide[0], arrays.token_ids, 0),
-            (wide[1], arrays.positions, 0),
-            (wide[2], arrays.slots, NULL_PAGE),
-            (wide[3], arrays.rows, null_row),
-            (wide[4], arrays.sources, NOTHING),
-            (narrow, arrays.kv_lens, 0),
-        )
-        for column, value, padding in values:
-            column[: len(value)] = value
-            column[len(value) : num_rows] = padding
-        return self._used
+        self, host: npt.NDArray[np.uint8], decodes: StepDecodes, num_rows: int, null_row: int
+    ) -> None:
+        """Writes the columns of a step, padded to `num_rows`, into `host`."""
+        columns = host[: self.used].view(np.int64).reshape(-1, self._max_rows)
+        count = len(decodes.slots)
+        given = decodes.slots, decodes.starts, decodes.tokens, decodes.pages
+        for column, values in zip(columns, given, strict=True):
+            column[:count] = values
+        if count < num_rows:
+            columns[:, count:num_rows] = ((null_row,), (0,), (0,), (NOTHING,))
 
 
 def _step_of(views: StepColumns) -> StepRows:

@@ -26,8 +26,8 @@ from weft.engine.models.config import ModelConfig
 from weft.engine.models.interface import CausalLM
 from weft.engine.runner.device_inputs import DeviceInputs
 from weft.engine.runner.ragged_columns import RaggedColumns
-from weft.engine.runner.step import StepArrays, StepRequests
-from weft.engine.scheduler.plan import LaterDrafts
+from weft.engine.runner.step import StepArrays, StepDecodes, StepRequests
+from weft.engine.scheduler.plan import LaterDrafts, Plan
 from weft.kernels.attention import (
     MAX_TREE_ROWS,
     gains_by_cold_prompts,
@@ -254,6 +254,16 @@ class GraphBuckets:
             return bucket
         return bucket._replace(has_lora=True)
 
+    def of_decodes(self, plan: Plan) -> GraphBucket | None:
+        """The bucket that runs a plan of decodes alone, at positions that the host knows; None:
+        there is none, or the plan has more.
+        """
+        count = len(plan.decodes)
+        if plan.is_late is not None or not 0 < count == len(plan) or count > len(self._decode):
+            return None
+        bucket = self._decode[count - 1]
+        return bucket if plan.adapter_slots is None else bucket._replace(has_lora=True)
+
     def of_requests(self, requests: StepRequests) -> GraphBucket | None:
         """The bucket that runs a step given by its requests; None: it must be given by rows."""
         sizes = self._tree if requests.has_trees else self._verify
@@ -354,10 +364,17 @@ class StepGraphs:
             [L, hidden], valid until the next step.
         """
         if bucket.kind == "decode":
-            self._inputs.send_decode(arrays, bucket.tokens)
+            self._inputs.send_decodes(StepDecodes.of_arrays(arrays), bucket.tokens)
+            if arrays.verify_rows is not None:
+                self._inputs.send_verify_rows(arrays.verify_rows)
         else:
             self._inputs.send_ragged(arrays, bucket.columns)
         return self._replay(bucket)[: len(arrays.logits_rows)]
+
+    def forward_decodes(self, decodes: StepDecodes, bucket: GraphBucket) -> torch.Tensor:
+        """`forward` of a step of one row a request."""
+        self._inputs.send_decodes(decodes, bucket.tokens)
+        return self._replay(bucket)[: len(decodes.slots)]
 
     def forward_requests(
         self, requests: StepRequests, drafts: LaterDrafts | None, bucket: GraphBucket
@@ -401,7 +418,7 @@ class StepGraphs:
         """
         step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
         if bucket.kind == "decode":
-            self._inputs.send_decode(step, bucket.tokens)
+            self._inputs.send_decodes(StepDecodes.of_arrays(step), bucket.tokens)
         else:
             self._inputs.send_ragged(step, bucket.columns)
 

@@ -28,6 +28,7 @@ from weft.engine.runner.step import (
     Int64Array,
     PageTable,
     StepArrays,
+    StepDecodes,
     StepRequests,
 )
 from weft.engine.sampling.device import CapturedDraw, RowsOnDevice
@@ -216,6 +217,8 @@ class ModelRunner:
             with drafts, then one for each chunk that samples; None if there is none.
         """
         if self.graphs is not None:
+            if bucket := self.graphs.buckets.of_decodes(plan):
+                return self._forward_decodes(plan, bucket)
             requests = StepRequests.of_plan(plan, self._page_table, self._page_size)
             bucket = None if requests is None else self.graphs.buckets.of_requests(requests)
             if requests is not None and bucket is not None:
@@ -255,6 +258,21 @@ class ModelRunner:
             rows=None if self._verifying is None else partial(_rows_of, self._verifying),
         )
 
+    def _forward_decodes(self, plan: Plan, bucket: GraphBucket) -> Drawable:
+        """`forward` of a plan of decodes alone."""
+        assert self.graphs is not None
+        assert self._inputs is not None
+        decodes = StepDecodes.of_plan(plan, self._page_table, self._page_size)
+        with torch.inference_mode():
+            hidden = self.graphs.forward_decodes(decodes, bucket)
+        self._verifying, count = None, len(plan.decodes)
+        captured = None
+        if self._draws is not None and self._draws.has(bucket, count):
+            captured = partial(self._draws.begin, bucket, count)
+        logits = partial(self._logits_of, hidden, decodes.adapter_slots)
+        on_device = partial(self._inputs.drawing_rows_of, count)
+        return Drawable(logits, plan.slots, plan.starts + 1, on_device, captured)
+
     def _forward_requests(
         self, requests: StepRequests, drafts: LaterDrafts | None, bucket: GraphBucket
     ) -> Drawable:
@@ -271,7 +289,7 @@ class ModelRunner:
             captured = partial(self._draws.begin, bucket, count)
         slots, positions = requests.rows()
         logits = partial(self._logits_of, hidden, requests.token_adapter_slots())
-        on_device = partial(self._inputs.drawing_rows_of, requests)
+        on_device = partial(self._inputs.drawing_rows_of, count)
         rows = partial(_rows_of, self._verifying)
         return Drawable(logits, slots, positions + 1, on_device, captured, rows)
 

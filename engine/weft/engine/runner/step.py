@@ -69,6 +69,19 @@ class PageTable:
             if self._changed is not None:
                 self._changed.append((slot, known, count))
 
+    def append(self, slot: int, index: int, page: int) -> bool:
+        """Sets the page at `index` of the slot's row, which a step brings to the device itself:
+        `take_changes` omits it.
+
+        Returns:
+            False, and nothing is set, if the row lacks pages before it, too.
+        """
+        if self._num_set[slot] < index:
+            return False
+        self.pages[slot, index] = page
+        self._num_set[slot] = index + 1
+        return True
+
     def take_changes(self) -> PageChanges:
         """The entries set since the last call."""
         assert self._changed is not None
@@ -237,6 +250,49 @@ class StepArrays:
             owners=np.full(num_rows, -1, np.int64),
             adapter_slots=_adapter_slots(plan),
         )
+
+
+class StepDecodes(NamedTuple):
+    """A step of requests that bring one token each, at positions that the host knows."""
+
+    slots: Int64Array
+    """[R]."""
+    starts: Int64Array
+    """[R]: positions of the tokens."""
+    tokens: Int64Array | int
+    """[R], or the same for all: `StepArrays.token_ids`."""
+    pages: Int64Array | int
+    """[R], or the same for all: the page of each position, where the device's page table lacks it;
+    elsewhere -1.
+    """
+    adapter_slots: Int32Array | None
+    """[R]: each request's slot of the LoRA tables; None: none has an adapter."""
+
+    @classmethod
+    def of_plan(cls, plan: Plan, table: PageTable, page_size: int) -> StepDecodes:
+        """The decodes of a started plan that has nothing else; enters their pages into the table,
+        of which `pages` brings those that follow the ones that the device has.
+        """
+        columns = plan.starts // page_size
+        pages: Int64Array | int = -1
+        lacking = np.flatnonzero(table.is_short(plan.slots, columns))
+        if len(lacking):
+            pages = np.full(len(columns), -1, np.int64)
+            of_lacking = plan.slots[lacking].tolist(), columns[lacking].tolist()
+            for row, slot, column in zip(lacking.tolist(), *of_lacking, strict=True):
+                own = plan.decodes[row].pages
+                if table.append(slot, column, own[column]):
+                    pages[row] = own[column]
+                else:
+                    table.extend(slot, own)
+        adapters = plan.adapter_slots
+        narrow = None if adapters is None else adapters.astype(np.int32)
+        return cls(plan.slots, plan.starts, DRAWN, pages, narrow)
+
+    @classmethod
+    def of_arrays(cls, arrays: StepArrays) -> StepDecodes:
+        """A step for which `StepArrays.is_decode`; its pages are in the table."""
+        return cls(arrays.rows, arrays.positions, arrays.token_ids, -1, arrays.adapter_slots)
 
 
 class StepRequests(NamedTuple):

@@ -103,6 +103,12 @@ class RunningPlans:
         if self._columns is not None:
             self._columns = self._columns.without(request)
 
+    def has_exactly(self, columns: RequestColumns | None) -> bool:
+        """Whether the requests that run now are just those of a plan's columns, all of which have
+        run since. May be False where it is true.
+        """
+        return self._columns is not None and self._columns.fixed is columns
+
     def plan(self, running: Sequence[Request]) -> Plan:
         """A token of each request, or one with drafts; no chunks."""
         columns = self._columns

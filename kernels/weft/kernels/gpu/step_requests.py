@@ -1,4 +1,4 @@
-"""`weft.kernels.step_requests` on a GPU: one launch, a program a request and some for padding."""
+"""`weft.kernels.step_requests` on a GPU: one launch each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from weft.kernels.step_requests import StepColumns
+    from weft.kernels.step_requests import DecodeColumns, StepColumns
+    from weft.kernels.step_rows import SlotTokens, StepRows
 
 _BLOCK = 128
 
@@ -17,7 +18,9 @@ _BLOCK = 128
 def expand_requests(
     step: StepColumns, page_table: torch.Tensor, page_size: int, num_slots: int
 ) -> None:
-    """`weft.kernels.step_requests.expand_requests` for CUDA tensors."""
+    """`weft.kernels.step_requests.expand_requests` for CUDA tensors: a program a request, and some
+    for padding.
+    """
     assert step.requests is not None
     rows, (requests, width) = step.token_ids.shape[0], step.verify_rows.shape
     _expand_kernel[(requests + triton.cdiv(rows, _BLOCK),)](
@@ -31,6 +34,31 @@ def expand_requests(
         PAGE_SIZE=page_size,
         REQUESTS=triton.next_power_of_2(requests),
         ROWS=triton.next_power_of_2(width),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+def expand_decodes(
+    given: DecodeColumns,
+    step: StepRows,
+    known: SlotTokens,
+    page_table: torch.Tensor,
+    page_size: int,
+) -> None:
+    """`weft.kernels.step_requests.expand_decodes` for CUDA tensors."""
+    count = given.slots.shape[0]
+    _decodes_kernel[(triton.cdiv(count, _BLOCK),)](
+        step.token_ids,
+        step.places,
+        step.kv_lens,
+        *given,
+        known.tokens,
+        page_table,
+        page_table.stride(0),
+        count,
+        known.tokens.shape[1] - 1,
+        PAGE_SIZE=page_size,
         BLOCK=_BLOCK,
         num_warps=4,
     )
@@ -114,3 +142,37 @@ def _expand_kernel(
             tl.store(owners + rest, nothing - 1, mask=is_padding)
             if ancestors is not None:
                 tl.store(ancestors + rest, nothing - 1, mask=is_padding)
+
+
+@triton.jit(do_not_specialize=["count", "dummy"])
+def _decodes_kernel(
+    token_ids: tl.tensor,
+    places: tl.tensor,
+    kv_lens: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    tokens: tl.tensor,
+    pages: tl.tensor,
+    known: tl.tensor,
+    page_table: tl.tensor,
+    table_stride: int,
+    count: int,
+    dummy: int,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < count
+    slot = tl.load(slots + row, mask=is_row, other=0)
+    position = tl.load(positions + row, mask=is_row, other=0)
+    token = tl.load(tokens + row, mask=is_row, other=0)
+    last = tl.load(known + slot, mask=is_row & (token < 0), other=0)
+    tl.store(token_ids + row, tl.where(token < 0, last, token), mask=is_row)
+    new = tl.load(pages + row, mask=is_row, other=0)
+    entry = page_table + slot * table_stride + position // PAGE_SIZE
+    tl.store(entry, new.to(tl.int32), mask=is_row & (new >= 0))
+    old = tl.load(entry, mask=is_row & (new < 0), other=0).to(tl.int64)
+    page = tl.where(new < 0, old, new)
+    tl.store(places + row, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_row)
+    length = tl.where(slot == dummy, 0, position + 1)
+    tl.store(kv_lens + row, length.to(tl.int32), mask=is_row)
