@@ -411,6 +411,8 @@ def bench_model(
         with LLM(model_dir, **settings) as llm:
             graphs = llm.engine._runner.graphs
             assert graphs is not None
+            gc.collect()
+            gc.freeze()  # As workers do.
             result.capture_s, result.graph_mib = graphs.capture_s, graphs.num_bytes / 2**20
             for batch in batches:
                 row, run = bench_decode(llm, config, batch, rates, NEW_TOKENS)
@@ -430,6 +432,7 @@ def bench_model(
 
 def release() -> None:
     """Gives the memory of what went out of scope back."""
+    gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
 

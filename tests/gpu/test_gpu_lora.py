@@ -12,7 +12,14 @@ import pytest
 import torch
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
-from lora_cases import LoraCase, draw_slots, make_expert_lora, make_lora, segments_of
+from lora_cases import (
+    LoraCase,
+    add_by,
+    draw_slots,
+    make_expert_lora,
+    make_lora,
+    segments_of,
+)
 from lora_models import lora_step, make_adapters, make_experts
 from paging import PagedDriver, PagedRequest
 from tiny_models import make_tiny
@@ -238,8 +245,7 @@ def test_the_checks_see_a_dropped_tile(
     for change in (None, (original, replacement)):
         out = before.clone()
         with kernel_module(name, tmp_path, change) as module:
-            add = getattr(module, "add_by_rows", None) or module.add_by_tiles
-            add(out, x, added, launch_options(x.device))
+            add_by(module, out, x, added, launch_options(x.device))
         if change is None:
             assert_as_exact(out, peer, exact)
     with pytest.raises(AssertionError):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from weft.kernels.lora import ROW_RANK, LoraSegments, LoraWeights, sort_tokens
+from weft.kernels.gpu import lora_shrink
+from weft.kernels.gpu.dependent_launch import LaunchOptions
+from weft.kernels.lora import ROW_RANK, LoraAddition, LoraSegments, LoraWeights, sort_tokens
 
 POISON_ROW = np.iinfo(np.int32).min // 2
 
@@ -101,6 +104,26 @@ class LoraCase:
         return LoraCase(
             moved, {at: (a.to(device), b.to(device)) for at, (a, b) in self.plain.items()}
         )
+
+
+def add_by(
+    module: ModuleType,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    addition: LoraAddition,
+    options: LaunchOptions,
+) -> None:
+    """`weft.kernels.lora.add_lora` by the kernels of `lora_rows` or `lora_tiles`, or of a changed
+    copy of one of them.
+    """
+    if hasattr(module, "shrink_rows"):
+        slots = module.of_tokens(addition.segments.token_slots)
+        where = addition.parts, addition.layer
+        ranks = module.shrink_rows(x, *where, slots, options)
+        module.expand_rows(out, ranks, *where, slots, options)
+    else:
+        ranks = lora_shrink.shrink_tiles(x, addition, options)
+        module.expand_tiles(out, ranks, addition, options)
 
 
 def make_lora(

@@ -12,7 +12,14 @@ import pytest
 import torch
 from gpu_kernels import kernel_module
 from kernel_checks import assert_as_exact, fresh_seed
-from lora_cases import LoraCase, draw_slots, make_lora, poison_new_memory, segments_of
+from lora_cases import (
+    LoraCase,
+    add_by,
+    draw_slots,
+    make_lora,
+    poison_new_memory,
+    segments_of,
+)
 from weft.kernels.gpu import lora_shrink, lora_tiles
 from weft.kernels.gpu.lora import add_lora as gpu_add_lora
 from weft.kernels.lora import LoraAddition
@@ -42,8 +49,7 @@ def check(
     if hasattr(module, "add_lora"):
         module.add_lora(out, x, added)
     else:
-        add = getattr(module, "add_by_rows", None) or module.add_by_tiles
-        add(out, x, added, {"IS_DEPENDENT": False})
+        add_by(module, out, x, added, {"IS_DEPENDENT": False})
     for case in cases:
         exact = case.add(exact, x.double(), slots, 0)
         peer = case.add(peer, x, slots, 0)
@@ -129,7 +135,7 @@ def test_sums_of_gate_and_up_before_the_activation(monkeypatch: pytest.MonkeyPat
     x, both = torch.randn(21, 24), torch.randn(21, 2 * inner)
     added = LoraAddition(tuple(c.weights for c in cases), 0, segments_of(slots))
     options = {"IS_DEPENDENT": False}
-    ranks = lora_tiles.shrink_tiles(x, added, options)
+    ranks = lora_shrink.shrink_tiles(x, added, options)
     out = lora_tiles.expand_tiles_silu(both, ranks, added, options).out
     exact, peer = both.double(), both.clone()
     for case in cases:
@@ -166,7 +172,7 @@ def test_a_mutated_kernel_is_noticed(
         poison_new_memory(patch)
         changed = module
         if name == "lora_shrink":
-            patch.setattr(lora_tiles, "shrink_tiles", module.shrink_tiles)
+            patch.setattr(lora_shrink, "shrink_tiles", module.shrink_tiles)
             changed = lora_tiles
         if hasattr(module, "splits_of"):
             patch.setattr(module, "splits_of", lambda *sizes: 1)

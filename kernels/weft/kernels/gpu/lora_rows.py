@@ -27,7 +27,6 @@ from weft.kernels.gpu.lora_parts import (
     tables,
     three,
 )
-from weft.kernels.lora import LoraAddition
 
 _COLUMNS = 256
 _TILE = 1024
@@ -67,15 +66,6 @@ class NormOfRows(NamedTuple):
 def of_tokens(token_slots: torch.Tensor) -> RowSlots:
     """Slots for rows that are tokens."""
     return RowSlots(token_slots, token_slots)
-
-
-def add_by_rows(
-    out: torch.Tensor, x: torch.Tensor, addition: LoraAddition, options: LaunchOptions
-) -> None:
-    """`weft.kernels.lora.add_lora` for few tokens."""
-    slots = of_tokens(addition.segments.token_slots)
-    ranks = shrink_rows(x, addition.parts, addition.layer, slots, options)
-    expand_rows(out, ranks, addition.parts, addition.layer, slots, options)
 
 
 def shrink_rows(

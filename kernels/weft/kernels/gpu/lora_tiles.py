@@ -24,7 +24,7 @@ from weft.kernels.gpu.lora_parts import (
     pick,
     three,
 )
-from weft.kernels.gpu.lora_shrink import Shrunk, shrink_tiles
+from weft.kernels.gpu.lora_shrink import Shrunk
 from weft.kernels.gpu.lora_units import (
     UNIT,
     Shape,
@@ -60,13 +60,6 @@ class Activation(NamedTuple):
     """Result silu(gate) * up, [T, I]."""
     ranks: torch.Tensor
     """[blocks of columns, T, ranks of down] float32: to be added up; empty without down."""
-
-
-def add_by_tiles(
-    out: torch.Tensor, x: torch.Tensor, addition: LoraAddition, options: LaunchOptions
-) -> None:
-    """`weft.kernels.lora.add_lora` for many tokens."""
-    expand_tiles(out, shrink_tiles(x, addition, options), addition, options)
 
 
 def expand_tiles(
