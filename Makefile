@@ -70,7 +70,8 @@ valkey: $(SETUP)
 	@$(BIN)/python scripts/get_valkey.py --optional
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU, and those of some meshes on it.
-	WEFT_REQUIRE=cuda,nixl $(BIN)/pytest tests/gpu $(ARGS)
+	WEFT_REQUIRE=cuda,nixl $(BIN)/pytest -n 6 --dist worksteal -m "not whole_device" tests/gpu $(ARGS)
+	WEFT_REQUIRE=cuda,go,nixl $(BIN)/pytest -m whole_device tests/gpu $(ARGS)
 	WEFT_REQUIRE=cuda,go,nixl WEFT_UP_DEVICE=cuda WEFT_UP_KV_MEMORY_BYTES=268435456 \
 		$(BIN)/pytest $(ON_GPU) $(ARGS)
 

@@ -45,11 +45,6 @@ CASES = [
 """Few: each compiles kernels of its own."""
 
 
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 def attend(
     tree: TreeCase, window: int | None = None, first_position: int = 0, bound: int = 0
 ) -> torch.Tensor:

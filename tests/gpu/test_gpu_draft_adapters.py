@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from draft_adapter_cases import PAGE, VOCAB, DraftAdapterCase, random_prompts
 from drafters import KnownDrafter, RandomGate
 from eagle3_cases import WatchedHead
@@ -34,11 +33,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> DraftAdapterCase:
     print(f"seed {seed}")
     random.seed(seed)
     return DraftAdapterCase(tmp_path_factory.mktemp("case"), seed, head_dim=64)
-
-
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 class Batch:

@@ -23,11 +23,6 @@ VOCAB = 517
 STOP = StopCriteria(max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 def make_llm(path: Path, **settings: Any) -> LLM:
     given = {"device": "cuda", "dtype": "float32", "page_size": PAGE, "num_pages": 300}
     given |= {"max_running_requests": 16, "max_step_tokens": 128, "prefill_chunk_tokens": 32}
@@ -74,6 +69,7 @@ def test_the_text_is_the_same(cuda_graphs: bool, tmp_path: Path) -> None:
                     assert memory.counts().used == 0
 
 
+@pytest.mark.whole_device
 def test_both_pools_are_sized_by_what_is_free(tmp_path: Path) -> None:
     target, draft, prompts = make_models(tmp_path)
     with make_llm(target) as plain:

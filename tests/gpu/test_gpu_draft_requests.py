@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from constrained import Desk, Outcome
 from draft_machine import FixedGate
 from draft_storm import check_storm, draft_storm, known_of, samplings_of
@@ -139,7 +138,7 @@ def note_buckets(engine: Engine) -> Counter[tuple[str, bool]]:
     graphs = engine.pipeline._runner.graphs
     assert graphs is not None
     buckets = graphs.buckets
-    of, of_requests = buckets.of, buckets.of_requests
+    of, of_decodes, of_requests = buckets.of, buckets.of_decodes, buckets.of_requests
 
     def noted(bucket: GraphBucket | None) -> GraphBucket | None:
         if bucket is not None:
@@ -147,17 +146,16 @@ def note_buckets(engine: Engine) -> Counter[tuple[str, bool]]:
         return bucket
 
     buckets.of = lambda arrays: noted(of(arrays))  # type: ignore[method-assign]
+    buckets.of_decodes = lambda plan: noted(of_decodes(plan))  # type: ignore[method-assign]
     buckets.of_requests = lambda requests: noted(of_requests(requests))  # type: ignore[method-assign]
     return counts
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-        made = Bench(tmp_path_factory.mktemp("bench"))
-        yield made
-        made.close()
+    made = Bench(tmp_path_factory.mktemp("bench"))
+    yield made
+    made.close()
 
 
 def test_all_kinds_in_one_batch(bench: Bench) -> None:

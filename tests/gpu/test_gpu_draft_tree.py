@@ -34,11 +34,6 @@ SHAPES = tree_shapes(4)
 STOP = StopCriteria(max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     seed = random.randrange(1 << 30)

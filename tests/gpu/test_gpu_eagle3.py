@@ -26,11 +26,6 @@ VOCAB = 517
 STOP = StopCriteria(max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
 def test_drafts_are_the_heads_and_the_text_is_the_targets(
@@ -188,6 +183,7 @@ def test_graphs_draft_what_single_operations_do(tmp_path: Path) -> None:
     assert both.num_different <= 0.02 * both.num_chains
 
 
+@pytest.mark.whole_device
 def test_a_pool_that_is_sized_by_what_is_free_has_room_for_the_heads_layer(tmp_path: Path) -> None:
     target_dir = make_tiny("llama", tmp_path / "t", 3, num_hidden_layers=4, head_dim=64)
     draft_dir = make_tiny_draft(tmp_path / "d", target_dir, 4)

@@ -269,6 +269,7 @@ def test_capturing_shows_how_far_it_is(tmp_path: Path) -> None:
     assert f"{graphs.num_bytes / 2**20:.0f} MiB" in captures[-1][2]
 
 
+@pytest.mark.whole_device
 def test_the_pool_is_sized_by_what_is_free(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "model", head_dim=64)
     prompts = random_prompts((150, 290, 64, 5, 90, 7))

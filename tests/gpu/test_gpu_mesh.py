@@ -27,6 +27,7 @@ def pool_gib(mesh: TinyMesh, name: str) -> float:
     return float(size)
 
 
+@pytest.mark.whole_device
 async def test_workers_that_start_at_once_divide_what_is_free(tmp_path: Path) -> None:
     free, total = torch.cuda.mem_get_info()
     flags = ("--device", "cuda", "--prefill", "2", "--decode", "2")
