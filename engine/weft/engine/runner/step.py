@@ -60,6 +60,11 @@ class PageTable:
         """For each slot, whether its row lacks the page of this index."""
         return self._num_set[slots] <= indices
 
+    def ends_at(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
+        """For each slot, whether this index follows the last page of its row."""
+        ends: npt.NDArray[np.bool_] = self._num_set[slots] == indices
+        return ends
+
     def extend(self, slot: int, pages: Sequence[int]) -> None:
         """Sets the slot's row to `pages`, of which it already has the first ones."""
         known, count = int(self._num_set[slot]), len(pages)
@@ -69,18 +74,12 @@ class PageTable:
             if self._changed is not None:
                 self._changed.append((slot, known, count))
 
-    def append(self, slot: int, index: int, page: int) -> bool:
-        """Sets the page at `index` of the slot's row, which a step brings to the device itself:
-        `take_changes` omits it.
-
-        Returns:
-            False, and nothing is set, if the row lacks pages before it, too.
+    def append(self, slots: Int64Array, indices: Int64Array, pages: Int64Array) -> None:
+        """Sets one page of each of some slots' rows, behind all that they have. A step brings these
+        to the device itself: `take_changes` omits them.
         """
-        if self._num_set[slot] < index:
-            return False
-        self.pages[slot, index] = page
-        self._num_set[slot] = index + 1
-        return True
+        self.pages[slots, indices] = pages
+        self._num_set[slots] = indices + 1
 
     def take_changes(self) -> PageChanges:
         """The entries set since the last call."""
@@ -273,18 +272,17 @@ class StepDecodes(NamedTuple):
         """The decodes of a started plan that has nothing else; enters their pages into the table,
         of which `pages` brings those that follow the ones that the device has.
         """
-        columns = plan.starts // page_size
+        slots, columns = plan.slots, plan.starts // page_size
         pages: Int64Array | int = -1
-        lacking = np.flatnonzero(table.is_short(plan.slots, columns))
-        if len(lacking):
-            pages = np.full(len(columns), -1, np.int64)
-            of_lacking = plan.slots[lacking].tolist(), columns[lacking].tolist()
-            for row, slot, column in zip(lacking.tolist(), *of_lacking, strict=True):
-                own = plan.decodes[row].pages
-                if table.append(slot, column, own[column]):
-                    pages[row] = own[column]
-                else:
-                    table.extend(slot, own)
+        if table.is_short(slots, columns).any():
+            rows = np.flatnonzero(table.ends_at(slots, columns))
+            pages, own = np.full(len(columns), -1, np.int64), columns[rows]
+            pages[rows] = [
+                plan.decodes[row].pages[column]
+                for row, column in zip(rows.tolist(), own.tolist(), strict=True)
+            ]
+            table.append(slots[rows], own, pages[rows])
+            _enter_pages(plan, table, page_size)  # Of rows that lack more than one.
         adapters = plan.adapter_slots
         narrow = None if adapters is None else adapters.astype(np.int32)
         return cls(plan.slots, plan.starts, DRAWN, pages, narrow)

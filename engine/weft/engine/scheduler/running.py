@@ -127,6 +127,8 @@ class RunningPlans:
             if not self.drafts_on_device:
                 chosen &= _can_go_on(requests, is_drafting=shape.num_drafts > 0)
         lacking = np.flatnonzero(chosen & (starts >= columns.limits)).tolist()
+        if lacking and self._grow_at_once(columns, lacking):
+            lacking = []
         for index in lacking:
             request = requests[index]
             if request.state is not State.RUNNING or not self._grow(request, int(starts[index])):
@@ -199,6 +201,23 @@ class RunningPlans:
             return plan.num_tokens
         num_drafts = sum(min(accepted, self._max_chain) for accepted in plan.most_accepted)
         return len(plan.decodes) + len(plan.verifies) + num_drafts
+
+    def _grow_at_once(self, columns: RunningColumns, rows: list[int]) -> bool:
+        """Gives each of these running requests a page, if that is what each lacks, and costs no
+        other request anything.
+        """
+        requests, size = [columns.fixed.requests[row] for row in rows], self._page_size
+        starts, namespace = columns.starts[rows], requests[0].namespace
+        for request, start in zip(requests, starts.tolist(), strict=True):
+            if len(request.pages) * size != start or request.namespace != namespace:
+                return False
+        if len(rows) > self._memory.num_available_pages:
+            return False
+        pages = self._memory.allocate(len(rows), namespace)
+        for request, page in zip(requests, pages, strict=True):
+            request.pages.append(page)
+        columns.limits[rows] = starts + size
+        return True
 
     def _grow(self, request: Request, position: int) -> bool:
         """Makes room for one more token.
