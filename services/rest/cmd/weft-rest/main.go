@@ -93,6 +93,8 @@ func run(ctx context.Context, settings settings, logger *slog.Logger) error {
 		Metrics:      edge.NewMetrics(registry),
 		Streams:      forward.Limits{WriteStall: writeStall, CommentAfter: settings.commentAfter},
 		Tracing:      tracing,
+
+		AllowedOrigins: settings.allowedOrigins(),
 	})
 	if err != nil {
 		return err

@@ -31,6 +31,7 @@ type settings struct {
 	otlpEndpoint  string
 	sampleRatio   float64
 	noTracing     bool
+	origins       string
 }
 
 // parseSettings reports errors, or the help asked for, to output. The environment is as os.Environ
@@ -70,6 +71,9 @@ func parseSettings(
 	flags.Float64Var(&s.sampleRatio, "trace-sample-ratio", 1,
 		"`share` of traces begun here that are exported, 0 to 1")
 	flags.BoolVar(&s.noTracing, "no-tracing", false, "make no spans")
+	flags.StringVar(&s.origins, "allowed-origins", "",
+		"`origins` whose pages may read answers in a browser (CORS), as https://chat.example.org, "+
+			"with commas between; *: all; empty: none")
 	if err := setFromEnvironment(flags, environment); err != nil {
 		_, _ = fmt.Fprintln(output, err)
 		return s, err
@@ -101,6 +105,11 @@ func setFromEnvironment(flags *flag.FlagSet, environment []string) error {
 		}
 	}
 	return errors.Join(problems...)
+}
+
+// allowedOrigins are the origins of --allowed-origins.
+func (s settings) allowedOrigins() []string {
+	return strings.FieldsFunc(s.origins, func(r rune) bool { return r == ',' || r == ' ' })
 }
 
 // isExposed says whether other machines can reach plain HTTP.

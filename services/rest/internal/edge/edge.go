@@ -35,6 +35,8 @@ type Config struct {
 	Streams forward.Limits
 	// Tracing may be nil: then a client's trace context passes on unchanged.
 	Tracing *Tracing
+	// AllowedOrigins are the origins whose pages may read answers in a browser; "*": all.
+	AllowedOrigins []string
 }
 
 type edge struct {
@@ -72,7 +74,7 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 			}
 		}
 	}
-	return e, nil
+	return allowOrigins(e, config.AllowedOrigins), nil
 }
 
 // ServeHTTP gives the request its id, bounds its body and hands it to the router.
@@ -92,6 +94,7 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			Write(recorder)
 		return
 	}
+	trimSlashes(r)
 	if encoding := r.Header.Get("Content-Encoding"); encoding != "" && encoding != "identity" {
 		apierror.New(http.StatusUnsupportedMediaType, "unsupported_encoding",
 			"The body is encoded as "+strconv.Quote(encoding)+"; send it without Content-Encoding.").
@@ -106,6 +109,13 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	e.mux.ServeHTTP(recorder, r)
 	if info.Failure != nil {
 		e.logStreamFailure(r, apierror.From(info.Failure))
+	}
+}
+
+// trimSlashes takes slashes off the end of the path, which clients append to a base URL's.
+func trimSlashes(r *http.Request) {
+	if path := strings.TrimRight(r.URL.Path, "/"); path != "" {
+		r.URL.Path, r.URL.RawPath = path, strings.TrimRight(r.URL.RawPath, "/")
 	}
 }
 
