@@ -4,6 +4,7 @@ Triton's interpreter runs, against what the host would have sent."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -103,9 +104,10 @@ def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
 @pytest.mark.parametrize("module", [step_requests, gpu_step_requests], ids=["reference", "gpu"])
 def test_decodes_are_what_the_host_would_lay_out(module: ModuleType) -> None:
     fresh_seed()
-    for count in (1, 127, 128, random.randint(2, 300)):
+    some = random.randint(2, 150)
+    for count, padding in ((1, 0), (127, 1), (128, 0), (random.randint(2, 300), some)):
         page_size, num_slots = random.choice([4, 16]), count + random.randint(0, 40)
-        rows = count + random.choice([0, 0, 1, random.randint(2, 150)])
+        rows = count + padding
         known = SlotTokens(torch.randint(0, 900, (2, num_slots + 1)), torch.zeros(0))
         table = torch.randperm(num_slots * PAGES_EACH).view(num_slots, -1).int() + 1
         table = torch.cat([table, torch.zeros(1, PAGES_EACH, dtype=torch.int32)])
@@ -131,32 +133,30 @@ def test_decodes_are_what_the_host_would_lay_out(module: ModuleType) -> None:
         assert torch.equal(table, after)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("is_row = row < count", "is_row = row < count - 1"),
-        ("mask=is_row & (new >= 0)", "mask=is_row & (new > 5100)"),
-        ("tl.where(slot == dummy, 0, position + 1)", "position + 1"),
-        ("tl.where(token < 0, last, token)", "last"),
-    ],
+STEPS, DECODES = (
+    test_a_step_is_what_the_host_would_lay_out,
+    test_decodes_are_what_the_host_would_lay_out,
 )
-def test_a_mutated_kernel_of_decodes_is_noticed(
-    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change_kernels(monkeypatch, gpu_step_requests, tmp_path, change)
-    assert notices(lambda: test_decodes_are_what_the_host_would_lay_out(gpu_step_requests))
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("check", "original", "replacement"),
     [
-        ("(rest < num_rows)", "(rest < num_rows - 1)"),
-        ("tl.where((start < 0) | (count == 0), 0, start + count)", "start + count"),
-        ("tl.where(other < request, all_counts, 0)", "tl.where(other <= request, all_counts, 0)"),
+        (STEPS, "(rest < num_rows)", "(rest < num_rows - 1)"),
+        (STEPS, "tl.where((start < 0) | (count == 0), 0, start + count)", "start + count"),
+        (STEPS, "(other < request, all_counts, 0)", "(other <= request, all_counts, 0)"),
+        (DECODES, "is_row = row < count", "is_row = row < count - 1"),
+        (DECODES, "mask=is_row & (new >= 0)", "mask=is_row & (new > 5100)"),
+        (DECODES, "tl.where(slot == dummy, 0, position + 1)", "position + 1"),
+        (DECODES, "tl.where(token < 0, last, token)", "last"),
     ],
 )
 def test_a_mutated_kernel_is_noticed(
-    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    check: Callable[[ModuleType], None],
+    original: str,
+    replacement: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    change_kernels(monkeypatch, gpu_step_requests, tmp_path, change)
-    assert notices(lambda: test_a_step_is_what_the_host_would_lay_out(gpu_step_requests))
+    change_kernels(monkeypatch, gpu_step_requests, tmp_path, (original, replacement))
+    assert notices(lambda: check(gpu_step_requests))

@@ -305,10 +305,9 @@ class Scheduler:
         if self._adapters is not None:
             self._adapters.step_ended(number)
         running = State.RUNNING  # Looking it up takes as long as all else that is done to a decode.
-        all_run = self.running_plans.has_exactly(plan.columns)
         for request in plan.decodes:
             request.num_launched -= 1
-            if all_run or request.state is running:  # Else its pages are gone.
+            if request.state is running:  # Else its pages are gone.
                 request.num_computed += 1
         page_size = self._limits.page_size
         for index in np.flatnonzero((plan.starts + 1) % page_size == 0).tolist():
