@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gpu_reference import Agreement, Answer, check_tokens
 from gpu_roof import Rates, decode_work, measure_rates, mixed_seconds, prompt_work
@@ -67,8 +68,10 @@ class Decode:
     the middle of the run, where contexts have their mean length; 0 if eager.
     """
     host_ms: float
-    """Host time of a step without waiting for the device: its duration if the device took no time.
+    """Host time of a step without waiting for the device, its duration if the device took no time:
+    the median of the run's steps.
     """
+    host_p90_ms: float
     roof_tokens_per_s: float
     share: float
     """Share of the roofline."""
@@ -136,8 +139,8 @@ class Run:
     first_token_s: float = 0.0
     num_steps: int = 0
     seconds: float = 0.0
-    waited_s: float = 0.0
-    """Part of it spent waiting for the device."""
+    host_s: list[float] = field(default_factory=list)
+    """Of each of these steps the time not spent waiting for the device."""
     all_seconds: float = 0.0
     """Time until the last token of all requests."""
 
@@ -194,7 +197,7 @@ def run_requests(
     inbox: Inbox | None = Inbox(submits=submits)
     began = time.perf_counter()
     all_began: float | None = None
-    num_done, waited_before = 0, 0.0
+    num_done, busy_until = 0, 0.0
     told: list[SessionBatch] = []
     with counted_waits() as waits:
         while num_done < len(prompts):
@@ -208,15 +211,17 @@ def run_requests(
                 # Later not before the end: what it takes would count as the host's time.
                 run.take(told)
             now = time.perf_counter()
+            busy = now - waits.seconds
             if all_began is None:
                 if all(run.tokens):
-                    all_began, waited_before = now, waits.seconds
+                    all_began = now
                     run.first_token_s = now - began
             elif num_done == 0:
                 run.num_steps += 1
                 run.seconds = now - all_began
-                run.waited_s = waits.seconds - waited_before
+                run.host_s.append(busy - busy_until)
                 on_decode(run.num_steps)
+            busy_until = busy
     run.all_seconds = time.perf_counter() - began
     run.take(told)
     return run
@@ -272,7 +277,7 @@ def bench_decode(
         key=lambda run: run.seconds / run.num_steps,
     )
     step_s = best.seconds / best.num_steps
-    host_s = (best.seconds - best.waited_s) / best.num_steps
+    host_median, host_p90 = (1e3 * np.quantile(best.host_s, share) for share in (0.5, 0.9))
     graphs = llm.engine._runner.graphs is not None
     context = PROMPT_TOKENS + new_tokens - best.num_steps / 2
     roof = batch / decode_work(config, batch, context).seconds(rates)
@@ -284,7 +289,8 @@ def bench_decode(
         tokens_per_s=tokens_per_s,
         step_ms=step_s * 1e3,
         device_ms=on_device,
-        host_ms=host_s * 1e3,
+        host_ms=float(host_median),
+        host_p90_ms=float(host_p90),
         roof_tokens_per_s=roof,
         share=tokens_per_s / roof,
     )
@@ -440,11 +446,11 @@ def release() -> None:
 def report(result: Result) -> None:
     """Prints one model's table."""
     print(f"\n{result.model}{', deterministic' * result.deterministic}")
-    print("batch  graphs     tok/s    step ms  device ms  host ms  roof tok/s  share")
+    print("batch  graphs     tok/s    step ms  device ms  host ms (p90)  roof tok/s  share")
     for row in result.decode:
         print(
             f"{row.batch:5}  {'yes' if row.graphs else 'no':6} {row.tokens_per_s:9.1f} "
-            f"{row.step_ms:10.3f} {row.device_ms:10.3f} {row.host_ms:8.3f} "
+            f"{row.step_ms:10.3f} {row.device_ms:10.3f} {row.host_ms:7.3f} {row.host_p90_ms:6.3f} "
             f"{row.roof_tokens_per_s:11.1f} {row.share:6.1%}"
         )
     for length, first in result.ttft_ms.items():

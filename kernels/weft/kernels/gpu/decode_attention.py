@@ -110,6 +110,9 @@ def decode_attention(
     programs = share * blocks * kv_heads * splits
     if splits == 1:
         partial, sums = out, out
+        if block_group == 16 and dim <= 128:
+            # Many programs hide each other's waits: fewer warps spend less on theirs.
+            warps = min(warps, 2)
     else:
         # Not by tokens: prompts beside bring many, which leave no parts.
         parts = (requests * max_rows, heads, splits)
