@@ -129,7 +129,6 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 3}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"logits_processors": ["x"]}, "logits_processors"),
-    ({"return_token_ids": True}, "return_token_ids"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ({"guided_whitespace_pattern": ""}, "guided_whitespace_pattern"),
     (

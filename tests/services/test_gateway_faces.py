@@ -316,6 +316,50 @@ async def test_chat_logprobs(mesh: Harness, top: int) -> None:
     assert streamed == content
 
 
+async def test_token_ids_beside_texts(mesh: Harness) -> None:
+    """Each once, in whole answers and in streams; only where they are asked for."""
+    prompt = mesh.ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    ids = [[*mesh.ids(text), mesh.end] for text in (TEXT, "second " + TEXT)]
+    body: dict[str, Any] = {"messages": USER, "n": 2, "return_token_ids": True}
+    for more in ({}, {"logprobs": True}):
+        answer = await mesh.json("ChatCompletions", body | more)
+        answers.ChatAnswer.model_validate_json(json.dumps(answer))
+        assert answer["prompt_token_ids"] == prompt
+        assert [choice["token_ids"] for choice in answer["choices"]] == ids
+        options = {"stream_options": {"include_usage": True}}
+        events = await mesh.events("ChatCompletions", body | more | options)
+        for event in events:
+            answers.ChatChunk.model_validate_json(json.dumps(event))
+        assert [event.get("prompt_token_ids") for event in events] == [
+            prompt, *[None] * (len(events) - 1)
+        ]  # fmt: skip
+        assert streamed_ids(events, 2) == ids
+    body = {"prompt": ["the fox", "a"], "max_tokens": 50, "return_token_ids": True}
+    answer = await mesh.json("Completions", body)
+    prompts = [mesh.ids(text) for text in body["prompt"]]
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == prompts
+    assert [choice["token_ids"] for choice in answer["choices"]] == [ids[0]] * 2
+    events = await mesh.events("Completions", body)
+    for event in events:
+        answers.CompletionAnswer.model_validate_json(json.dumps(event))
+    assert streamed_ids(events, 2) == [ids[0]] * 2
+    for index in range(2):
+        mine = [c for event in events for c in event["choices"] if c["index"] == index]
+        assert [c.get("prompt_token_ids") for c in mine] == [
+            prompts[index], *[None] * (len(mine) - 1)
+        ]  # fmt: skip
+    plain = await mesh.json("ChatCompletions", {"messages": USER})
+    assert "token_ids" not in json.dumps(plain)
+
+
+def streamed_ids(events: list[dict[str, Any]], count: int) -> list[list[int]]:
+    choices = [choice for event in events for choice in event["choices"]]
+    return [
+        [one for c in choices if c["index"] == index for one in c.get("token_ids", [])]
+        for index in range(count)
+    ]
+
+
 async def test_completion_logprobs(mesh: Harness) -> None:
     body = {"prompt": "x", "logprobs": 2, "max_tokens": 6}
     answer = await mesh.json("Completions", body)

@@ -138,6 +138,16 @@ async def test_calls_are_told_from_text(mesh: Mesh) -> None:
     }
 
 
+async def test_ids_of_what_a_parser_takes_out_are_shown_all_the_same(mesh: Mesh) -> None:
+    mesh.text = f"I look.\n<tool_call>\n{CALL}\n</tool_call>"
+    body = {"messages": USER, "tools": TOOLS, "return_token_ids": True}
+    ids = [*mesh.harness.ids(mesh.text), mesh.harness.end]
+    answer = await mesh.harness.json("ChatCompletions", body)
+    assert answer["choices"][0]["token_ids"] == ids
+    events = await mesh.harness.events("ChatCompletions", body)
+    assert [one for e in events for one in e["choices"][0].get("token_ids", [])] == ids
+
+
 async def test_the_template_is_shown_tools_calls_and_results(mesh: Mesh) -> None:
     mesh.text = "Sunny."
     history = [

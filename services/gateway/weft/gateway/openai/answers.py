@@ -5,7 +5,7 @@ Chunks are built from pre-encoded bytes (`chunks.py`), not from these; tests hol
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +16,9 @@ class Answer(BaseModel):
     """Base class: only documented fields are sent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+TokenIds = Annotated[list[int] | None, Field(description="only with `return_token_ids`")]
 
 
 class PromptTokensDetails(Answer):
@@ -97,6 +100,7 @@ class ChatChoice(Answer):
     message: ChatMessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: TokenIds = None
 
 
 class PromptLogprobAnswer(Answer):
@@ -128,6 +132,7 @@ class ChatAnswer(Answer):
     prompt_logprobs: PromptLogprobAnswers | None = Field(
         None, description="only if asked for: of each prompt token, by token id; null for the first"
     )
+    prompt_token_ids: TokenIds = None
 
 
 class FunctionDelta(Answer):
@@ -163,6 +168,7 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: TokenIds = None
 
 
 class ChatChunk(Answer):
@@ -175,6 +181,7 @@ class ChatChunk(Answer):
     choices: list[ChatChunkChoice]
     usage: UsageAnswer | None = None
     weft: WeftAnswer | None = None
+    prompt_token_ids: TokenIds = Field(None, description="in the first chunk")
 
 
 class CompletionLogprobs(Answer):
@@ -196,6 +203,8 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobAnswers | None = Field(
         None, description="only if asked for: of each prompt token, by token id; null for the first"
     )
+    token_ids: TokenIds = None
+    prompt_token_ids: TokenIds = Field(None, description="of a stream in a choice's first chunk")
 
 
 class CompletionAnswer(Answer):

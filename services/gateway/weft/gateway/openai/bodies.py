@@ -269,6 +269,7 @@ class GenerationBody(Body):
         description="log-probabilities of the prompt's tokens: alternatives per position, 0 to 20; "
         "only with n: 1, not streamed",
     )
+    return_token_ids: bool | None = Field(None, description="ids of the prompt and of the answer")
     response_format: ResponseFormat | None = Field(None, description="JSON, or text")
     guided_json: str | dict[str, Any] | None = Field(None, description="a JSON schema")
     guided_regex: str | None = Field(None, description="matches the whole text")
@@ -289,7 +290,6 @@ class GenerationBody(Body):
     documents: Any = Field(None, description="not supported")
     logits_processors: Any = Field(None, description="not supported")
     guided_whitespace_pattern: str | None = Field(None, description="not supported")
-    return_token_ids: bool | None = Field(None, description="not supported")
     return_tokens_as_token_ids: bool | None = Field(None, description="not supported")
     best_of: int | None = Field(None, description="only equal to n")
     suffix: str | None = Field(None, description="not supported")

@@ -95,6 +95,8 @@ class AnswerWriter(ABC):
         """
         self.prompt_logprobs: PromptLogprobs | None = None
         """What a whole answer shows of its prompts' tokens; None: nothing."""
+        self.prompt_ids: Sequence[Sequence[int]] | None = None
+        """Each prompt's token ids, where the answer shows them and its own; None: neither."""
         self._vocabulary = vocabulary
         self._created = int(time.time())
         self._request_id = request_id
@@ -129,7 +131,8 @@ class AnswerWriter(ABC):
             deltas: One for each sample, in order, complete.
             fields: More fields: usage, extensions.
         """
-        encode = to_json if self.prompt_logprobs is None else large_to_json
+        is_large = self.prompt_logprobs is not None or self.prompt_ids is not None
+        encode = large_to_json if is_large else to_json
         # One by one: the encoder holds Python's lock for the whole of a value.
         choices = b",".join([encode(self._choice(delta)) for delta in deltas])
         head = to_json(self._frame(self.object_name))[:-1]
@@ -138,6 +141,13 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def _choice(self, delta: Delta) -> dict[str, object]: ...
+
+    def _has_rare(self, delta: Delta) -> bool:
+        """Whether a delta's event has more than text and a reason to finish."""
+        return bool(delta.logprobs) or (self.prompt_ids is not None and bool(delta.ids))
+
+    def _ids(self, delta: Delta) -> dict[str, object]:
+        return {} if self.prompt_ids is None else {"token_ids": list(delta.ids)}
 
 
 class ChatWriter(AnswerWriter):
@@ -177,8 +187,8 @@ class ChatWriter(AnswerWriter):
             prefix, opening = self._open(delta.sample)
         if self._make_parser is not None:
             body = self._parsed(delta, self._make_parser)
-        elif delta.logprobs:
-            body = self._with_logprobs(delta, {"content": delta.text})
+        elif self._has_rare(delta):
+            body = self._whole_event(delta, {"content": delta.text})
         elif delta.text:
             body = prefix + b'"content":' + _encode(delta.text).encode() + self._suffix
         else:
@@ -194,13 +204,20 @@ class ChatWriter(AnswerWriter):
         """See `AnswerWriter.whole`."""
         if self.prompt_logprobs is not None:
             fields = {**fields, **self.prompt_logprobs.of_chat()}
+        if self.prompt_ids is not None:
+            fields = {**fields, "prompt_token_ids": list(self.prompt_ids[0])}
         return super().whole(deltas, fields)
 
     def _open(self, index: int) -> tuple[bytes, bytes]:
         """Builds the prefix of a choice's events, and its first event."""
         prefix = self._head + b'{"index":%d,"delta":{' % index
+        tail = self._suffix
+        if self.prompt_ids is not None and not self._prefixes:
+            ids = to_json(list(self.prompt_ids[0]))
+            tail = self._suffix.removesuffix(self._tail) + b'],"prompt_token_ids":' + ids
+            tail += self._tail[1:]
         self._prefixes[index] = prefix
-        return prefix, prefix + b'"role":"assistant","content":"","refusal":null' + self._suffix
+        return prefix, prefix + b'"role":"assistant","content":"","refusal":null' + tail
 
     def _parsed(self, delta: Delta, make_parser: Callable[[], AnswerParser]) -> bytes:
         parser = self._parsers.get(delta.sample)
@@ -214,7 +231,7 @@ class ChatWriter(AnswerWriter):
             added["content"] = part.content
         if part.calls:
             added["tool_calls"] = [_call_delta(call) for call in part.calls]
-        return self._with_logprobs(delta, added) if added or delta.logprobs else b""
+        return self._whole_event(delta, added) if added or self._has_rare(delta) else b""
 
     def _finish(self, delta: Delta) -> str:
         reason = delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED
@@ -223,13 +240,15 @@ class ChatWriter(AnswerWriter):
             return "tool_calls"
         return _FINISH.get(reason, "stop")
 
-    def _with_logprobs(self, delta: Delta, added: Mapping[str, object]) -> bytes:
+    def _whole_event(self, delta: Delta, added: Mapping[str, object]) -> bytes:
+        """An event that has all that there may be, but for a reason to finish."""
         logprobs = chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
         choice = {
             "index": delta.sample,
             "delta": added,
             "logprobs": logprobs,
             "finish_reason": None,
+            **self._ids(delta),
         }
         return self._head + to_json(choice) + self._tail
 
@@ -241,6 +260,7 @@ class ChatWriter(AnswerWriter):
                 chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
             ),
             "finish_reason": self._finish(delta),
+            **self._ids(delta),
         }
 
     def _message(self, delta: Delta) -> dict[str, object]:
@@ -304,7 +324,7 @@ class CompletionWriter(AnswerWriter):
         self._offsets: dict[int, int] = {}
 
     def _event(self, delta: Delta) -> bytes:
-        if delta.logprobs or delta.sample not in self._offsets:
+        if self._has_rare(delta) or delta.sample not in self._offsets:
             return self._head + to_json(self._choice(delta)) + self._tail
         reason = b"null"
         if delta.finish_reason is not None:
@@ -324,6 +344,7 @@ class CompletionWriter(AnswerWriter):
     def _choice(self, delta: Delta) -> dict[str, object]:
         offset = self._offsets.get(delta.sample)
         number, echo = delta.sample // self._samples_per_prompt, ""
+        is_first = offset is None
         if offset is None:
             echo = self._echoes[number] if self._echoes else ""
             offset = len(echo)
@@ -337,7 +358,10 @@ class CompletionWriter(AnswerWriter):
             "text": echo + delta.text,
             "logprobs": logprobs,
             "finish_reason": None if reason is None else _FINISH.get(reason, "stop"),
+            **self._ids(delta),
         }
+        if self.prompt_ids is not None and is_first:
+            choice["prompt_token_ids"] = list(self.prompt_ids[number])
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.add_to_choice(choice, number, echo)
         return choice

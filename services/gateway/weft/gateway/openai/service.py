@@ -59,6 +59,7 @@ _READY_RETRY_S = 1.0
 _LARGE = 32 << 10
 _LOGPROB_CHARS = 100
 """Least number of characters of one token's log-probabilities."""
+_ID_CHARS = 6
 
 
 class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
@@ -130,6 +131,8 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         async with self._pipeline.open(request) as stream:
             writer = write(stream)
             writer.prompt_logprobs = _prompt_logprobs(request, body, stream)
+            if body.return_token_ids:
+                writer.prompt_ids = [generation.prompt.ids for generation in stream.generations]
             kind = _EVENTS if body.stream else _JSON
             await begin_answer(context, request.request_id, kind, stream.headers)
             if body.stream:
@@ -170,6 +173,9 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             fields["usage"] = usage_json(usage)
         size = sum(len(choice.text) + len(choice.logprobs) * _LOGPROB_CHARS for choice in choices)
         size += sum(len(one.prompt_scores.entries) for one in stream.generations) * _LOGPROB_CHARS
+        if body.return_token_ids:
+            size += _ID_CHARS * sum(len(choice.ids) for choice in choices)
+            size += _ID_CHARS * sum(one.num_prompt_tokens for one in stream.generations)
         return await _build(size, lambda: writer.whole(choices, fields))
 
     async def _echoes(self, request: GenerateRequest) -> list[str]:
@@ -344,14 +350,14 @@ def _ended_at_once(choice: Delta) -> Delta:
     reason = choice.finish_reason
     if reason != common_pb2.FINISH_REASON_CANCELLED:
         reason = common_pb2.FINISH_REASON_LENGTH
-    return choice._replace(text="", logprobs=(), finish_reason=reason)
+    return choice._replace(text="", ids=(), logprobs=(), finish_reason=reason)
 
 
 def _join(parts: list[Delta]) -> Delta:
     return Delta(
         parts[0].sample,
         "".join([part.text for part in parts]),
-        (),
+        [one for part in parts for one in part.ids],
         [entry for part in parts for entry in part.logprobs],
         parts[-1].finish_reason,
     )

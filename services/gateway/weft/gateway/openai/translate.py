@@ -48,7 +48,6 @@ _UNSUPPORTED = {
     "chat_template": "a chat template of the request's own",
     "documents": "documents for the chat template",
     "logits_processors": "code of the request's own",
-    "return_token_ids": "token ids beside the text",
     "return_tokens_as_token_ids": "token ids in place of tokens",
     "suffix": "text behind the completion",
 }
