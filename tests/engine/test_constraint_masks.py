@@ -20,7 +20,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.constraints import masks
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.constraints.masks import ConstraintState, Mask, MaskJob, MaskMaker, Masks
-from weft.engine.errors import Internal, InvalidRequest, WeftError
+from weft.engine.errors import Internal, InvalidRequest, Overloaded, WeftError
 from weft.engine.request import Constraint, SamplingParams
 from weft.engine.scheduler.plan import DraftTree, parents_of
 from weft.engine.scheduler.state import State
@@ -122,8 +122,10 @@ class Walk:
 class Lost(ConstraintState):
     """A sample whose mask takes until `release` is set."""
 
-    def __init__(self, release: threading.Event) -> None:
-        super().__init__(grammar("a*"), VOCAB)
+    def __init__(
+        self, release: threading.Event, of: xgrammar.CompiledGrammar | None = None
+    ) -> None:
+        super().__init__(of or grammar("a*"), VOCAB)
         self.release = release
         self.num_calls = 0
 
@@ -253,6 +255,47 @@ def test_a_grammar_that_never_answers_fails_alone(monkeypatch: pytest.MonkeyPatc
     for _ in range(2 * masks.NUM_ALONE):
         turn(maker, walks)
     assert lost.num_calls == 1
+    maker.close()
+
+
+def test_samples_of_one_slow_grammar_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would have the step wait as long, again and again."""
+    fresh_seed()
+    monkeypatch.setattr(masks, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(masks, "TIMEOUT_TOGETHER_S", 0.1)
+    release, maker, slow = threading.Event(), MaskMaker(), grammar("a*")
+    alike = [Lost(release, slow) for _ in range(5)]
+    hang_with(monkeypatch, alike[2].matcher, release)
+    walks = [Walk(pattern) for pattern in PATTERNS]
+    found = turn(maker, walks, *(MaskJob(one, []) for one in alike))
+    assert all(isinstance(one, InvalidRequest) for one in found)
+    assert sum(one.num_calls for one in alike) == 1
+    assert all(one.is_lost for one in alike)
+    release.set()
+    turn(maker, walks)
+    maker.close()
+
+
+def test_a_step_of_many_slow_grammars_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(masks, "TIMEOUT_BEHIND_LOST_S", 0.3)
+    monkeypatch.setattr(masks, "TIMEOUT_TOGETHER_S", 0.1)
+    monkeypatch.setattr(masks, "TIMEOUT_STEP_S", 0.8)
+    release, maker = threading.Event(), MaskMaker()
+    slow = [Lost(release) for _ in range(12)]
+    hang_with(monkeypatch, slow[0].matcher, release)
+    maker.begin([MaskJob(one, []) for one in slow])
+    found = list(maker.take())
+    assert isinstance(found[0], InvalidRequest)
+    assert isinstance(found[-1], Overloaded)
+    assert all(isinstance(one, InvalidRequest | Overloaded) for one in found)
+    # Those that were not begun have lost nothing but this step.
+    assert not slow[-1].is_lost
+    assert slow[-1].num_calls == 0
+    release.set()
+    walks = [Walk(pattern) for pattern in PATTERNS]
+    (mask,) = turn(maker, walks, MaskJob(slow[-1], []))
+    assert allowed(mask) == {*b"a", END}
     maker.close()
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import xgrammar
 from weft.engine.cores import num_cores
-from weft.engine.errors import Internal, InvalidRequest, WeftError
+from weft.engine.errors import Internal, InvalidRequest, Overloaded, WeftError
 from weft.engine.scheduler.plan import parents_of
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,10 @@ TIMEOUT_S = 3.0
 """Seconds after which a mask is given up; up to twice as many pass until that is noticed."""
 TIMEOUT_TOGETHER_S = 1.0
 """Seconds after which masks that are computed together are computed one by one."""
+TIMEOUT_BEHIND_LOST_S = 0.5
+"""`TIMEOUT_S` for those left in a step in which one was given up: many may be as slow."""
+TIMEOUT_STEP_S = 10.0
+"""Seconds of a step beyond which all that is left is given up when a mask times out."""
 NUM_ALONE = 16
 """Number of masks that a sample gets by itself after it was in a slow group."""
 QUICK_S = 5e-3
@@ -59,7 +63,7 @@ class ConstraintState:
     def __init__(
         self, grammar: xgrammar.CompiledGrammar, vocab_size: int, *, is_tame: bool = False
     ) -> None:
-        self._grammar = grammar
+        self.grammar = grammar
         self._matcher: xgrammar.GrammarMatcher | None = None
         self._followed: list[int] = []
         self._slow_s = 0.0
@@ -93,7 +97,7 @@ class ConstraintState:
     def matcher(self) -> xgrammar.GrammarMatcher:
         """Behind the tokens that it has followed; of a group whose masks are computed, further."""
         if self._matcher is None:
-            matcher = xgrammar.GrammarMatcher(self._grammar)
+            matcher = xgrammar.GrammarMatcher(self.grammar)
             for token in self._followed:
                 matcher.accept_token(token)
             self._matcher = matcher
@@ -175,6 +179,11 @@ def _too_slow() -> InvalidRequest:
     return InvalidRequest(message, stage="decode", param="constraint")
 
 
+def _none_in_time() -> Overloaded:
+    message = "the grammars of other requests took too long to follow; try again"
+    return Overloaded(message, stage="decode", retry_after_s=1.0)
+
+
 class MaskJob(NamedTuple):
     """One constrained sample that draws a token in the current step."""
 
@@ -227,12 +236,13 @@ class MaskMaker:
         if self._work is None:
             return self._quick
         work, self._work = self._work, None
-        num_left = len(work.jobs)
-        while not work.is_done.wait(TIMEOUT_TOGETHER_S if work.is_together else TIMEOUT_S):
-            if work.num_left == num_left:
+        num_left, began = len(work.jobs), time.monotonic()
+        while not work.is_done.wait(work.timeout_s):
+            is_over = time.monotonic() - began > TIMEOUT_STEP_S
+            if is_over or work.num_left == num_left:
                 # The thread is left alone with what it is lost in.
                 self.close()
-                self._thread = _MaskThread()
+                self._thread = None if is_over else _MaskThread()
                 work.give(self._thread)
             num_left = work.num_left
         quick, slow = iter(self._quick), iter(work.results)
@@ -257,6 +267,7 @@ class _Work:
         self._group: list[int] = []
         """Jobs under way."""
         self._thread: _MaskThread | None = None
+        self._has_lost = False
         self._lock = threading.Lock()
 
     @property
@@ -265,23 +276,30 @@ class _Work:
         return len(self._left)
 
     @property
-    def is_together(self) -> bool:
-        """Whether several masks are computed at once, or will be."""
-        return sum(not self.jobs[index].is_alone for index in list(self._left)) > 1
+    def timeout_s(self) -> float:
+        """Seconds in which some mask is expected."""
+        # Several are computed at once, or will be.
+        if sum(not self.jobs[index].is_alone for index in list(self._left)) > 1:
+            return TIMEOUT_TOGETHER_S
+        return TIMEOUT_BEHIND_LOST_S if self._has_lost else TIMEOUT_S
 
-    def give(self, thread: _MaskThread) -> None:
+    def give(self, thread: _MaskThread | None) -> None:
         """Has a thread compute what is left, behind what another one is lost in: a single job is
-        given up, those of a group are left to do, one by one.
+        given up, those of a group are left to do, one by one. Without a thread all are given up.
         """
         with self._lock:
             self._thread, group, self._group = thread, self._group, []
             if len(group) == 1:
-                logger.warning("a mask took more than %g s", TIMEOUT_S)
-                self.jobs[group[0]].state.is_lost = True
-                self._set(group[0], _too_slow())
+                logger.warning("a mask took too long: its sample is ended")
+                self._lose(group[0], _too_slow())
             else:
                 self._part(group)
-        thread.begin(self)
+            if thread is None:
+                logger.warning("masks of a step took more than %g s", TIMEOUT_STEP_S)
+                for index in list(self._left):
+                    self._set(index, _none_in_time())
+        if thread is not None:
+            thread.begin(self)
 
     def run(self, thread: _MaskThread) -> None:
         """Computes all that is left, unless it was given to another thread than this one."""
@@ -310,7 +328,20 @@ class _Work:
             for index, found in zip(group, masks, strict=True):
                 if len(group) > 1:
                     self.jobs[index].state.keep(self.jobs[index].tokens)
-                self._set(index, found)
+                if isinstance(found, InvalidRequest):
+                    self._lose(index, found)
+                else:
+                    self._set(index, found)
+
+    def _lose(self, index: int, error: InvalidRequest) -> None:
+        """Ends a sample that is too slow, and those left whose grammar is the same: each would have
+        the step wait as long.
+        """
+        self._has_lost = True
+        grammar = self.jobs[index].state.grammar
+        for other in [one for one in self._left if self.jobs[one].state.grammar is grammar]:
+            self.jobs[other].state.is_lost = True
+            self._set(other, error)
 
     def _part(self, group: list[int]) -> None:
         for index in group:
