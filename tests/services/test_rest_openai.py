@@ -231,6 +231,19 @@ async def test_an_encoded_body_is_refused_as_such(rest: Rest) -> None:
     assert '"gzip"' in answer.json()["error"]["message"]
 
 
+async def test_a_page_of_another_site_loads_no_adapters(rest: Rest) -> None:
+    """Its browser would send it without asking: the body says that it is plain text."""
+    headers = {"Content-Type": "text/plain", "Origin": "https://evil.example.org"}
+    headers["Sec-Fetch-Site"] = "cross-site"
+    path, body = f"{rest.url}/v1/unload_lora_adapter", '{"lora_name": "x"}'
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(path, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "cross_origin")
+    with pytest.raises(openai.InternalServerError):
+        # Without a browser's headers it reaches the gateway, which here cannot do it.
+        await rest.client.post("/unload_lora_adapter", body={"lora_name": "x"}, cast_to=object)
+
+
 async def test_a_lost_gateway_is_a_503_without_addresses(rest: Rest) -> None:
     await rest.server.stop(0)
     async with httpx.AsyncClient(timeout=30) as http:

@@ -72,8 +72,8 @@ func parseSettings(
 		"`share` of traces begun here that are exported, 0 to 1")
 	flags.BoolVar(&s.noTracing, "no-tracing", false, "make no spans")
 	flags.StringVar(&s.origins, "allowed-origins", "",
-		"`origins` whose pages may read answers in a browser (CORS), as https://chat.example.org, "+
-			"with commas between; *: all; empty: none")
+		"`origins` whose pages may send requests and read answers in a browser (CORS), as "+
+			"https://chat.example.org, with commas between; *: all; empty: none")
 	if err := setFromEnvironment(flags, environment); err != nil {
 		_, _ = fmt.Fprintln(output, err)
 		return s, err

@@ -35,18 +35,20 @@ type Config struct {
 	Streams forward.Limits
 	// Tracing may be nil: then a client's trace context passes on unchanged.
 	Tracing *Tracing
-	// AllowedOrigins are the origins whose pages may read answers in a browser; "*": all.
+	// AllowedOrigins are the origins whose pages may send requests other than GET, and read answers,
+	// in a browser; "*": all.
 	AllowedOrigins []string
 }
 
 type edge struct {
-	config Config
-	mux    *runtime.ServeMux
+	config  Config
+	mux     *runtime.ServeMux
+	origins origins
 }
 
 // New builds the handler.
 func New(ctx context.Context, config Config) (http.Handler, error) {
-	e := &edge{config: config}
+	e := &edge{config: config, origins: newOrigins(config.AllowedOrigins)}
 	middlewares := []runtime.Middleware{answerProbes, recordRoute}
 	if config.Tracing != nil {
 		middlewares = append(middlewares, config.Tracing.wrap)
@@ -74,7 +76,7 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 			}
 		}
 	}
-	return allowOrigins(e, config.AllowedOrigins), nil
+	return e.origins.allow(e), nil
 }
 
 // ServeHTTP gives the request its id, bounds its body and hands it to the router.
@@ -89,6 +91,9 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	recorder := &statusRecorder{ResponseWriter: w}
 	defer e.config.Metrics.observe(recorder, info)()
 
+	if e.origins.refuse(recorder, r) {
+		return
+	}
 	if !utf8.ValidString(r.URL.Path) {
 		apierror.New(http.StatusBadRequest, "invalid_path", "The path is not valid UTF-8.").
 			Write(recorder)
