@@ -174,6 +174,10 @@ class Request:
     """Fillers not yet tried, best first."""
     lookup_until: float = 0.0
     """Time until which the KV store's answer is awaited; 0: none is."""
+    passes_over_tiers: bool = False
+    """Whether a load from a tier was given up: its pages come from elsewhere, unless it is
+    pre-empted later.
+    """
     cache_salt: str = ""
     namespace: bytes = b""
     adapter: bytes = b""

@@ -239,6 +239,10 @@ class Tiers:
         """Decides whether the request continues with a load, which `start` begins; it was just
         admitted, or filled up to a page border.
         """
+        if request.state is State.PREEMPTED:
+            request.passes_over_tiers = False
+        if request.passes_over_tiers:
+            return False
         first = request.num_computed // self._page_size
         end = (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
         if end <= first:
@@ -308,8 +312,8 @@ class Tiers:
         load.request = None
         load.is_stopped = True  # Before it is asked what has begun: see `LoadChunk.is_begun`.
         for chunk in load.chunks:
-            chunk.is_fenced = chunk.is_begun
-            if chunk.is_begun:
+            chunk.is_fenced = chunk.is_begun  # Read once: the thread may set it in between.
+            if chunk.is_fenced:
                 self._memory.quarantine(chunk.pages)
             else:
                 self._memory.release(chunk.pages)
@@ -431,6 +435,8 @@ class Tiers:
         limit = self._clock() - self._progress_timeout_s
         for load in list(self._loads.values()):
             if load.last_progress_at <= limit:
+                assert load.request is not None
+                load.request.passes_over_tiers = True  # Else it queues behind the same loads again.
                 self._give_up(load)
 
     def _give_up(self, load: TierLoad) -> None:
