@@ -129,6 +129,13 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 3}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"logits_processors": ["x"]}, "logits_processors"),
+    ({"custom_logit_processor": "x"}, "custom_logit_processor"),
+    ({"vllm_xargs": {"x": 1}}, "vllm_xargs"),
+    ({"lora_path": "pirate"}, "lora_path"),
+    ({"stop_regex": ["a+"]}, "stop_regex"),
+    ({"no_stop_trim": True}, "no_stop_trim"),
+    ({"thinking_token_budget": 0}, "thinking_token_budget"),
+    ({"echo": True}, "echo"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ({"guided_whitespace_pattern": ""}, "guided_whitespace_pattern"),
     (
@@ -158,6 +165,15 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {}, "response_format": {"type": "json_object"}}, "response_format"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": 3}}, "structured_outputs.grammar"),
+    *(
+        ({"structured_outputs": {"regex": "a", name: value}}, f"structured_outputs.{name}")
+        for name, value in (
+            ("structural_tag", "{}"),
+            ("whitespace_pattern", ""),
+            ("disable_any_whitespace", True),
+            ("disable_additional_properties", True),
+        )
+    ),
     ({"modalities": ["text", "audio"]}, "modalities"),
 ]
 

@@ -486,6 +486,9 @@ async def test_what_sdks_send_without_meaning_it(mesh: Harness) -> None:
         "top_logprobs": 0,
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
         "tool_choice": "none",
+        "echo": False,
+        "no_stop_trim": False,
+        "vllm_xargs": {},
     }
     for body in (plain, same, {**plain, "tools": [], "tool_choice": "auto", "functions": []}):
         await mesh.json("ChatCompletions", body)

@@ -254,3 +254,8 @@ def _shown(number: float) -> str:
 def invalid(param: str, message: str) -> InvalidRequest:
     """The error for one invalid field."""
     return InvalidRequest(f"{param}: {message}", stage="validate", param=param)
+
+
+def unsupported(param: str, what: str) -> InvalidRequest:
+    """The error for a field that asks for what there is not."""
+    return invalid(param, f"not supported by this server ({what}); leave it out")

@@ -209,6 +209,10 @@ class StructuredOutputs(BaseModel):
     choice: Choices | None = Field(None, description="the text is one of these")
     grammar: str | None = Field(None, description="GBNF, beginning at `root`")
     json_object: bool | None = Field(None, description="any JSON object")
+    structural_tag: Any = Field(None, description="not supported")
+    whitespace_pattern: str | None = Field(None, description="not supported")
+    disable_any_whitespace: bool | None = Field(None, description="not supported")
+    disable_additional_properties: bool | None = Field(None, description="not supported")
 
 
 class GenerationBody(Body):
@@ -289,6 +293,14 @@ class GenerationBody(Body):
     chat_template: str | None = Field(None, description="not supported: the model's own is used")
     documents: Any = Field(None, description="not supported")
     logits_processors: Any = Field(None, description="not supported")
+    custom_logit_processor: Any = Field(None, description="not supported")
+    vllm_xargs: Any = Field(None, description="not supported")
+    lora_path: Any = Field(None, description="not supported; see model")
+    stop_regex: Any = Field(None, description="not supported")
+    no_stop_trim: bool | None = Field(
+        None, description="not supported; see include_stop_str_in_output"
+    )
+    thinking_token_budget: int | None = Field(None, description="not supported")
     guided_whitespace_pattern: str | None = Field(None, description="not supported")
     return_tokens_as_token_ids: bool | None = Field(None, description="not supported")
     best_of: int | None = Field(None, description="only equal to n")
@@ -311,6 +323,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = Field(
         None, description="false: at most one call; default true"
     )
+    echo: bool | None = Field(None, description="not supported")
     functions: Any = Field(None, description="not supported; see tools")
     function_call: Any = Field(None, description="not supported; see tool_choice")
     modalities: Items[str] | None = Field(None, description="`['text']`; others not supported")

@@ -8,9 +8,16 @@ from typing import Any, NamedTuple
 
 from weft.engine.request import Constraint
 from weft.gateway.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
-from weft.gateway.validate import invalid
+from weft.gateway.validate import invalid, unsupported
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
+_UNSUPPORTED = {
+    "structural_tag": "constraints between tags",
+    "whitespace_pattern": "whitespace of JSON by a pattern",
+    "disable_any_whitespace": "JSON without whitespace",
+    "disable_additional_properties": "a schema says so itself, by additionalProperties",
+}
+"""Fields of `structured_outputs` that would change the output, by name."""
 
 
 class GivenConstraint(NamedTuple):
@@ -61,6 +68,10 @@ def _guided(body: GenerationBody) -> Iterator[GivenConstraint]:
 
 
 def _structured(given: StructuredOutputs) -> list[GivenConstraint]:
+    for name, what in _UNSUPPORTED.items():
+        # An empty pattern allows no whitespace, and so is not the same as none.
+        if getattr(given, name) not in (None, False):
+            raise unsupported(f"structured_outputs.{name}", what)
     found = []
     if given.json_ is not None:
         found.append(_schema("structured_outputs.json", given.json_))

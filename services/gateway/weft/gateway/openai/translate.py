@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from weft.engine.errors import InvalidRequest
 from weft.engine.request import MAX_TOP_LOGPROBS, Constraint
 from weft.gateway.adapters.manager import LoadOrder
 from weft.gateway.edge import CallFacts
@@ -32,7 +31,7 @@ from weft.gateway.request import (
 )
 from weft.gateway.slo.targets import Targets
 from weft.gateway.tools import NO_TOOLS, ToolUse, check_tools, past_call, use_tools
-from weft.gateway.validate import check_not_streamed, check_range, invalid
+from weft.gateway.validate import check_not_streamed, check_range, invalid, unsupported
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """Default for completions, as OpenAI's and vLLM's; chat goes on up to the context."""
@@ -48,6 +47,11 @@ _UNSUPPORTED = {
     "chat_template": "a chat template of the request's own",
     "documents": "documents for the chat template",
     "logits_processors": "code of the request's own",
+    "custom_logit_processor": "code of the request's own",
+    "vllm_xargs": "settings of vLLM's extensions",
+    "lora_path": "an adapter is loaded with /v1/load_lora_adapter and named as model",
+    "stop_regex": "regular expressions that end the text",
+    "no_stop_trim": "a stop string is kept with include_stop_str_in_output",
     "return_tokens_as_token_ids": "token ids in place of tokens",
     "suffix": "text behind the completion",
 }
@@ -62,9 +66,11 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
     """
     for name in ("functions", "function_call"):
         if getattr(body, name) not in (None, "none", []):
-            raise _unsupported(name, "functions are given as tools, chosen by tool_choice")
+            raise unsupported(name, "functions are given as tools, chosen by tool_choice")
     if body.modalities is not None and set(body.modalities) - {"text"}:
-        raise _unsupported("modalities", "output other than text")
+        raise unsupported("modalities", "output other than text")
+    if body.echo:
+        raise unsupported("echo", "chats do not repeat their messages")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     tokens = body.max_completion_tokens
@@ -277,7 +283,7 @@ def _stopping(body: GenerationBody, max_tokens: int | None) -> Stopping:
 def _message(index: int, message: Message) -> dict[str, Any]:
     where = f"messages[{index}]"
     if message.function_call is not None:
-        raise _unsupported(f"{where}.function_call", "calls are given as tool_calls")
+        raise unsupported(f"{where}.function_call", "calls are given as tool_calls")
     content = message.content
     if content is None and message.role == "assistant":
         content = ""  # as SDKs send back a turn without text
@@ -287,7 +293,7 @@ def _message(index: int, message: Message) -> dict[str, Any]:
         texts: list[str] = []
         for number, part in enumerate(content):
             if part.type != "text":
-                raise _unsupported(f"{where}.content[{number}].type", f"content `{part.type}`")
+                raise unsupported(f"{where}.content[{number}].type", f"content `{part.type}`")
             if part.text is None:
                 raise invalid(f"{where}.content[{number}].text", "is missing")
             texts.append(part.text)
@@ -338,16 +344,14 @@ def _refuse_unsupported(body: GenerationBody) -> None:
     for name, what in _UNSUPPORTED.items():
         # What is empty or off asks for nothing.
         if getattr(body, name):
-            raise _unsupported(name, what)
+            raise unsupported(name, what)
     if body.length_penalty not in (None, 1):
-        raise _unsupported("length_penalty", "a penalty of beam search")
+        raise unsupported("length_penalty", "a penalty of beam search")
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
-        raise _unsupported("best_of", "choosing among more answers than n")
+        raise unsupported("best_of", "choosing among more answers than n")
     if body.guided_whitespace_pattern is not None:
-        raise _unsupported("guided_whitespace_pattern", "whitespace of JSON by a pattern")
+        raise unsupported("guided_whitespace_pattern", "whitespace of JSON by a pattern")
+    if body.thinking_token_budget is not None:
+        raise unsupported("thinking_token_budget", "a limit of the reasoning")
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise _unsupported("stream_options.continuous_usage_stats", "usage in each chunk")
-
-
-def _unsupported(param: str, what: str) -> InvalidRequest:
-    return invalid(param, f"not supported by this server ({what}); leave it out")
+        raise unsupported("stream_options.continuous_usage_stats", "usage in each chunk")
