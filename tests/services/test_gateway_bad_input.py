@@ -403,9 +403,22 @@ async def test_typed_messages_that_are_no_messages(mesh: Harness) -> None:
     assert from_rpc_error(caught.value).param == "prompt"
 
 
-async def test_template_that_refuses(mesh: Harness) -> None:
-    body = {"messages": USER, "chat_template_kwargs": {"add_generation_prompt": {"x": 1}}}
-    assert await mesh.json("ChatCompletions", body)
+@pytest.mark.parametrize("method", ["ChatCompletions", "TokenizeText"])
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "continue_final_message"]
+)
+async def test_variables_of_the_template_are_no_fields(
+    mesh: Harness, method: str, name: str
+) -> None:
+    body = {"messages": USER, "chat_template_kwargs": {"enable_thinking": False, name: None}}
+    await mesh.json(method, body)
+    body = {"messages": USER, "chat_template_kwargs": {name: False}}
+    error = await refused(mesh, method, body)
+    assert (error.http_status, error.param) == (400, "chat_template_kwargs")
+    assert f"`{name}`" in error.message
+
+
+async def test_null_is_the_same_as_absent(mesh: Harness) -> None:
     text = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": None})
     assert await mesh.json("ChatCompletions", text.encode())
 

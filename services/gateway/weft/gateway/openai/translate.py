@@ -56,6 +56,8 @@ _UNSUPPORTED = {
     "suffix": "text behind the completion",
 }
 """Fields of other servers that change the output or the answer, by name."""
+_OF_THE_REQUEST = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Fields that tell a chat template more than variables could."""
 
 
 def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
@@ -141,10 +143,17 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
     """The conversation of a body, its content parts joined.
 
     Raises:
-        InvalidRequest: A message is empty or has content other than text.
+        InvalidRequest: A message is empty or has content other than text, or fields contradict
+            each other.
     """
     if not body.messages:
         raise invalid("messages", "at least one message is needed")
+    variables = body.chat_template_kwargs or {}
+    for name in _OF_THE_REQUEST:
+        if variables.get(name) is not None:
+            raise invalid(
+                "chat_template_kwargs", f"`{name}` is a field of the request; give it there"
+            )
     continues = bool(body.continue_final_message)
     add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and add_prompt:
@@ -155,7 +164,7 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         messages=tuple(_message(i, message) for i, message in enumerate(body.messages)),
         add_generation_prompt=add_prompt,
         continue_final_message=continues,
-        template_variables={**_effort(body), **(body.chat_template_kwargs or {})},
+        template_variables={**_effort(body), **variables},
         tools=check_tools([_tool(tool) for tool in body.tools or ()]),
     )
 
