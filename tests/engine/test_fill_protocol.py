@@ -33,6 +33,7 @@ from weft.engine.messages import (
     LeaseQuery,
     ProcessExited,
 )
+from weft.engine.request import SamplingParams
 from weft.engine.transfer import filler as filler_module
 from weft.engine.transfer.handle import FillEvent
 
@@ -314,6 +315,20 @@ def test_cancel_in_mid_fill_stops_the_filler(pair: EnginePair) -> None:
     assert num_quarantined(pair.owner) == 0
     prompt = new_prompt()
     assert pair.finish(pair.submit(prompt)) == [alone(pair, prompt)]
+
+
+def test_samples_of_a_cancelled_first_are_filled_too(pair: EnginePair) -> None:
+    prompt = new_prompt(10)
+    expected = alone(pair, prompt)
+    request_id = pair.submit(prompt, sampling=SamplingParams(temperature=0.0, n=3))
+    pair.run(lambda: bool(pair.commands))
+    pair.send(cancels=[Cancel(session=1, request_id=request_id, attempt=1, sample=0)])
+    answer = pair.answers[request_id]
+    pair.run(lambda: len(answer.finished) == 3)
+    assert answer.tokens == {1: expected, 2: expected}
+    fills = [fill for end in answer.finished[1:] for fill in end.timeline.fills]
+    assert sum(fill.accepted_tokens for fill in fills) > 0
+    pair.settle()
 
 
 @pytest.mark.parametrize("lost", ["stop", "stopped", "query"])

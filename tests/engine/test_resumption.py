@@ -13,7 +13,10 @@ from threads import one_thread
 from tiny_models import make_tiny
 from weft.engine.llm import LLM
 from weft.engine.messages import Finished, Inbox, Ping, SampleProgress, Submit
+from weft.engine.outgoing import Outgoing
 from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.resumption import first_to_run
+from weft.engine.scheduler.state import FillCandidate
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -184,6 +187,20 @@ def test_a_sample_that_had_ended_already_is_only_reported(owners: tuple[LLM, LLM
     assert (by_length.reason, by_length.completion_tokens) == ("length", NUM_NEW)
     assert (by_token.reason, by_token.stop_token_id) == ("stop", stop_token)
     assert by_token.completion_tokens == num_before
+
+
+def test_the_first_sample_left_to_run_has_the_fillers(owners: tuple[LLM, LLM]) -> None:
+    intake = owners[0].engine.parts.intake
+    submit = submit_of(
+        changed(KINDS["greedy"], n=3),
+        attempt=2,
+        progress=progress({0: PROMPT[:1] * NUM_NEW}),
+        candidates=[FillCandidate(worker_id="p", address="p", epoch=1)],
+    )
+    leader = first_to_run(intake.from_submit(submit, 0.0), intake, Outgoing(), 0.0)
+    assert leader is not None
+    assert (leader.sample, list(leader.unforked_samples)) == (1, [2])
+    assert leader.candidates == submit.candidates
 
 
 def test_a_stop_token_before_min_tokens_did_not_end_it(owners: tuple[LLM, LLM]) -> None:

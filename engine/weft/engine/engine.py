@@ -340,10 +340,7 @@ class Engine:
             if first.unforked_samples:
                 self._forking.add(key)
             self._look_up(first)
-            if can_run:
-                self.scheduler.add(first)
-            else:
-                self.scheduler.hold(first)
+            self.scheduler.add(first, is_held=not can_run)
         else:
             self._constraints.end(request, is_last=True)
 
@@ -492,11 +489,10 @@ class Engine:
                 self.memory.retain(request.pages)
                 request.num_computed = num_pages * self.config.page_size
                 request.num_published_pages = num_pages
+            else:  # The first of them goes on in its place.
+                request.candidates, first.candidates = first.candidates, []
             group.append(request)
-            if first in self.scheduler.held:
-                self.scheduler.hold(request)
-            else:
-                self.scheduler.add(request)
+            self.scheduler.add(request, is_held=first in self.scheduler.held)
 
     # -- ends ------------------------------------------------------------------------------------
 

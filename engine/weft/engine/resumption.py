@@ -34,5 +34,6 @@ def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> R
         return None
     leader, *others = running
     leader.is_sibling = False
+    leader.candidates = first.candidates
     leader.unforked_samples = {other.sample: unforked[other.sample] for other in others}
     return leader

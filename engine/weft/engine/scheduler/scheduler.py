@@ -154,19 +154,15 @@ class Scheduler:
 
     # -- entry -----------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queues a new request."""
+    def add(self, request: Request, *, is_held: bool = False) -> None:
+        """Queues a new request, at once or with its `release`."""
         assert request.state is State.WAITING
         self.waitlist.begin(request)
         self._deadlines.watch(request)
-        self._enqueue(request)
-
-    def hold(self, request: Request) -> None:
-        """Keeps a new request out of the queue until `release`."""
-        assert request.state is State.WAITING
-        self.waitlist.begin(request)
-        self._deadlines.watch(request)
-        self.held.append(request)
+        if is_held:
+            self.held.append(request)
+        else:
+            self._enqueue(request)
 
     def release(self, request: Request) -> None:
         """Queues a request that was held."""
