@@ -121,6 +121,18 @@ async def test_rest_loads_and_unloads(mesh: Harness) -> None:
     assert error.param == "lora_name"
 
 
+async def test_rest_loads_for_the_base_model_that_is_named(mesh: Harness) -> None:
+    body = {"lora_name": "pirate", "lora_path": "pirate"}
+    for name in ("model", "base_model_name"):
+        error = await error_of(mesh.post("LoadLoraAdapter", {**body, name: "other"}))
+        assert (error.http_status, error.reason, error.param) == (404, "MODEL_NOT_FOUND", name)
+    two = {**body, "model": MODEL, "base_model_name": "other"}
+    error = await error_of(mesh.post("LoadLoraAdapter", two))
+    assert (error.http_status, error.param) == (400, "base_model_name")
+    same = {**body, "model": MODEL, "base_model_name": MODEL}
+    assert (await mesh.json("LoadLoraAdapter", same))["parent"] == MODEL
+
+
 def copies(mesh: Harness) -> list[str]:
     folder = mesh.app.adapters.registry.root / ".weft"
     return sorted(path.name for path in folder.iterdir() if path.is_dir())

@@ -235,8 +235,9 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def LoadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         self._adapters.check_caller()
-        _, order = await self._bodies.parse(LoadAdapterBody, request.data, load_order)
-        with _as_in_the_body():
+        body, order = await self._bodies.parse(LoadAdapterBody, request.data, load_order)
+        is_renamed = bool(body.base_model_name and not body.model)
+        with _as_in_the_body("base_model_name" if is_renamed else "model"):
             order = replace(order, timeout_s=context.time_remaining())
             entry = await self._adapters.load_order(order)
         left_out = {"left_out": self._adapters.left_out(entry)} if entry.is_lenient else {}
@@ -296,14 +297,20 @@ def _describe(meant: ResolvedModel) -> dict[str, object]:
 
 
 @contextmanager
-def _as_in_the_body() -> Iterator[None]:
-    """Names fields at fault as the body of an adapter's call does."""
+def _as_in_the_body(model: str = "model") -> Iterator[None]:
+    """Names fields at fault as the body of an adapter's call does.
+
+    Args:
+        model: Its field that names the base model.
+    """
+    names = {"name": "lora_name", "path": "lora_path", "model": model}
     try:
         yield
     except WeftError as error:
-        if error.param in ("name", "path"):
-            error.message = error.message.replace(f"{error.param}: ", f"lora_{error.param}: ", 1)
-            error.param = f"lora_{error.param}"
+        if error.param in names:
+            name = names[error.param]
+            error.message = error.message.replace(f"{error.param}: ", f"{name}: ", 1)
+            error.param = name
         raise
 
 

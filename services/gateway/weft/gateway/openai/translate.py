@@ -236,11 +236,17 @@ def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | No
 
 
 def load_order(body: LoadAdapterBody) -> LoadOrder:
-    """The load order that a body contains."""
+    """The load order that a body contains.
+
+    Raises:
+        InvalidRequest: It names two base models.
+    """
+    if body.model and body.base_model_name and body.model != body.base_model_name:
+        raise invalid("base_model_name", "contradicts model; give one of them")
     return LoadOrder(
         name=body.lora_name,
         path=body.lora_path,
-        model=body.model or "",
+        model=body.model or body.base_model_name or "",
         replaces=bool(body.load_inplace),
         is_pinned=bool(body.pinned),
         is_lenient=bool(body.lenient),
