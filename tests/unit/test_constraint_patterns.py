@@ -35,7 +35,8 @@ def accepts(regex: str, text: str) -> bool:
         *(r"^ab$", r"^(ab|bc)$", r"(^a|^b)c", r"^a|^b", r"a$|b", r"(a|b$)", r"\$", r"\^", r"[$]"),
         *(r"[\]]", r"[\\]", r"\\", r"\-", r"[\w-]+", r"\d", r"\n", r"\t", r"\0", r"(?:ab)+"),
         *(r"é", r"a\é", r"\(", r"[(|]", r"[^\n]+", r".*", r"a?b{1,2}c?", r"(a|(b|))c", r"\""),
-        *(r"a*?b", r"\ ", r"a\$b"),
+        *(r"a*?b", r"\ ", r"a\$b", r"[\^a]+", r"[\^]", r"[\x5e]a", r"[\u005E-]", r"[\^0-9+*/-]+"),
+        *(r"[\^^\^b]?", r"a[\^\]]b", r"[^\^a]", r"[a\^]", r"[\^\-a]*"),
     ],
 )  # fmt: skip
 def test_regexes_are_read_as_by_python(regex: str) -> None:
@@ -49,7 +50,15 @@ def test_regexes_are_read_as_by_python(regex: str) -> None:
         *((r"\Aab\Z", 0), (r"ab\Z", 2), (r"a\zb", 1), (r"\Qab\E", 0), (r"\h", 0), (r"\cA", 0)),
         *((r"\e", 0), (r"\a", 0), (r"\07", 0), (r"a\1", 1), (r"\x4", 0), (r"\u00", 0), ("ab\\", 2)),
         *((r"[a\Z]", 2), (r"[\h]", 1), ("a^b", 1), ("a$b", 1), ("a(^b|c)", 2), ("(a$)*", 2)),
-        *(("(a|b^)", 4), ("(a$|b)c", 2), ("[ab]^", 4), ("(a)^b", 3), ("^^a$b", 3)),
+        *(
+            (r"[\^-a]", 0),
+            (r"b[\^\^-z]", 1),
+            ("(a|b^)", 4),
+            ("(a$|b)c", 2),
+            ("[ab]^", 4),
+            ("(a)^b", 3),
+            ("^^a$b", 3),
+        ),
     ],
 )
 def test_what_would_be_read_otherwise_is_refused(regex: str, position: int) -> None:

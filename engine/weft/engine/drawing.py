@@ -374,6 +374,10 @@ class Drawing:
             drawable.logits(), slots, positions, on_device, drafted, drawn_as
         )
 
+    def take_lost_s(self) -> float:
+        """See `Constraints.take_lost_s`."""
+        return self._constraints.take_lost_s()
+
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
         """Passes the computed masks to the sampler; returns errors by index of the request."""
         errors: dict[int, WeftError] = {}

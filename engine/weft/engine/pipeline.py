@@ -210,7 +210,10 @@ class StepPipeline:
         self._scheduler.commit(step.number, step.plan)
         if self._runner.is_asynchronous:
             step.ended_at = self._clock()
-        duration_s = step.ended_at - max(step.began_at, self._last_ended_at)
+        # What somebody's grammar cost is no measure of steps: neither of what the next ones take,
+        # nor of how long one may before the engine counts as stalled.
+        lost_s = self._drawing.take_lost_s()
+        duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
         self._owner.step_done(step.plan, drawn, duration_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ class Constraints:
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
         self._may_start = config.early_compiler
+        self._lost_s = 0.0
         self._refused: dict[Constraint, str] = {}
         """Constraints whose masks took too long, with the message; the oldest first."""
 
@@ -208,11 +210,19 @@ class Constraints:
             return []
         assert self._maker is not None
         masked, self._masked = self._masked, []
+        began = time.monotonic()
         masks = self._maker.take()
+        if any(isinstance(found, InvalidRequest | Overloaded) for found in masks):
+            self._lost_s += time.monotonic() - began
         for request, found in zip(masked, masks, strict=True):
             if isinstance(found, InvalidRequest) and request.params.constraint is not None:
                 self._refuse(request.params.constraint, found.message, masked)
         return list(zip(masked, masks, strict=True))
+
+    def take_lost_s(self) -> float:
+        """Seconds, since the last call, that steps waited where masks were too slow."""
+        lost_s, self._lost_s = self._lost_s, 0.0
+        return lost_s
 
     def _refuse(self, constraint: Constraint, message: str, others: Sequence[Request]) -> None:
         """Remembers a constraint, and ends other samples that it would be slow for as well."""

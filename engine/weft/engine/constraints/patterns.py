@@ -11,6 +11,8 @@ _CONTROL_ESCAPES = "nrtfv0c"
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|(.))", re.DOTALL)
 _LEFT_ESCAPES = "dDsSwWnrtfvbB"
 """Escapes by letters that every dialect reads alike, or the compiler refuses."""
+_CARETS = re.compile(r"\[(?:\^|\\(?:\^|x5[eE]|u005[eE]))+")
+"""The beginning of a class whose first member may be an escaped `^`."""
 _GROUP = re.compile(r"\((?:\?(?::|<\w+>))?")
 
 
@@ -64,9 +66,24 @@ def _written(part: str, begin: int, where: str) -> str:
     """A class, an escape or a character, as the compiler reads it rightly."""
     if part == ".":
         return r"[^\n]"
-    for found in _ESCAPE.finditer(part) if part[0] == "[" else ():
-        _escape_end(part, found.start(), where, begin)
+    if part[0] == "[":
+        for found in _ESCAPE.finditer(part):
+            _escape_end(part, found.start(), where, begin)
+        part = _without_first_caret(part, begin, where)
     return _ESCAPE.sub(lambda found: f"\\u{{{found[1]}}}" if found[1] else found[0], part)
+
+
+def _without_first_caret(part: str, begin: int, where: str) -> str:
+    """A class that begins with an escaped `^`, by which the compiler would negate it, as an
+    alternative to the rest.
+    """
+    carets = _CARETS.match(part)
+    if carets is None or part[1] == "^" or part[-1] != "]":
+        return part
+    rest = part[carets.end() :]
+    is_range = rest[0] == "-" and rest != "-]"
+    _require(not is_range, where, begin, "a range from `^` must not be the first in a class")
+    return r"\^" if rest == "]" else rf"(?:\^|[{rest})"
 
 
 def _class_end(regex: str, begin: int) -> int:

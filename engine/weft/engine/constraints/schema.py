@@ -13,6 +13,7 @@ from typing import Any
 from jsonschema import validators
 from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
+from weft.engine.constraints.numbers import NUMERIC, check_listed, prepare_numbers
 from weft.engine.constraints.patterns import prepare_pattern
 
 Json = Any
@@ -33,7 +34,7 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
         *("additionalItems", "unevaluatedItems"),
     ),
     "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "number": NUMERIC,
 }
 _BOUNDS = (
     *(("minLength", "maxLength"), ("minItems", "maxItems")),
@@ -46,6 +47,19 @@ _FORMATS = (
     *("uri", "uri-reference", "uuid"),
 )
 """Formats that are enforced; others are annotations, as in the standard."""
+_LEAP = "(0[48]|[2468][048]|[13579][26])"
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DATE = (
+    f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    "|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"|([0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
+)
+_HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOURS}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOURS})"
+_WRITTEN = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+"""Formats of RFC 3339 as patterns: the compiler's own let every month have 31 days. No leap
+seconds, which few libraries read.
+"""
 _TYPE_NAMES: dict[type, str] = {
     **{bool: "boolean", int: "number", float: "number", str: "string"},
     **{dict: "object", list: "array", type(None): "null"},
@@ -139,6 +153,7 @@ class _Preparer:
         valid = [value for value in values if validator.is_valid(value)]
         if not valid:
             raise ValueError(_at(where, "none of the listed values is allowed by the rest"))
+        check_listed(valid, where)
         return {"enum": valid, **{n: schema[n] for n in ("$defs", "definitions") if n in schema}}
 
     def _check_siblings(self, schema: dict[str, Json], decisive: list[str], where: str) -> None:
@@ -198,14 +213,15 @@ class _Preparer:
                 message = f"{schema[most]} is below {least}, {schema[least]}"
                 raise ValueError(_at(f"{where}.{most}", message))
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        prepared = prepare_numbers(schema, types, where)
+        if prepared is not schema:
+            return {**self.prepare(prepared, where)}
         if "string" in types:
             _prepare_string(schema, where)
         if "object" in types:
             _prepare_object(schema, where)
         if "array" in types:
             _prepare_array(schema, where)
-        if "number" in types and "multipleOf" in schema:
-            raise ValueError(_at(f"{where}.multipleOf", "is supported for integers only"))
         return schema
 
 
@@ -229,6 +245,8 @@ def _prepare_string(schema: dict[str, Json], where: str) -> None:
         schema["pattern"] = prepare_pattern(schema["pattern"], f"{where}.pattern")
         if "format" in schema:
             raise ValueError(_at(f"{where}.format", "is not supported beside a pattern"))
+    elif schema.get("format") in _WRITTEN:
+        schema["pattern"] = f"^{_WRITTEN[schema.pop('format')]}$"
 
 
 def _prepare_object(schema: dict[str, Json], where: str) -> None:
@@ -295,7 +313,14 @@ def _listed(schema: Mapping[str, Json]) -> list[Json]:
 
 
 def _same(first: Json, second: Json) -> bool:
-    return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+    """Whether two values are equal in JSON, where 1 and 1.0 are, and neither is `true`."""
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(first[n], second[n]) for n in first)
+    return bool(first == second)
 
 
 def _types_of(schema: Mapping[str, Json]) -> set[str]:
