@@ -170,6 +170,16 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(
     assert ".cc" not in error.message
 
 
+@pytest.mark.parametrize("min_tokens", [0, 9])
+def test_a_dead_end_is_told_as_one(desk: Desk, min_tokens: int) -> None:
+    constraint = Constraint(kind="regex", text=r"ab[^\s\S]c")
+    stop = StopCriteria(max_tokens=20, min_tokens=min_tokens)
+    (error,) = desk.run(desk.submit(constraint, prompt(), stop=stop))
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "constraint"
+    assert "no text satisfies it that goes on" in error.message
+
+
 def test_a_constraint_ends_the_sample_whatever_the_stop_criteria_are(desk: Desk) -> None:
     choice = Constraint(kind="choice", choices=("ab", "cd"))
     for stop in (

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.device_copies import Fetched
-from weft.engine.errors import WeftError
+from weft.engine.errors import InvalidRequest, WeftError
 from weft.engine.intake import end_of
 from weft.engine.request import TokenLogprob
 from weft.engine.runner.runner import Drawable
@@ -84,7 +84,7 @@ class Draw(NamedTuple):
         errors = {**output.errors, **self.mask_errors}
         requests, tokens = self.requests, output.token_ids.tolist()
         if not self.plan.verifies:
-            found = [(requests[row], error) for row, error in errors.items()]
+            found = [_cause(requests[row], error) for row, error in errors.items()]
             return Drawn(requests, tokens, self.positions, output.logprobs, found)
         begin, behind = len(self.plan.decodes), len(self.plan.decodes) + len(self.plan.verifies)
         firsts = self.firsts
@@ -92,7 +92,7 @@ class Draw(NamedTuple):
         runs = self._runs(tokens, output.logprobs, firsts[begin : behind + 1])
         # An error behind drafts is met again where the request goes on from there.
         owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
-        failed = [(owners[row], error) for row, error in errors.items() if row in owners]
+        failed = [_cause(owners[row], error) for row, error in errors.items() if row in owners]
         return Drawn(
             [*requests[:begin], *requests[behind:]],
             tokens[:begin] + tokens[end:],
@@ -140,6 +140,16 @@ class Draw(NamedTuple):
                 end += 1
             runs.append(Run(item.request, tokens[first:end], logprobs[first:end], count))
         return runs
+
+
+def _cause(request: Request, error: WeftError) -> tuple[Request, WeftError]:
+    """A request and its error. Where nothing may be drawn beside a constraint it is the constraint
+    that has come to an end: `min_tokens` excludes nothing then.
+    """
+    if error.param == "min_tokens" and request.params.constraint is not None:
+        message = "no text satisfies it that goes on from here"
+        error = InvalidRequest(message, stage="sample", param="constraint")
+    return request, error
 
 
 def first_rows(plan: Plan, num_drawing: int) -> npt.NDArray[np.int64]:
