@@ -14,6 +14,7 @@ from gateway_harness import MODEL, Harness, gateway
 from jsonschema import Draft202012Validator
 from tiny_tokenizers import byte_level_bpe
 from weft.common.errors import from_rpc_error
+from weft.engine.constraints.schema import prepare_schema
 from weft.v1 import common_pb2, decode_pb2, gateway_pb2
 
 USER = [{"role": "user", "content": "Weather in Köln?"}]
@@ -352,19 +353,50 @@ async def test_bad_tools_are_refused(mesh: Mesh, fields: dict[str, Any], param: 
     assert not mesh.harness.workers[0].submits
 
 
-async def test_what_is_wrong_with_a_schema_is_told_of_the_tools(tmp_path: Path) -> None:
+def refusing(message: str) -> Script:
+    """The script of a worker that cannot compile a constraint."""
     detail = common_pb2.ErrorDetail(
-        code="INVALID_REQUEST", stage="compile", message="at $.items: no", param="constraint"
+        code="INVALID_REQUEST", stage="compile", message=message, param="constraint"
     )
     code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
     failed = decode_pb2.SessionEvent.Failed(error=detail, grpc_code=code)
-    script = Script(tokens=[[1]], fail=failed, fail_after=0)
+    return Script(tokens=[[1]], fail=failed, fail_after=0)
+
+
+async def test_what_is_wrong_with_a_schema_is_told_of_its_tool(tmp_path: Path) -> None:
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        with pytest.raises(ValueError, match=r"^at \$") as raised:
+            prepare_schema(submit.sampling.constraint.json_schema)
+        return refusing(str(raised.value))
+
+    cases = (
+        ({"type": "array", "uniqueItems": True}, "at $.properties.l.uniqueItems: "),
+        ({"type": 5}, "at $.properties.l.type: "),  # as the validator of schemas writes places
+        ({"$ref": "#/$defs/x"}, "at $.properties.l.$ref: '#/$defs/x' "),
+    )
+    async with gateway(tmp_path, script, max_context_tokens=2048) as harness:
+        for schema, place in cases:
+            parameters = {"type": "object", "properties": {"l": schema}}
+            tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+            named = {"type": "function", "function": {"name": "f"}}
+            for choice in ("required", named):
+                body = {"messages": USER, "tools": [*TOOLS, tool], "tool_choice": choice}
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await harness.json("ChatCompletions", body)
+                error = from_rpc_error(raised.value)
+                assert (error.param, error.http_status) == ("tools[2].function.parameters", 400)
+                assert error.message.startswith(f"tools[2].function.parameters: {place}")
+                assert "arguments-" not in error.message
+
+
+async def test_what_is_wrong_with_all_tools_together_is_told_of_them(tmp_path: Path) -> None:
+    script = refusing("too large")
     async with gateway(tmp_path, lambda *_: script, max_context_tokens=2048) as harness:
         body = {"messages": USER, "tools": TOOLS, "tool_choice": "required"}
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await harness.json("ChatCompletions", body)
         error = from_rpc_error(raised.value)
-        assert (error.param, error.http_status) == ("tools", 400)
+        assert (error.param, error.message) == ("tools", "tools: too large")
 
 
 @pytest.mark.parametrize("mesh", [THINKING], indirect=True)

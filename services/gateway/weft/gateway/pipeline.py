@@ -21,6 +21,7 @@ from weft.engine.errors import (
     WeftError,
 )
 from weft.gateway.admit import Admission, shutting_down
+from weft.gateway.answer.demand import blame_constraint
 from weft.gateway.answer.formats import END_THINK, THINK
 from weft.gateway.authenticate import in_tenant_cache
 from weft.gateway.keys import Tenant
@@ -191,7 +192,7 @@ class RequestPipeline:
         except WeftError as error:
             account.outcome, account.failure = error.reason.lower(), error
             if error.param == "constraint":
-                error.blame(request.constraint_param)
+                blame_constraint(error, request.constraint_param)
             if error.http_status >= 500:
                 _warn(request, error)
             raise

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 from weft.engine.errors import InvalidRequest
 from weft.engine.request import Constraint
 from weft.gateway.answer.call_reader import parse_json
-from weft.gateway.answer.demand import demanded_arguments, demanded_calls
+from weft.gateway.answer.demand import (
+    ALL_TOOLS,
+    demanded_arguments,
+    demanded_calls,
+    parameters_of,
+)
 from weft.gateway.request import Calls
 from weft.gateway.validate import MAX_TOOLS, check_range, invalid
 
@@ -26,6 +31,8 @@ class ToolUse(NamedTuple):
     """Calls that the answer may have; None: it has none."""
     constraint: Constraint | None
     """Under which it consists of calls; None: it need not."""
+    param: str = ALL_TOOLS
+    """The field that the constraint is of."""
 
 
 NO_TOOLS = ToolUse(None, None)
@@ -70,7 +77,8 @@ def use_tools(
         for number, tool in enumerate(tools):
             if tool["function"]["name"] == choice:
                 _check_parameters(number, tool)
-                return ToolUse(Calls(name=choice, is_demanded=True), demanded_arguments(tool))
+                calls = Calls(name=choice, is_demanded=True)
+                return ToolUse(calls, demanded_arguments(tool), parameters_of(number))
         raise invalid("tool_choice", f"no tool is called {choice[:80]!r}")
     if choice == "required":
         if not tools:
@@ -87,9 +95,7 @@ def _check_parameters(number: int, tool: Tool) -> None:
     """Raises InvalidRequest for arguments to be enforced that would be no object."""
     kind = (tool["function"].get("parameters") or {}).get("type", "object")
     if kind != "object":
-        raise invalid(
-            f"tools[{number}].function.parameters.type", f'must be "object", not {str(kind)[:80]!r}'
-        )
+        raise invalid(f"{parameters_of(number)}.type", f'must be "object", not {str(kind)[:80]!r}')
 
 
 def past_call(id_: str, name: str, arguments: str) -> dict[str, Any]:

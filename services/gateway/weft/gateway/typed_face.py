@@ -339,7 +339,7 @@ def _translate(
         top_logprobs=request.logprobs.top_logprobs if request.HasField("logprobs") else None,
         prompt_logprobs=request.prompt_logprobs.top_logprobs if wants_scores else None,
         calls=use.calls,
-        constraint_param="sampling.constraint" if use.constraint is None else "tools",
+        constraint_param="sampling.constraint" if use.constraint is None else use.param,
         timeout_s=timeout_s,
         cache_salt=request.cache_salt,
         priority=request.priority,

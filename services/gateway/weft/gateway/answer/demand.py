@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.engine.errors import WeftError
 from weft.engine.request import Constraint
 
+ALL_TOOLS = "tools"
+"""The field that a constraint made of all tools is blamed on, where no tool is at fault alone."""
+_IN_ARGUMENTS = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)arguments-(\d+)(?:'\])?")
+"""Places within a tool's arguments, as errors of schemas write them: paths of two forms, and
+references.
+"""
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -56,6 +64,24 @@ def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Cons
 def demanded_arguments(tool: Mapping[str, Any]) -> Constraint:
     """The arguments of one function."""
     return _constraint(_arguments(tool["function"], "#"))
+
+
+def parameters_of(number: int) -> str:
+    """The field of a tool that its arguments are enforced by."""
+    return f"tools[{number}].function.parameters"
+
+
+def blame_constraint(error: WeftError, param: str) -> None:
+    """Names the field at fault, and the place within it, where a worker refused a constraint.
+
+    Args:
+        error: The worker's.
+        param: The field that the constraint is of.
+    """
+    if param == ALL_TOOLS and (place := _IN_ARGUMENTS.search(error.message)):
+        param = parameters_of(int(place[2]))
+        error.message = _IN_ARGUMENTS.sub(r"\1", error.message)
+    error.blame(param)
 
 
 def _arguments(function: Mapping[str, Any], place: str) -> Any:

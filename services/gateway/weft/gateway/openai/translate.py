@@ -186,7 +186,7 @@ def _request(
     if constraint is not None and tool_use.calls is not None:
         raise invalid(constraint.param, "contradicts tools; set tool_choice to none")
     if tool_use.constraint is not None:
-        constraint = GivenConstraint("tools", tool_use.constraint)
+        constraint = GivenConstraint(tool_use.param, tool_use.constraint)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
     prompt_logprobs, prompt_logprobs_param = _prompt_logprobs(body, echoed_logprobs)
