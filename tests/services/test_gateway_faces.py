@@ -249,9 +249,11 @@ async def test_a_stop_string_ends_a_run_of_tokens_where_it_is(tmp_path: Path, pl
 
 
 async def test_length_and_ignored_eos(mesh: Harness) -> None:
-    answer = await mesh.json("ChatCompletions", {"messages": USER, "max_completion_tokens": 3})
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 3
+    for older in ({}, {"max_tokens": 2}):
+        body = {"messages": USER, "max_completion_tokens": 3, **older}
+        answer = await mesh.json("ChatCompletions", body)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 3
     await mesh.json("ChatCompletions", {"messages": USER, "ignore_eos": True})
     assert list(mesh.workers[0].submits[-1].stop.stop_token_ids) == []
     body = {"messages": USER, "skip_special_tokens": False, "include_stop_str_in_output": True}
