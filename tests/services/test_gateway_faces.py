@@ -226,6 +226,40 @@ async def test_stop_strings_are_never_shown(mesh: Harness, stream: bool) -> None
     assert kept["choices"][0]["message"]["content"] == expected + "🎉👩"
 
 
+@pytest.mark.parametrize(
+    ("method", "prompt"),
+    [("ChatCompletions", {"messages": USER}), ("Completions", {"prompt": "x", "max_tokens": 60})],
+)
+async def test_what_stopped_a_text_is_told(
+    mesh: Harness, method: str, prompt: dict[str, Any]
+) -> None:
+    first, *_, last = mesh.ids(TEXT)
+    cases: list[tuple[dict[str, Any], str | int | None]] = [
+        ({}, None),
+        ({"max_tokens": 2}, None),
+        ({"stop": ["never", "🎉👩"]}, "🎉👩"),
+        ({"stop_token_ids": [last]}, last),
+        ({"stop_token_ids": [first]}, first),
+        ({"stop_token_ids": [mesh.end]}, None),
+        ({"stop_token_ids": [mesh.end], "ignore_eos": True}, mesh.end),
+    ]
+    for fields, expected in cases:
+        for more in ({}, {"return_token_ids": True}):
+            body = {**prompt, **fields, **more}
+            (choice,) = (await mesh.json(method, body))["choices"]
+            assert choice["stop_reason"] == expected
+            events = await mesh.events(method, body)
+            *before, end = [event["choices"][0] for event in events]
+            assert (end["stop_reason"], end["finish_reason"]) == (expected, choice["finish_reason"])
+            assert not any("stop_reason" in one for one in before)
+
+
+async def test_an_echo_alone_is_stopped_by_nothing(mesh: Harness) -> None:
+    body = {"prompt": "x", "echo": True, "max_tokens": 0, "stop_token_ids": mesh.ids(TEXT)[:1]}
+    (choice,) = (await mesh.json("Completions", body))["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("x", "length", None)
+
+
 @pytest.mark.parametrize("place", range(RUN))
 async def test_a_stop_string_ends_a_run_of_tokens_where_it_is(tmp_path: Path, place: int) -> None:
     """As many come in one step where drafts were right; those behind the stop string never were."""

@@ -462,6 +462,7 @@ def _plan_maker(model: ServedModel, request: GenerateRequest) -> Callable[..., R
         min_tokens=stopping.min_tokens,
         include_stop=stopping.include_stop,
         skip_special_tokens=request.skip_special_tokens and not _shows_special(model, request),
+        told_ids=frozenset(stopping.stop_token_ids).difference(eos_ids),
     )
 
 

@@ -22,6 +22,7 @@ class RenderPlan:
         min_tokens: int,
         include_stop: bool,
         skip_special_tokens: bool,
+        told_ids: Collection[int] = (),
     ) -> None:
         """Prepares the rendering.
 
@@ -33,6 +34,7 @@ class RenderPlan:
             min_tokens: Stop strings count only if they end after so many tokens.
             include_stop: Keep the text of the stop string or token.
             skip_special_tokens: Special tokens give no text.
+            told_ids: Those of `stop_ids` that the client is told of if they end a sample.
         """
         self.vocabulary = vocabulary
         self.prompt_ids = prompt_ids
@@ -41,6 +43,7 @@ class RenderPlan:
         self.min_tokens = min_tokens
         self.include_stop = include_stop
         self.skip_special_tokens = skip_special_tokens
+        self.told_ids = told_ids
 
 
 class SampleRenderer:
@@ -56,10 +59,19 @@ class SampleRenderer:
         self._stop_ids = plan.stop_ids
         self._include_stop = plan.include_stop
         self._min_tokens = plan.min_tokens
+        self._told_ids = plan.told_ids
         self._pending_stop: int | None = None
+        self._stop_id: int | None = None
         self._num_tokens = 0
         self.is_stopped = False
         """Whether a stop string was found, after which nothing more is shown."""
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string that was found, or else the stop token that ended the sample."""
+        if self.is_stopped and self._scanner is not None:
+            return self._scanner.found
+        return self._stop_id
 
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text to show, and sets `is_stopped`."""
@@ -92,6 +104,8 @@ class SampleRenderer:
         text = ""
         if self._pending_stop is not None and (self._include_stop or not by_stop_token):
             text = self._show(self._pending_stop)
+        if by_stop_token and self._pending_stop in self._told_ids:
+            self._stop_id = self._pending_stop
         self._pending_stop = None
         if self.is_stopped:
             return text

@@ -71,6 +71,8 @@ class StopScanner:
         self._include_stop = include_stop
         self._state = 0
         self._held = ""
+        self.found = ""
+        """The stop string that was found; empty: none."""
 
     def push(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
         """Takes more text; returns the text to show, and whether a stop string was found.
@@ -90,7 +92,9 @@ class StopScanner:
                 end = len(held) + index + 1
                 start = end - automaton.matched[state]
                 self._state, self._held = 0, ""
-                return (held + text)[: end if self._include_stop else start], True
+                whole = held + text
+                self.found = whole[start:end]
+                return whole[: end if self._include_stop else start], True
         self._state = state
         whole = held + text
         safe = len(whole) - automaton.depth[state]

@@ -26,6 +26,8 @@ class Delta(NamedTuple):
     logprobs: Sequence[common_pb2.TokenLogprob]
     finish_reason: common_pb2.FinishReason.ValueType | None
     """Set in the sample's last delta."""
+    stop_reason: str | int | None
+    """The stop string or the stop token that ended the sample; None: neither did."""
 
 
 class TokenStream(Listener):
@@ -129,6 +131,7 @@ class TokenStream(Listener):
                     ids,
                     sample.logprobs,
                     sample.finish_reason,
+                    None if sample.finish_reason is None else sample.renderer.stop_reason,
                 )
             )
             sample.text = ""

@@ -18,6 +18,10 @@ class Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
+StopReason = Annotated[
+    str | int | None,
+    Field(description="the stop string or stop token that ended it; of a stream in the last chunk"),
+]
 TokenIds = Annotated[list[int] | None, Field(description="only with `return_token_ids`")]
 
 
@@ -100,6 +104,7 @@ class ChatChoice(Answer):
     message: ChatMessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: StopReason
     token_ids: TokenIds = None
 
 
@@ -168,6 +173,7 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: StopReason = None
     token_ids: TokenIds = None
 
 
@@ -200,6 +206,7 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: StopReason = None
     prompt_logprobs: PromptLogprobAnswers | None = Field(
         None, description="only if asked for: of each prompt token, by token id; null for the first"
     )

@@ -195,10 +195,8 @@ class ChatWriter(AnswerWriter):
             body = b""
         if delta.finish_reason is None:
             return opening + body
-        reason = _encode(self._finish(delta)).encode()
-        return b"".join(
-            (opening, body, prefix, b'},"logprobs":null,"finish_reason":', reason, b"}", self._tail)
-        )
+        end = _end(self._finish(delta), delta)
+        return b"".join((opening, body, prefix, b'},"logprobs":null,', end, self._tail))
 
     def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
         """See `AnswerWriter.whole`."""
@@ -260,6 +258,7 @@ class ChatWriter(AnswerWriter):
                 chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
             ),
             "finish_reason": self._finish(delta),
+            "stop_reason": delta.stop_reason,
             **self._ids(delta),
         }
 
@@ -279,6 +278,12 @@ class ChatWriter(AnswerWriter):
         if part.calls:
             message["tool_calls"] = [_call(call) for call in joined(part.calls)]
         return message
+
+
+def _end(finish_reason: str, delta: Delta) -> bytes:
+    """What a choice's last event has more than others, and the end of the choice."""
+    reasons = (_encode(finish_reason).encode(), _encode(delta.stop_reason).encode())
+    return b'"finish_reason":%b,"stop_reason":%b}' % reasons
 
 
 def _call(call: CallPart) -> dict[str, object]:
@@ -326,17 +331,16 @@ class CompletionWriter(AnswerWriter):
     def _event(self, delta: Delta) -> bytes:
         if self._has_rare(delta) or delta.sample not in self._offsets:
             return self._head + to_json(self._choice(delta)) + self._tail
-        reason = b"null"
+        end = b'"finish_reason":null}'
         if delta.finish_reason is not None:
-            reason = _encode(_FINISH.get(delta.finish_reason, "stop")).encode()
+            end = _end(_FINISH.get(delta.finish_reason, "stop"), delta)
         return b"".join(
             (
                 self._head,
                 b'{"index":%d,"text":' % delta.sample,
                 _encode(delta.text).encode(),
-                b',"logprobs":null,"finish_reason":',
-                reason,
-                b"}",
+                b',"logprobs":null,',
+                end,
                 self._tail,
             )
         )
@@ -360,6 +364,8 @@ class CompletionWriter(AnswerWriter):
             "finish_reason": None if reason is None else _FINISH.get(reason, "stop"),
             **self._ids(delta),
         }
+        if reason is not None:
+            choice["stop_reason"] = delta.stop_reason
         if self.prompt_ids is not None and is_first:
             choice["prompt_token_ids"] = list(self.prompt_ids[number])
         if self.prompt_logprobs is not None:

@@ -357,7 +357,7 @@ def _ended_at_once(choice: Delta) -> Delta:
     reason = choice.finish_reason
     if reason != common_pb2.FINISH_REASON_CANCELLED:
         reason = common_pb2.FINISH_REASON_LENGTH
-    return choice._replace(text="", ids=(), logprobs=(), finish_reason=reason)
+    return choice._replace(text="", ids=(), logprobs=(), finish_reason=reason, stop_reason=None)
 
 
 def _join(parts: list[Delta]) -> Delta:
@@ -367,6 +367,7 @@ def _join(parts: list[Delta]) -> Delta:
         [one for part in parts for one in part.ids],
         [entry for part in parts for entry in part.logprobs],
         parts[-1].finish_reason,
+        parts[-1].stop_reason,
     )
 
 
