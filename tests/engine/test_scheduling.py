@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_pair import EnginePair, ManualClock, make_engine
+from tiny_drafts import make_tiny_draft
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 from weft.engine.errors import Overloaded
@@ -134,6 +135,28 @@ def test_prompts_that_come_together_compute_their_prefix_once(
         assert counters["prefix_waits"] == 4
         assert counters["prompt_tokens"] <= len(prompts[0]) + 4 * (PAGE + 4)
         pair.settle()
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+def test_a_prompt_ends_beside_a_stream_though_no_step_has_room_for_a_page(
+    model_dir: Path, model: torch.nn.Module, tmp_path: Path, drafter: str
+) -> None:
+    sizes = ("page_size", "max_step_tokens", "prefill_chunk_tokens")
+    settings: dict[str, object] = dict.fromkeys(sizes, 16) | {"max_running_requests": 4}
+    if drafter != "none":
+        draft_dir = make_tiny_draft(tmp_path / "draft", model_dir)
+        settings |= {"drafter": drafter, "draft_dir": draft_dir, "draft_gate": "fixed"}
+    pair = one_engine(model_dir, **settings)
+    try:
+        prompts = prompt_of(5), prompt_of(56)
+        stream = pair.submit(prompts[0], 100)
+        pair.run(lambda: bool(pair.answers[stream].tokens))
+        other = pair.submit(prompts[1], 4)
+        assert pair.finish(other) == [greedy(model, prompts[1], 4)]
+        assert not pair.answers[stream].finished
+        assert pair.finish(stream) == [greedy(model, prompts[0], 100)]
     finally:
         pair.close()
 

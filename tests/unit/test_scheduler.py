@@ -14,6 +14,7 @@ from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies import PolicyName
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
 from weft.engine.scheduler.step_sizes import fitting_budget
+from weft.engine.speculative.fixed_gate import FixedGate
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
@@ -38,7 +39,7 @@ def test_every_request_ends_whatever_the_load(
     rng = random.Random(seed)
     limits = SchedulerLimits(
         PAGE,
-        16 + max_running,
+        max_running + rng.choice([1, 16]),
         rng.choice([4, 8, 16]),
         max_running,
         by_priority=policy == "priority",
@@ -314,3 +315,28 @@ def test_decodes_leave_a_step_its_room_for_prompts() -> None:
     bench.add(4, 5)
     bench.step()
     assert late.num_generated == 1
+
+
+def test_prompts_go_on_beside_decodes_where_a_step_has_no_room_for_a_page() -> None:
+    bench = Bench(random.Random(7), 400, SchedulerLimits(PAGE, PAGE, PAGE, 4))
+    decoding = [bench.add(1, 1000) for _ in range(2)]
+    bench.step()
+    prompts = [bench.add(5 * PAGE + 1, 3), bench.add(2 * PAGE, 3)]
+    bench.run(*prompts, max_steps=60)
+    assert all(request.state is State.RUNNING for request in decoding)
+
+
+def test_drafts_leave_prompts_a_page() -> None:
+    bench = Bench(random.Random(8), 400, SchedulerLimits(PAGE, 5 * PAGE, 2 * PAGE, 5))
+    decoding = [bench.add(1, 1000) for _ in range(4)]
+    bench.step()
+    for request in decoding:
+        request.speculates = True
+    plans = bench.scheduler.running_plans
+    plans.draft(FixedGate(max_drafts=50), is_on_device=False, max_chain=50, max_context_tokens=2000)
+    assert bench.scheduler.plan(bench.now).num_tokens == 5 * PAGE
+    prompt = bench.add(3 * PAGE, 3)
+    plan = bench.scheduler.plan(bench.now)
+    assert [item.num_tokens for item in plan.chunks if item.request is prompt] == [PAGE]
+    assert plan.num_tokens == 5 * PAGE
+    assert min(plan.most_accepted) == 3

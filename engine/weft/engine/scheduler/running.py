@@ -109,8 +109,13 @@ class RunningPlans:
         """
         return self._columns is not None and self._columns.fixed is columns
 
-    def plan(self, running: Sequence[Request]) -> Plan:
-        """A token of each request, or one with drafts; no chunks."""
+    def plan(self, running: Sequence[Request], num_spared: int) -> Plan:
+        """A token of each request, or one with drafts; no chunks.
+
+        Args:
+            running: What runs.
+            num_spared: Tokens of a step that chains of drafts leave to prompts.
+        """
         columns = self._columns
         if columns is None or (self.gate is not None and self._num_plain < 2):
             fixed = RequestColumns.of(running) if columns is None else columns.fixed
@@ -120,8 +125,10 @@ class RunningPlans:
         chosen = starts < fixed.ends  # Else the token under way is the last one.
         shape = NO_DRAFTS
         if self.gate is not None:
-            most = self._max_step_tokens // len(requests) - 1
             shape = self.gate.shape(requests)
+            # Beside prompts there are no trees.
+            num_tokens = self._max_step_tokens - (0 if shape.is_tree else num_spared)
+            most = num_tokens // len(requests) - 1
             if shape.num_drafts > most:
                 shape = DraftShape.chain(max(0, min(shape.depth, self._max_chain, most)))
             if not self.drafts_on_device:

@@ -4,10 +4,10 @@ A step is plan -> launch -> commit, and the next one may be planned before this 
 what a request will have by then is known, but for the token itself, and whether that ends it. A
 request that a step under way may end is planned all the same; what comes of it is dropped. `plan`
 gives every running request its next token, and drafts to verify behind it where these pay; then it
-continues prompts in page-aligned chunks, then admits waiting requests while tokens, requests and
-pages last. Admission promises all pages of a prompt at once, so a started prompt never waits for
-memory; only running requests grow, and when pages end the one that loses least is pre-empted. Who
-is admitted next is a policy's choice (`weft.engine.scheduler.policies`).
+continues prompts in page-aligned chunks (if a step has room), then admits waiting requests while
+tokens, requests and pages last. Admission promises all pages of a prompt at once, so a started
+prompt never waits for memory; only running requests grow, and when pages end the one that loses
+least is pre-empted. Who is admitted next is a policy's choice (`weft.engine.scheduler.policies`).
 """
 
 from __future__ import annotations
@@ -202,7 +202,9 @@ class Scheduler:
         """Chooses the next step's tokens and makes sure that their pages exist."""
         if self._limits.preemption_threshold is not None and self.waiting and self.running:
             self._make_room_for_urgent(now, self._limits.preemption_threshold)
-        plan = self.running_plans.plan(self.running) if self.running else Plan()
+        has_prompts = self.prefilling or (self.waiting and self._free_slots)
+        room = self._limits.page_size if has_prompts else 0
+        plan = self.running_plans.plan(self.running, room) if self.running else Plan()
         has_running = len(plan) > 0
         num_tokens = self.running_plans.num_tokens_beside_prompts(plan)
         budget = self._limits.max_step_tokens - max(0, num_tokens - self._limits.decodes_beside)
@@ -429,7 +431,9 @@ class Scheduler:
         has_lead = self._limits.has_draft and start > 0 and request.state_end != start
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
         if num_tokens < pending:
-            num_tokens = (start + num_tokens) // page_size * page_size - start
+            to_border = (start + num_tokens) // page_size * page_size - start
+            # With no room for what its page lacks, the first prompt of a step takes what there is.
+            num_tokens = to_border if to_border > 0 or items else num_tokens
         if num_tokens <= 0:
             return 0
         num_pages = -(-(start + num_tokens) // page_size) - len(request.pages)
