@@ -113,6 +113,8 @@ def _compare(
     peer_logits = model(ids, use_cache=False, logits_to_keep=count).logits
     with in_float32(model):
         logits = model(ids, use_cache=False, logits_to_keep=count).logits
+    for each in (logits, peer_logits):  # Else no gap would be above 0.
+        assert each.isfinite().all(), "a reference's logits are not finite"
     gaps = gaps_in_ulps(logits, tokens)
     peer_gaps = gaps_in_ulps(logits, peer_logits.argmax(-1))
     found.checked_requests += len(answers)
