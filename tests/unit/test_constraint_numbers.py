@@ -71,7 +71,7 @@ def test_whole_numbers(bounds: dict[str, Any]) -> None:
     [
         ({"type": "integer", "minimum": 0, "multipleOf": 3}, "$.multipleOf: is supported"),
         ({"type": "integer", "multipleOf": 2.5}, "$.multipleOf: only whole"),
-        ({"type": "integer", "multipleOf": 1025}, "$.multipleOf: 1025 is supported"),
+        ({"type": "integer", "multipleOf": 257}, "$.multipleOf: 257 is supported"),
         ({"type": "integer", "minimum": 0, "maximum": 10**6, "multipleOf": 3}, "multiples lie"),
         ({"type": "integer", "minimum": 4, "maximum": 5, "multipleOf": 3}, "no multiple of 3"),
         ({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}, "no whole number"),
@@ -148,6 +148,9 @@ def is_date(text: str) -> bool:
 def test_times_of_days() -> None:
     grammar = compiled({"type": "string", "format": "date-time"})
     right = ["2024-02-29T00:00:00Z", "1999-12-31T23:59:59.123456789+14:00"]
-    wrong = ["2023-02-29T00:00:00Z", "2024-02-29T24:00:00Z", "2024-02-29T00:00:00", "2024-02-29"]
-    assert [accepts(grammar, f'"{text}"') for text in right + wrong] == [True] * 2 + [False] * 4
+    wrong = [
+        *("2023-02-29T00:00:00Z", "2024-02-29T24:00:00Z", "2024-02-29T00:00:00", "2024-02-29"),
+        *("2024-02-29T00:00:006Z", "2024-02-29T00:00:60Z"),
+    ]
+    assert [accepts(grammar, f'"{text}"') for text in right + wrong] == [True] * 2 + [False] * 6
     assert accepts(compiled({"type": ["string", "null"], "format": "time"}), '"12:30:00-05:00"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -69,6 +70,23 @@ def test_what_would_be_read_otherwise_is_refused(regex: str, position: int) -> N
 def test_the_place_in_a_schema_is_named() -> None:
     with pytest.raises(ValueError, match=r"^at \$\.pattern, position 1: this escape"):
         prepare_regex(r"a\Z", "$.pattern")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("(ab+)?c", "(ab*)?c", "(ab{2,})?c", "(?:(ab+))?c", "(ab+)?(ca)?", "(a(b|c)+)?c"),
+        *("(a(bc)*)?c", "((ab+)?c)?", r"a(\?b+)?c", "a(b[)?]+)?c", "(ab+)+?c", "(ab+)*c"),
+    ],
+)
+def test_patterns_of_strings_are_read_as_by_python(pattern: str) -> None:
+    schema = json.dumps({"type": "string", "pattern": f"^{pattern}$"})
+    grammar = SOURCE.read(SOURCE.compile(Constraint(kind="json_schema", text=schema)))
+    for length in range(5):
+        for text in map("".join, itertools.product("abc?", repeat=length)):
+            matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
+            accepted = matcher.accept_string(f'"{text}"') and matcher.is_completed()
+            assert accepted == bool(re.fullmatch(pattern, text)), text
 
 
 @pytest.mark.parametrize("pattern", [r"\Aab\Z", "a^b", "^a$b"])

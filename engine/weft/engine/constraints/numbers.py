@@ -17,7 +17,8 @@ NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 """Keywords of numbers."""
 MAX_LISTED = 4096
 """Most multiples between two bounds, which are listed one by one."""
-_MAX_MULTIPLE = 1024
+_MAX_MULTIPLE = 256
+"""A larger one takes seconds to compile."""
 _DECIMALS = 10**6
 _LEAST, _MOST = -(2**63), 2**63 - 1
 

@@ -13,6 +13,8 @@ _LEFT_ESCAPES = "dDsSwWnrtfvbB"
 """Escapes by letters that every dialect reads alike, or the compiler refuses."""
 _CARETS = re.compile(r"\[(?:\^|\\(?:\^|x5[eE]|u005[eE]))+")
 """The beginning of a class whose first member may be an escaped `^`."""
+_PIECE = re.compile(r"\\.|\[\]?(?:\\.|[^\]\\])*\]|\)\?", re.DOTALL)
+"""An escape, a class, or the end of a group that may be missing."""
 _GROUP = re.compile(r"\((?:\?(?::|<\w+>))?")
 
 
@@ -115,7 +117,8 @@ def prepare_pattern(pattern: str, where: str) -> str:
 
     It matches patterns against the string as it is written: a literal that JSON has to escape would
     break the JSON. Classes of characters leave such characters out, but only while all of the
-    pattern is ASCII. What looks around is ignored.
+    pattern is ASCII. What looks around is ignored. Of a group that may be missing and ends with a
+    repetition, as `(ab+)?`, it takes the repetition alone for a match, unless that is `{0,1}`.
 
     Args:
         pattern: Regular expression of ECMA-262.
@@ -126,6 +129,7 @@ def prepare_pattern(pattern: str, where: str) -> str:
     """
     _check_pattern(pattern, where)
     prepare_regex(pattern, where)  # What it refuses; a string's text has no line breaks.
+    pattern = _PIECE.sub(lambda found: "){0,1}" if found[0] == ")?" else found[0], pattern)
     return _NOT_ASCII.sub(lambda found: f"\\u{{{ord(found[1]):X}}}", pattern)
 
 

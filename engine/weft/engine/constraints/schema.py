@@ -246,7 +246,8 @@ def _prepare_string(schema: dict[str, Json], where: str) -> None:
         if "format" in schema:
             raise ValueError(_at(f"{where}.format", "is not supported beside a pattern"))
     elif schema.get("format") in _WRITTEN:
-        schema["pattern"] = f"^{_WRITTEN[schema.pop('format')]}$"
+        pattern = f"^{_WRITTEN[schema.pop('format')]}$"
+        schema["pattern"] = prepare_pattern(pattern, f"{where}.format")
 
 
 def _prepare_object(schema: dict[str, Json], where: str) -> None:
