@@ -39,9 +39,9 @@ def poisoned(rows: int, pool: torch.Tensor) -> torch.Tensor:
     return torch.full((rows, num_bytes), POISON, dtype=torch.uint8, device=pool.device)
 
 
-def expected_digests(pool: torch.Tensor, pages: torch.Tensor, word_offset: int = 0) -> list[int]:
+def expected_digests(pool: torch.Tensor, pages: torch.Tensor) -> list[int]:
     """Digests computed by numpy from the bytes."""
-    return digest_pages_numpy(bytes_of(pool), pages.cpu().numpy(), word_offset).tolist()
+    return digest_pages_numpy(bytes_of(pool), pages.cpu().numpy()).tolist()
 
 
 def unsigned(digests: torch.Tensor) -> list[int]:

@@ -306,7 +306,7 @@ def compile_steps() -> None:
     pool = torch.zeros(4, 2, 2, 2, PAGE_SIZE, 64, dtype=BF16)
     tree_rows.move_paths(pool, numbers, verified.rows, paths)
     rows = torch.zeros(4, 4096, dtype=torch.int64)
-    page_digest.row_digests(rows, numbers[:2], 0)
+    page_digest.row_digests(rows, numbers[:2])
     page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096))
     page_ops.scatter_rows(rows[:2], numbers[:2], rows)
     states = torch.zeros(4, 64, dtype=BF16)

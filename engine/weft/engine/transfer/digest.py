@@ -1,7 +1,7 @@
 """Digests of pages: a 64-bit checksum that accompanies the bytes and is checked on arrival.
 
 The digest of a page is the sum, modulo 2**64, of mix(w, i) over the page's little-endian 64-bit
-words w, i being the word's index in the *global* page (order head, layer, part, position, dim):
+words w, i being the word's index in the page (order head, layer, part, position, dim):
 
     mix(w, i):  z = w + (i + 1) * 0x9E3779B97F4A7C15
                 z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -12,8 +12,7 @@ That is the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable p
 generators, OOPSLA 2014) of its i-th state and the word. For a fixed i it is a bijection, so that a
 change confined to one word is always seen; other changes go unseen with a chance of about 2**-64.
 Zero words count, and a word's place matters. Sums of disjoint ranges add up to the digest of the
-whole, in any order: tensor parallel ranks digest their own heads with `word_offset`, and any device
-may split the work.
+whole, in any order, so any device may split the work.
 
 It detects faults, not attacks: anyone can make a page of a given digest.
 """
@@ -30,8 +29,6 @@ from numpy.typing import NDArray
 from weft.kernels.build import NativeLibrary, load_native
 
 WORD_BYTES = 8
-MAX_PAGE_WORDS = 1 << 32
-"""Most words in a page: an index has 32 bits."""
 
 _NUMPY_CHUNK_WORDS = 1 << 16
 """Words at a time in the numpy form, so that its temporaries stay in the second-level cache."""
@@ -46,13 +43,13 @@ def native_digest() -> NativeLibrary:
     if native.library is not None:
         function = native.library.weft_digest_pages
         function.restype = None
-        pointer, i64, u64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-        function.argtypes = [pointer, i64, pointer, i64, i64, u64, pointer]
+        pointer, i64 = ctypes.c_void_p, ctypes.c_int64
+        function.argtypes = [pointer, i64, pointer, i64, i64, pointer]
     return native
 
 
 def digest_pages(
-    pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any], word_offset: int = 0
+    pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any]
 ) -> NDArray[np.uint64]:
     """Computes the digests of some pages of a pool in one thread, without the GIL if the C form is
     there.
@@ -61,18 +58,17 @@ def digest_pages(
         pool: uint8 `[num_pages, page_bytes]`. The bytes of a page are contiguous; pages may be
             further apart (a head range of a wider pool). Not changed.
         pages: Page numbers, in any order, repetitions allowed.
-        word_offset: Index of a page's first word in the global page.
 
     Returns:
         uint64 `[len(pages)]`, in the order of `pages`.
 
     Raises:
-        ValueError: Shape, page number or offset does not fit; page_bytes is no multiple of 8.
+        ValueError: Shape or page number does not fit; page_bytes is no multiple of 8.
     """
-    numbers = _check(pool, pages, word_offset)
+    numbers = _check(pool, pages)
     library = native_digest().library
     if library is None:
-        return _numpy_digests(pool, numbers, word_offset)
+        return _numpy_digests(pool, numbers)
     digests = np.zeros(len(numbers), np.uint64)
     library.weft_digest_pages(
         pool.ctypes.data,
@@ -80,22 +76,19 @@ def digest_pages(
         numbers.ctypes.data,
         len(numbers),
         pool.shape[1] // WORD_BYTES,
-        word_offset,
         digests.ctypes.data,
     )
     return digests
 
 
 def digest_pages_numpy(
-    pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any], word_offset: int = 0
+    pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any]
 ) -> NDArray[np.uint64]:
     """The numpy form of `digest_pages`, for hosts without a C compiler, and for tests."""
-    return _numpy_digests(pool, _check(pool, pages, word_offset), word_offset)
+    return _numpy_digests(pool, _check(pool, pages))
 
 
-def _check(
-    pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any], word_offset: int
-) -> NDArray[np.int64]:
+def _check(pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     """Validates page numbers and converts them for the C form."""
     if pool.dtype != np.uint8 or pool.ndim != 2:
         raise ValueError(
@@ -106,8 +99,6 @@ def _check(
         raise ValueError(f"page_bytes must be a multiple of {WORD_BYTES}, not {page_bytes}")
     if page_bytes and pool.strides[1] != 1:
         raise ValueError("the bytes of a page must be contiguous")
-    if word_offset < 0 or word_offset + page_bytes // WORD_BYTES > MAX_PAGE_WORDS:
-        raise ValueError(f"word indices from {word_offset} on do not fit 32 bits")
     numbers = np.asarray(pages)
     if numbers.size == 0:
         return np.zeros(0, np.int64)
@@ -120,15 +111,13 @@ def _check(
     return np.ascontiguousarray(numbers, dtype=np.int64)
 
 
-def _numpy_digests(
-    pool: NDArray[np.uint8], numbers: NDArray[np.int64], word_offset: int
-) -> NDArray[np.uint64]:
+def _numpy_digests(pool: NDArray[np.uint8], numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Computes digests with numpy; arguments were validated."""
     digests = np.zeros(len(numbers), np.uint64)
     num_words = pool.shape[1] // WORD_BYTES
     for start in range(0, num_words, _NUMPY_CHUNK_WORDS):
         end = min(start + _NUMPY_CHUNK_WORDS, num_words)
-        number_of = np.arange(word_offset + start + 1, word_offset + end + 1, dtype=np.uint64)
+        number_of = np.arange(start + 1, end + 1, dtype=np.uint64)
         states = number_of * np.uint64(0x9E3779B97F4A7C15)
         for k, number in enumerate(numbers):
             words = pool[number, start * WORD_BYTES : end * WORD_BYTES].view("<u8")
