@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 
 import pytest
 import xgrammar
+from kernel_checks import fresh_seed
 from weft.engine.constraints.grammar import GrammarSource
 from weft.engine.constraints.patterns import prepare_regex
 from weft.engine.request import Constraint
@@ -72,21 +74,63 @@ def test_the_place_in_a_schema_is_named() -> None:
         prepare_regex(r"a\Z", "$.pattern")
 
 
+def random_regex(depth: int) -> str:
+    if depth == 0 or random.random() < 0.3:
+        return random.choice(["a", "b", "c", "[ab]", "[^a]", "ab", "a?", "b*", "[bc]+", "."])
+    kind = random.choice(["joined", "either", "group", "group"])
+    if kind == "joined":
+        return random_regex(depth - 1) + random_regex(depth - 1)
+    if kind == "either":
+        return f"({random_regex(depth - 1)}|{random_regex(depth - 1)})"
+    times = random.choice(["?", "*", "+", "{0,1}", "{2}", "{1,2}", "{0,2}", "{1,}", ""])
+    return f"{random.choice(['(', '(?:'])}{random_regex(depth - 1)}){times}"
+
+
+def of_strings(pattern: str) -> xgrammar.CompiledGrammar:
+    schema = json.dumps({"type": "string", "pattern": f"^({pattern})$"})
+    return SOURCE.read(SOURCE.compile(Constraint(kind="json_schema", text=schema)))
+
+
+def is_taken(grammar: xgrammar.CompiledGrammar, text: str | bytes) -> bool:
+    matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
+    return matcher.accept_string(text) and matcher.is_completed()
+
+
+def test_patterns_of_strings_are_read_as_by_python() -> None:
+    """Some of which the compiler's own automaton reads otherwise, and random ones."""
+    fresh_seed()
+    known = [
+        *("(ab+)?c", "(a(b|c)+)?c", "([ab]){1,2}|[ab]", "c|((?:a?){1,2}|a?)", r"a(\.b+)?c"),
+        *("((ab+)?c)?", "a(b[)?]+)?c", "(ab+)+?c", "(?:(abc[bc]+){0,1}){1,}"),
+    ]
+    for pattern in (*known, *(random_regex(4) for _ in range(40))):
+        grammar = of_strings(pattern)
+        for length in range(5):
+            for text in map("".join, itertools.product("abc", repeat=length)):
+                is_match = re.fullmatch(pattern, text) is not None
+                assert is_taken(grammar, f'"{text}"') == is_match, (pattern, text)
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("(ab+)?c", "(ab*)?c", "(ab{2,})?c", "(?:(ab+))?c", "(ab+)?(ca)?", "(a(b|c)+)?c"),
-        *("(a(bc)*)?c", "((ab+)?c)?", r"a(\?b+)?c", "a(b[)?]+)?c", "(ab+)+?c", "(ab+)*c"),
+        *(r".", r"[^a]", r"[\s\S]", r"\W", r"\D", r"[^\d]", r"[ -\x7f]", r"[\x00-\u00ff]"),
+        *(r"[!-~]", r"[\]\-^/]", r"[é-ü]", r"é", r"[\u{1F600}-\u{1F64F}]", r"[^\]^-]"),
     ],
 )
-def test_patterns_of_strings_are_read_as_by_python(pattern: str) -> None:
-    schema = json.dumps({"type": "string", "pattern": f"^{pattern}$"})
-    grammar = SOURCE.read(SOURCE.compile(Constraint(kind="json_schema", text=schema)))
-    for length in range(5):
-        for text in map("".join, itertools.product("abc?", repeat=length)):
-            matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
-            accepted = matcher.accept_string(f'"{text}"') and matcher.is_completed()
-            assert accepted == bool(re.fullmatch(pattern, text)), text
+def test_classes_of_strings_have_what_a_string_may_have(pattern: str) -> None:
+    grammar = of_strings(pattern)
+    plain = SOURCE.read(SOURCE.compile(Constraint(kind="regex", text=pattern)))
+    characters = [chr(code) for code in (*range(0x180), 0xD7FF, 0xE000, 0x1F600, 0x10FFFF)]
+    taken = {one for one in characters if is_taken(grammar, f'"{one}"')}
+    wanted = {one for one in characters if is_taken(plain, one)}
+    assert taken == {one for one in wanted if one >= " " and one not in '"\\'}
+    assert not is_taken(grammar, b'"\xed\xa0\x80"')
+
+
+def test_a_class_that_no_string_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="no string may have a character of a class"):
+        of_strings(r"a[\n-\r]")
 
 
 @pytest.mark.parametrize("pattern", [r"\Aab\Z", "a^b", "^a$b"])

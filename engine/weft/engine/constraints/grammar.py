@@ -9,6 +9,7 @@ import numpy as np
 import xgrammar
 from weft.engine.constraints.patterns import prepare_regex
 from weft.engine.constraints.schema import prepare_schema
+from weft.engine.constraints.string_patterns import with_patterns
 from weft.engine.constraints.strings import exact_strings
 from weft.engine.request import Constraint
 
@@ -77,9 +78,9 @@ def _has_text(grammar: xgrammar.CompiledGrammar) -> bool:
 
 def _grammar(constraint: Constraint) -> xgrammar.Grammar:
     if constraint.kind == "json_schema":
-        schema = prepare_schema(constraint.text)
+        schema, patterns = prepare_schema(constraint.text)
         plain = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
-        return xgrammar.Grammar.from_ebnf(exact_strings(str(plain)))
+        return xgrammar.Grammar.from_ebnf(with_patterns(exact_strings(str(plain)), patterns))
     if constraint.kind == "regex":
         return xgrammar.Grammar.from_regex(prepare_regex(constraint.text))
     if constraint.kind == "ebnf":

@@ -6,15 +6,12 @@ import re
 
 _UNSPELLABLE = "a pattern that spells a quote, a backslash or a control character is not supported"
 _ASSERTIONS = ("(?=", "(?!", "(?<=", "(?<!")
-_NOT_ASCII = re.compile(r"\\?([^\x00-\x7f])")
 _CONTROL_ESCAPES = "nrtfv0c"
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|(.))", re.DOTALL)
 _LEFT_ESCAPES = "dDsSwWnrtfvbB"
 """Escapes by letters that every dialect reads alike, or the compiler refuses."""
 _CARETS = re.compile(r"\[(?:\^|\\(?:\^|x5[eE]|u005[eE]))+")
 """The beginning of a class whose first member may be an escaped `^`."""
-_PIECE = re.compile(r"\\.|\[\]?(?:\\.|[^\]\\])*\]|\)\?", re.DOTALL)
-"""An escape, a class, or the end of a group that may be missing."""
 _GROUP = re.compile(r"\((?:\?(?::|<\w+>))?")
 
 
@@ -113,12 +110,10 @@ def _require(is_right: bool, where: str, position: int, message: str) -> None:
 
 
 def prepare_pattern(pattern: str, where: str) -> str:
-    """Converts a schema's pattern to the form that the compiler interprets correctly.
+    """Converts a schema's pattern as `prepare_regex` does.
 
-    It matches patterns against the string as it is written: a literal that JSON has to escape would
-    break the JSON. Classes of characters leave such characters out, but only while all of the
-    pattern is ASCII. What looks around is ignored. Of a group that may be missing and ends with a
-    repetition, as `(ab+)?`, it takes the repetition alone for a match, unless that is `{0,1}`.
+    It is matched against the string as it is written: a literal that JSON has to escape would break
+    the JSON. Classes of characters leave such characters out (`string_patterns`).
 
     Args:
         pattern: Regular expression of ECMA-262.
@@ -128,9 +123,7 @@ def prepare_pattern(pattern: str, where: str) -> str:
         ValueError: There is no right way to read it.
     """
     _check_pattern(pattern, where)
-    prepare_regex(pattern, where)  # What it refuses; a string's text has no line breaks.
-    pattern = _PIECE.sub(lambda found: "){0,1}" if found[0] == ")?" else found[0], pattern)
-    return _NOT_ASCII.sub(lambda found: f"\\u{{{ord(found[1]):X}}}", pattern)
+    return prepare_regex(pattern, where)
 
 
 def _check_pattern(pattern: str, where: str) -> None:

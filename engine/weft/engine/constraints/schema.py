@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsonschema import validators
 from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
 from weft.engine.constraints.numbers import NUMERIC, check_listed, prepare_numbers
 from weft.engine.constraints.patterns import prepare_pattern
+from weft.engine.constraints.string_patterns import placeholder
 
 Json = Any
 """A parsed JSON value of any type."""
+Keep = Callable[[str, str], str]
+"""Takes a pattern and its place, and returns what stands for it."""
 
 _NEVER = (
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
@@ -72,7 +75,16 @@ _WITH_SCHEMA = (
 )
 
 
-def prepare_schema(text: str) -> str:
+class PreparedSchema(NamedTuple):
+    """A schema in the form that the compiler knows."""
+
+    text: str
+    """JSON; instead of patterns it has `placeholder`s."""
+    patterns: tuple[str, ...]
+    """Regular expressions of strings, by the numbers of their placeholders."""
+
+
+def prepare_schema(text: str) -> PreparedSchema:
     """Rewrites a schema, given as JSON text, for compilation.
 
     Raises:
@@ -88,7 +100,9 @@ def prepare_schema(text: str) -> str:
     if not isinstance(schema, dict | bool):
         raise ValueError("is not a JSON schema: an object is expected")
     try:
-        return json.dumps(_Preparer(schema).prepare(schema, "$"))
+        preparer = _Preparer(schema)
+        prepared = json.dumps(preparer.prepare(schema, "$"))
+        return PreparedSchema(prepared, tuple(preparer.patterns))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 
@@ -107,6 +121,13 @@ class _Preparer:
             raise ValueError(_at(error.json_path, error.message))
         self._root = root
         self._draft = draft
+        self.patterns: list[str] = []
+        """Patterns of strings met so far, prepared."""
+
+    def _pattern(self, pattern: str, where: str) -> str:
+        """Keeps a pattern; returns what stands for it."""
+        self.patterns.append(prepare_pattern(pattern, where))
+        return placeholder(len(self.patterns) - 1)
 
     def prepare(self, schema: Json, where: str) -> Json:
         """Rewrites the schema at `where`."""
@@ -217,9 +238,9 @@ class _Preparer:
         if prepared is not schema:
             return {**self.prepare(prepared, where)}
         if "string" in types:
-            _prepare_string(schema, where)
+            _prepare_string(schema, where, self._pattern)
         if "object" in types:
-            _prepare_object(schema, where)
+            _prepare_object(schema, where, self._pattern)
         if "array" in types:
             _prepare_array(schema, where)
         return schema
@@ -234,7 +255,7 @@ def _with_prefix_items(schema: Mapping[str, Json]) -> dict[str, Json]:
     return out
 
 
-def _prepare_string(schema: dict[str, Json], where: str) -> None:
+def _prepare_string(schema: dict[str, Json], where: str, keep: Keep) -> None:
     is_bounded = schema.get("minLength", 0) > 0 or "maxLength" in schema
     if schema.get("format") not in _FORMATS:
         schema.pop("format", None)
@@ -242,15 +263,15 @@ def _prepare_string(schema: dict[str, Json], where: str) -> None:
         if name in schema and is_bounded:
             raise ValueError(_at(f"{where}.{name}", "is not supported beside a bound of length"))
     if "pattern" in schema:
-        schema["pattern"] = prepare_pattern(schema["pattern"], f"{where}.pattern")
+        schema["pattern"] = keep(schema["pattern"], f"{where}.pattern")
         if "format" in schema:
             raise ValueError(_at(f"{where}.format", "is not supported beside a pattern"))
     elif schema.get("format") in _WRITTEN:
         pattern = f"^{_WRITTEN[schema.pop('format')]}$"
-        schema["pattern"] = prepare_pattern(pattern, f"{where}.format")
+        schema["pattern"] = keep(pattern, f"{where}.format")
 
 
-def _prepare_object(schema: dict[str, Json], where: str) -> None:
+def _prepare_object(schema: dict[str, Json], where: str, keep: Keep) -> None:
     properties = schema.get("properties", {})
     has_patterns = bool(schema.get("patternProperties"))
     if not properties and not has_patterns and "propertyNames" not in schema:
@@ -258,7 +279,7 @@ def _prepare_object(schema: dict[str, Json], where: str) -> None:
     others = schema.get("additionalProperties", False)
     if has_patterns:
         schema["patternProperties"] = {
-            prepare_pattern(pattern, f"{where}.patternProperties.{pattern}"): part
+            keep(pattern, f"{where}.patternProperties.{pattern}"): part
             for pattern, part in schema["patternProperties"].items()
         }
         if others is not False or len(schema["patternProperties"]) > 1 or properties:
