@@ -126,12 +126,17 @@ def _integer(rng: random.Random, depth: int) -> Schema:
             {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 2000)},
             {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + 20},
             {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700},
+            {"type": "integer", "multipleOf": 10, "minimum": low + 0.5, "maximum": low + 5000},
         ]
     )
 
 
 def _number(rng: random.Random, depth: int) -> Schema:
-    return {"type": "number", "minimum": -2, "maximum": rng.choice([0, 0.5, 3])}
+    low = round(rng.uniform(-5, 5), rng.randint(0, 4))
+    least, most = (
+        rng.choice([f"{one}imum", f"exclusive{one.title()}imum"]) for one in ("min", "max")
+    )
+    return {"type": "number", least: low, most: low + rng.choice([0.01, 0.5, 3])}
 
 
 def _listed(rng: random.Random, depth: int) -> Schema:
