@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # What is imported when a constraint comes: it needs xgrammar, and that pydantic.
 NEED_XGRAMMAR = [
-    f"weft.engine.constraints.{name}" for name in ("compiler", "grammar", "masks", "vocabulary")
+    f"weft.engine.constraints.{name}"
+    for name in ("compiler", "grammar", "masks", "string_patterns", "vocabulary")
 ]
 
 # Imports every module of the packages in argv[2] while the modules in argv[1] cannot be imported,

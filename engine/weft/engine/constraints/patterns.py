@@ -126,6 +126,11 @@ def prepare_pattern(pattern: str, where: str) -> str:
     return prepare_regex(pattern, where)
 
 
+def placeholder(number: int) -> str:
+    """What stands for a pattern in the schema that is compiled."""
+    return f"pattern{number}"
+
+
 def _check_pattern(pattern: str, where: str) -> None:
     for assertion in _ASSERTIONS:
         if assertion in pattern:

@@ -14,8 +14,7 @@ from jsonschema import validators
 from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
 from weft.engine.constraints.numbers import NUMERIC, check_listed, prepare_numbers
-from weft.engine.constraints.patterns import prepare_pattern
-from weft.engine.constraints.string_patterns import placeholder
+from weft.engine.constraints.patterns import placeholder, prepare_pattern
 
 Json = Any
 """A parsed JSON value of any type."""

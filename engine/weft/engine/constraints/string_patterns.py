@@ -25,17 +25,12 @@ _NEVER_WRITTEN = r"\0-\x1f\"\\\uD800-\uDFFF"
 Range = tuple[int, int]
 
 
-def placeholder(number: int) -> str:
-    """What stands for a pattern in the schema that is compiled."""
-    return f"pattern{number}"
-
-
 def with_patterns(grammar: str, patterns: Sequence[str]) -> str:
     """Puts rules in the place of automata.
 
     Args:
         grammar: In the compiler's own form of EBNF.
-        patterns: Regular expressions, prepared; the place of each is held by its `placeholder`.
+        patterns: Regular expressions, prepared; a `placeholder` holds the place of each.
 
     Raises:
         ValueError: A class has no character that a string may have.
