@@ -91,11 +91,13 @@ async def test_load_moves_a_prompt_elsewhere(tmp_path: Path) -> None:
 
 async def test_a_burst_of_one_prompt_spreads(tmp_path: Path) -> None:
     """What was sent since the last report counts as queued, so that nobody is drowned."""
-    async with gateway(tmp_path, filled, num_prefill=2, load_interval_s=60.0) as mesh:
+    async with gateway(tmp_path, filled, num_prefill=2, load_interval_s=5.0) as mesh:
         ids = prompt(8 * PAGE_SIZE + 1)
         candidates = await asyncio.gather(*(complete(mesh, ids, f"{i}") for i in range(12)))
         firsts = Counter(chosen[0].worker_id for chosen in candidates)
-        assert sorted(firsts.values()) == [6, 6]
+        # The last ones may know where the first ones' pages are by then.
+        assert min(firsts.values()) >= 4
+        assert len(firsts) == 2
 
 
 async def test_a_restarted_worker_holds_nothing(tmp_path: Path) -> None:
