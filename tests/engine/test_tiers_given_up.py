@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ FOR_EVER_S = 60.0
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    make_tiny("llama", path, seed=5, vocab_size=VOCAB, num_hidden_layers=2)
+    make_tiny("llama", path, seed=random.randrange(2**31), vocab_size=VOCAB, num_hidden_layers=2)
     return path
 
 

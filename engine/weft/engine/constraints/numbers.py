@@ -15,7 +15,7 @@ Json = Any
 
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 """Keywords of numbers."""
-MAX_LISTED = 4096
+_MAX_LISTED = 4096
 """Most multiples between two bounds, which are listed one by one."""
 _MAX_MULTIPLE = 256
 """A larger one takes seconds to compile."""
@@ -117,8 +117,10 @@ def _multiples(schema: dict[str, Json], where: str) -> list[int] | None:
     count = max(0, (schema["maximum"] - first) // step + 1)
     if not count:
         raise ValueError(f"at {where}: no multiple of {step} lies within the bounds")
-    if count > MAX_LISTED:
-        message = f"{count:,} multiples lie within the bounds, at most {MAX_LISTED:,} are supported"
+    if count > _MAX_LISTED:
+        message = (
+            f"{count:,} multiples lie within the bounds, at most {_MAX_LISTED:,} are supported"
+        )
         raise ValueError(f"at {where}.multipleOf: {message}")
     return [first + number * step for number in range(count)]
 
