@@ -17,7 +17,7 @@ from processes import ServiceProcess
 from weft.common.errors import from_rpc_error
 from weft.engine.errors import InvalidRequest, RateLimited
 from weft.gateway.keys import new_key, write_keys
-from weft.v1 import common_pb2, decode_pb2, gateway_pb2
+from weft.v1 import common_pb2, decode_pb2, gateway_pb2, gateway_pb2_grpc
 
 NUM_TOKENS = 5
 TERMS = """
@@ -186,3 +186,27 @@ async def test_openai_clients_see_status_headers_and_when_to_come_again(
     assert answer.headers["x-ratelimit-remaining-requests"] == "0"
     assert refused.value.code == "rate_limit_exceeded"
     assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_a_client_that_reads_nothing_keeps_no_place(tmp_path: Path) -> None:
+    """Not even where what it does not read is the end of its answer."""
+    places = {"max_running_requests": 2, "request_timeout_s": 3600.0}
+    one_byte = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0))
+    async with (
+        gateway(tmp_path, script, **places) as mesh,
+        grpc.aio.insecure_channel(
+            mesh.app.server.address, options=(*one_byte, ("grpc.use_local_subchannel_pool", 1))
+        ) as channel,
+    ):
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        request = gateway_pb2.CompleteRequest(text="hi", stream=True)
+        request.stop.max_tokens = NUM_TOKENS
+        calls = [stub.Complete(request) for _ in range(2)]
+        for call in calls:
+            await call.initial_metadata()
+        await mesh.wait(lambda: not mesh.app._admission.num_running)
+        request.stream = False
+        answer = [message async for message in mesh.typed.Complete(request)]
+        assert answer[-1].choices[0].finish_reason
+        for call in calls:
+            call.cancel()

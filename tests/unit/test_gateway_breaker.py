@@ -46,6 +46,16 @@ def test_failures_that_come_together_count_once() -> None:
     assert not breaker.problem(2.0)
 
 
+@pytest.mark.parametrize("failures_a_second", [9, 11, 1000])
+def test_many_failures_a_second_open_it_too(failures_a_second: int) -> None:
+    breaker, now = Breaker(3), 1.0
+    while not breaker.problem(now):
+        assert now < 2.0
+        breaker.failed(now, "every request fails")
+        now += 1 / failures_a_second
+    assert breaker.num_openings == 1
+
+
 def test_after_its_rest_one_request_at_a_time_is_let_through() -> None:
     breaker, now = tripped(open_s=10.0)
     assert breaker.problem(now + 7.9)

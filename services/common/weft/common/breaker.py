@@ -43,7 +43,8 @@ class Breaker:
         """Time until which the breaker is open; None: closed."""
         self._is_probing = False
         self._last_failure = ""
-        self._last_failure_at = float("-inf")
+        self._counted_at = float("-inf")
+        """Time of the last failure that counted."""
         self.num_failures = 0
         """Failures since the last success."""
         self.num_openings = 0
@@ -81,10 +82,12 @@ class Breaker:
         """Notes a failure of a request or connection through the worker; `why` is for operators."""
         state = self.state(now)
         self._is_probing = False
-        is_burst = now - self._last_failure_at < _BURST_S
-        self._last_failure, self._last_failure_at = why, now
+        is_burst = now - self._counted_at < _BURST_S
+        self._last_failure = why
         if is_burst or state is BreakerState.OPEN:  # sent before it opened: nothing new
             return
+        # Of the first failure of a burst: many a second, for longer, are not one.
+        self._counted_at = now
         self.num_failures += 1
         if state is BreakerState.HALF_OPEN or 0 < self._max_failures <= self.num_failures:
             self.num_openings += 1

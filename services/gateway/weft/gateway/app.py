@@ -49,11 +49,24 @@ _log = logging.getLogger(__name__)
 _NOTICE_S = 0.5
 _LAST_WORDS_S = 0.5
 """Part of the grace period reserved for sending errors to the requests that end with it."""
+_UNREAD_S = 60.0
+"""How long an answer may wait for a client that takes no more calls on its connection."""
 _LOOK_EVERY_S = 0.02
 _FIND_WORKERS_S = 10.0
 _EDGES_FACE = "weft.v1.OpenAIService"
 """Health service name whose NOT_SERVING keeps edges from sending requests."""
 SERVICES = ("weft.v1.GatewayService", _EDGES_FACE)
+
+
+def _connection_ages(settings: GatewaySettings) -> tuple[tuple[str, int], ...]:
+    """When a connection takes no more calls, and when those that were never read to their end are
+    cut: later than any request can last.
+    """
+    left_s = settings.request_timeout_s + _UNREAD_S
+    return (
+        ("grpc.max_connection_age_ms", round(settings.max_connection_age_s * 1000)),
+        ("grpc.max_connection_age_grace_ms", round(left_s * 1000)),
+    )
 
 
 def _tenants(settings: GatewaySettings) -> tuple[TenantInterceptor, ...]:
@@ -151,7 +164,7 @@ class GatewayApp:
             tracer=tracer,
             fan_out=TraceFanOut(self.fleet, self._identity),
             requires_client=settings.client_certificates,
-            options=(("grpc.max_connection_age_ms", round(settings.max_connection_age_s * 1000)),),
+            options=_connection_ages(settings),
         )
         self._add_faces()
         self._add_gauges()
@@ -201,6 +214,7 @@ class GatewayApp:
             self.metrics.session_losses.inc,
             self.fleet.has_constraints,
             lambda stub, model: self._make_follower(endpoint, stub, model),
+            self.fleet.worker_ids,
             self._identity,
         )
 

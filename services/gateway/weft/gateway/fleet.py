@@ -25,6 +25,7 @@ from weft.gateway.pool import WorkerPool
 from weft.gateway.routing import LoadEstimate, Speed, WorkerView
 from weft.gateway.session import DecodeSession, ReconnectBackoff
 from weft.gateway.settings import GatewaySettings
+from weft.gateway.worker_ids import WorkerIds
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class FleetWorker:
         on_session_lost: Callable[[], None],
         expects_constraints: Callable[[], bool],
         make_follower: Callable[[worker_pb2_grpc.WorkerServiceAsyncStub, str], KvFollower | None],
+        worker_ids: WorkerIds,
         identity: Identity | None = None,
     ) -> None:
         """Stores the settings; opens no connection yet.
@@ -76,6 +78,7 @@ class FleetWorker:
             on_session_lost: Told when a Session breaks.
             expects_constraints: Whether constrained requests have come to anybody.
             make_follower: Follows the KV events of a worker of a model, if a policy needs them.
+            worker_ids: Of all endpoints.
             identity: Certificate; None = no TLS.
         """
         self.endpoint = endpoint
@@ -96,6 +99,9 @@ class FleetWorker:
         self._make_follower = make_follower
         self._follower: tuple[str, KvFollower] | None = None
         """Follower of its KV events, with the model whose index it updates."""
+        self._following: asyncio.Task[None] | None = None
+        self._worker_ids = worker_ids
+        self._is_followed = False
         self.info: worker_pb2.GetInfoResponse | None = None
         self.session: DecodeSession | None = None
         if endpoint.role == "decode":
@@ -116,6 +122,7 @@ class FleetWorker:
             session = [] if self.session is None else [self.session.run()]
             await run_together(self._watch(), *session)
         finally:
+            self._worker_ids.release(self)
             self._forget()
             await self._channel.close()
 
@@ -129,6 +136,9 @@ class FleetWorker:
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                     self._dial_anew()
             except PeerUnavailable as error:
+                if error.message != self._failure:
+                    what = {"worker": str(self.endpoint), "reason": error.message}
+                    _log.warning("a worker gets no requests", extra=what)
                 self._failure = error.message
             except asyncio.CancelledError:
                 if is_ending():
@@ -155,10 +165,9 @@ class FleetWorker:
     async def _follow(self, backoff: ReconnectBackoff) -> None:
         info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
         self._check(info)
-        self.info = info
+        self._worker_ids.take(self, info)
+        self._is_followed, self.info = True, info
         self.member = _member(self.endpoint, info)
-        follower = self._follower_of(info.model)
-        following: asyncio.Task[None] | None = None
         interval = Duration()
         interval.FromNanoseconds(int(self._settings.load_interval_s * 1e9))
         call: Any = self._stub.WatchLoad(
@@ -172,15 +181,38 @@ class FleetWorker:
                     raise PeerUnavailable("stopped sending load reports")
                 if report.epoch != info.epoch:
                     raise PeerUnavailable("was restarted")
+                if self.info is not info:
+                    raise PeerUnavailable("is draining, and another worker has its id")
                 self._take(report)
                 backoff.reset()
-                if following is None and follower is not None:
-                    following = asyncio.create_task(follower.run(info))
-                    following.add_done_callback(log_failure)
+                self._follow_pages(info)
         finally:
+            self._is_followed = False
             call.cancel()
-            if following is not None:
-                following.cancel()
+            self._stop_following_pages()
+
+    def _follow_pages(self, info: worker_pb2.GetInfoResponse) -> None:
+        """Follows its KV events, unless it does already."""
+        follower = self._follower_of(info.model)
+        if self._following is None and follower is not None:
+            self._following = asyncio.create_task(follower.run(info))
+            self._following.add_done_callback(log_failure)
+
+    def _stop_following_pages(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+
+    @property
+    def is_in_service(self) -> bool:
+        """See `weft.gateway.worker_ids.Holder`."""
+        return self._is_followed and not (self._load is not None and self._load.draining)
+
+    def step_back(self) -> None:
+        """See `weft.gateway.worker_ids.Holder`."""
+        self._stop_following_pages()
+        self._forget()
+        self.info = self.member = None
 
     def _follower_of(self, model: str) -> KvFollower | None:
         """The follower of its KV events; a new one only if it serves another model now."""
@@ -475,6 +507,8 @@ class Fleet:
         self._by_model = {
             name: ModelFleet(partial(self.workers, model=name), self._may_come) for name in models
         }
+        self.worker_ids = WorkerIds()
+        """Which endpoint each worker id belongs to."""
         self._known_roles: set[Role] = set()
         self._guesses_until: float | None = None
         """Time until which a worker not yet met may turn out to serve any of several models."""

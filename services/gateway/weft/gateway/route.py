@@ -47,6 +47,7 @@ class Placement:
         self.worker.breaker.begin()
         self.worker.load.begin(self.num_tokens, 0 if self.filler else self.to_compute)
         if self.filler is not None:
+            self.filler.breaker.begin()
             self.filler.load.begin(self.num_tokens, self.to_compute)
 
     def computed(self) -> None:
@@ -57,6 +58,8 @@ class Placement:
         if self.filler is None:
             self.worker.load.computed(self.to_compute)
         else:
+            # How it went is told later, by `Router.filled`.
+            self.filler.breaker.abandoned()
             self.filler.load.computed(self.to_compute)
             self.filler.load.end(self.num_tokens)
 

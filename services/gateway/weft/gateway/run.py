@@ -357,7 +357,7 @@ class Generation:
         self.on_failed(
             PeerUnavailable(
                 f"decode worker {worker_id} broke the protocol: {what}",
-                stage="session",
+                stage="protocol",
                 worker_id=worker_id,
                 attempt=self.attempt,
             )

@@ -43,7 +43,7 @@ class TokenStream(Listener):
         request_id: str,
         texts: ServedModel,
         max_unsent_bytes: int,
-        on_failed: Callable[[], None],
+        on_done: Callable[[], None],
     ) -> None:
         """Creates an empty stream.
 
@@ -51,7 +51,7 @@ class TokenStream(Listener):
             request_id: Id of the client's request.
             texts: The base model, with the tokenizer and the chat template of its adapter.
             max_unsent_bytes: Text that may wait for the client.
-            on_failed: Called once when the whole request fails by `fail`.
+            on_done: Called when nobody computes anything for it any more; may be called again.
         """
         self.request_id = request_id
         self.trace_id = ""
@@ -62,7 +62,7 @@ class TokenStream(Listener):
         """Name of the requested model: the base model's, or that of one of its adapters."""
         self.headers: tuple[tuple[str, str], ...] = ()
         """Headers sent with the beginning of the answer."""
-        self._on_failed = on_failed
+        self._on_done = on_done
         self._max_unsent_bytes = max_unsent_bytes
         self._unsent_bytes = 0
         self._dirty: list[Sample] = []
@@ -166,17 +166,21 @@ class TokenStream(Listener):
 
     def on_settled(self) -> None:
         """See `Listener`."""
+        if all(generation.is_settled for generation in self.generations):
+            self._on_done()
         self._wake()
 
     def fail(self, error: WeftError) -> None:
         """Fails the whole request; its resources are free when this returns."""
-        if self.error is not None or not self._num_open:
+        if self.error is not None:
             return
-        self.error = error
         for generation in self.generations:
             generation.close()
+        self._on_done()
+        if not self._num_open:
+            return  # its answer is complete, and waits for the client
+        self.error = error
         self._dirty.clear()
-        self._on_failed()
         self._wake()
 
     def cancel(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
+from weft.common.default_id import default_id
 from weft.common.listen import keep_nixl_on_loopback
 from weft.common.logging import configure_logging
 from weft.common.server import QUARANTINE_STATUS, ServiceServer, run
@@ -37,7 +37,7 @@ async def run_store(settings: KvStoreSettings) -> int:
         The exit status.
     """
     configure_logging("kvstore", settings.log_level, settings.log_format)
-    store_id = settings.store_id or f"kvstore-{settings.port or os.getpid()}"
+    store_id = settings.store_id or default_id("kvstore", settings.port)
     keep_nixl_on_loopback(settings.host)
     try:
         store = KvStore(settings, store_id)

@@ -20,7 +20,8 @@ class KvStoreSettings(PageSettings):
     store_id: str = Field(
         "",
         max_length=64,
-        description="id that stays the same over restarts; empty = kvstore and port",
+        description="id that stays the same over restarts, and that no other store has; empty = "
+        "kvstore, host name and port",
     )
     memory_bytes: int = Field(1 << 30, ge=1 << 16, description="size of the arena, in bytes")
     eviction_policy: StoreEvictionName = Field(

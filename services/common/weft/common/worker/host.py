@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
+from weft.common.default_id import default_id
 from weft.common.listen import keep_nixl_on_loopback
 from weft.common.logging import configure_logging
 from weft.common.requestlog import LoggedPrompt
@@ -107,7 +108,7 @@ class WorkerHost:
         self._settings = settings
         self._role: Role = role
         self._make_service = make_service
-        self._worker_id = settings.worker_id or f"{role}-{settings.port or os.getpid()}"
+        self._worker_id = settings.worker_id or default_id(role, settings.port)
         config = settings.engine_config(role, self._worker_id)
         registry = open_registry(settings.adapter_root)
         self._identity = load_identity(settings)

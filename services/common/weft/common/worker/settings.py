@@ -28,7 +28,8 @@ class WorkerSettings(PageSettings):
     worker_id: str = Field(
         "",
         max_length=64,
-        description="id that stays the same over restarts; empty = role and port",
+        description="id that stays the same over restarts, and that no other worker has; empty = "
+        "role, host name and port",
     )
     advertise: str = Field(
         "",
