@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from weft.common.adapters.manifest import Entry
 from weft.common.adapters.registry import Registry
 from weft.engine.errors import AdapterError
+from weft.engine.tokenizer_files import TokenizerFiles
 from weft.gateway import model as gateway_model
 from weft.gateway.adapters import texts as adapter_texts
 from weft.gateway.adapters.directory import AdapterDirectory
@@ -154,9 +155,9 @@ async def test_a_copy_that_is_removed_leaves_nothing_behind(
     else:
         read = gateway_model.read_tokenizer
 
-        def read_and_remove(*given: Any) -> Tokenizer:
+        def read_and_remove(_: Path) -> TokenizerFiles:
             shutil.rmtree(root.folder(entry))
-            return read(kept, *given[1:])
+            return read(kept)
 
         monkeypatch.setattr(gateway_model, "read_tokenizer", read_and_remove)
     with pytest.raises(CopyGone):

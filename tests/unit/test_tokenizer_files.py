@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_tokenizers import byte_level_bpe, write_model_dir
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders
 from transformers import AutoTokenizer
 from weft.engine.errors import ModelError
 from weft.gateway.detokenize import make_detokenizer
@@ -68,6 +69,74 @@ def test_all_files_count_as_in_transformers(
             detokenizer = make_detokenizer(model.vocabulary, [], skips)
             shown = "".join(map(detokenizer.push, ids)) + detokenizer.finish()
             assert shown == theirs.decode(ids, skip_special_tokens=skips)
+
+
+FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
+PLACES = (
+    {"additional_special_tokens": ["[X]"]},
+    {"extra_special_tokens": ["[X]"]},
+    {"extra_special_tokens": {"call_token": "[X]"}},
+    {"sep_token": "[X]"},
+    {},
+)
+"""What may say that a token is special."""
+
+
+def test_random_files_count_as_in_transformers(tmp_path: Path) -> None:
+    """A token of the model's vocabulary, of the added ones or of both, with flags that differ."""
+    seed = random.SystemRandom().randrange(1 << 31)
+    print("seed", seed)
+    draw = random.Random(seed)
+    for number in range(40):
+        base = byte_level_bpe()
+        folder = model_dir(tmp_path / str(number), base, END)
+        written = json.loads((folder / "tokenizer.json").read_text())
+        is_added = draw.random() < 0.5
+        if is_added:
+            flags = {name: draw.random() < 0.5 for name in (*FLAGS, "special")}
+            written["added_tokens"].append({"id": NEXT, "content": "[X]", **flags})
+        else:
+            written["model"]["vocab"]["[X]"] = NEXT
+        (folder / "tokenizer.json").write_text(json.dumps(written))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **END}
+        if draw.random() < 0.5:
+            flags = {name: draw.random() < 0.5 for name in (*FLAGS, "special")}
+            config["added_tokens_decoder"] = {str(NEXT): {"content": "[X]", **flags}}
+        place = draw.choice(PLACES)
+        if draw.random() < 0.5:
+            config |= place
+        else:
+            (folder / "special_tokens_map.json").write_text(json.dumps(place))
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        theirs, model = AutoTokenizer.from_pretrained(folder), load_model(folder)
+        for text in ("the [X] fox", "a[X]b", " [X]  [X]"):
+            ids = theirs(text)["input_ids"]
+            assert encode(model.tokenizer, text, add_special_tokens=True) == ids, (config, written)
+            shown = model.tokenizer.decode(ids, skip_special_tokens=True)
+            assert shown == theirs.decode(ids, skip_special_tokens=True), (config, place)
+            detokenizer = make_detokenizer(model.vocabulary, [], True)
+            assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == shown
+
+
+def test_a_template_may_name_a_special_token(tmp_path: Path) -> None:
+    more = {
+        "extra_special_tokens": {"call_token": "<|im_start|>"},
+        "chat_template": "{{ call_token }}{{ messages[0].content }}{{ eos_token }}",
+    }
+    folder = model_dir(tmp_path / "m", byte_level_bpe(), {**END, **more})
+    messages = [{"role": "user", "content": "hi"}]
+    template = load_model(folder).template
+    assert template is not None
+    shown = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+    assert template.render(messages) == shown == "<|im_start|>hi<|im_end|>"
+
+
+def test_a_decoder_in_a_sequence_of_one_is_byte_level(tmp_path: Path) -> None:
+    tokenizer = byte_level_bpe()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    ids = tokenizer.encode("日本").ids
+    vocabulary = load_model(model_dir(tmp_path / "m", tokenizer, END)).vocabulary
+    assert b"".join(map(vocabulary.token_bytes, ids)).decode() == "日本"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import xgrammar
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
-from weft.engine.constraints.wire import TOKENIZER_FILE
+from weft.engine.tokenizer_files import decoder_types, read_tokenizer
+
+_SPACE = "\u2581".encode()
+"""How vocabularies with a Metaspace decoder write a space."""
 
 
 def load_vocabulary(
@@ -20,17 +22,22 @@ def load_vocabulary(
     may count on it.
 
     Args:
-        model_dir: Has `tokenizer.json`.
+        model_dir: Has `tokenizer.json`, and files beside it.
         vocab_size: Vocabulary size of the model; it may be larger than the tokenizer's.
         eos_token_ids: Tokens that may follow when a grammar is complete.
+
+    Raises:
+        ModelError: The files give no tokenizer.
     """
-    tokenizer = Tokenizer.from_file(str(model_dir / TOKENIZER_FILE))
+    tokenizer = read_tokenizer(model_dir).tokenizer
     detected = xgrammar.TokenizerInfo.from_huggingface(
         PreTrainedTokenizerFast(tokenizer_object=tokenizer),
         vocab_size=vocab_size,
         stop_token_ids=list(eos_token_ids),
     )
     spelled = detected.decoded_vocab
+    if detected.vocab_type is xgrammar.VocabType.RAW and "Metaspace" in decoder_types(tokenizer):
+        spelled = [text.replace(_SPACE, b" ") for text in spelled]
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         if token.special and token_id < vocab_size:
             spelled[token_id] = b""

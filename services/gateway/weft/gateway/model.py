@@ -13,22 +13,13 @@ from tokenizers import Tokenizer
 from weft.engine.end_tokens import end_token_ids
 from weft.engine.errors import ModelError
 from weft.engine.lora.files import TOKENIZER_FILE
+from weft.engine.tokenizer_files import read_json, read_tokenizer
 from weft.gateway.answer.formats import FORMATS, ToolFormat, find_reasoning, find_tool_format
 from weft.gateway.template import ChatTemplate
-from weft.gateway.tokenizer_files import read_json, read_tokenizer
 from weft.gateway.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)
 
-_SPECIAL_TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 _DEFAULT_CONTEXT_TOKENS = 2048
 _SHOWN_CHARS = 100
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
@@ -141,11 +132,7 @@ def _read_texts(
     folder: Path, tool_parser: str, reasoning_parser: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Fields of `ServedModel` that the files of a tokenizer decide, and its special tokens."""
-    tokenizer_config = read_json(folder / "tokenizer_config.json")
-    specials = _special_tokens(
-        {**read_json(folder / "special_tokens_map.json"), **tokenizer_config}
-    )
-    tokenizer = read_tokenizer(folder, tokenizer_config, specials)
+    tokenizer, tokenizer_config, specials = read_tokenizer(folder)
     vocabulary = Vocabulary(tokenizer)
     sources = _template_sources(folder, tokenizer_config)
     source, for_tools = sources.get(_DEFAULT_TEMPLATE), sources.get(_TOOL_TEMPLATE)
@@ -175,17 +162,6 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The language part of a composite model's config."""
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in _SPECIAL_TOKEN_NAMES:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
 
 
 def _template_sources(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from tokenizers import Tokenizer
+from weft.engine.tokenizer_files import decoder_types
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -34,9 +32,7 @@ class Vocabulary:
             id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         """Ids whose text is skipped unless the request wants special tokens."""
-        state: dict[str, Any] = json.loads(tokenizer.to_str())
-        decoder = state.get("decoder") or {}
-        self.is_byte_level = decoder.get("type") == "ByteLevel"
+        self.is_byte_level = decoder_types(tokenizer) == ["ByteLevel"]
         """Whether the text of a sequence is the concatenation of its tokens' bytes, decoded as
         UTF-8.
         """
