@@ -132,3 +132,22 @@ async def test_of_two_workers_with_one_id_the_second_gets_nothing(tmp_path: Path
         await asyncio.sleep(0.1)
         assert known_pages(mesh) == [10]
         assert OTHER_ID in problems(mesh, "decode")[first.address]
+
+
+async def test_an_id_moves_with_its_worker(tmp_path: Path) -> None:
+    """Its old address is another worker's now, as happens in clusters."""
+    listing = Listing()
+    async with gateway(tmp_path, script, num_decode=2, discovery=listing, wait=False) as mesh:
+        first, second = mesh.workers
+        second.worker_id = first.worker_id
+        listing.tell(Endpoint("decode", first.address))
+        await mesh.ready()
+        first.worker_id, first.epoch = "decode-7", first.epoch ^ 1
+        await mesh.wait(
+            lambda: (
+                [one.info and one.info.worker_id for one in mesh.app.fleet.workers()]
+                == ["decode-7"]
+            )
+        )
+        listing.tell(*(Endpoint("decode", worker.address) for worker in mesh.workers))
+        await mesh.wait(lambda: len(healthy(mesh)) == 2)

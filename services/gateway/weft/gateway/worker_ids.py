@@ -42,16 +42,17 @@ class WorkerIds:
         Raises:
             PeerUnavailable: It belongs to another endpoint, which is in service.
         """
+        self.release(holder)  # another one may run at its address now
         key = (holder.endpoint.role, info.worker_id)
         other = self._holders.get(key)
-        if other is not None and other is not holder:
+        if other is not None:
             if other.is_in_service:
                 raise PeerUnavailable(_why_refused(holder, other, info))
             other.step_back()
         self._holders[key] = holder
 
     def release(self, holder: Holder) -> None:
-        """Forgets an endpoint that is no longer listed."""
+        """Takes back the id of an endpoint."""
         if holder.info is not None:
             key = (holder.endpoint.role, holder.info.worker_id)
             if self._holders.get(key) is holder:
