@@ -58,20 +58,25 @@ async def test_one_that_breaks_the_protocol_rests(
 
 
 async def test_one_request_tries_a_prefill_worker_that_failed(tmp_path: Path) -> None:
+    """At a time: until it has its first token."""
+    silent = Script(tokens=[[65] * 20], hang_after=0)
     async with gateway(
-        tmp_path, script, num_prefill=2, step_s=0.05, max_prefill_candidates=1
+        tmp_path, lambda *_: silent, num_prefill=2, max_prefill_candidates=1
     ) as mesh:
         await mesh.wait(lambda: all(not one.problem(now()) for one in mesh.app.fleet.workers()))
         worker = follower(mesh, "prefill")
         for number in range(5):
             worker.breaker.failed(now() - 100 + number, "its process died again and again")
         assert worker.breaker.state(now()) is BreakerState.HALF_OPEN
-        await asyncio.gather(*(ask(mesh, 5 + number) for number in range(8)))
-        candidates = [
-            one.worker_id for submit in mesh.workers[0].submits for one in submit.prefill_candidates
-        ]
+        asked = [asyncio.create_task(ask(mesh, 5 + number)) for number in range(8)]
+        submits = mesh.workers[0].submits
+        await mesh.wait(lambda: len(submits) == 8)
+        candidates = [one.worker_id for submit in submits for one in submit.prefill_candidates]
         assert len(candidates) == 8
-        assert candidates.count("prefill-0") <= 1
+        assert candidates.count("prefill-0") == 1
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 def now() -> float:
