@@ -166,14 +166,14 @@ class FleetWorker:
         info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
         self._check(info)
         self._worker_ids.take(self, info)
-        self._is_followed, self.info = True, info
-        self.member = _member(self.endpoint, info)
+        self.info, self.member = info, _member(self.endpoint, info)
         interval = Duration()
         interval.FromNanoseconds(int(self._settings.load_interval_s * 1e9))
         call: Any = self._stub.WatchLoad(
             worker_pb2.WatchLoadRequest(interval=interval, adapter_changes=True)
         )
         try:
+            self._is_followed = True
             while True:
                 async with asyncio.timeout(self._stale_limit_s()):
                     report = await call.read()
