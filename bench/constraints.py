@@ -43,7 +43,7 @@ from weft.engine.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.sampling.sampler import Sampler, SampleRow
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
-from random_schemas import Schema, varied_schemas
+from weft.testing.engine.random_schemas import Schema, varied_schemas
 
 CLOSING = '"}]'
 MAX_TOKENS = 600

@@ -35,9 +35,9 @@ import numpy as np
 from chats.client import Asking, ChatClient, Turn
 from chats.mesh import MODEL, SHAPE, VOCAB, about, chat_mesh, make_model, prompt_tokens
 from chats.workload import EndlessCache, make_chats
-from local_mesh import LocalMesh
 from rich.console import Console
 from rich.table import Table
+from weft.testing.meshes.local_mesh import LocalMesh
 
 
 class Pools(NamedTuple):

@@ -25,11 +25,11 @@ from rich.table import Table
 from valkey.asyncio import Valkey
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-from valkey_server import valkey_server
 from weft.engine.transfer.digest import digest_pages
 from weft.kvstore.backends.valkey import ValkeyBackend, ValkeySource
 from weft.kvstore.pages import Offer, PageStore
 from weft.kvstore.settings import KvStoreSettings
+from weft.testing.services.valkey_server import valkey_server
 
 BATCH_BYTES = 8 << 20
 Row = tuple[str, int, float, float, float]

@@ -28,11 +28,11 @@ import numpy as np
 from chats.client import Asking, ChatClient, Turn
 from chats.mesh import MODEL, SHAPE, VOCAB, about, chat_mesh, make_model
 from chats.workload import Chat, make_chats
-from local_mesh import LocalMesh
 from rich.console import Console
 from rich.table import Table
-from weft.gateway.keys import new_key, write_keys
-from weft.gateway.slo import Targets
+from weft.gateway.admission.keys import new_key, write_keys
+from weft.gateway.admission.slo import Targets
+from weft.testing.meshes.local_mesh import LocalMesh
 
 TENANTS = ("chat", "flood")
 REFUSED = "TARGET_UNATTAINABLE"

@@ -37,7 +37,7 @@ from fleet.serving import (
     without_targets,
 )
 from fleet.trace import conversations
-from weft.gateway.slo import NO_TARGETS, Targets
+from weft.gateway.admission.slo import NO_TARGETS, Targets
 
 MESHES = {
     "prefill-bound": ServingSetup(num_prefill=4, num_decode=48),

@@ -41,7 +41,7 @@ import torch
 from model_shapes import MODELS, write_config
 from rich.console import Console
 from rich.table import Table
-from weft.common.spans import Tracer
+from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.frames import merge
 from weft.common.worker.store_client import StoreClient

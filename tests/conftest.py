@@ -176,7 +176,7 @@ def _longest_first(items: list[pytest.Item]) -> None:
 def _interpreter(request: pytest.FixtureRequest) -> None:
     """See `fast_interpreter`."""
     if any("triton-interpreter" in marker.args for marker in request.node.iter_markers("needs")):
-        from fast_interpreter import replace_functions_once
+        from weft.testing.kernels.fast_interpreter import replace_functions_once
 
         replace_functions_once()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
-from weft.common.errors import from_rpc_error
+from weft.common.rpc.errors import from_rpc_error
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 from chats.workload import Chat, EndlessCache

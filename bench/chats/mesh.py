@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 
-from local_mesh import LocalMesh, wait_until
-from tiny_models import make_tiny
+from weft.testing.meshes.local_mesh import LocalMesh, wait_until
+from weft.testing.models.tiny_models import make_tiny
 
 MODEL = "chats"
 VOCAB = 2048

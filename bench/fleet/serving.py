@@ -16,9 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 from weft.engine.errors import TargetUnattainable
+from weft.gateway.admission.slo import (
+    NO_TARGETS,
+    AdmissionRequest,
+    LatencyForecaster,
+    LatencyGate,
+    Targets,
+)
+from weft.gateway.admission.slo.forecast import Side
 from weft.gateway.routing import PolicyOptions, RoutingRequest, Speed
-from weft.gateway.slo import NO_TARGETS, AdmissionRequest, LatencyForecaster, LatencyGate, Targets
-from weft.gateway.slo.forecast import Side
 
 from fleet.simulation import GatewayView
 from fleet.trace import Arrival, PageNames

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, overload
 
-from weft.common.requestlog import read_log
+from weft.common.telemetry.request_log import read_log
 from weft.engine.memory.keys import ShortKeys
 
 PAGE_SIZE = 16

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from google.api import annotations_pb2
-from weft.gateway.openai.document import openapi_document
+from weft.gateway.api.openai.document import openapi_document
 from weft.v1 import openai_pb2
 
 METHODS = {"get", "put", "post", "delete", "patch"}

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from chaos_mesh import Chaos, bear_quarantine
 from weft.cli.chaos.command import mesh_settings
 from weft.cli.chaos.load import Known
 from weft.cli.chaos.mesh import ChaosMesh
 from weft.cli.chaos.requests import make_asks
 from weft.cli.chaos.run import answers_in_peace
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
+from weft.testing.meshes.chaos_mesh import Chaos, bear_quarantine
 
 
 @pytest_asyncio.fixture(loop_scope="package", scope="package")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from chaos_mesh import Chaos
 from weft.cli.chaos.report import as_json
 from weft.cli.chaos.run import ChaosPlan, run_on
+from weft.testing.meshes.chaos_mesh import Chaos
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),

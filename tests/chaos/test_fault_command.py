@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from chaos_mesh import Chaos
 from weft.cli.fault import main
+from weft.testing.meshes.chaos_mesh import Chaos
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),

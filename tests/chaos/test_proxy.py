@@ -7,13 +7,13 @@ import random
 import time
 
 import pytest
-from chaos_mesh import Chaos
 from weft.cli.chaos.checks import check_content, check_pages
 from weft.cli.chaos.load import LATE_S, text_problem, whole_problem
 from weft.cli.chaos.mesh import Link
 from weft.cli.chaos.proxy import FaultProxy, Mode
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
 from weft.engine.faults import FaultSpec
+from weft.testing.meshes.chaos_mesh import Chaos
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from chaos_mesh import Chaos, bear_quarantine
 from weft.cli.chaos.checks import check_content, check_pages
 from weft.cli.chaos.command import mesh_settings
 from weft.cli.chaos.load import Known, text_problem
@@ -20,6 +19,7 @@ from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, make_asks, send
 from weft.cli.chaos.run import answers_in_peace
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
 from weft.engine.faults import FaultSpec
+from weft.testing.meshes.chaos_mesh import Chaos, bear_quarantine
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from threads import one_thread
 from weft.engine.config import EngineConfig
+from weft.testing.models.threads import one_thread
 
 
 @pytest.fixture(scope="module", params=["in-turn", "overlapped"])

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from kube_api import KubeApi
-from manifests import OVERLAYS, Object, named, of_kind, render
-from weft.gateway.discovery.kubernetes import ApiServer, KubernetesDiscovery
+from weft.gateway.fleet.discovery.kubernetes import ApiServer, KubernetesDiscovery
+from weft.testing.k8s.kube_api import KubeApi
+from weft.testing.k8s.manifests import OVERLAYS, Object, named, of_kind, render
 
 pytestmark = [pytest.mark.needs("go", "kube-apiserver"), pytest.mark.timeout(900)]
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import ServiceProcess
-from tiny_tokenizers import byte_level_bpe, write_model_dir
+from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
+from weft.testing.services.processes import ServiceProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "k8s" / "images"
@@ -134,7 +134,7 @@ def test_a_gateway_starts_from_its_image(tmp_path: Path) -> None:
     command = [str(weft / "weft"), "serve", "gateway", "--port", "0", "--model-dir", str(model)]
     with ServiceProcess("gateway", [*command, "--decode", "127.0.0.1:1"], tmp_path) as process:
         assert process.wait_ready()["address"]
-    check = "import opentelemetry.sdk.trace, weft.gateway.discovery.kubernetes as d; print(d)"
+    check = "import opentelemetry.sdk.trace, weft.gateway.fleet.discovery.kubernetes as d; print(d)"
     torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"
     for code in (check, torch):
         subprocess.run([weft / "python", "-c", code], check=True, cwd=tmp_path, timeout=60)

@@ -15,7 +15,19 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-from manifests import (
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from weft.common.rpc.server import LIVENESS
+from weft.common.settings import ServiceSettings, load_settings
+from weft.common.worker.metrics import EngineCollector
+from weft.decode.main import DecodeSettings
+from weft.engine.messages import LoadReport
+from weft.engine.models.demo import demo_dir
+from weft.gateway.settings import GatewaySettings
+from weft.kernels.build import cache_folder
+from weft.kvstore.settings import KvStoreSettings
+from weft.prefill.main import PrefillSettings
+from weft.testing.k8s.manifests import (
     OVERLAYS,
     ROOT,
     Object,
@@ -27,19 +39,7 @@ from manifests import (
     selects,
     workloads,
 )
-from metric_names import documented
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
-from weft.common.server import LIVENESS
-from weft.common.settings import ServiceSettings, load_settings
-from weft.common.worker.metrics import EngineCollector
-from weft.decode.main import DecodeSettings
-from weft.engine.messages import LoadReport
-from weft.engine.models.demo import demo_dir
-from weft.gateway.settings import GatewaySettings
-from weft.kernels.build import cache_folder
-from weft.kvstore.settings import KvStoreSettings
-from weft.prefill.main import PrefillSettings
+from weft.testing.meshes.metric_names import documented
 
 VERSION = "1.36"
 SETTINGS: dict[str, type[ServiceSettings]] = {
@@ -435,7 +435,7 @@ def test_autoscalers_have_targets_and_metrics(objects: tuple[Object, ...]) -> No
     """The metrics are gauges that the pods show, and that the adapter's rule takes."""
     rule = re.search(r'__name__=~"([^"]+)"', (ROOT / "docs" / "kubernetes.md").read_text())
     assert rule is not None
-    # A running mesh is held to that page by tests/mesh/test_observability.py.
+    # A running mesh is held to that page by tests/mesh/operations/test_observability.py.
     gateway = {metric.name for metric in documented()["Gateway"] if metric.kind == "gauge"}
     shown = {"decode": worker_samples(), "prefill": worker_samples()}
     shown["gateway"] = [(name, {}) for name in gateway]

@@ -6,12 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from local_mesh import LocalMesh
-from mesh_kinds import DRAFTED_TOKENS, KINDS, NUM_TOKENS, PREEMPTED_TOKENS, TINY_KINDS
-from mesh_prompts import COVER, DRAFTED, PROMPTS
-from text_reference import TextReference
-from tiny_mesh import Greedy, TinyMesh
 from weft.engine.models.demo import DEMO_NAME, resolve_model
+from weft.testing.meshes.local_mesh import LocalMesh
+from weft.testing.meshes.mesh_kinds import (
+    DRAFTED_TOKENS,
+    KINDS,
+    NUM_TOKENS,
+    PREEMPTED_TOKENS,
+    TINY_KINDS,
+)
+from weft.testing.meshes.mesh_prompts import COVER, DRAFTED, PROMPTS
+from weft.testing.meshes.text_reference import TextReference
+from weft.testing.meshes.tiny_mesh import Greedy, TinyMesh
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from weft.cli.numbers import MAX_DAYS, whole_number
-from weft.common.authorize import SERVICES
-from weft.common.tls import TlsFiles, service_name
+from weft.common.rpc.authorize import SERVICES
+from weft.common.rpc.tls import TlsFiles, service_name
 from weft.engine.errors import ConfigError, WeftError
 
 FRONT = ("gateway", "rest", "valkey")

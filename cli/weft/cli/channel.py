@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import cast
 
 import grpc
-from weft.common import channel
-from weft.common.tls import Identity
+from weft.common.rpc import channel
+from weft.common.rpc.tls import Identity
 from weft.engine.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]

@@ -11,7 +11,7 @@ import threading
 from typing import TextIO
 
 from weft.cli.chaos.proxy import FaultProxy, Mode
-from weft.common.listen import bracket
+from weft.common.rpc.listen import bracket
 from weft.common.settings import is_loopback
 from weft.engine.errors import ConfigError
 

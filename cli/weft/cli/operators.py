@@ -14,7 +14,7 @@ from weft.cli.channel import DEFAULT_ADDRESS, add_tls_flag, cli_identity, open_c
 from weft.cli.up.settings import default_state_folder
 from weft.cli.up.state import StateFolder
 from weft.common.admin import read_token
-from weft.common.tls import Identity
+from weft.common.rpc.tls import Identity
 from weft.engine.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ from weft.cli.channel import (
     find_gateway,
     open_channel,
 )
-from weft.common.tls import Identity
+from weft.common.rpc.tls import Identity
 from weft.engine.errors import ConfigError
 from weft.v1 import (
     common_pb2,

@@ -28,7 +28,7 @@ from weft.cli.channel import (
     open_channel,
 )
 from weft.cli.trace_tree import SpanNode, build_trees
-from weft.common.tls import Identity
+from weft.common.rpc.tls import Identity
 from weft.engine.errors import ConfigError
 from weft.v1 import trace_pb2, trace_pb2_grpc
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator
 from enum import Enum
 
-from weft.common.listen import bracket
+from weft.common.rpc.listen import bracket
 
 READ_BYTES = 64 << 10
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 from weft.cli.channel import open_channel
 from weft.common.durations import duration
-from weft.common.errors import from_rpc_error, is_typed
+from weft.common.rpc.errors import from_rpc_error, is_typed
 from weft.engine.errors import WeftError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 

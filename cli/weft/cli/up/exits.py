@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import grpc
 from weft.cli.channel import open_channel
-from weft.common.tls import Identity
+from weft.common.rpc.tls import Identity
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 2.0

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from weft.cli.channel import open_channel
-from weft.common.server import LIVENESS
-from weft.common.tls import Identity
+from weft.common.rpc.server import LIVENESS
+from weft.common.rpc.tls import Identity
 
 IsAlive = Callable[[str, str], Awaitable[bool]]
 """Whether the service of this name, at this host:port, is alive."""

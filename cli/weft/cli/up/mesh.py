@@ -12,7 +12,7 @@ from typing import Any
 from weft.cli.up.liveness import IsAlive
 from weft.cli.up.process import ServiceSpec
 from weft.cli.up.supervisor import ExitReporter, Reporter, RestartBackoff, Supervisor
-from weft.common.server import SECOND_SIGNAL_AFTER_S
+from weft.common.rpc.server import SECOND_SIGNAL_AFTER_S
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import grpc
 from google.protobuf.empty_pb2 import Empty
 from weft.cli.channel import open_channel
-from weft.common.tls import Identity
+from weft.common.rpc.tls import Identity
 from weft.v1 import gateway_pb2, gateway_pb2_grpc, openai_pb2_grpc
 
 _INTERVAL_S = 0.1

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import grpc
 from grpc_reflection.v1alpha import reflection
-from weft.common.authorize import OPERATORS, AuthorizeInterceptor
-from weft.common.errors import abort
 from weft.common.faults import faults_to_proto, spec_from_proto
-from weft.common.interceptors import ErrorInterceptor
-from weft.common.listen import add_port
+from weft.common.rpc.authorize import OPERATORS, AuthorizeInterceptor
+from weft.common.rpc.errors import abort
+from weft.common.rpc.interceptors import ErrorInterceptor
+from weft.common.rpc.listen import add_port
+from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel, ServiceSettings
-from weft.common.tls import Identity
 from weft.engine.errors import ConfigError, InvalidRequest, Unauthenticated
 from weft.engine.faults import BOARD, FaultSpec, FaultState
 from weft.v1 import admin_pb2, admin_pb2_grpc

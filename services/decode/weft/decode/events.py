@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from weft.common.durations import duration
-from weft.common.errors import cut, error_detail, grpc_code
+from weft.common.rpc.errors import cut, error_detail, grpc_code
 from weft.common.worker.fills import TRANSPORTS
 from weft.engine.errors import WeftError, error_class
 from weft.engine.messages import Failed, Finished, Pong, SessionBatch, TokenColumns, Tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from weft.common.requestlog import LoggedPrompt, terms
+from weft.common.telemetry.request_log import LoggedPrompt, terms
 from weft.engine.messages import SessionBatch
 from weft.v1 import decode_pb2
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from pydantic import Field
-from weft.common.server import run
+from weft.common.rpc.server import run
 from weft.common.settings import load_settings
 from weft.common.worker.host import run_worker
 from weft.common.worker.settings import WorkerSettings, engine_field

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from weft.common.requestlog import LoggedPrompt
-from weft.common.streams import first_message
+from weft.common.rpc.streams import first_message
+from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.worker.context import WorkerContext
 from weft.decode.ledger import Ledger
 from weft.decode.session import Session

@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from weft.common.spans import Attribute, Span, SpanContext, Tracer, described_error, lease_span_id
+from weft.common.telemetry.spans import (
+    Attribute,
+    Span,
+    SpanContext,
+    Tracer,
+    described_error,
+    lease_span_id,
+)
 from weft.engine.clock import monotonic
 from weft.engine.messages import Finished, SessionBatch, Submit
 from weft.engine.scheduler.state import FillRecord, Timeline

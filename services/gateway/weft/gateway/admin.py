@@ -10,10 +10,10 @@ import grpc
 from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
 from weft.engine.faults import FaultSpec, FaultState
-from weft.gateway.adapters.calls import AdapterCalls
-from weft.gateway.fleet import Fleet
-from weft.gateway.pipeline import RequestPipeline
-from weft.gateway.served import Catalogue
+from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.catalogue import Catalogue
+from weft.gateway.fleet.fleet import Fleet
+from weft.gateway.generation.pipeline import RequestPipeline
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 

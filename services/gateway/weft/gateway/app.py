@@ -9,39 +9,39 @@ import secrets
 from collections.abc import Sequence
 
 from weft.common.adapters.registry import Registry
-from weft.common.server import ServiceServer
+from weft.common.rpc.server import ServiceServer
+from weft.common.rpc.tls import load_identity
 from weft.common.tasks import start_logged
-from weft.common.tls import load_identity
-from weft.common.tracing import make_tracer
+from weft.common.telemetry.tracing import make_tracer
 from weft.engine.errors import ConfigError
-from weft.gateway.adapters.calls import AdapterCalls
+from weft.gateway.adapters.cards import AdapterTexts
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager
-from weft.gateway.adapters.texts import AdapterTexts
 from weft.gateway.admin import GatewayAdmin, add_operators_calls
-from weft.gateway.admit import Admission
-from weft.gateway.authenticate import ApiKeys, TenantInterceptor
-from weft.gateway.discovery import Discovery, Endpoint, Role, make_discovery
-from weft.gateway.fleet import Fleet, FleetWorker
-from weft.gateway.fleet_metrics import FleetCollector
-from weft.gateway.keys import parse_hash
-from weft.gateway.kv_follow import KvFollower
-from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.model import ServedModel, load_model
-from weft.gateway.openai.service import OpenAIFace
-from weft.gateway.pipeline import RequestPipeline
-from weft.gateway.prepare import Preparer
-from weft.gateway.request_log import GatewayRequestLog
-from weft.gateway.route import Router
+from weft.gateway.admission.admission import Admission
+from weft.gateway.admission.authenticate import ApiKeys, TenantInterceptor
+from weft.gateway.admission.keys import parse_hash
+from weft.gateway.admission.slo import LatencyGate
+from weft.gateway.admission.slo.admission import LatencyAdmission
+from weft.gateway.admission.tenants import Tenants
+from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.api.grpc.service import TypedFace
+from weft.gateway.api.openai.service import OpenAIFace
+from weft.gateway.catalogue import Catalogue, Served
+from weft.gateway.fleet.discovery import Discovery, Endpoint, Role, make_discovery
+from weft.gateway.fleet.fleet import Fleet, FleetWorker
+from weft.gateway.fleet.kv_follow import KvFollower
+from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.routing import FleetPageIndex, Policy, make_policy
-from weft.gateway.routing_record import RoutingRecord
-from weft.gateway.served import Catalogue, Served
+from weft.gateway.routing.record_file import RoutingRecord
+from weft.gateway.routing.router import Router
 from weft.gateway.settings import GatewaySettings
-from weft.gateway.slo import LatencyGate
-from weft.gateway.slo.admission import LatencyAdmission
-from weft.gateway.tenants import Tenants
-from weft.gateway.trace_fan_out import TraceFanOut
-from weft.gateway.typed_face import TypedFace
+from weft.gateway.telemetry.fleet_metrics import FleetCollector
+from weft.gateway.telemetry.metrics import GatewayMetrics
+from weft.gateway.telemetry.request_log import GatewayRequestLog
+from weft.gateway.telemetry.trace_fan_out import TraceFanOut
+from weft.gateway.text.model_card import ServedModel, load_model
+from weft.gateway.text.prepare import Preparer
 from weft.v1 import gateway_pb2_grpc, openai_pb2_grpc, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.engine.request import Constraint
-from weft.gateway.keys import Tenant
-from weft.gateway.slo.targets import NO_TARGETS, Targets
+from weft.gateway.admission.keys import Tenant
+from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

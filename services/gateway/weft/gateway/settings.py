@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from weft.common.settings import ServiceSettings, is_loopback
-from weft.gateway.addresses import split_address, split_service
-from weft.gateway.keys import parse_hash
+from weft.gateway.admission.keys import parse_hash
+from weft.gateway.fleet.addresses import split_address, split_service
 from weft.gateway.routing import PolicyOptions
 
 if TYPE_CHECKING:
-    from weft.gateway.discovery import Role  # which takes these settings
+    from weft.gateway.fleet.discovery import Role  # which takes these settings
 
 DiscoveryName = Literal["static", "dns", "file", "kubernetes"]
 PrefillPolicyName = Literal[

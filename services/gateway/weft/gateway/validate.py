@@ -14,7 +14,7 @@ from weft.engine.request import (
     MIN_REPETITION_PENALTY,
     Constraint,
 )
-from weft.gateway.model import ServedModel
+from weft.gateway.admission.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
@@ -23,7 +23,7 @@ from weft.gateway.request import (
     Stopping,
     TokenPrompt,
 )
-from weft.gateway.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets
+from weft.gateway.text.model_card import ServedModel
 
 MAX_SAMPLES = 128
 MAX_REQUEST_SAMPLES = 1024

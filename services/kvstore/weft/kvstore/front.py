@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from weft.common.spans import Tracer
+from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
 from weft.engine.messages import FillReply, FillStart
 from weft.engine.transfer.filler import MAX_REMEMBERED_LEASES

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 from weft.common.default_id import default_id
-from weft.common.listen import keep_nixl_on_loopback
-from weft.common.logging import configure_logging
-from weft.common.server import QUARANTINE_STATUS, ServiceServer, run
+from weft.common.rpc.listen import keep_nixl_on_loopback
+from weft.common.rpc.server import QUARANTINE_STATUS, ServiceServer, run
 from weft.common.settings import load_settings
 from weft.common.tasks import has_returned, start_logged
+from weft.common.telemetry.logging import configure_logging
 from weft.engine.errors import WeftError
 from weft.kvstore.admin import StoreAdmin
 from weft.kvstore.metrics import StoreCollector

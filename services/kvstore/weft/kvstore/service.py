@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 from weft.common.durations import duration
-from weft.common.spans import REQUEST_ID_KEY, Span
-from weft.common.streams import first_message
-from weft.common.tracing import MAX_ID_BYTES
+from weft.common.rpc.streams import first_message
+from weft.common.telemetry.spans import REQUEST_ID_KEY, Span
+from weft.common.telemetry.tracing import MAX_ID_BYTES
 from weft.common.worker.fills import LEASE_STATES
 from weft.common.worker.tiers import tier_to_proto
 from weft.engine.clock import monotonic

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import numpy as np
 from weft.common.tasks import start_logged
-from weft.common.tracing import make_tracer
+from weft.common.telemetry.tracing import make_tracer
 from weft.engine.clock import monotonic
 from weft.engine.errors import Draining
 from weft.engine.memory.kv_memory import PageCounts

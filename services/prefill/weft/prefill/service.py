@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from weft.common.requestlog import LoggedPrompt
+from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fill_streams import FillStreams

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from weft.common.adapters.manifest import Manifest
 from weft.common.adapters.registry import Registry, Stamp
-from weft.common.errors import MAX_MESSAGE_BYTES, cut
+from weft.common.rpc.errors import MAX_MESSAGE_BYTES, cut
 from weft.common.worker.change_log import ChangeLog
 from weft.engine.errors import PeerUnavailable, WeftError
 from weft.engine.messages import AdapterOrder, AdapterState, Failure, Inbox, LoadReport, Outbox

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.common.spans import Tracer
+from weft.common.telemetry.spans import Tracer
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.service import Queries
 from weft.common.worker.settings import WorkerSettings

@@ -22,8 +22,8 @@ from collections import deque
 from pathlib import Path
 from typing import cast
 
-from weft.common.logging import configure_logging
 from weft.common.settings import LogFormat, LogLevel
+from weft.common.telemetry.logging import configure_logging
 from weft.common.worker.black_box import BlackBox
 from weft.common.worker.fault_orders import obey_orders
 from weft.common.worker.frames import (

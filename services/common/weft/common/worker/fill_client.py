@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
-from weft.common.channel import ServiceChannel, open_channel
-from weft.common.spans import lease_span_id, parse_traceparent
-from weft.common.streams import WRITE_AFTER_END
+from weft.common.rpc.channel import ServiceChannel, open_channel
+from weft.common.rpc.streams import WRITE_AFTER_END
+from weft.common.rpc.tls import Identity
 from weft.common.tasks import start_logged
-from weft.common.tls import Identity
+from weft.common.telemetry.spans import lease_span_id, parse_traceparent
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fills import (
     LAST_EVENTS,

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from weft.common.spans import Tracer
-from weft.common.streams import first_message
+from weft.common.rpc.streams import first_message
+from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_trace import FillTrace
 from weft.common.worker.fills import LAST_EVENTS, event_to_proto, handle_from_proto
 from weft.engine import faults

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.common.spans import Attribute, Span, Tracer
+from weft.common.telemetry.spans import Attribute, Span, Tracer
 from weft.engine.clock import monotonic
 from weft.engine.messages import FillStart
 from weft.engine.transfer.handle import FillEvent, FillTimings

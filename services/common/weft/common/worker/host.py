@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 from weft.common.default_id import default_id
-from weft.common.listen import keep_nixl_on_loopback
-from weft.common.logging import configure_logging
-from weft.common.requestlog import LoggedPrompt
-from weft.common.server import QUARANTINE_STATUS, ServiceServer
+from weft.common.rpc.listen import keep_nixl_on_loopback
+from weft.common.rpc.server import QUARANTINE_STATUS, ServiceServer
+from weft.common.rpc.tls import load_identity
 from weft.common.tasks import has_returned, start_logged
-from weft.common.tls import load_identity
-from weft.common.tracing import make_tracer
+from weft.common.telemetry.logging import configure_logging
+from weft.common.telemetry.request_log import LoggedPrompt
+from weft.common.telemetry.tracing import make_tracer
 from weft.common.worker.adapters import AdapterFollower, open_registry
 from weft.common.worker.admin import WorkerAdmin
 from weft.common.worker.context import WorkerContext

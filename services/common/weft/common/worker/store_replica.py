@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import grpc
-from weft.common.spans import REQUEST_ID_KEY, Span, Tracer
+from weft.common.telemetry.spans import REQUEST_ID_KEY, Span, Tracer
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.fills import target_to_proto
 from weft.engine.clock import Clock, monotonic

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weft.common.requestlog import LoggedPrompt, to_line
+from weft.common.telemetry.request_log import LoggedPrompt, to_line
 from weft.common.worker.black_box import PLAN, STACKS, STACKS_SIGNAL, STATE, STATE_SIGNAL
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.settings import WorkerSettings

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from weft.common.adapters.manifest import Entry
-from weft.gateway.fleet import Fleet, FleetWorker
+from weft.gateway.fleet.fleet import Fleet, FleetWorker
 from weft.v1 import worker_pb2
 
 _STATES = {

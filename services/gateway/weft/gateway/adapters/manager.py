@@ -21,12 +21,12 @@ from weft.engine.errors import (
     WeftError,
 )
 from weft.engine.lora.digest import adapter_digest
+from weft.gateway.adapters.cards import AdapterTexts, CopyGone
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.holders import HELD, Holder, holders, serving_holders
-from weft.gateway.adapters.texts import AdapterTexts, CopyGone
-from weft.gateway.fleet import Fleet
-from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.model import ServedModel
+from weft.gateway.fleet.fleet import Fleet
+from weft.gateway.telemetry.metrics import GatewayMetrics
+from weft.gateway.text.model_card import ServedModel
 from weft.gateway.validate import invalid
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any, Final
 from valkey.asyncio import ConnectionPool, SSLConnection, Valkey
 from valkey.crc import VALKEY_CLUSTER_HASH_SLOTS, key_slot
 from valkey.exceptions import ResponseError, ValkeyError
-from weft.common.breaker import Breaker, BreakerState
+from weft.common.rpc.breaker import Breaker, BreakerState
 from weft.engine.clock import Clock, monotonic
 from weft.engine.errors import ConfigError
 

@@ -1,0 +1,1 @@
+"""Servers and channels: TLS, authorisation, errors, interceptors, circuit breakers."""

@@ -1,0 +1,157 @@
+"""Which service may call which method. A method that is not listed is closed to all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from weft.common.rpc.errors import abort
+from weft.common.rpc.tls import services_of
+from weft.engine.errors import PermissionDenied
+
+_log = logging.getLogger(__name__)
+
+ANYONE = "*"
+"""Any caller, also without a certificate where the server accepts that."""
+SERVICES = ("gateway", "prefill", "decode", "kvstore", "rest", "cli", "client")
+"""All identities. `cli` is the operators' command line and `weft up`; `client` are clients'
+programs.
+"""
+_ALL = frozenset(SERVICES)
+_FRONT = frozenset({"rest", "cli", "client", ANYONE})
+_FILLED = frozenset({"decode", "prefill"})
+OPERATORS = frozenset({"cli"})
+_WATCHERS = frozenset({"gateway", "cli"})
+
+CALLERS: Mapping[str, frozenset[str]] = {
+    "/weft.v1.GatewayService/Chat": _FRONT,
+    "/weft.v1.GatewayService/Complete": _FRONT,
+    "/weft.v1.GatewayService/Tokenize": _FRONT,
+    "/weft.v1.GatewayService/Detokenize": _FRONT,
+    "/weft.v1.GatewayService/ListModels": _FRONT,
+    "/weft.v1.GatewayService/GetModel": _FRONT,
+    "/weft.v1.GatewayService/Cancel": _FRONT,
+    "/weft.v1.GatewayService/EndSession": _FRONT,
+    "/weft.v1.GatewayService/GetFleet": OPERATORS,
+    # What all tenants see is changed by operators; and over REST by API keys that may.
+    "/weft.v1.GatewayService/LoadAdapter": OPERATORS,
+    "/weft.v1.GatewayService/UnloadAdapter": OPERATORS,
+    "/weft.v1.GatewayService/ListAdapters": OPERATORS,
+    "/weft.v1.OpenAIService/LoadLoraAdapter": frozenset({"rest", "cli"}),
+    "/weft.v1.OpenAIService/UnloadLoraAdapter": frozenset({"rest", "cli"}),
+    "/weft.v1.OpenAIService/ChatCompletions": _FRONT,
+    "/weft.v1.OpenAIService/Completions": _FRONT,
+    "/weft.v1.OpenAIService/Models": _FRONT,
+    "/weft.v1.OpenAIService/RetrieveModel": _FRONT,
+    "/weft.v1.OpenAIService/TokenizeText": _FRONT,
+    "/weft.v1.OpenAIService/DetokenizeTokens": _FRONT,
+    "/weft.v1.OpenAIService/EndSession": _FRONT,
+    "/weft.v1.OpenAIService/Ready": _FRONT,
+    "/weft.v1.OpenAIService/OpenApi": _FRONT,
+    # Requests come from gateways alone: they have checked tenants and limits.
+    "/weft.v1.DecodeService/Session": frozenset({"gateway"}),
+    # Pages travel between those that hold pools. A handle tells where NIXL may write and read.
+    "/weft.v1.PrefillService/Fill": frozenset({"decode"}),
+    "/weft.v1.PrefillService/FillStatus": frozenset({"decode"}),
+    "/weft.v1.KvStoreService/Lookup": _FILLED,
+    "/weft.v1.KvStoreService/Fill": _FILLED,
+    "/weft.v1.KvStoreService/FillStatus": _FILLED,
+    "/weft.v1.KvStoreService/Put": _FILLED,
+    "/weft.v1.KvStoreService/PutData": _FILLED,
+    "/weft.v1.KvStoreService/ReportCorrupt": _FILLED,
+    "/weft.v1.KvStoreService/GetStoreInfo": _FILLED | OPERATORS,
+    "/weft.v1.KvStoreService/Stats": OPERATORS,
+    "/weft.v1.WorkerService/GetInfo": _WATCHERS,
+    "/weft.v1.WorkerService/WatchLoad": _WATCHERS,
+    "/weft.v1.WorkerService/WatchKv": _WATCHERS,
+    "/weft.v1.WorkerService/ListHeldAdapters": _WATCHERS,
+    "/weft.v1.WorkerService/Drain": OPERATORS,
+    # A false report would free pages that a write may still reach.
+    "/weft.v1.WorkerService/ReportExit": OPERATORS,
+    # On a port of its own, and only with its token.
+    "/weft.v1.AdminService/FlushCache": OPERATORS,
+    "/weft.v1.AdminService/DumpState": OPERATORS,
+    "/weft.v1.AdminService/SetLogLevel": OPERATORS,
+    "/weft.v1.AdminService/InjectFault": OPERATORS,
+    "/weft.v1.AdminService/ListFaults": OPERATORS,
+    "/weft.v1.AdminService/ClearFaults": OPERATORS,
+    # Gateways ask the services behind them.
+    "/weft.v1.TraceService/ListSpans": _WATCHERS,
+    "/grpc.health.v1.Health/Check": _ALL,
+    "/grpc.health.v1.Health/List": _ALL,
+    "/grpc.health.v1.Health/Watch": _ALL,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": OPERATORS | {"client"},
+}
+"""Services that may call each method, by its full path."""
+
+_LOG_EVERY_S = 1.0
+
+
+def may_call(services: frozenset[str], method: str) -> bool:
+    """Whether a caller whose certificate names these services may call a method.
+
+    One without a certificate, or whose certificate names none, is `ANYONE`.
+    """
+    return not (services or {ANYONE}).isdisjoint(CALLERS.get(method, frozenset()))
+
+
+class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
+    """Accepts a call if `CALLERS` lists a service that the caller's certificate names.
+
+    Args:
+        among: Nobody else gets in, whatever is listed; None: no such bound.
+    """
+
+    def __init__(self, among: frozenset[str] | None = None) -> None:
+        self._among = among
+        self._log_at = 0.0
+
+    async def intercept_service(
+        self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Wraps the method's handler, in which alone the caller is known."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None:  # no such method
+            return None
+        wrapped = {}
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            behavior = getattr(handler, kind)
+            if behavior is not None:
+                wrapped[kind] = self._checked(behavior, method, kind)
+        (kind, checked), *_ = wrapped.items()
+        make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(checked, handler.request_deserializer, handler.response_serializer)
+
+    def _checked(self, behavior: Any, method: str, kind: str) -> Any:
+        async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            await self._check(context, method)
+            return await behavior(request, context)
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            # A coroutine that writes, as in `ErrorInterceptor`.
+            await self._check(context, method)
+            result = behavior(request, context)
+            if hasattr(result, "__aiter__"):
+                async for message in result:
+                    await context.write(message)
+            else:
+                await result
+
+        return stream if kind.endswith("_stream") else unary
+
+    async def _check(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
+        names = [name.decode() for name in context.auth_context().get("peer_dns", ())]
+        services = services_of(names)
+        is_among = self._among is None or not services.isdisjoint(self._among)
+        if is_among and may_call(services, method):
+            return
+        caller = ", ".join(sorted(services)) or "a caller without a service's certificate"
+        now = time.monotonic()
+        if now >= self._log_at:
+            self._log_at = now + _LOG_EVERY_S
+            _log.warning("a call was refused", extra={"method": method, "caller": caller})
+        await abort(context, PermissionDenied(f"{caller} may not call {method}", stage="authorize"))

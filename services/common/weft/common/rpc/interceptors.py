@@ -1,0 +1,128 @@
+"""The server side of every RPC: typed errors without internal details; refusal of bad messages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from weft.common.rpc.errors import abort
+from weft.engine.errors import Internal, InvalidRequest, WeftError
+
+_log = logging.getLogger(__name__)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Converts exceptions of handlers to statuses.
+
+    `WeftError` keeps its code and details. A request that is not a valid message (bad wire format,
+    invalid UTF-8 in a string) is INVALID_ARGUMENT. Anything else is logged once with its traceback
+    and answered by INTERNAL without its text.
+    """
+
+    async def intercept_service(
+        self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Wraps the method's handler."""
+        handler: grpc.RpcMethodHandler[Any, Any] | None = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        parse = None if handler.request_streaming else _parser(handler.request_deserializer)
+        # Unary requests are parsed inside the guard, so that a bad one gets a typed answer.
+        deserializer = handler.request_deserializer if handler.request_streaming else None
+        if handler.response_streaming:
+            behavior = handler.stream_stream or handler.unary_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return make(
+                _guard_stream(behavior, parse, method), deserializer, handler.response_serializer
+            )
+        behavior = handler.stream_unary or handler.unary_unary
+        make = (
+            grpc.stream_unary_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        return make(
+            _guard_unary(behavior, parse, method), deserializer, handler.response_serializer
+        )
+
+
+def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        if deserialize is None:
+            return data
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            raise _malformed() from error
+
+    return parse
+
+
+def _malformed() -> InvalidRequest:
+    return InvalidRequest(
+        "the request is not a valid message of this method: malformed protobuf, or text that is "
+        "not UTF-8",
+        stage="validate",
+    )
+
+
+def _guard_unary(behavior: Any, parse: Callable[[bytes], Any] | None, method: str) -> Any:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request if parse is None else parse(request), context)
+        except Exception as error:
+            await _fail(context, error, method, parses_itself=parse is None)
+
+    return guarded
+
+
+def _guard_stream(behavior: Any, parse: Callable[[bytes], Any] | None, method: str) -> Any:
+    # A coroutine that writes, also over async generators: a cancelled RPC then always raises
+    # inside the handler, never leaves it suspended at a `yield`.
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        try:
+            result = behavior(request if parse is None else parse(request), context)
+            if hasattr(result, "__aiter__"):
+                try:
+                    async for message in result:
+                        await context.write(message)
+                finally:
+                    await result.aclose()
+            else:
+                await result
+        except Exception as error:
+            await _fail(context, error, method, parses_itself=parse is None)
+
+    return guarded
+
+
+async def _fail(
+    context: grpc.aio.ServicerContext[Any, Any],
+    error: Exception,
+    method: str,
+    *,
+    parses_itself: bool,
+) -> None:
+    """Ends a call that raised; `parses_itself`: gRPC parses messages while the handler reads."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if parses_itself and isinstance(error, DecodeError):
+        await abort(context, _malformed())
+    if isinstance(error, WeftError):
+        await abort(context, error)
+    if isinstance(error, grpc.aio.BaseError) and context.done():
+        return  # the client is gone and the stream with it; nobody is left to answer
+    if isinstance(error, grpc.aio.InternalError):
+        # A write fails: the client has left, which gRPC may say of the call only later.
+        _log.info("%s could not be answered: %r", method, error)
+    else:
+        _log.error("unexpected failure in %s", method, exc_info=error)
+    await abort(context, Internal("an internal error; the service's log has the details"))

@@ -1,0 +1,1 @@
+"""Logs, spans and the request log that all services write in one form."""

@@ -1,0 +1,1 @@
+"""Who may run a request now: keys, tenants, rates, places and latency targets."""

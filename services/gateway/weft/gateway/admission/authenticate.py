@@ -1,0 +1,154 @@
+"""Identifies the tenant of a request by its API key."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+from weft.common.rpc.errors import abort
+from weft.engine.errors import ConfigError, InvalidApiKey
+from weft.gateway.admission.file_watch import FileWatch
+from weft.gateway.admission.keys import KeyEntry, KeySet, Tenant, read_keys
+from weft.gateway.request import GenerateRequest
+
+_log = logging.getLogger(__name__)
+
+KEYLESS = frozenset(
+    {
+        # What probes, load balancers and documentation need; it tells nothing of anybody.
+        "/weft.v1.OpenAIService/Ready",
+        "/weft.v1.OpenAIService/OpenApi",
+        # Operators': with TLS, `weft.common.rpc.authorize` lets in nobody else.
+        "/weft.v1.GatewayService/GetFleet",
+        "/weft.v1.GatewayService/ListAdapters",
+    }
+)
+"""Methods of the faces that need no key."""
+_FACES = ("/weft.v1.GatewayService/", "/weft.v1.OpenAIService/")
+_REFUSALS_LOGGED_EVERY_S = 1.0
+
+current_tenant: ContextVar[Tenant | None] = ContextVar("current_tenant", default=None)
+"""Tenant of the call being handled; None: the gateway asks for no keys."""
+
+
+class ApiKeys:
+    """The currently valid keys: those of the settings, and those of a file that may change."""
+
+    def __init__(self, path: Path | None, fixed: Sequence[KeyEntry]) -> None:
+        """Reads the file.
+
+        Raises:
+            ConfigError: It cannot be used.
+        """
+        self._path = path
+        self._fixed = tuple(fixed)
+        self._watch = FileWatch(path)
+        self._keys = self._read()
+
+    def find(self, key: str) -> Tenant | None:
+        """Finds the tenant of a key; changes of the file take effect within a second."""
+        if self._watch.has_changed():
+            self._reread()
+        return self._keys.find(key, datetime.datetime.now(datetime.UTC))
+
+    def _read(self) -> KeySet:
+        entries = [] if self._path is None else read_keys(self._path)
+        return KeySet((*self._fixed, *entries))
+
+    def _reread(self) -> None:
+        try:
+            self._keys = self._read()
+        except ConfigError as error:
+            _log.error("the file cannot be used, known API keys are kept: %s", error.message)
+        else:
+            _log.info("API keys re-read")
+
+
+class TenantInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls of both faces without a known key; sets `current_tenant` for the others.
+
+    Nothing of what a caller sent reaches the log.
+    """
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+        self._log_at = 0.0
+
+    async def intercept_service(
+        self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Checks the call before its method is looked up."""
+        method = handler_call_details.method
+        if not method.startswith(_FACES) or method in KEYLESS:
+            return await continuation(handler_call_details)
+        tenant = self._keys.find(_bearer(handler_call_details.invocation_metadata))
+        if tenant is None:
+            self._note()
+            return grpc.stream_stream_rpc_method_handler(_refuse)
+        current_tenant.set(tenant)
+        return await continuation(handler_call_details)
+
+    def _note(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._log_at:
+            self._log_at = now_s + _REFUSALS_LOGGED_EVERY_S
+            _log.warning("a call had no valid API key")
+
+
+def in_tenant_cache(request: GenerateRequest) -> GenerateRequest:
+    """Gives the request a cache salt that no request of another cache group can have, and a session
+    that no other tenant's can be.
+
+    A client's own `cache_salt` still separates within the tenant.
+    """
+    tenant = request.tenant
+    return replace(
+        request,
+        cache_salt=tenant_salt(tenant, request.cache_salt),
+        session_id=tenant_session(tenant, request.session_id),
+    )
+
+
+def tenant_salt(tenant: Tenant | None, cache_salt: str) -> str:
+    """Derives a cache salt that no other tenant's request can have, from what a client gave."""
+    if tenant is None:
+        return cache_salt
+    # Two digests, so that no choice of a salt makes one tenant's input another's.
+    group = hashlib.blake2b(tenant.cache_group.encode(), digest_size=32).digest()
+    return hashlib.blake2b(cache_salt.encode(), key=group, digest_size=32).hexdigest()
+
+
+def tenant_session(tenant: Tenant | None, session_id: str) -> str:
+    """Derives a session id that no other tenant's chat can have, though they may share a salt."""
+    if tenant is None or not session_id:
+        return session_id
+    name = hashlib.blake2b(tenant.name.encode(), digest_size=32).digest()
+    return hashlib.blake2b(session_id.encode(), key=name, digest_size=32).hexdigest()
+
+
+def _bearer(metadata: Any) -> str:
+    given = ""
+    for key, value in metadata or ():
+        if key == "authorization" and isinstance(value, str):
+            given = value
+    scheme, _, key = given.partition(" ")
+    return key if scheme.lower() == "bearer" else ""
+
+
+async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    await abort(
+        context,
+        InvalidApiKey(
+            "Incorrect API key provided, or none: send the header `Authorization: Bearer KEY` with "
+            "a key that the operators gave you.",
+            stage="authenticate",
+        ),
+    )

@@ -1,0 +1,16 @@
+"""Latency targets: forecasts of a request's latency, and its admission."""
+
+from __future__ import annotations
+
+from weft.gateway.admission.slo.forecast import Forecast, LatencyForecaster
+from weft.gateway.admission.slo.gate import AdmissionRequest, LatencyGate
+from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
+
+__all__ = [
+    "NO_TARGETS",
+    "AdmissionRequest",
+    "Forecast",
+    "LatencyForecaster",
+    "LatencyGate",
+    "Targets",
+]

@@ -1,0 +1,84 @@
+"""The latency gate on an event loop: requests wait at it as tasks."""
+
+from __future__ import annotations
+
+import asyncio
+
+from weft.engine.errors import DeadlineExceeded
+from weft.gateway.admission.slo.gate import AdmissionRequest, LatencyGate
+
+_LOOK_EVERY_S = 0.02
+"""Interval of checks while requests are held, since workers' loads change without notice."""
+
+
+class LatencyAdmission:
+    """Lets tasks through one gate.
+
+    Args:
+        gate: Decides.
+    """
+
+    def __init__(self, gate: LatencyGate) -> None:
+        self.gate = gate
+        self._waiters: dict[AdmissionRequest, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def enter(self, ask: AdmissionRequest, deadline: float) -> None:
+        """Waits until a request may be sent; `gate.began` and `gate.ended` follow.
+
+        Args:
+            ask: The request; its times are the event loop's.
+            deadline: Event loop time at which waiting ends.
+
+        Raises:
+            TargetUnattainable: A target would be missed.
+            DeadlineExceeded: It was held for too long.
+        """
+        loop = asyncio.get_running_loop()
+        if self.gate.offer(ask, loop.time()):
+            return
+        waiter = self._waiters[ask] = loop.create_future()
+        self._look_later()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await waiter
+        except BaseException as error:
+            if self._waiters.pop(ask, None) is not None:
+                self.gate.withdraw(ask)
+            elif ask.is_sending:  # let through at the same moment
+                self.gate.ended(ask, None, 0)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(
+                    "the deadline passed while the request was held for others' latency targets",
+                    stage="admit",
+                ) from None
+            raise
+
+    def look(self) -> None:
+        """Wakes the gate after a change: held requests may be able to go."""
+        if not self._waiters:
+            return
+        for ask, error in self.gate.release(asyncio.get_running_loop().time()):
+            waiter = self._waiters.pop(ask)
+            if waiter.done():  # cancelled, and its task has not run since
+                if error is None:
+                    self.gate.ended(ask, None, 0)
+            elif error is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(error)
+
+    def close(self) -> None:
+        """Stops the gate's task."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_EVERY_S, self._look_and_stay)
+
+    def _look_and_stay(self) -> None:
+        self._timer = None
+        self.look()
+        if self._waiters:
+            self._look_later()

@@ -1,0 +1,317 @@
+"""Accepts, holds or refuses requests by their forecast latency. Independent of the event loop."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from weft.engine.errors import TargetUnattainable
+from weft.gateway.admission.fair_queue import TenantFairQueue
+from weft.gateway.admission.slo.forecast import Forecast, LatencyForecaster
+from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
+from weft.gateway.routing import RoutingRequest
+
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
+_SMOOTHING = 0.05
+"""Weight of the newest request in what is learned from finished ones."""
+_FIRST_OUTPUT_TOKENS = 128.0
+"""Assumed number of generated tokens until a request has ended."""
+_HEADROOM = 0.95
+"""Share of an inter-token target that steps are planned to take."""
+_DRAIN_WINDOW_S = 5.0
+"""Window over which the speed of the held queue is measured; older times count less and less."""
+_MIN_DRAIN_S = 0.5
+"""Least holding time to be observed before that speed is trusted."""
+_BIAS_LIFE_S = 10.0
+"""Half-life of the error of earlier forecasts while no first token comes, of which it may be the
+cause.
+"""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class AdmissionRequest:
+    """A request at the gate. Times are seconds of one clock."""
+
+    prompts: Sequence[RoutingRequest]
+    arrival: float
+    targets: Targets = NO_TARGETS
+    tenant: str = ""
+    weight: float = 1.0
+    """Weight of the tenant."""
+    max_tokens: int = 1
+    """Most tokens to generate, over all prompts and samples."""
+    cost: float = 1.0
+    """Approximate tokens that the workers have to compute for it."""
+    to_compute: int = 0
+    """Prompt tokens of these."""
+    sent_at: float = 0.0
+    first_token_s: float | None = None
+    """Forecast when it was sent: time from then to its first token. None: unknown."""
+    hopeless_at: float = math.inf
+    """Time from which it would miss its target even if it were sent at once."""
+    is_sending: bool = field(default=False, repr=False)
+    """Whether it was released and is not yet counted in a worker's load."""
+
+
+class _Drain:
+    """Speed at which held requests leave, as cost per second."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+        self._cost = self._time_s = 0.0
+
+    def note(self, now: float, cost: float, *, is_holding: bool) -> None:
+        """Records cost that left just now; only times in which requests were held count."""
+        if self._at is not None and now > self._at:
+            kept = math.exp((self._at - now) / _DRAIN_WINDOW_S)
+            self._time_s = self._time_s * kept + now - self._at
+            self._cost *= kept
+        self._cost += cost
+        self._at = now if is_holding else None
+
+    @property
+    def per_s(self) -> float | None:
+        """The speed; None: not known yet."""
+        return self._cost / self._time_s if self._time_s >= _MIN_DRAIN_S else None
+
+
+class LatencyGate:
+    """Decides on every new request, and on the held ones whenever something changes.
+
+    - Refused at once: its predicted time to the first token is over its target. What it waits here
+      is part of that, as are the times by which earlier forecasts were wrong in the mean. Also, its
+      client asks for a tighter time between tokens than it is granted, and workers are too busy.
+    - Held: while targets are in force (`is_holding`), the workers have more than `ahead_s` of
+      prompts queued, or one request more would slow the tokens of running requests below the
+      tightest of their targets. Tenants take turns by what they cost (`TenantFairQueue`).
+    - Taken otherwise. Without a target nothing is refused here.
+
+    Workers' queues stay short, so whose turn it is waits about `ahead_s` however much others send.
+
+    Args:
+        forecaster: Predicts.
+        ahead_s: Prompts that workers may have queued, as time of all of them together.
+        is_holding: Somebody is known to have targets; without, nobody is held.
+    """
+
+    def __init__(
+        self,
+        forecaster: LatencyForecaster,
+        ahead_s: float,
+        is_holding: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._forecaster = forecaster
+        self._ahead_s = ahead_s
+        self._is_holding = is_holding
+        self._held: TenantFairQueue[AdmissionRequest] = TenantFairQueue()
+        self._hopeful: dict[AdmissionRequest, None] = {}
+        """Held requests that have a target, as an ordered set."""
+        self._drain = _Drain()
+        self._paces: Counter[float] = Counter()
+        """Targets between tokens of the running requests."""
+        self._num_sending = self._tokens_sending = 0
+        self._mean_output = _FIRST_OUTPUT_TOKENS
+        self.bias_s = 0.0
+        """Mean lateness of first tokens relative to the forecast."""
+        self._bias_at: float | None = None
+        """Time of its last change; if it was used since without a first token, of that use."""
+
+    @property
+    def num_held(self) -> int:
+        """Number of requests held here."""
+        return len(self._held)
+
+    def offer(self, ask: AdmissionRequest, now: float) -> bool:
+        """Decides on a new request.
+
+        Returns:
+            It may be sent: `sending`, `began` and `ended` follow. Otherwise it is held until
+            `release` names it, or `withdraw` takes it back.
+
+        Raises:
+            TargetUnattainable: A target would be missed.
+        """
+        self._fade_bias(now)
+        forecast = self._weigh(ask)
+        self._refuse_slow_pace(ask)
+        must_wait = self._is_holding() and (len(self._held) > 0 or not self._has_room(ask))
+        wait_s = self._wait_s(ask) if must_wait else 0.0
+        self._check(ask, forecast, now, wait_s)
+        if not must_wait:
+            self._let_through(ask, forecast, now)
+            return True
+        self._drain.note(now, 0.0, is_holding=True)
+        self._held.push(ask, ask.tenant, ask.cost, ask.weight)
+        target_s = ask.targets.first_token_s
+        if target_s is not None and forecast.first_token_s is not None:
+            ask.hopeless_at = ask.arrival + target_s - self._service_s(forecast.first_token_s)
+            self._hopeful[ask] = None
+        return False
+
+    def release(self, now: float) -> list[tuple[AdmissionRequest, TargetUnattainable | None]]:
+        """Held requests that leave now: to be sent, or with the error that refuses them."""
+        left: list[tuple[AdmissionRequest, TargetUnattainable | None]] = []
+        for late in [held for held in self._hopeful if now > held.hopeless_at]:
+            self.withdraw(late)
+            target_s = late.targets.first_token_s or 0.0
+            left.append((late, self._late(late, target_s + now - late.hopeless_at)))
+        while (ask := self._next(now)) is not None:
+            forecast = self._weigh(ask)
+            try:
+                self._refuse_slow_pace(ask)
+                self._check(ask, forecast, now, 0.0)
+            except TargetUnattainable as error:
+                left.append((ask, error))
+            else:
+                self._drain.note(now, ask.cost, is_holding=len(self._held) > 0)
+                self._let_through(ask, forecast, now)
+                left.append((ask, None))
+        return left
+
+    def _next(self, now: float) -> AdmissionRequest | None:
+        """Removes and returns the next request, if there is room for it."""
+        ask = self._held.head()
+        if ask is None:
+            return None
+        if self._is_holding() and not self._has_room(ask) and not self._lacks_own_pace(ask):
+            self._drain.note(now, 0.0, is_holding=True)
+            return None
+        self._held.pop()
+        self._hopeful.pop(ask, None)
+        return ask
+
+    def withdraw(self, ask: AdmissionRequest) -> None:
+        """Removes a held request that goes away unserved."""
+        self._held.remove(ask, ask.tenant)
+        self._hopeful.pop(ask, None)
+
+    def began(self, ask: AdmissionRequest) -> None:
+        """Notes that a released request is now in the workers' loads, or never will be."""
+        if ask.is_sending:
+            ask.is_sending = False
+            self._num_sending -= len(ask.prompts)
+            self._tokens_sending -= ask.to_compute
+
+    def ended(
+        self, ask: AdmissionRequest, first_token_at: float | None, num_generated: int
+    ) -> None:
+        """Notes that a released request is over.
+
+        Args:
+            ask: The request.
+            first_token_at: When it had its first token; None = it had none.
+            num_generated: Tokens, over its prompts and samples; 0 = nothing is to be learned.
+        """
+        self.began(ask)
+        pace_s = ask.targets.pace_s
+        if pace_s is not None:
+            self._paces[pace_s] -= 1
+            if not self._paces[pace_s]:
+                del self._paces[pace_s]
+        if first_token_at is not None and ask.first_token_s is not None:
+            error_s = first_token_at - ask.sent_at - ask.first_token_s
+            self.bias_s += _SMOOTHING * (error_s - self.bias_s)
+            self._bias_at = None
+        if num_generated:
+            self._mean_output += _SMOOTHING * (num_generated - self._mean_output)
+
+    def first_token_s(self) -> float | None:
+        """Forecast for a short prompt of a new tenant, sent now; None: unknown."""
+        backlog_s = self._forecaster.backlog_s()
+        if backlog_s is None:
+            return None
+        return self._service_s(min(backlog_s, self._ahead_s) if self._is_holding() else backlog_s)
+
+    # -- internals -------------------------------------------------------------------------------
+
+    def _fade_bias(self, now: float) -> None:
+        if self._bias_at is None:
+            self._bias_at = now
+        elif now >= self._bias_at + _BIAS_LIFE_S:
+            self.bias_s *= 0.5 ** ((now - self._bias_at) / _BIAS_LIFE_S)
+            self._bias_at = now
+
+    def _weigh(self, ask: AdmissionRequest) -> Forecast:
+        """Forecasts the slowest of its prompts; records the cost of the request."""
+        forecasts = [self._forecaster.forecast(prompt) for prompt in ask.prompts]
+        if not ask.is_sending:
+            ask.to_compute = sum(forecast.to_compute for forecast in forecasts)
+            ask.cost = ask.to_compute + min(ask.max_tokens, self._mean_output)
+        return max(forecasts, key=lambda forecast: forecast.first_token_s or 0.0)
+
+    def _has_room(self, ask: AdmissionRequest) -> bool:
+        is_by_owner = any(prompt.is_computed_anew for prompt in ask.prompts)
+        spare = self._forecaster.spare_tokens(self._ahead_s, is_by_owner=is_by_owner)
+        if spare <= self._tokens_sending:
+            return False
+        own_s = ask.targets.between_tokens_s
+        pace_s = min(self._paces, default=math.inf)
+        pace_s = pace_s if own_s is None else min(own_s, pace_s)
+        if pace_s == math.inf:
+            return True
+        spare = self._forecaster.spare_requests(_HEADROOM * pace_s)
+        return spare >= self._num_sending + len(ask.prompts)
+
+    def _wait_s(self, ask: AdmissionRequest) -> float:
+        """Expected holding time of a request."""
+        before = self._held.cost_before(ask.tenant, ask.cost, ask.weight)
+        rate = self._drain.per_s or self._forecaster.tokens_per_s()
+        return before / rate if rate else 0.0
+
+    def _service_s(self, forecast_s: float) -> float:
+        return max(0.0, forecast_s + self.bias_s)
+
+    def _check(self, ask: AdmissionRequest, forecast: Forecast, now: float, wait_s: float) -> None:
+        if ask.targets.first_token_s is None or forecast.first_token_s is None:
+            return
+        predicted_s = now - ask.arrival + wait_s + self._service_s(forecast.first_token_s)
+        if predicted_s > ask.targets.first_token_s:
+            raise self._late(ask, predicted_s)
+
+    def _late(self, ask: AdmissionRequest, predicted_s: float) -> TargetUnattainable:
+        target_s = ask.targets.first_token_s or 0.0
+        return TargetUnattainable(
+            f"the first token would come after about {predicted_s:.2f} s, and the target is "
+            f"{target_s:g} s; send the request again later",
+            stage="admit",
+            retry_after_s=min(_MAX_RETRY_S, max(_MIN_RETRY_S, predicted_s - target_s)),
+        )
+
+    def _refuse_slow_pace(self, ask: AdmissionRequest) -> None:
+        """Refuses a request for which even an idle worker is too slow, or which would keep others
+        waiting for a pace that it is not granted.
+        """
+        pace_s, least_s = ask.targets.between_tokens_s, self._forecaster.least_step_s()
+        if pace_s is not None and least_s is not None and least_s > pace_s:
+            raise TargetUnattainable(
+                f"tokens come every {least_s * 1e3:.1f} ms at best, and the target is "
+                f"{pace_s * 1e3:g} ms",
+                stage="admit",
+                retry_after_s=_MAX_RETRY_S,
+            )
+        if pace_s is not None and self._lacks_own_pace(ask):
+            raise TargetUnattainable(
+                f"workers are too busy for a token every {pace_s * 1e3:g} ms; send the request "
+                "again later",
+                stage="admit",
+                retry_after_s=_MIN_RETRY_S,
+            )
+
+    def _lacks_own_pace(self, ask: AdmissionRequest) -> bool:
+        """Whether it would have to wait for a pace that it asks for beyond what it is granted."""
+        own_s = ask.targets.between_tokens_s
+        if own_s is None or own_s == ask.targets.pace_s or not self._is_holding():
+            return False
+        spare = self._forecaster.spare_requests(_HEADROOM * own_s)
+        return spare < self._num_sending + len(ask.prompts)
+
+    def _let_through(self, ask: AdmissionRequest, forecast: Forecast, now: float) -> None:
+        ask.sent_at, ask.first_token_s = now, forecast.first_token_s
+        ask.is_sending = True
+        self._num_sending += len(ask.prompts)
+        self._tokens_sending += ask.to_compute
+        if ask.targets.pace_s is not None:
+            self._paces[ask.targets.pace_s] += 1

@@ -1,0 +1,1 @@
+"""What clients call: a folder for each dialect, and what dialects share."""

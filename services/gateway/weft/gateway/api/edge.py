@@ -1,0 +1,113 @@
+"""Code at the gRPC border that both faces share."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from weft.common.telemetry.logging import request_id as current_request_id
+from weft.gateway.admission.authenticate import current_tenant
+from weft.gateway.admission.keys import Tenant
+from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
+from weft.gateway.validate import invalid
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_ID_KEY = "x-weft-request-id"
+_CONTENT_TYPE_KEY = "weft-content-type"
+_CLIENT_ID_KEY = "x-request-id"
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+"""Client ids accepted for logs; the REST edge lets through the same."""
+ROUTING_KEY = "x-routing-key"
+"""Metadata key, and header of the REST edge: requests with the same value belong together."""
+TTFT_TARGET = "x-ttft-target-ms"
+ITL_TARGET = "x-itl-target-ms"
+"""Name of the metadata with the inter-token latency target, in milliseconds."""
+_NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """Facts about a request taken from the call itself."""
+
+    request_id: str
+    client_request_id: str
+    """Id given by the client or the REST edge; empty: none that is usable."""
+    timeout_s: float | None
+    """Time left on the call; None: no deadline."""
+    traceparent: str
+    """Trace context; well-formed, or empty."""
+    tenant: Tenant | None
+    """Tenant of the call; None: the gateway asks for no API keys."""
+    routing_key: str = ""
+    """Value of the metadata `x-routing-key`; empty: none."""
+    targets: Targets = NO_TARGETS
+    """Targets from the metadata `x-ttft-target-ms` and `x-itl-target-ms`."""
+
+
+def call_facts(context: Context, prefix: str) -> CallFacts:
+    """Names a new request and reads its call's deadline, trace context and client metadata.
+
+    However the call ends, its trailer has the new name.
+
+    Args:
+        context: Context of the call.
+        prefix: Of the request id, such as "chatcmpl".
+
+    Raises:
+        InvalidRequest: A latency target of the metadata is no number.
+    """
+    request_id = f"{prefix}-{secrets.token_hex(16)}"
+    current_request_id.set(request_id)
+    context.set_trailing_metadata(((_ID_KEY, request_id),))
+    traceparent = client_request_id = routing_key = ""
+    targets: dict[str, float] = {}
+    for key, value in context.invocation_metadata() or ():
+        if not isinstance(value, str):
+            continue
+        if key == "traceparent" and _TRACEPARENT.fullmatch(value):
+            traceparent = value
+        elif key == _CLIENT_ID_KEY and _CLIENT_ID.fullmatch(value):
+            client_request_id = value
+        elif key == ROUTING_KEY:
+            routing_key = value
+        elif key in (TTFT_TARGET, ITL_TARGET):
+            targets[key] = _milliseconds(key, value)
+    return CallFacts(
+        request_id,
+        client_request_id,
+        context.time_remaining(),
+        traceparent,
+        current_tenant.get(),
+        routing_key,
+        Targets(targets.get(TTFT_TARGET), targets.get(ITL_TARGET)),
+    )
+
+
+def _milliseconds(key: str, text: str) -> float:
+    """Parses a metadata value in milliseconds; returns seconds."""
+    if not _NUMBER.fullmatch(text):
+        raise invalid(key, "must be a number of milliseconds")
+    return float(text) / 1e3
+
+
+async def begin_answer(
+    context: Context,
+    request_id: str,
+    content_type: str = "",
+    headers: tuple[tuple[str, str], ...] = (),
+) -> None:
+    """Sends the request's name ahead of its answer; from now on it is not sent to another gateway.
+
+    Args:
+        context: Context of the call.
+        request_id: That name.
+        content_type: Type of an answer for the REST edge, which keeps event streams alive.
+        headers: More that the client is told.
+    """
+    kind = ((_CONTENT_TYPE_KEY, content_type),) if content_type else ()
+    await context.send_initial_metadata(((_ID_KEY, request_id), *kind, *headers))

@@ -1,0 +1,1 @@
+"""The typed gRPC service, `weft.v1.GatewayService`."""

@@ -1,0 +1,426 @@
+"""The typed gRPC face: weft.v1.GatewayService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import chain
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from weft.common.rpc.breaker import BreakerState
+from weft.engine.request import Constraint
+from weft.gateway.admission.authenticate import current_tenant
+from weft.gateway.admission.slo.targets import Targets
+from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts
+from weft.gateway.api.end_session import end_session
+from weft.gateway.api.tools import (
+    NO_TOOLS,
+    Tool,
+    ToolUse,
+    check_tools,
+    json_object,
+    past_call,
+    use_tools,
+)
+from weft.gateway.catalogue import Catalogue, ResolvedModel, Served
+from weft.gateway.fleet.fleet import Fleet
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.generation.prompt_scores import PromptScores
+from weft.gateway.generation.stream import Delta, TokenStream
+from weft.gateway.request import (
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    Stopping,
+    TextPrompt,
+    TokenPrompt,
+)
+from weft.gateway.text.answer import AnswerParser, AnswerPart, joined
+from weft.gateway.text.answer.make import parser_maker
+from weft.gateway.validate import check_ids, check_not_streamed, invalid
+from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+_BREAKER_STATES = {
+    BreakerState.CLOSED: gateway_pb2.BREAKER_STATE_CLOSED,
+    BreakerState.OPEN: gateway_pb2.BREAKER_STATE_OPEN,
+    BreakerState.HALF_OPEN: gateway_pb2.BREAKER_STATE_HALF_OPEN,
+}
+_TOOL_CHOICES = {
+    gateway_pb2.TOOL_MODE_UNSPECIFIED: "auto",
+    gateway_pb2.TOOL_MODE_AUTO: "auto",
+    gateway_pb2.TOOL_MODE_NONE: "none",
+    gateway_pb2.TOOL_MODE_REQUIRED: "required",
+}
+AnyRequest = gateway_pb2.ChatRequest | gateway_pb2.CompleteRequest
+
+
+class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
+    """Converts typed requests, and deltas back. Has no logic of its own."""
+
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        models: Catalogue,
+        fleet: Fleet,
+        adapters: AdapterCalls,
+        max_body_bytes: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._models = models
+        self._fleet = fleet
+        self._adapters = adapters
+        self._max_body_bytes = max_body_bytes
+
+    async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
+        """See gateway.proto."""
+        self._check_size(request)
+        tools, use = _tool_use(request)
+        prompt = ChatPrompt(messages=_messages(request.messages), tools=tools)
+        translated = _translate(request, call_facts(context, "chatcmpl"), prompt, use)
+        await self._answer(translated, request.stream, context, gateway_pb2.ChatResponse)
+
+    async def Complete(self, request: gateway_pb2.CompleteRequest, context: Context) -> None:  # type: ignore[override]
+        """See gateway.proto."""
+        self._check_size(request)
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise invalid("prompt", "give a text or token_ids")
+        prompt: Prompt = (
+            TextPrompt(text=request.text)
+            if kind == "text"
+            else TokenPrompt(ids=tuple(request.token_ids.ids))
+        )
+        translated = _translate(request, call_facts(context, "cmpl"), prompt)
+        await self._answer(translated, request.stream, context, gateway_pb2.CompleteResponse)
+
+    async def _answer(
+        self,
+        request: GenerateRequest,
+        is_streamed: bool,
+        context: Context,
+        response: type[gateway_pb2.ChatResponse] | type[gateway_pb2.CompleteResponse],
+    ) -> None:
+        created = Timestamp()
+        created.GetCurrentTime()
+        async with self._pipeline.open(request) as stream:
+            model, make_parser = stream.model, None
+            if isinstance(request.prompts[0], ChatPrompt):
+                make_parser = parser_maker(request, stream.texts, stream.generations[0].prompt)
+            choices = _Choices(make_parser)
+            scores = stream.generations[0].prompt_scores
+            await begin_answer(context, request.request_id, headers=stream.headers)
+            collected: dict[int, list[Delta]] = {}
+            while deltas := await stream.next_deltas():
+                if is_streamed:
+                    await context.write(
+                        response(
+                            request_id=request.request_id,
+                            model=model,
+                            create_time=created,
+                            choices=[choices.of([delta]) for delta in deltas],
+                        )
+                    )
+                else:
+                    for delta in deltas:
+                        collected.setdefault(delta.sample, []).append(delta)
+            await stream.settle()
+            last = response(
+                request_id=request.request_id,
+                model=model,
+                create_time=created,
+                choices=[choices.of(collected[index], scores) for index in sorted(collected)],
+                usage=stream.usage(),
+                timeline=_timeline(stream),
+            )
+        await context.write(last)
+
+    def _check_size(self, request: AnyRequest) -> None:
+        if request.ByteSize() > self._max_body_bytes:
+            raise invalid("request", f"larger than {self._max_body_bytes} bytes")
+
+    async def Tokenize(
+        self, request: gateway_pb2.TokenizeRequest, context: Context
+    ) -> gateway_pb2.TokenizeResponse:
+        """See gateway.proto."""
+        meant = await self._models.find(request.model)
+        prompt: Prompt
+        if request.messages and request.text:
+            raise invalid("text", "contradicts messages: give one of text and messages")
+        if request.messages:
+            prompt = ChatPrompt(messages=_messages(request.messages))
+        else:
+            add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            prompt = TextPrompt(text=request.text, add_special_tokens=add)
+        ids = await meant.served.preparer.tokenize(await self._models.texts(meant), prompt)
+        return gateway_pb2.TokenizeResponse(
+            tokens=common_pb2.TokenIds(ids=ids), max_context_tokens=meant.served.context_tokens
+        )
+
+    async def Detokenize(
+        self, request: gateway_pb2.DetokenizeRequest, context: Context
+    ) -> gateway_pb2.DetokenizeResponse:
+        """See gateway.proto."""
+        meant = await self._models.find(request.model)
+        texts = await self._models.texts(meant)
+        check_ids("tokens", request.tokens.ids, texts.vocabulary_size)
+        (text,) = await meant.served.preparer.detokenize(texts, [request.tokens.ids])
+        return gateway_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, request: gateway_pb2.ListModelsRequest, context: Context
+    ) -> gateway_pb2.ListModelsResponse:
+        """See gateway.proto."""
+        described: list[gateway_pb2.Model] = []
+        for served in self._models:
+            adapters = self._models.adapters_of(served)
+            described += [_describe(served), *(_describe_adapter(one) for one in adapters)]
+        return gateway_pb2.ListModelsResponse(models=described)
+
+    async def GetModel(
+        self, request: gateway_pb2.GetModelRequest, context: Context
+    ) -> gateway_pb2.GetModelResponse:
+        """See gateway.proto."""
+        meant = await self._models.named(request.model)
+        is_base = meant.entry is None
+        model = _describe(meant.served) if is_base else _describe_adapter(meant)
+        return gateway_pb2.GetModelResponse(model=model)
+
+    async def Cancel(
+        self, request: gateway_pb2.CancelRequest, context: Context
+    ) -> gateway_pb2.CancelResponse:
+        """See gateway.proto."""
+        found = self._pipeline.cancel(request.request_id, current_tenant.get())
+        return gateway_pb2.CancelResponse(found=found)
+
+    async def LoadAdapter(
+        self, request: gateway_pb2.LoadAdapterRequest, context: Context
+    ) -> gateway_pb2.LoadAdapterResponse:
+        """See gateway.proto."""
+        self._adapters.check_caller()
+        return await self._adapters.load(request, context)
+
+    async def UnloadAdapter(
+        self, request: gateway_pb2.UnloadAdapterRequest, context: Context
+    ) -> gateway_pb2.UnloadAdapterResponse:
+        """See gateway.proto."""
+        self._adapters.check_caller()
+        return await self._adapters.unload(request, context)
+
+    async def ListAdapters(
+        self, request: gateway_pb2.ListAdaptersRequest, context: Context
+    ) -> gateway_pb2.ListAdaptersResponse:
+        """See gateway.proto."""
+        return await self._adapters.list(request, context)
+
+    async def EndSession(
+        self, request: gateway_pb2.EndSessionRequest, context: Context
+    ) -> gateway_pb2.EndSessionResponse:
+        """See gateway.proto."""
+        num_told = end_session(self._fleet, request.session_id, request.cache_salt)
+        return gateway_pb2.EndSessionResponse(workers=num_told)
+
+    async def GetFleet(
+        self, request: gateway_pb2.GetFleetRequest, context: Context
+    ) -> gateway_pb2.GetFleetResponse:
+        """See gateway.proto."""
+        now = asyncio.get_running_loop().time()
+        response = gateway_pb2.GetFleetResponse(load=self._pipeline.load())
+        for worker in self._fleet.workers():
+            problem = worker.problem(now)
+            response.workers.add(
+                worker_id="" if worker.info is None else worker.info.worker_id,
+                address=worker.endpoint.address,
+                role=worker.endpoint.role,
+                healthy=not problem,
+                problem=problem,
+                breaker=_BREAKER_STATES[worker.breaker.state(now)],
+                consecutive_failures=worker.breaker.num_failures,
+                model=worker.model,
+            )
+        return response
+
+
+def _describe(served: Served) -> gateway_pb2.Model:
+    problem = served.problem()
+    return gateway_pb2.Model(
+        name=served.model.name,
+        create_time=Timestamp(seconds=served.model.created),
+        max_context_tokens=served.context_tokens,
+        ready=not problem,
+        problem=problem,
+    )
+
+
+def _describe_adapter(meant: ResolvedModel) -> gateway_pb2.Model:
+    entry, adapter = meant.entry, meant.adapter
+    assert entry is not None
+    assert adapter is not None
+    problem = meant.served.adapter_problem(adapter)
+    return gateway_pb2.Model(
+        name=entry.name,
+        create_time=Timestamp(seconds=int(entry.created)),
+        max_context_tokens=meant.served.context_tokens,
+        parent=entry.model,
+        ready=not problem,
+        problem=problem,
+    )
+
+
+def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, Any], ...]:
+    translated: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not message.role:
+            raise invalid(f"{where}.role", "is empty; give user, assistant or system")
+        given: dict[str, Any] = {"name": message.name, "tool_call_id": message.tool_call_id}
+        if message.tool_calls:
+            given["tool_calls"] = [
+                past_call(call.id, call.name, call.arguments) for call in message.tool_calls
+            ]
+        more = {name: value for name, value in given.items() if value}
+        translated.append({"role": message.role, "content": message.content, **more})
+    return tuple(translated)
+
+
+def _tools(tools: Sequence[gateway_pb2.Tool]) -> tuple[Tool, ...]:
+    """Tools in OpenAI's form."""
+    translated: list[Tool] = []
+    for index, tool in enumerate(tools):
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description:
+            function["description"] = tool.description
+        if tool.parameters:
+            where = f"tools[{index}].parameters"
+            function["parameters"] = json_object(tool.parameters, where)
+        translated.append({"type": "function", "function": function})
+    return check_tools(translated)
+
+
+def _tool_use(request: gateway_pb2.ChatRequest) -> tuple[tuple[Tool, ...], ToolUse]:
+    """The tools that the model is told of, and their use."""
+    choice = request.tool_choice
+    mode = _TOOL_CHOICES.get(choice.mode)
+    if mode is None:
+        raise invalid("tool_choice.mode", f"{choice.mode} is not a mode")
+    tools = () if mode == "none" else _tools(request.tools)
+    most = 1 if choice.single else None
+    return tools, use_tools(tools, choice.name or mode, is_named=bool(choice.name), most=most)
+
+
+def _translate(
+    request: AnyRequest, facts: CallFacts, prompt: Prompt, use: ToolUse = NO_TOOLS
+) -> GenerateRequest:
+    """Converts the requests of this face."""
+    sampling = _sampling(request.sampling)
+    if sampling.constraint is not None and use.calls is not None:
+        raise invalid(
+            "sampling.constraint", "contradicts tools; set the mode of tool_choice to NONE"
+        )
+    if use.constraint is not None:
+        sampling = replace(sampling, constraint=use.constraint)
+    wants_scores = request.HasField("prompt_logprobs")
+    if wants_scores:
+        check_not_streamed("prompt_logprobs", request.stream)
+    timeout_s = facts.timeout_s
+    if request.HasField("timeout"):
+        given_s = request.timeout.ToNanoseconds() / 1e9
+        timeout_s = given_s if timeout_s is None else min(timeout_s, given_s)
+    return GenerateRequest(
+        request_id=facts.request_id,
+        client_request_id=facts.client_request_id,
+        model=request.model,
+        prompts=(prompt,),
+        sampling=sampling,
+        stopping=_stopping(request.stop),
+        top_logprobs=request.logprobs.top_logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs.top_logprobs if wants_scores else None,
+        calls=use.calls,
+        constraint_param="sampling.constraint" if use.constraint is None else use.param,
+        timeout_s=timeout_s,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        routing_key=facts.routing_key or request.session_id,
+        session_id=request.session_id,
+        ends_session=request.end_session,
+        traceparent=facts.traceparent,
+        targets=_targets(request.targets).over(facts.targets),
+        tenant=facts.tenant,
+    )
+
+
+def _targets(given: gateway_pb2.LatencyTargets) -> Targets:
+    seconds = {field.name: value.ToNanoseconds() / 1e9 for field, value in given.ListFields()}
+    return Targets(seconds.get("first_token"), seconds.get("between_tokens"))
+
+
+def _sampling(given: common_pb2.SamplingParams) -> Sampling:
+    apart = ("logit_bias", "constraint")
+    fields: dict[str, Any] = {
+        field.name: value for field, value in given.ListFields() if field.name not in apart
+    }
+    constraint = _constraint(given.constraint) if given.HasField("constraint") else None
+    return Sampling(**fields, logit_bias=dict(given.logit_bias), constraint=constraint)
+
+
+def _constraint(given: common_pb2.Constraint) -> Constraint:
+    kind = given.WhichOneof("kind")
+    if kind is None:
+        raise invalid("sampling.constraint", "give json_schema, regex, ebnf or choice")
+    if kind == "choice":
+        return Constraint(kind=kind, choices=tuple(given.choice.choices))
+    return Constraint(kind=kind, text=getattr(given, kind))
+
+
+def _stopping(given: common_pb2.StopCriteria) -> Stopping:
+    return Stopping(
+        max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
+        min_tokens=given.min_tokens,
+        stops=tuple(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+        ignore_eos=given.ignore_eos,
+        include_stop=given.include_stop_in_output,
+    )
+
+
+class _Choices:
+    """Makes choices of deltas, whose text is parsed if there is a parser for it."""
+
+    def __init__(self, make_parser: Callable[[], AnswerParser] | None) -> None:
+        self._make_parser = make_parser
+        self._parsers: dict[int, AnswerParser] = {}
+
+    def of(self, deltas: Sequence[Delta], scores: PromptScores | None = None) -> gateway_pb2.Choice:
+        """What consecutive deltas of one sample add. Its text is set once: a message keeps the
+        memory of each text that a field of it ever had.
+        """
+        sample, text = deltas[0].sample, "".join([delta.text for delta in deltas])
+        reason = deltas[-1].finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED
+        part = AnswerPart(content=text)
+        if self._make_parser is not None:
+            parser = self._parsers.get(sample)
+            if parser is None:
+                parser = self._parsers[sample] = self._make_parser()
+            part = parser.push(text, is_last=deltas[-1].finish_reason is not None)
+            if reason == common_pb2.FINISH_REASON_STOP and parser.has_called:
+                reason = common_pb2.FINISH_REASON_TOOL_CALLS
+        return gateway_pb2.Choice(
+            index=sample,
+            text=part.content,
+            token_ids=chain.from_iterable(delta.ids for delta in deltas),
+            logprobs=chain.from_iterable(delta.logprobs for delta in deltas),
+            finish_reason=reason,
+            prompt_logprobs=() if scores is None else scores.entries,
+            reasoning=part.reasoning,
+            tool_calls=[
+                gateway_pb2.ToolCall(**asdict(call))
+                for call in (joined(part.calls) if len(deltas) > 1 else part.calls)
+            ],
+        )
+
+
+def _timeline(stream: TokenStream) -> common_pb2.Timeline:
+    return stream.timelines()[0]

@@ -1,0 +1,373 @@
+"""Conversion of deltas to OpenAI's JSON: whole answers, and server-sent events from pre-encoded
+pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+from google.protobuf.json_format import MessageToDict
+from weft.gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
+from weft.gateway.api.openai.prompt_logprobs import PromptLogprobs
+from weft.gateway.generation.stream import Delta
+from weft.gateway.text.answer import AnswerParser, CallPart, joined
+from weft.gateway.text.vocabulary import Vocabulary
+from weft.v1 import common_pb2
+
+DONE = b"data: [DONE]\n\n"
+_PART_ITEMS = 256
+"""Most items of a list that are encoded at once, where lists may be very long."""
+_FINISH = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "abort",
+}
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def to_json(value: object) -> bytes:
+    """Serialises a value as compact JSON in UTF-8."""
+    return _encode(value).encode()
+
+
+def large_to_json(value: object) -> bytes:
+    """As `to_json`, but lets other threads run in between: the encoder holds Python's lock for the
+    whole of a value.
+    """
+    if isinstance(value, dict):
+        items = [to_json(key) + b":" + large_to_json(item) for key, item in value.items()]
+        return b"{" + b",".join(items) + b"}"
+    if isinstance(value, list) and len(value) > _PART_ITEMS:
+        starts = range(0, len(value), _PART_ITEMS)
+        return b"[" + b",".join([to_json(value[i : i + _PART_ITEMS])[1:-1] for i in starts]) + b"]"
+    return to_json(value)
+
+
+def usage_json(usage: common_pb2.Usage) -> dict[str, object]:
+    """Builds OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+    }
+
+
+def weft_json(
+    request_id: str, trace_id: str, timelines: Sequence[common_pb2.Timeline]
+) -> dict[str, object]:
+    """The extension object requested by `weft_timeline`."""
+    shown = [
+        MessageToDict(
+            timeline,
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
+        )
+        for timeline in timelines
+    ]
+    extension: dict[str, object] = {"request_id": request_id, "timeline": shown[0]}
+    if trace_id:
+        extension["trace_id"] = trace_id
+    if len(shown) > 1:
+        extension["timelines"] = shown
+    return extension
+
+
+class AnswerWriter(ABC):
+    """Writes one request's answer, streamed or whole."""
+
+    object_name: str
+    chunk_name: str
+
+    def __init__(
+        self, request_id: str, model: str, vocabulary: Vocabulary, *, include_usage: bool = False
+    ) -> None:
+        """Prepares the constant parts.
+
+        Args:
+            request_id: Request id of the answer.
+            model: Served name.
+            vocabulary: For log-probabilities.
+            include_usage: Every chunk has a `usage` field, null until the last.
+        """
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """What a whole answer shows of its prompts' tokens; None: nothing."""
+        self.prompt_ids: Sequence[Sequence[int]] | None = None
+        """Each prompt's token ids, where the answer shows them and its own; None: neither."""
+        self._vocabulary = vocabulary
+        self._created = int(time.time())
+        self._request_id = request_id
+        self._model = model
+        self._head = b"data: " + to_json(self._frame(self.chunk_name))[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def _frame(self, name: str) -> dict[str, object]:
+        return {
+            "id": self._request_id,
+            "object": name,
+            "created": self._created,
+            "model": self._model,
+        }
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """Encodes deltas as consecutive events."""
+        return b"".join([self._event(delta) for delta in deltas])
+
+    @abstractmethod
+    def _event(self, delta: Delta) -> bytes: ...
+
+    def last_event(self, fields: Mapping[str, object]) -> bytes:
+        """An event without choices, with the given fields."""
+        frame = {**self._frame(self.chunk_name), "choices": [], **fields}
+        return b"data: " + to_json(frame) + b"\n\n"
+
+    def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
+        """Builds a whole answer.
+
+        Args:
+            deltas: One for each sample, in order, complete.
+            fields: More fields: usage, extensions.
+        """
+        is_large = self.prompt_logprobs is not None or self.prompt_ids is not None
+        encode = large_to_json if is_large else to_json
+        # One by one: the encoder holds Python's lock for the whole of a value.
+        choices = b",".join([encode(self._choice(delta)) for delta in deltas])
+        head = to_json(self._frame(self.object_name))[:-1]
+        more = b"," + encode(fields)[1:] if fields else b"}"
+        return b"".join((head, b',"choices":[', choices, b"]", more))
+
+    @abstractmethod
+    def _choice(self, delta: Delta) -> dict[str, object]: ...
+
+    def _has_rare(self, delta: Delta) -> bool:
+        """Whether a delta's event has more than text and a reason to finish."""
+        return bool(delta.logprobs) or (self.prompt_ids is not None and bool(delta.ids))
+
+    def _ids(self, delta: Delta) -> dict[str, object]:
+        return {} if self.prompt_ids is None else {"token_ids": list(delta.ids)}
+
+
+class ChatWriter(AnswerWriter):
+    """Writes chat.completion and chat.completion.chunk objects."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        include_usage: bool = False,
+        make_parser: Callable[[], AnswerParser] | None = None,
+    ) -> None:
+        """Prepares the constant parts.
+
+        Args:
+            request_id: As in `AnswerWriter`.
+            model: As in `AnswerWriter`.
+            vocabulary: As in `AnswerWriter`.
+            include_usage: As in `AnswerWriter`.
+            make_parser: Makes what takes a sample's text apart; None: all of it is content.
+        """
+        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
+        self._make_parser = make_parser
+        self._parsers: dict[int, AnswerParser] = {}
+        self._prefixes: dict[int, bytes] = {}
+        self._suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
+
+    def _event(self, delta: Delta) -> bytes:
+        prefix = self._prefixes.get(delta.sample)
+        opening = b""
+        if prefix is None:
+            prefix, opening = self._open(delta.sample)
+        if self._make_parser is not None:
+            body = self._parsed(delta, self._make_parser)
+        elif self._has_rare(delta):
+            body = self._whole_event(delta, {"content": delta.text})
+        elif delta.text:
+            body = prefix + b'"content":' + _encode(delta.text).encode() + self._suffix
+        else:
+            body = b""
+        if delta.finish_reason is None:
+            return opening + body
+        end = _end(self._finish(delta), delta)
+        return b"".join((opening, body, prefix, b'},"logprobs":null,', end, self._tail))
+
+    def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
+        """See `AnswerWriter.whole`."""
+        if self.prompt_logprobs is not None:
+            fields = {**fields, **self.prompt_logprobs.of_chat()}
+        if self.prompt_ids is not None:
+            fields = {**fields, "prompt_token_ids": list(self.prompt_ids[0])}
+        return super().whole(deltas, fields)
+
+    def _open(self, index: int) -> tuple[bytes, bytes]:
+        """Builds the prefix of a choice's events, and its first event."""
+        prefix = self._head + b'{"index":%d,"delta":{' % index
+        tail = self._suffix
+        if self.prompt_ids is not None and not self._prefixes:
+            ids = to_json(list(self.prompt_ids[0]))
+            tail = self._suffix.removesuffix(self._tail) + b'],"prompt_token_ids":' + ids
+            tail += self._tail[1:]
+        self._prefixes[index] = prefix
+        return prefix, prefix + b'"role":"assistant","content":"","refusal":null' + tail
+
+    def _parsed(self, delta: Delta, make_parser: Callable[[], AnswerParser]) -> bytes:
+        parser = self._parsers.get(delta.sample)
+        if parser is None:
+            parser = self._parsers[delta.sample] = make_parser()
+        part = parser.push(delta.text, is_last=delta.finish_reason is not None)
+        added: dict[str, object] = {}
+        if part.reasoning:
+            added["reasoning_content"] = part.reasoning
+        if part.content:
+            added["content"] = part.content
+        if part.calls:
+            added["tool_calls"] = [_call_delta(call) for call in part.calls]
+        return self._whole_event(delta, added) if added or self._has_rare(delta) else b""
+
+    def _finish(self, delta: Delta) -> str:
+        reason = delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED
+        parser = self._parsers.get(delta.sample)
+        if reason == common_pb2.FINISH_REASON_STOP and parser is not None and parser.has_called:
+            return "tool_calls"
+        return _FINISH.get(reason, "stop")
+
+    def _whole_event(self, delta: Delta, added: Mapping[str, object]) -> bytes:
+        """An event that has all that there may be, but for a reason to finish."""
+        logprobs = chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
+        choice = {
+            "index": delta.sample,
+            "delta": added,
+            "logprobs": logprobs,
+            "finish_reason": None,
+            **self._ids(delta),
+        }
+        return self._head + to_json(choice) + self._tail
+
+    def _choice(self, delta: Delta) -> dict[str, object]:
+        return {
+            "index": delta.sample,
+            "message": {"role": "assistant", **self._message(delta)},
+            "logprobs": (
+                chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
+            ),
+            "finish_reason": self._finish(delta),
+            "stop_reason": delta.stop_reason,
+            **self._ids(delta),
+        }
+
+    def _message(self, delta: Delta) -> dict[str, object]:
+        """The message of a sample's whole text, but for its role."""
+        if self._make_parser is None:
+            return {"content": delta.text, "refusal": None}
+        parser = self._parsers[delta.sample] = self._make_parser()
+        part = parser.push(delta.text, is_last=True)
+        has_text = bool(part.content) or not part.calls
+        message: dict[str, object] = {
+            "content": part.content if has_text else None,
+            "refusal": None,
+        }
+        if part.reasoning:
+            message["reasoning_content"] = part.reasoning
+        if part.calls:
+            message["tool_calls"] = [_call(call) for call in joined(part.calls)]
+        return message
+
+
+def _end(finish_reason: str, delta: Delta) -> bytes:
+    """What a choice's last event has more than others, and the end of the choice."""
+    reasons = (_encode(finish_reason).encode(), _encode(delta.stop_reason).encode())
+    return b'"finish_reason":%b,"stop_reason":%b}' % reasons
+
+
+def _call(call: CallPart) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta(call: CallPart) -> dict[str, object]:
+    if call.id:
+        return {"index": call.index, **_call(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+class CompletionWriter(AnswerWriter):
+    """Writes text_completion objects, whole and streamed."""
+
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        include_usage: bool = False,
+        echoes: Sequence[str] = (),
+        samples_per_prompt: int = 1,
+    ) -> None:
+        """Prepares the constant parts.
+
+        Args:
+            request_id: Request id of the answer.
+            model: Served name.
+            vocabulary: For log-probabilities.
+            include_usage: As in `AnswerWriter`.
+            echoes: Text of each prompt, to begin its choices with; empty = no echo.
+            samples_per_prompt: Choices of each prompt.
+        """
+        super().__init__(request_id, model, vocabulary, include_usage=include_usage)
+        self._echoes = echoes
+        self._samples_per_prompt = samples_per_prompt
+        self._offsets: dict[int, int] = {}
+
+    def _event(self, delta: Delta) -> bytes:
+        if self._has_rare(delta) or delta.sample not in self._offsets:
+            return self._head + to_json(self._choice(delta)) + self._tail
+        end = b'"finish_reason":null}'
+        if delta.finish_reason is not None:
+            end = _end(_FINISH.get(delta.finish_reason, "stop"), delta)
+        return b"".join(
+            (
+                self._head,
+                b'{"index":%d,"text":' % delta.sample,
+                _encode(delta.text).encode(),
+                b',"logprobs":null,',
+                end,
+                self._tail,
+            )
+        )
+
+    def _choice(self, delta: Delta) -> dict[str, object]:
+        offset = self._offsets.get(delta.sample)
+        number, echo = delta.sample // self._samples_per_prompt, ""
+        is_first = offset is None
+        if offset is None:
+            echo = self._echoes[number] if self._echoes else ""
+            offset = len(echo)
+        logprobs = None
+        if delta.logprobs:
+            logprobs, offset = completion_logprobs(self._vocabulary, delta.logprobs, offset)
+        self._offsets[delta.sample] = offset
+        reason = delta.finish_reason
+        choice: dict[str, object] = {
+            "index": delta.sample,
+            "text": echo + delta.text,
+            "logprobs": logprobs,
+            "finish_reason": None if reason is None else _FINISH.get(reason, "stop"),
+            **self._ids(delta),
+        }
+        if reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self.prompt_ids is not None and is_first:
+            choice["prompt_token_ids"] = list(self.prompt_ids[number])
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.add_to_choice(choice, number, echo)
+        return choice

@@ -1,0 +1,97 @@
+"""Extracts the constraint of a body from OpenAI's field or one of vLLM's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from weft.engine.request import Constraint
+from weft.gateway.api.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
+from weft.gateway.validate import invalid, unsupported
+
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
+_UNSUPPORTED = {
+    "structural_tag": "constraints between tags",
+    "whitespace_pattern": "whitespace of JSON by a pattern",
+    "disable_any_whitespace": "JSON without whitespace",
+    "disable_additional_properties": "a schema says so itself, by additionalProperties",
+}
+"""Fields of `structured_outputs` that would change the output, by name."""
+
+
+class GivenConstraint(NamedTuple):
+    """A constraint and the field in which the client gave it."""
+
+    param: str
+    value: Constraint
+
+
+def constraint_of(body: GenerationBody) -> GivenConstraint | None:
+    """The constraint of a body; None if there is none.
+
+    Raises:
+        InvalidRequest: There are several, or a field contradicts another.
+    """
+    given = [*_guided(body), *_response_format(body.response_format)]
+    if body.structured_outputs is not None:
+        given += _structured(body.structured_outputs)
+    if len(given) > 1:
+        raise invalid(given[1].param, f"contradicts {given[0].param}: give one constraint")
+    return given[0] if given else None
+
+
+def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
+    if given is None or given.type == "text":
+        return
+    if given.type == "json_object":
+        yield _schema("response_format", _ANY_OBJECT)
+    elif given.json_schema is None:
+        raise invalid("response_format.json_schema", "is needed with type json_schema")
+    else:
+        schema = given.json_schema.schema_
+        param = "response_format.json_schema.schema"
+        yield _schema(param, _ANY_OBJECT if schema is None else schema)
+
+
+def _guided(body: GenerationBody) -> Iterator[GivenConstraint]:
+    if body.guided_json is not None:
+        yield _schema("guided_json", body.guided_json)
+    if body.guided_regex is not None:
+        yield GivenConstraint("guided_regex", Constraint(kind="regex", text=body.guided_regex))
+    if body.guided_choice is not None:
+        yield GivenConstraint(
+            "guided_choice", Constraint(kind="choice", choices=tuple(body.guided_choice))
+        )
+    if body.guided_grammar is not None:
+        yield GivenConstraint("guided_grammar", Constraint(kind="ebnf", text=body.guided_grammar))
+
+
+def _structured(given: StructuredOutputs) -> list[GivenConstraint]:
+    for name, what in _UNSUPPORTED.items():
+        # An empty pattern allows no whitespace, and so is not the same as none.
+        if getattr(given, name) not in (None, False):
+            raise unsupported(f"structured_outputs.{name}", what)
+    found = []
+    if given.json_ is not None:
+        found.append(_schema("structured_outputs.json", given.json_))
+    if given.json_object:
+        found.append(_schema("structured_outputs.json_object", _ANY_OBJECT))
+    if given.regex is not None:
+        found.append(
+            GivenConstraint("structured_outputs.regex", Constraint(kind="regex", text=given.regex))
+        )
+    if given.choice is not None:
+        choice = Constraint(kind="choice", choices=tuple(given.choice))
+        found.append(GivenConstraint("structured_outputs.choice", choice))
+    if given.grammar is not None:
+        grammar = Constraint(kind="ebnf", text=given.grammar)
+        found.append(GivenConstraint("structured_outputs.grammar", grammar))
+    if not found:
+        raise invalid("structured_outputs", "give one of json, regex, choice, grammar, json_object")
+    return found
+
+
+def _schema(param: str, schema: str | Mapping[str, Any]) -> GivenConstraint:
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return GivenConstraint(param, Constraint(kind="json_schema", text=text))

@@ -1,0 +1,118 @@
+"""The OpenAPI document, generated from the models that validate bodies and describe answers."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from weft.gateway.api.openai import answers, bodies
+
+_REF = "#/components/schemas/{model}"
+
+_POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel], type[BaseModel] | None]] = {
+    "/v1/chat/completions": (
+        "Answers a conversation.",
+        bodies.ChatBody,
+        answers.ChatAnswer,
+        answers.ChatChunk,
+    ),
+    "/v1/completions": (
+        "Continues one text or several.",
+        bodies.CompletionBody,
+        answers.CompletionAnswer,
+        answers.CompletionAnswer,
+    ),
+    "/tokenize": ("Text to token ids.", bodies.TokenizeBody, answers.TokenizeAnswer, None),
+    "/v1/load_lora_adapter": (
+        "Loads a LoRA adapter on all workers.",
+        bodies.LoadAdapterBody,
+        answers.AdapterAnswer,
+        None,
+    ),
+    "/v1/unload_lora_adapter": (
+        "Takes a LoRA adapter away.",
+        bodies.UnloadAdapterBody,
+        answers.AdapterAnswer,
+        None,
+    ),
+    "/v1/end_session": (
+        "Ends a chat: no worker keeps anything for it any more.",
+        bodies.EndSessionBody,
+        answers.EndSessionAnswer,
+        None,
+    ),
+    "/detokenize": ("Token ids to text.", bodies.DetokenizeBody, answers.DetokenizeAnswer, None),
+}
+_GETS: dict[str, tuple[str, type[BaseModel]]] = {
+    "/v1/models": ("Lists the served models.", answers.ModelListAnswer),
+    "/v1/models/{model}": ("Describes a served model.", answers.ModelAnswer),
+    "/readyz": ("200 when requests can be served.", answers.ReadyAnswer),
+}
+
+
+def openapi_document() -> dict[str, Any]:
+    """Builds the OpenAPI 3.1 document of the REST face."""
+    modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(answers.ErrorAnswer, "serialization")]
+    paths: dict[str, dict[str, Any]] = {}
+    for path, (summary, body, answer, event) in _POSTS.items():
+        modes += [(body, "validation"), (answer, "serialization")]
+        content = {"application/json": {"schema": _ref(answer)}}
+        if event is not None:
+            modes.append((event, "serialization"))
+            content["text/event-stream"] = {"schema": _ref(event)}
+        paths[path] = {
+            "post": {
+                "summary": summary,
+                "operationId": _operation("post", path),
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": _ref(body)}},
+                },
+                "responses": _responses(content),
+            }
+        }
+    for path, (summary, answer) in _GETS.items():
+        modes.append((answer, "serialization"))
+        operation: dict[str, Any] = {
+            "summary": summary,
+            "operationId": _operation("get", path),
+            "responses": _responses({"application/json": {"schema": _ref(answer)}}),
+        }
+        if "{model}" in path:
+            operation["parameters"] = [
+                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
+        paths[path] = {"get": operation}
+    _, schemas = models_json_schema(modes, ref_template=_REF)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Weft", "version": _version()},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"]},
+    }
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REF.format(model=model.__name__)}
+
+
+def _operation(method: str, path: str) -> str:
+    words = [word.strip("{}") for word in path.replace("/v1", "").split("/") if word]
+    return "_".join([method, *words])
+
+
+def _responses(content: dict[str, Any]) -> dict[str, Any]:
+    failure = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
+    return {
+        "200": {"description": "Success.", "content": content},
+        "default": {"description": "Failure.", "content": failure},
+    }
+
+
+def _version() -> str:
+    try:
+        return version("weft")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "0"

@@ -1,0 +1,176 @@
+"""Parses the bytes of a body into a checked object, or an error that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import reprlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, from_json
+from weft.engine.errors import InvalidRequest
+from weft.gateway.api.openai.bodies import Body
+
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+# In a location pydantic mixes field names with the names of union members.
+_UNION_MEMBER = re.compile(
+    r"(str|int|float|bool|(list|dict|constrained)\b.*|function-\w+\[.*|literal\[.*|[A-Z]\w*)"
+)
+_MAX_SHOWN_CHARS = 80
+_LARGE_BYTES = 64 << 10
+"""Size from which bodies are not parsed on the event loop."""
+_MAX_BRACKETS = 1 << 18
+"""Most opening brackets: lists and objects take far more memory than their text. Brackets inside
+strings count as well; a text with this many has more tokens than a context.
+"""
+_JSON_KINDS = {"list_type": "array", "dict_type": "object", "model_type": "object"}
+"""JSON's names for kinds of values for which pydantic has Python's."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body exceeds the gateway's limit."""
+
+    reason = "REQUEST_TOO_LARGE"
+    http_status = 413
+
+
+class BodyParser:
+    """Parses and converts bodies; large ones in a thread, one at a time, so that streams go on."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Sets the size limit of a body, in bytes."""
+        self._max_bytes = max_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
+
+    def close(self) -> None:
+        """Stops the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def parse(self, cls: type[B], data: bytes, translate: Callable[[B], T]) -> tuple[B, T]:
+        """Parses a body.
+
+        Args:
+            cls: What it should be.
+            data: JSON in UTF-8.
+            translate: Makes of it what is asked for.
+
+        Returns:
+            The body, and what it was translated to.
+
+        Raises:
+            InvalidRequest: See `parse_body`, or raised by `translate`.
+        """
+
+        def work() -> tuple[B, T]:
+            body = parse_body(cls, data, self._max_bytes)
+            return body, translate(body)
+
+        if len(data) <= _LARGE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
+    """Parses and checks a body.
+
+    Args:
+        cls: What it should be.
+        data: JSON in UTF-8.
+        max_bytes: Larger bodies are refused.
+
+    Raises:
+        InvalidRequest: The body is too large, is not JSON, or a field has a wrong type.
+    """
+    if len(data) > max_bytes:
+        raise BodyTooLarge(
+            f"the body has {len(data)} bytes; at most {max_bytes} are accepted", stage="validate"
+        )
+    num_brackets = data.count(b"[") + data.count(b"{")
+    if num_brackets > _MAX_BRACKETS:
+        raise InvalidRequest(
+            f"the body has {num_brackets} opening brackets; at most {_MAX_BRACKETS} are accepted",
+            stage="validate",
+        )
+    try:
+        value = from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", stage="validate") from None
+    try:
+        # Not model_validate_json: its own tree of nested lists is several times as large.
+        return cls.model_validate(value)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False)) from None
+
+
+def _explain(errors: list[ErrorDetails]) -> InvalidRequest:
+    first = errors[0]
+    if not first["loc"]:
+        return InvalidRequest("the body must be a JSON object", stage="validate")
+    same_field = [item for item in errors if item["loc"][0] == first["loc"][0]]
+    for item in same_field:
+        if item["type"] == "too_long":
+            return _failure(item, f"at most {item['ctx']['max_length']} are accepted")
+        if item["type"] == "string_too_short":
+            return _failure(item, "is empty")
+    # Of the alternatives that a union tried, the one that got furthest says the most.
+    deepest = max(len(_path(item)) for item in same_field)
+    told = [item for item in same_field if len(_path(item)) == deepest]
+    told = [item for item in told if _path(item) == _path(told[0])]
+    if told[0]["type"] == "missing":
+        return _failure(told[0], "this field is required")
+    kinds = " or ".join(dict.fromkeys([_kind(item) for item in told]))
+    return _failure(told[0], f"must be {kinds}, not {_short(told[0]['input'])}")
+
+
+def _failure(item: ErrorDetails, problem: str) -> InvalidRequest:
+    param = _shown(_path(item))
+    return InvalidRequest(f"{param}: {problem}", stage="validate", param=param)
+
+
+def _kind(item: ErrorDetails) -> str:
+    message = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    return _JSON_KINDS.get(item["type"], message)
+
+
+class _Short(reprlib.Repr):
+    """The beginning of a value, computed without formatting all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = _MAX_SHOWN_CHARS
+
+    def repr_dict(self, x: dict[object, object], level: int) -> str:
+        return "{...}" if x else "{}"  # the library's sorts all keys
+
+    def repr_NoneType(self, x: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, x: bool, level: int) -> str:
+        return "true" if x else "false"
+
+
+def _short(value: object) -> str:
+    text = _Short().repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+
+
+def _path(item: ErrorDetails) -> tuple[int | str, ...]:
+    return tuple(
+        part for part in item["loc"] if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)
+    )
+
+
+def _shown(path: tuple[int | str, ...]) -> str:
+    """Formats a path like `messages[0].content`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += ("." if text else "") + part[:_MAX_SHOWN_CHARS]
+    return text

@@ -1,0 +1,131 @@
+"""Log-probabilities of prompts' tokens in OpenAI's and vLLM's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weft.gateway.api.openai.logprobs import completion_logprobs, finite
+from weft.gateway.generation.generation import Generation
+from weft.gateway.text.detokenize import make_detokenizer
+from weft.gateway.text.vocabulary import Vocabulary
+from weft.v1 import common_pb2
+
+_MAX_ADDED = 4
+"""Most special tokens that a tokenizer puts in front of a text."""
+
+
+class PromptLogprobs:
+    """What one answer shows of its prompts' tokens. The prompts' scores must have come when it is
+    written; the client of a cancelled request gets those that have.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        generations: Sequence[Generation],
+        *,
+        num_listed: int | None = None,
+        num_echoed: int | None = None,
+    ) -> None:
+        """Prepares the answer; workers may have sent more alternatives than it shows.
+
+        Args:
+            vocabulary: The model's.
+            generations: One for each prompt, of one sample.
+            num_listed: Alternatives in `prompt_logprobs`; None: there is no such field.
+            num_echoed: Alternatives in `logprobs` of an echoed prompt; None: it has only others.
+        """
+        self._vocabulary = vocabulary
+        self._generations = generations
+        self._num_listed = num_listed
+        self._num_echoed = num_echoed
+
+    def of_chat(self) -> dict[str, object]:
+        """Fields that a chat's answer has besides those of any chat."""
+        return self._listed(0)
+
+    def add_to_choice(self, choice: dict[str, Any], number: int, echo: str) -> None:
+        """Adds to a completion's choice what it has of its prompt.
+
+        Args:
+            choice: The choice; its `logprobs` are those of generated tokens.
+            number: Number of the prompt.
+            echo: Text of the prompt, as the choice begins with it.
+        """
+        choice.update(self._listed(number))
+        if self._num_echoed is not None:
+            generated = choice["logprobs"] or {}
+            echoed = self._echoed(self._generations[number], echo, self._num_echoed)
+            choice["logprobs"] = {
+                name: values + generated.get(name, []) for name, values in echoed.items()
+            }
+
+    def _listed(self, number: int) -> dict[str, object]:
+        if self._num_listed is None:
+            return {}
+        scores = self._generations[number].prompt_scores
+        listed = [self._by_id(entry, self._num_listed) for entry in scores.entries]
+        return {"prompt_logprobs": [None, *listed]}
+
+    def _by_id(self, entry: common_pb2.TokenLogprob, most: int) -> dict[str, dict[str, object]]:
+        """A token, then its alternatives, most likely first, as vLLM has them."""
+        ranks = {one.token_id: rank for rank, one in enumerate(entry.top, 1)}
+        own = self._described(entry, ranks.get(entry.token_id))
+        described = {str(entry.token_id): own}
+        for one in entry.top[:most]:
+            described.setdefault(str(one.token_id), self._described(one, ranks[one.token_id]))
+        return described
+
+    def _described(
+        self, entry: common_pb2.TokenLogprob | common_pb2.TopLogprob, rank: int | None
+    ) -> dict[str, object]:
+        return {
+            "logprob": finite(entry.logprob),
+            "rank": rank,
+            "decoded_token": self._vocabulary.token_text(entry.token_id),
+        }
+
+    def _echoed(self, generation: Generation, echo: str, most: int) -> dict[str, list[Any]]:
+        """The `logprobs` object of an echoed prompt; its first token has neither probability nor
+        alternatives.
+        """
+        ids, entries = generation.prompt.ids, generation.prompt_scores.entries
+        first = common_pb2.TokenLogprob(token_id=ids[0])
+        echoed, _ = completion_logprobs(self._vocabulary, [first, *entries], 0, most)
+        echoed["token_logprobs"][0] = echoed["top_logprobs"][0] = None
+        echoed["text_offset"] = text_offsets(self._vocabulary, ids[: 1 + len(entries)], echo)
+        return echoed
+
+
+def text_offsets(vocabulary: Vocabulary, ids: Sequence[int], text: str) -> list[int]:
+    """Where each token of a prompt begins in the prompt's text, in characters.
+
+    A token that begins within a character has that character's offset. Special tokens that the
+    tokenizer has put in front of the text have no length.
+
+    Args:
+        vocabulary: The model's.
+        ids: Tokens of the prompt, from its first one.
+        text: The prompt as the client wrote it, or decoded.
+    """
+    detokenizer = make_detokenizer(vocabulary, (), skip_special_tokens=False)
+    num_added = _num_added(vocabulary, ids, text)
+    offsets = [0] * num_added
+    offset = 0
+    for token_id in ids[num_added:]:
+        # A tokenizer may have changed the text, which can then be shorter than its tokens.
+        offsets.append(min(offset, len(text)))
+        offset += len(detokenizer.push(token_id))
+    return offsets
+
+
+def _num_added(vocabulary: Vocabulary, ids: Sequence[int], text: str) -> int:
+    """The number of special tokens at the front of a prompt that its text does not have."""
+    others = (number for number, one in enumerate(ids) if one not in vocabulary.special_ids)
+    num_special = next(others, len(ids))
+    for num_added in range(min(num_special, _MAX_ADDED) + 1):
+        written = "".join(map(vocabulary.token_text, ids[num_added:num_special]))
+        if text.startswith(written):
+            return num_added
+    return 0

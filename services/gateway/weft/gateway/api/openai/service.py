@@ -1,0 +1,381 @@
+"""The REST face over gRPC: weft.v1.OpenAIService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+
+from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
+from weft.common.adapters.manifest import Entry
+from weft.engine.errors import Draining, PeerUnavailable, WeftError
+from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.api.edge import Context, begin_answer, call_facts
+from weft.gateway.api.end_session import end_session
+from weft.gateway.api.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EndSessionBody,
+    GenerationBody,
+    LoadAdapterBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
+from weft.gateway.api.openai.chunks import (
+    DONE,
+    AnswerWriter,
+    ChatWriter,
+    CompletionWriter,
+    to_json,
+    usage_json,
+    weft_json,
+)
+from weft.gateway.api.openai.document import openapi_document
+from weft.gateway.api.openai.parse import BodyParser
+from weft.gateway.api.openai.prompt_logprobs import PromptLogprobs
+from weft.gateway.api.openai.translate import (
+    chat_request,
+    completion_request,
+    is_echo_alone,
+    load_order,
+    tokenize_prompt,
+)
+from weft.gateway.catalogue import Catalogue, ResolvedModel
+from weft.gateway.fleet.fleet import Fleet
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.generation.stream import Delta, TokenStream
+from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
+from weft.gateway.text.answer.make import parser_maker
+from weft.gateway.validate import check_ids
+from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
+
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_READY_RETRY_S = 1.0
+_LARGE = 32 << 10
+_LOGPROB_CHARS = 100
+"""Least number of characters of one token's log-probabilities."""
+_ID_CHARS = 6
+
+
+class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
+    """Parses bodies, converts them, and writes answers. Has no logic of its own."""
+
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        models: Catalogue,
+        fleet: Fleet,
+        adapters: AdapterCalls,
+        max_body_bytes: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._models = models
+        self._fleet = fleet
+        self._adapters = adapters
+        self._bodies = BodyParser(max_body_bytes)
+
+    def close(self) -> None:
+        """Stops the threads."""
+        self._bodies.close()
+
+    async def ChatCompletions(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See openai.proto."""
+        facts = call_facts(context, "chatcmpl")
+        body, generate = await self._bodies.parse(
+            ChatBody, request.data, lambda body: chat_request(body, facts)
+        )
+
+        def write(stream: TokenStream) -> AnswerWriter:
+            return ChatWriter(
+                generate.request_id,
+                stream.model,
+                stream.texts.vocabulary,
+                include_usage=_includes_usage(body),
+                make_parser=parser_maker(generate, stream.texts, stream.generations[0].prompt),
+            )
+
+        await self._answer(generate, body, write, context)
+
+    async def Completions(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See openai.proto."""
+        facts = call_facts(context, "cmpl")
+        body, generate = await self._bodies.parse(
+            CompletionBody, request.data, lambda body: completion_request(body, facts)
+        )
+        echoes = await self._echoes(generate) if body.echo else ()
+
+        def write(stream: TokenStream) -> AnswerWriter:
+            return CompletionWriter(
+                generate.request_id,
+                stream.model,
+                stream.texts.vocabulary,
+                include_usage=_includes_usage(body),
+                echoes=echoes,
+                samples_per_prompt=generate.sampling.n,
+            )
+
+        await self._answer(generate, body, write, context)
+
+    async def _answer(
+        self,
+        request: GenerateRequest,
+        body: GenerationBody,
+        write: Callable[[TokenStream], AnswerWriter],
+        context: Context,
+    ) -> None:
+        async with self._pipeline.open(request) as stream:
+            writer = write(stream)
+            writer.prompt_logprobs = _prompt_logprobs(request, body, stream)
+            if body.return_token_ids:
+                writer.prompt_ids = [generation.prompt.ids for generation in stream.generations]
+            kind = _EVENTS if body.stream else _JSON
+            await begin_answer(context, request.request_id, kind, stream.headers)
+            if body.stream:
+                last = await self._stream(stream, body, writer, context)
+            else:
+                last = await self._collect(stream, body, writer)
+        await context.write(last)
+
+    async def _stream(
+        self, stream: TokenStream, body: GenerationBody, writer: AnswerWriter, context: Context
+    ) -> HttpBody:
+        """Sends the deltas as they come; returns the last message."""
+        while deltas := await stream.next_deltas():
+            if data := writer.events(deltas):
+                await context.write(HttpBody(content_type=_EVENTS, data=data))
+        fields = {}
+        if _includes_usage(body) or body.weft_timeline:
+            await stream.settle()
+            fields = _closing_fields(stream, body, with_usage=_includes_usage(body))
+        last = writer.last_event(fields) + DONE if fields else DONE
+        return HttpBody(content_type=_EVENTS, data=last)
+
+    async def _collect(
+        self, stream: TokenStream, body: GenerationBody, writer: AnswerWriter
+    ) -> HttpBody:
+        """Waits for everything; returns the one message."""
+        parts: dict[int, list[Delta]] = {}
+        while deltas := await stream.next_deltas():
+            for delta in deltas:
+                parts.setdefault(delta.sample, []).append(delta)
+        await stream.settle()
+        choices = [_join(parts[index]) for index in sorted(parts)]
+        fields = _closing_fields(stream, body, with_usage=True)
+        if isinstance(body, CompletionBody) and is_echo_alone(body):
+            choices = [_ended_at_once(choice) for choice in choices]
+            usage = stream.usage()
+            usage.completion_tokens = 0
+            fields["usage"] = usage_json(usage)
+        size = sum(len(choice.text) + len(choice.logprobs) * _LOGPROB_CHARS for choice in choices)
+        size += sum(len(one.prompt_scores.entries) for one in stream.generations) * _LOGPROB_CHARS
+        if body.return_token_ids:
+            size += _ID_CHARS * sum(len(choice.ids) for choice in choices)
+            size += _ID_CHARS * sum(one.num_prompt_tokens for one in stream.generations)
+        return await _build(size, lambda: writer.whole(choices, fields))
+
+    async def _echoes(self, request: GenerateRequest) -> list[str]:
+        meant = await self._models.find(request.model)
+        given = [prompt.text for prompt in request.prompts if isinstance(prompt, TextPrompt)]
+        if given:
+            return given
+        texts = await self._models.texts(meant)
+        lists = [prompt.ids for prompt in request.prompts if isinstance(prompt, TokenPrompt)]
+        for ids in lists:
+            check_ids("prompt", ids, texts.vocabulary_size)
+        return await meant.served.preparer.detokenize(texts, lists)
+
+    async def Models(self, request: Empty, context: Context) -> HttpBody:
+        """See openai.proto."""
+        meant = [
+            one
+            for served in self._models
+            for one in (ResolvedModel(served), *self._models.adapters_of(served))
+        ]
+        return _json({"object": "list", "data": [_describe(one) for one in meant]})
+
+    async def RetrieveModel(
+        self, request: openai_pb2.RetrieveModelRequest, context: Context
+    ) -> HttpBody:
+        """See openai.proto."""
+        return _json(_describe(await self._models.named(request.model)))
+
+    async def TokenizeText(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        body, prompt = await self._bodies.parse(TokenizeBody, request.data, tokenize_prompt)
+        meant = await self._models.find(body.model or "")
+        texts = await self._models.texts(meant)
+        ids = await meant.served.preparer.tokenize(texts, prompt)
+        answer: dict[str, object] = {
+            "count": len(ids),
+            "max_model_len": meant.served.context_tokens,
+            "tokens": ids,
+        }
+
+        def build() -> bytes:
+            if body.return_token_strs:
+                answer["token_strs"] = [texts.tokenizer.id_to_token(i) or "" for i in ids]
+            return to_json(answer)
+
+        return await _build(len(ids), build)
+
+    async def DetokenizeTokens(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        body, ids = await self._bodies.parse(DetokenizeBody, request.data, lambda body: body.tokens)
+        meant = await self._models.find(body.model or "")
+        texts = await self._models.texts(meant)
+        check_ids("tokens", ids, texts.vocabulary_size)
+        (text,) = await meant.served.preparer.detokenize(texts, [ids])
+        return await _build(len(text), lambda: to_json({"prompt": text}))
+
+    async def LoadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        self._adapters.check_caller()
+        body, order = await self._bodies.parse(LoadAdapterBody, request.data, load_order)
+        is_renamed = bool(body.base_model_name and not body.model)
+        with _as_in_the_body("base_model_name" if is_renamed else "model"):
+            order = replace(order, timeout_s=context.time_remaining())
+            entry = await self._adapters.load_order(order)
+        left_out = {"left_out": self._adapters.left_out(entry)} if entry.is_lenient else {}
+        return _json(_adapter_json(entry, "loaded") | left_out)
+
+    async def UnloadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        self._adapters.check_caller()
+        body, _ = await self._bodies.parse(UnloadAdapterBody, request.data, lambda body: None)
+        with _as_in_the_body():
+            entry = await self._adapters.unload_name(body.lora_name, context.time_remaining())
+        return _json(_adapter_json(entry, "unloaded"))
+
+    async def EndSession(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        body, _ = await self._bodies.parse(EndSessionBody, request.data, lambda body: None)
+        num_told = end_session(self._fleet, body.session_id, body.cache_salt or "")
+        return _json({"status": "success", "workers": num_told})
+
+    async def Ready(self, request: Empty, context: Context) -> HttpBody:
+        """See openai.proto."""
+        if self._pipeline.is_draining:
+            raise Draining("not ready: shutting down", stage="queue", retry_after_s=_READY_RETRY_S)
+        problems = {one.model.name: one.problem() for one in self._models}
+        if all(problems.values()):
+            told = [f"{name}: {problem}" for name, problem in problems.items()]
+            raise PeerUnavailable(
+                f"not ready: {'; '.join(told if len(told) > 1 else problems.values())}",
+                stage="route",
+                retry_after_s=_READY_RETRY_S,
+            )
+        answer: dict[str, object] = {"status": "ready"}
+        if len(problems) > 1:
+            answer["models"] = {name: problem or "ready" for name, problem in problems.items()}
+        return _json(answer)
+
+    async def OpenApi(self, request: Empty, context: Context) -> HttpBody:
+        """See openai.proto."""
+        return HttpBody(content_type=_JSON, data=self._document)
+
+    @cached_property
+    def _document(self) -> bytes:
+        return to_json(openapi_document())
+
+
+def _describe(meant: ResolvedModel) -> dict[str, object]:
+    served, entry = meant.served, meant.entry
+    return {
+        "id": meant.name,
+        "object": "model",
+        "created": served.model.created if entry is None else int(entry.created),
+        "owned_by": "weft",
+        "max_model_len": served.context_tokens,
+        "root": served.model.name if entry is None else entry.path,
+        "parent": None if entry is None else entry.model,
+    }
+
+
+@contextmanager
+def _as_in_the_body(model: str = "model") -> Iterator[None]:
+    """Names fields at fault as the body of an adapter's call does.
+
+    Args:
+        model: Its field that names the base model.
+    """
+    names = {"name": "lora_name", "path": "lora_path", "model": model}
+    try:
+        yield
+    except WeftError as error:
+        if error.param in names:
+            name = names[error.param]
+            error.message = error.message.replace(f"{error.param}: ", f"{name}: ", 1)
+            error.param = name
+        raise
+
+
+def _adapter_json(entry: Entry, what: str) -> dict[str, object]:
+    return {
+        "status": "success",
+        "message": f"the adapter `{entry.name}` is {what}",
+        "id": entry.name,
+        "parent": entry.model,
+        "digest": entry.digest,
+    }
+
+
+def _includes_usage(body: GenerationBody) -> bool:
+    return bool(body.stream_options is not None and body.stream_options.include_usage)
+
+
+def _prompt_logprobs(
+    request: GenerateRequest, body: GenerationBody, stream: TokenStream
+) -> PromptLogprobs | None:
+    if request.prompt_logprobs is None:
+        return None
+    return PromptLogprobs(
+        stream.texts.vocabulary,
+        stream.generations,
+        num_listed=body.prompt_logprobs,
+        num_echoed=body.logprobs if isinstance(body, CompletionBody) and body.echo else None,
+    )
+
+
+def _closing_fields(
+    stream: TokenStream, body: GenerationBody, *, with_usage: bool
+) -> dict[str, object]:
+    fields: dict[str, object] = {}
+    if with_usage:
+        fields["usage"] = usage_json(stream.usage())
+    if body.weft_timeline:
+        fields["weft"] = weft_json(stream.request_id, stream.trace_id, stream.timelines())
+    return fields
+
+
+def _ended_at_once(choice: Delta) -> Delta:
+    """The choice without the one token that was drawn."""
+    reason = choice.finish_reason
+    if reason != common_pb2.FINISH_REASON_CANCELLED:
+        reason = common_pb2.FINISH_REASON_LENGTH
+    return choice._replace(text="", ids=(), logprobs=(), finish_reason=reason, stop_reason=None)
+
+
+def _join(parts: list[Delta]) -> Delta:
+    return Delta(
+        parts[0].sample,
+        "".join([part.text for part in parts]),
+        [one for part in parts for one in part.ids],
+        [entry for part in parts for entry in part.logprobs],
+        parts[-1].finish_reason,
+        parts[-1].stop_reason,
+    )
+
+
+async def _build(size: int, build: Callable[[], bytes]) -> HttpBody:
+    """Builds an answer of some `size`, in characters or numbers; a large one in a thread."""
+    data = build() if size <= _LARGE else await asyncio.to_thread(build)
+    return HttpBody(content_type=_JSON, data=data)
+
+
+def _json(value: object) -> HttpBody:
+    return HttpBody(content_type=_JSON, data=to_json(value))

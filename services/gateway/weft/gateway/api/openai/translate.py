@@ -1,0 +1,372 @@
+"""Conversion of OpenAI bodies to the gateway's own request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from weft.engine.request import MAX_TOP_LOGPROBS, Constraint
+from weft.gateway.adapters.manager import LoadOrder
+from weft.gateway.admission.slo.targets import Targets
+from weft.gateway.api.edge import CallFacts
+from weft.gateway.api.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    LoadAdapterBody,
+    Message,
+    TokenizeBody,
+    ToolBody,
+    ToolChoiceBody,
+)
+from weft.gateway.api.openai.constrain import GivenConstraint, constraint_of
+from weft.gateway.api.tools import NO_TOOLS, ToolUse, check_tools, past_call, use_tools
+from weft.gateway.request import (
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    Stopping,
+    TextPrompt,
+    TokenPrompt,
+)
+from weft.gateway.validate import check_not_streamed, check_range, invalid, unsupported
+
+_DEFAULT_COMPLETION_TOKENS = 16
+"""Default for completions, as OpenAI's and vLLM's; chat goes on up to the context."""
+
+
+_UNSUPPORTED = {
+    "regex": "a regular expression is given as guided_regex",
+    "ebnf": "a grammar is given as guided_grammar",
+    "allowed_token_ids": "a list of allowed tokens",
+    "bad_words": "words that must not come",
+    "use_beam_search": "beam search",
+    "truncate_prompt_tokens": "cutting the prompt",
+    "chat_template": "a chat template of the request's own",
+    "documents": "documents for the chat template",
+    "logits_processors": "code of the request's own",
+    "custom_logit_processor": "code of the request's own",
+    "vllm_xargs": "settings of vLLM's extensions",
+    "lora_path": "an adapter is loaded with /v1/load_lora_adapter and named as model",
+    "stop_regex": "regular expressions that end the text",
+    "no_stop_trim": "a stop string is kept with include_stop_str_in_output",
+    "return_tokens_as_token_ids": "token ids in place of tokens",
+    "suffix": "text behind the completion",
+}
+"""Fields of other servers that change the output or the answer, by name."""
+_OF_THE_REQUEST = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Fields that tell a chat template more than variables could."""
+
+
+def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a chat body.
+
+    Raises:
+        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """
+    for name in ("functions", "function_call"):
+        if getattr(body, name) not in (None, "none", []):
+            raise unsupported(name, "functions are given as tools, chosen by tool_choice")
+    if body.modalities is not None and set(body.modalities) - {"text"}:
+        raise unsupported("modalities", "output other than text")
+    if body.echo:
+        raise unsupported("echo", "chats do not repeat their messages")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    tokens = body.max_completion_tokens
+    prompt = chat_prompt(body)
+    choice = body.tool_choice
+    if choice == "none":
+        prompt = replace(prompt, tools=())
+    return _request(
+        body,
+        facts,
+        prompts=(prompt,),
+        tool_use=use_tools(
+            prompt.tools,
+            choice.function.name if isinstance(choice, ToolChoiceBody) else choice or "auto",
+            is_named=isinstance(choice, ToolChoiceBody),
+            most=1 if body.parallel_tool_calls is False else None,
+        ),
+        max_tokens=body.max_tokens if tokens is None else tokens,
+        max_tokens_param="max_tokens" if tokens is None else "max_completion_tokens",
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a completions body: every prompt becomes one of the request's.
+
+    Raises:
+        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """
+    return _request(
+        body,
+        facts,
+        prompts=_text_prompts(body),
+        max_tokens=_completion_tokens(body),
+        top_logprobs=body.logprobs,
+        top_logprobs_param="logprobs",
+        echoed_logprobs=body.logprobs if body.echo else None,
+    )
+
+
+def is_echo_alone(body: CompletionBody) -> bool:
+    """Whether the answer is the prompt, with nothing behind it."""
+    return bool(body.echo) and body.max_tokens == 0 and not body.stream
+
+
+def _completion_tokens(body: CompletionBody) -> int:
+    if is_echo_alone(body):
+        return 1  # Nothing is scored without a token to be drawn; nobody sees it.
+    return _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+
+
+def tokenize_prompt(body: TokenizeBody) -> Prompt:
+    """Translates a tokenize body.
+
+    Raises:
+        InvalidRequest: It has not one of prompt and messages.
+    """
+    if body.messages is not None and body.prompt is not None:
+        raise invalid("prompt", "contradicts messages: give one of prompt and messages")
+    if body.messages is not None:
+        return chat_prompt(body)
+    if body.prompt is None:
+        raise invalid("prompt", "give a prompt or messages")
+    return TextPrompt(text=body.prompt, add_special_tokens=body.add_special_tokens is not False)
+
+
+def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
+    """The conversation of a body, its content parts joined.
+
+    Raises:
+        InvalidRequest: A message is empty or has content other than text, or fields contradict
+            each other.
+    """
+    if not body.messages:
+        raise invalid("messages", "at least one message is needed")
+    variables = body.chat_template_kwargs or {}
+    for name in _OF_THE_REQUEST:
+        if variables.get(name) is not None:
+            raise invalid(
+                "chat_template_kwargs", f"`{name}` is a field of the request; give it there"
+            )
+    continues = bool(body.continue_final_message)
+    add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and add_prompt:
+        raise invalid(
+            "continue_final_message", "contradicts add_generation_prompt: true; set one of them"
+        )
+    return ChatPrompt(
+        messages=tuple(_message(i, message) for i, message in enumerate(body.messages)),
+        add_generation_prompt=add_prompt,
+        continue_final_message=continues,
+        template_variables={**_effort(body), **variables},
+        tools=check_tools([_tool(tool) for tool in body.tools or ()]),
+    )
+
+
+def _request(
+    body: GenerationBody,
+    facts: CallFacts,
+    *,
+    prompts: tuple[Prompt, ...],
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    max_tokens_param: str = "max_tokens",
+    top_logprobs_param: str = "top_logprobs",
+    echoed_logprobs: int | None = None,
+    tool_use: ToolUse = NO_TOOLS,
+) -> GenerateRequest:
+    _refuse_unsupported(body)
+    constraint = constraint_of(body)
+    if constraint is not None and tool_use.calls is not None:
+        raise invalid(constraint.param, "contradicts tools; set tool_choice to none")
+    if tool_use.constraint is not None:
+        constraint = GivenConstraint(tool_use.param, tool_use.constraint)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "needs stream: true")
+    prompt_logprobs, prompt_logprobs_param = _prompt_logprobs(body, echoed_logprobs)
+    return GenerateRequest(
+        request_id=facts.request_id,
+        client_request_id=facts.client_request_id,
+        model=body.model or "",
+        prompts=prompts,
+        sampling=_sampling(body, None if constraint is None else constraint.value),
+        stopping=_stopping(body, max_tokens),
+        top_logprobs=top_logprobs,
+        calls=tool_use.calls,
+        constraint_param="constraint" if constraint is None else constraint.param,
+        max_tokens_param=max_tokens_param,
+        top_logprobs_param=top_logprobs_param,
+        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_param=prompt_logprobs_param,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        timeout_s=facts.timeout_s,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        routing_key=body.routing_key or facts.routing_key or body.session_id or "",
+        session_id=body.session_id or "",
+        ends_session=bool(body.end_session),
+        traceparent=facts.traceparent,
+        targets=_targets(body).over(facts.targets),
+        tenant=facts.tenant,
+    )
+
+
+def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | None, str]:
+    """The alternatives to ask for at a prompt's positions, and the field that wants them.
+
+    Args:
+        body: What may have a field for them.
+        echoed: Alternatives that an echoed prompt is shown with; None: it is not.
+    """
+    listed = body.prompt_logprobs
+    if listed is None and echoed is None:
+        return None, "prompt_logprobs"
+    param = "echo" if listed is None else "prompt_logprobs"
+    check_not_streamed(param, bool(body.stream))
+    if listed is None or echoed is None:
+        return (echoed if listed is None else listed), param
+    check_range(param, listed, 0, MAX_TOP_LOGPROBS)  # the larger may be the other one
+    return max(listed, echoed), param
+
+
+def load_order(body: LoadAdapterBody) -> LoadOrder:
+    """The load order that a body contains.
+
+    Raises:
+        InvalidRequest: It names two base models.
+    """
+    if body.model and body.base_model_name and body.model != body.base_model_name:
+        raise invalid("base_model_name", "contradicts model; give one of them")
+    return LoadOrder(
+        name=body.lora_name,
+        path=body.lora_path,
+        model=body.model or body.base_model_name or "",
+        replaces=bool(body.load_inplace),
+        is_pinned=bool(body.pinned),
+        is_lenient=bool(body.lenient),
+    )
+
+
+def _targets(body: GenerationBody) -> Targets:
+    first, between = body.ttft_target_ms, body.itl_target_ms
+    return Targets(
+        None if first is None else first / 1e3, None if between is None else between / 1e3
+    )
+
+
+def _sampling(body: GenerationBody, constraint: Constraint | None) -> Sampling:
+    names = (
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty", "seed", "n", "speculate"),
+    )
+    given: dict[str, Any] = {
+        name: value for name in names if (value := getattr(body, name)) is not None
+    }
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    bias = _logit_bias(body.logit_bias or {})
+    return Sampling(**given, logit_bias=bias, constraint=constraint)
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10:
+            raise invalid("logit_bias", f"{key[:20]!r} is not a token id")
+        bias[int(key)] = value
+    return bias
+
+
+def _stopping(body: GenerationBody, max_tokens: int | None) -> Stopping:
+    stop = body.stop
+    return Stopping(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop=bool(body.include_stop_str_in_output),
+    )
+
+
+def _message(index: int, message: Message) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if message.function_call is not None:
+        raise unsupported(f"{where}.function_call", "calls are given as tool_calls")
+    content = message.content
+    if content is None and message.role == "assistant":
+        content = ""  # as SDKs send back a turn without text
+    if content is None:
+        raise invalid(f"{where}.content", "is missing; give a text")
+    if not isinstance(content, str):
+        texts: list[str] = []
+        for number, part in enumerate(content):
+            if part.type != "text":
+                raise unsupported(f"{where}.content[{number}].type", f"content `{part.type}`")
+            if part.text is None:
+                raise invalid(f"{where}.content[{number}].text", "is missing")
+            texts.append(part.text)
+        content = "\n".join(texts)
+    translated: dict[str, Any] = {"role": message.role, "content": content}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            translated[name] = value
+    if message.tool_calls:
+        translated["tool_calls"] = [
+            past_call(call.id or "", call.function.name, call.function.arguments)
+            for call in message.tool_calls
+        ]
+    return translated
+
+
+def _effort(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """What a chat template is told of how much to reason."""
+    effort = body.reasoning_effort if isinstance(body, ChatBody) else None
+    told = {} if effort is None else {"reasoning_effort": effort}
+    return {"enable_thinking": False, **told} if effort == "none" else told
+
+
+def _tool(tool: ToolBody) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    function = tool.function
+    given = {"description": function.description, "parameters": function.parameters}
+    described = {name: value for name, value in given.items() if value is not None}
+    return {"type": tool.type, "function": {"name": function.name, **described}}
+
+
+def _text_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
+    prompt = body.prompt
+    add_special = body.add_special_tokens is not False
+    if isinstance(prompt, str):
+        return (TextPrompt(text=prompt, add_special_tokens=add_special),)
+    if prompt and isinstance(prompt[0], int):
+        return (TokenPrompt(ids=tuple(prompt)),)
+    return tuple(
+        TextPrompt(text=item, add_special_tokens=add_special)
+        if isinstance(item, str)
+        else TokenPrompt(ids=tuple(item))
+        for item in cast("list[str] | list[list[int]]", prompt)
+    )
+
+
+def _refuse_unsupported(body: GenerationBody) -> None:
+    for name, what in _UNSUPPORTED.items():
+        # What is empty or off asks for nothing.
+        if getattr(body, name):
+            raise unsupported(name, what)
+    if body.length_penalty not in (None, 1):
+        raise unsupported("length_penalty", "a penalty of beam search")
+    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
+        raise unsupported("best_of", "choosing among more answers than n")
+    if body.guided_whitespace_pattern is not None:
+        raise unsupported("guided_whitespace_pattern", "whitespace of JSON by a pattern")
+    if body.thinking_token_budget is not None:
+        raise unsupported("thinking_token_budget", "a limit of the reasoning")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise unsupported("stream_options.continuous_usage_stats", "usage in each chunk")

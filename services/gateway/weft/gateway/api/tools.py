@@ -1,0 +1,129 @@
+"""Tools as clients give them, for both faces."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from weft.engine.errors import InvalidRequest
+from weft.engine.request import Constraint
+from weft.gateway.request import Calls
+from weft.gateway.text.answer.call_reader import parse_json
+from weft.gateway.text.answer.demand import (
+    ALL_TOOLS,
+    demanded_arguments,
+    demanded_calls,
+    parameters_of,
+)
+from weft.gateway.validate import MAX_TOOLS, check_range, invalid
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+Tool = Mapping[str, Any]
+
+
+class ToolUse(NamedTuple):
+    """What a choice of tools asks for."""
+
+    calls: Calls | None
+    """Calls that the answer may have; None: it has none."""
+    constraint: Constraint | None
+    """Under which it consists of calls; None: it need not."""
+    param: str = ALL_TOOLS
+    """The field that the constraint is of."""
+
+
+NO_TOOLS = ToolUse(None, None)
+
+
+def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Checks the names of tools.
+
+    Args:
+        tools: Of OpenAI's form.
+
+    Raises:
+        InvalidRequest: There are too many, or a name is none or stands there twice.
+    """
+    check_range("tools", len(tools), 0, MAX_TOOLS, "tools")
+    known: set[str] = set()
+    for number, tool in enumerate(tools):
+        name, param = tool["function"]["name"], f"tools[{number}].function.name"
+        if not _NAME.fullmatch(name):
+            raise invalid(param, f"{name[:80]!r} is not 1 to 64 letters, digits, _, - or .")
+        if name in known:
+            raise invalid(param, f"two tools are called {name!r}")
+        known.add(name)
+    return tuple(tools)
+
+
+def use_tools(
+    tools: Sequence[Tool], choice: str, *, is_named: bool = False, most: int | None = None
+) -> ToolUse:
+    """What an answer may be.
+
+    Args:
+        tools: Those that the model is told of; empty: none.
+        choice: "none", "auto", "required"; or a function's name.
+        is_named: It is a name.
+        most: Most calls; None: any number.
+
+    Raises:
+        InvalidRequest: The choice needs tools that are not there.
+    """
+    if is_named:
+        for number, tool in enumerate(tools):
+            if tool["function"]["name"] == choice:
+                _check_parameters(number, tool)
+                calls = Calls(name=choice, is_demanded=True)
+                return ToolUse(calls, demanded_arguments(tool), parameters_of(number))
+        raise invalid("tool_choice", f"no tool is called {choice[:80]!r}")
+    if choice == "required":
+        if not tools:
+            raise invalid("tool_choice", "required, but there are no tools")
+        for number, tool in enumerate(tools):
+            _check_parameters(number, tool)
+        return ToolUse(Calls(is_demanded=True, most=most), demanded_calls(tools, most))
+    if choice == "none" or not tools:
+        return NO_TOOLS
+    return ToolUse(Calls(most=most), None)
+
+
+def _check_parameters(number: int, tool: Tool) -> None:
+    """Raises InvalidRequest for arguments to be enforced that would be no object."""
+    kind = (tool["function"].get("parameters") or {}).get("type", "object")
+    if kind != "object":
+        raise invalid(f"{parameters_of(number)}.type", f'must be "object", not {str(kind)[:80]!r}')
+
+
+def past_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of an earlier message, as chat templates take it: with an object as `arguments`, or
+    with the text, where that is none, as of a call that was cut off.
+
+    Args:
+        id_: Its id; empty = none.
+        name: The function's.
+        arguments: A JSON object; empty = one without any.
+    """
+    given: object = arguments
+    with contextlib.suppress(InvalidRequest):
+        given = json_object(arguments or "{}", "arguments")
+    given_id = {"id": id_} if id_ else {}
+    return {**given_id, "type": "function", "function": {"name": name, "arguments": given}}
+
+
+def json_object(text: str, param: str) -> dict[str, Any]:
+    """The JSON object that a field contains as text.
+
+    Raises:
+        InvalidRequest: It contains something else.
+    """
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise invalid(param, f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise invalid(param, "is not a JSON object")
+    return value

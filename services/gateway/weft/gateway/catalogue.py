@@ -1,0 +1,214 @@
+"""The models of one gateway, with everything that belongs to each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+from weft.common.adapters.manifest import Entry
+from weft.engine.errors import DeadlineExceeded, ModelNotFound
+from weft.gateway.adapters.cards import AdapterTexts
+from weft.gateway.adapters.directory import AdapterDirectory
+from weft.gateway.admission.slo.admission import LatencyAdmission
+from weft.gateway.fleet.fleet import ModelFleet
+from weft.gateway.request import ResolvedAdapter
+from weft.gateway.routing.router import Router
+from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.prepare import Preparer
+from weft.gateway.validate import invalid
+
+_SHOWN_CHARS = 100
+_SHOWN_NAMES = 50
+_REFRESH_S = 2.0
+"""Seconds to wait for the registry's disk; then the last known state counts."""
+_TEXTS_S = 30.0
+"""Seconds to wait for an adapter's tokenizer, which its first request reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One served model: its texts, its workers, its policies and its gate."""
+
+    model: ServedModel
+    fleet: ModelFleet
+    preparer: Preparer
+    router: Router
+    latency_admission: LatencyAdmission
+    """Holds back or refuses requests for the sake of latency targets."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Smallest context length of all known owners."""
+        return self.fleet.max_context_tokens(self.model.max_context_tokens)
+
+    def problem(self) -> str:
+        """Why it cannot be served now; empty if it can."""
+        missing = self.fleet.missing_roles()
+        return f"no healthy {' and no healthy '.join(missing)} worker" if missing else ""
+
+    def adapter_problem(self, adapter: ResolvedAdapter) -> str:
+        """Why one of its adapters cannot be served now; empty if it can."""
+        if problem := self.problem():
+            return problem
+        return "" if self.router.has_holder(adapter.digest) else "no healthy worker holds it yet"
+
+
+class ResolvedModel(NamedTuple):
+    """What a client's model name refers to."""
+
+    served: Served
+    entry: Entry | None = None
+    """Entry of the registry; None: the base model itself."""
+
+    @property
+    def name(self) -> str:
+        """Name of the adapter or else of the model."""
+        return self.served.model.name if self.entry is None else self.entry.name
+
+    @property
+    def adapter(self) -> ResolvedAdapter | None:
+        """The adapter; None = the base model itself."""
+        return (
+            None
+            if self.entry is None
+            else ResolvedAdapter(self.entry.name, self.entry.digest_bytes)
+        )
+
+
+class Catalogue:
+    """The models and their adapters by name.
+
+    Args:
+        served: At least one; the first is that of `weft chat` and of dumps' first lines.
+        adapters: What the registry says.
+        texts: Of adapters.
+    """
+
+    def __init__(
+        self, served: Sequence[Served], adapters: AdapterDirectory, texts: AdapterTexts
+    ) -> None:
+        self._served = {one.model.name: one for one in served}
+        self.adapters = adapters
+        """Directory of the adapters' names."""
+        self._texts = texts
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(self._served.values())
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    @property
+    def first(self) -> Served:
+        """The model named first."""
+        return next(iter(self._served.values()))
+
+    async def find(self, name: str) -> ResolvedModel:
+        """Resolves a request's model name, atomically with respect to the caller.
+
+        Args:
+            name: As the client gave it: a model, an adapter or `model:adapter`; empty = the only
+                model.
+
+        Raises:
+            ModelNotFound: There is no such model or adapter.
+            InvalidRequest: None is named, and there are several.
+        """
+        if name:
+            return await self.named(name)
+        if len(self) > 1:
+            raise invalid("model", f"is missing; this server has {self._names()}")
+        return ResolvedModel(self.first)
+
+    async def named(self, name: str) -> ResolvedModel:
+        """Resolves a name that must be given.
+
+        Raises:
+            ModelNotFound: There is no such model or adapter.
+        """
+        meant = self._known(name)
+        if meant is None:
+            # Another gateway may have loaded it a moment ago.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REFRESH_S):
+                    await self.adapters.refresh()
+            meant = self._known(name)
+        return meant if meant is not None else self._refuse(name or "(none)")
+
+    async def texts(self, meant: ResolvedModel, timeout_s: float = _TEXTS_S) -> ServedModel:
+        """The tokenizer and chat template of a model, or of an adapter that brings its own.
+
+        Args:
+            meant: The model or the adapter.
+            timeout_s: Longest wait for a disk.
+
+        Raises:
+            PeerUnavailable: The adapter was unloaded meanwhile.
+            AdapterError: They have become unreadable.
+            DeadlineExceeded: The registry's disk does not answer.
+        """
+        if meant.entry is None:
+            return meant.served.model
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._texts.of(meant.entry, meant.served.model)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the tokenizer of the adapter `{meant.name}` was not read in time", stage="prepare"
+            ) from None
+
+    def base(self, name: str) -> Served:
+        """Finds a base model by its name.
+
+        Args:
+            name: Empty = the only one.
+
+        Raises:
+            ModelNotFound: There is no such base model.
+            InvalidRequest: None is named, and there are several.
+        """
+        served = self._served.get(name)
+        if served is not None:
+            return served
+        if name:
+            self._refuse(name)
+        if len(self) > 1:
+            raise invalid("model", f"is missing; this server has {self._names()}")
+        return self.first
+
+    def adapters_of(self, served: Served) -> list[ResolvedModel]:
+        """The adapters of a model that names refer to now, by name."""
+        entries = self.adapters.serving()
+        return [
+            ResolvedModel(served, entry) for entry in entries if entry.model == served.model.name
+        ]
+
+    def _known(self, name: str) -> ResolvedModel | None:
+        if (served := self._served.get(name)) is not None:
+            return ResolvedModel(served)
+        entry = self.adapters.find(name)
+        if entry is not None and (served := self._served.get(entry.model)) is not None:
+            return ResolvedModel(served, entry)
+        for base, served in self._served.items():
+            if name.startswith(f"{base}:"):
+                entry = self.adapters.find(name[len(base) + 1 :])
+                if entry is not None and entry.model == base:
+                    return ResolvedModel(served, entry)
+        return None
+
+    def _refuse(self, name: str) -> NoReturn:
+        shown = name if len(name) <= _SHOWN_CHARS else name[:_SHOWN_CHARS] + "..."
+        raise ModelNotFound(
+            f"the model `{shown}` does not exist; this server has {self._names()}",
+            stage="validate",
+            param="model",
+        )
+
+    def _names(self) -> str:
+        adapters = [one.name for served in self for one in self.adapters_of(served)]
+        names = [f"`{name}`" for name in [*self._served, *adapters]]
+        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        return ", ".join(names[:_SHOWN_NAMES]) + more

@@ -1,0 +1,1 @@
+"""The workers that this gateway follows: discovery, Sessions, loads and cached pages."""

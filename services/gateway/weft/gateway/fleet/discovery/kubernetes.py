@@ -1,0 +1,240 @@
+"""Discovery by the EndpointSlices of Kubernetes Services."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from weft.common.rpc.listen import bracket
+from weft.engine.errors import ConfigError
+from weft.gateway.fleet.addresses import split_service
+from weft.gateway.fleet.discovery.base import Endpoint, Role
+from weft.gateway.fleet.session import ReconnectBackoff
+
+_log = logging.getLogger(__name__)
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_SERVICE_LABEL = "kubernetes.io/service-name"
+_TIMEOUT_S = 10.0
+_WATCH_S = 300
+_PAUSE_S = 0.5
+_SILENCE_S = 90.0
+"""Seconds of silence after which a connection is dead; the API server sends a bookmark about once a
+minute.
+"""
+_MAX_BACKOFF_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiServer:
+    """How to reach the API server."""
+
+    url: str
+    """URL, https://host:port."""
+    namespace: str
+    token_file: Path
+    """Token file, read again for every request: bound tokens are replaced every hour."""
+    ca_file: Path
+
+
+def api_server(
+    environ: Mapping[str, str],
+    url: str = "",
+    namespace: str = "",
+    token_file: Path | None = None,
+    ca_file: Path | None = None,
+    account: Path = SERVICE_ACCOUNT,
+) -> ApiServer:
+    """The configured API server, else that of the cluster in which this process runs.
+
+    Raises:
+        ConfigError: None was named, and this process runs in no cluster.
+    """
+    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+    if not url:
+        if not host or not port:
+            raise ConfigError("not in a Kubernetes cluster; name its API with --kubernetes-api")
+        url = f"https://{bracket(host)}:{port}"
+    if not namespace:
+        try:
+            namespace = (account / "namespace").read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                "no namespace: this process has no service account; give --kubernetes-namespace"
+            ) from error
+    return ApiServer(
+        url=url,
+        namespace=namespace,
+        token_file=token_file or account / "token",
+        ca_file=ca_file or account / "ca.crt",
+    )
+
+
+class _ListAgain(Exception):
+    """The known state is too old to continue from: list again."""
+
+
+class KubernetesDiscovery:
+    """Lists the EndpointSlices of some Services, then watches them.
+
+    Endpoints count whatever their conditions say: the gateway looks at each worker itself, and a
+    pod that ends still finishes what it has. Needs `list` and `watch` of
+    `endpointslices.discovery.k8s.io` in the namespace.
+    """
+
+    def __init__(self, api: ApiServer, decode: Sequence[str], prefill: Sequence[str]) -> None:
+        """Reads the API server's CA certificates; sends no request yet.
+
+        Args:
+            api: Where to ask.
+            decode: Services of decode workers, SERVICE:PORT each, PORT being a name.
+            prefill: Likewise of prefill workers.
+
+        Raises:
+            ConfigError: The token or the authorities cannot be read.
+        """
+        self._api = api
+        self._ports: dict[str, list[tuple[Role, str]]] = {}
+        roles: tuple[tuple[Role, Sequence[str]], ...] = (("decode", decode), ("prefill", prefill))
+        for role, services in roles:
+            for text in services:
+                service, port = split_service(text)
+                self._ports.setdefault(service, []).append((role, port))
+        self._slices: dict[str, tuple[Endpoint, ...]] = {}
+        try:
+            self._context = ssl.create_default_context(cafile=str(api.ca_file))
+            self._token()
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"Kubernetes: {api.ca_file}, {api.token_file}: {error}") from error
+
+    async def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:
+        """See `Discovery.watch`."""
+        backoff = ReconnectBackoff(max_s=_MAX_BACKOFF_S)
+        last: tuple[Endpoint, ...] | None = None
+        async with httpx.AsyncClient(
+            base_url=self._api.url, verify=self._context, timeout=_TIMEOUT_S, trust_env=False
+        ) as client:
+            while True:
+                try:
+                    async for endpoints in self._follow(client):
+                        backoff.reset()
+                        if endpoints != last:
+                            last = endpoints
+                            yield endpoints
+                except _ListAgain:
+                    _log.info("the EndpointSlices are listed again")
+                except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError) as error:
+                    _log.warning(
+                        "the source cannot be read, known workers are kept: %s", _describe(error)
+                    )
+                await backoff.sleep()
+
+    async def _follow(self, client: httpx.AsyncClient) -> AsyncIterator[tuple[Endpoint, ...]]:
+        """Lists once, then watches as long as that works."""
+        listed = await self._list(client)
+        self._slices = {}
+        for item in listed["items"]:
+            self._take(item)
+        yield self._endpoints()
+        version = str(listed["metadata"]["resourceVersion"])
+        while True:
+            async for event in self._events(client, version):
+                item = event["object"]
+                version = str(item["metadata"]["resourceVersion"])
+                if event["type"] == "DELETED":
+                    self._slices.pop(item["metadata"]["name"], None)
+                elif event["type"] != "BOOKMARK":
+                    self._take(item)
+                yield self._endpoints()
+            await asyncio.sleep(_PAUSE_S)  # the server ends each watch after a while
+
+    async def _list(self, client: httpx.AsyncClient) -> dict[str, Any]:
+        answer = await client.get(self._path, params=self._query(), headers=self._headers())
+        _check(answer.status_code)
+        listed: dict[str, Any] = answer.json()
+        return listed
+
+    async def _events(
+        self, client: httpx.AsyncClient, version: str
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yields changes from a version on, until the server ends the watch.
+
+        Raises:
+            _ListAgain: The version is too old.
+            httpx.HTTPError: The server cannot be reached, refuses, or went silent.
+        """
+        query = {
+            **self._query(),
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(_WATCH_S),
+        }
+        async with client.stream(
+            "GET",
+            self._path,
+            params=query,
+            headers=self._headers(),
+            timeout=httpx.Timeout(_TIMEOUT_S, read=_SILENCE_S),
+        ) as answer:
+            _check(answer.status_code)
+            async for line in answer.aiter_lines():
+                event: dict[str, Any] = json.loads(line)
+                if event["type"] == "ERROR":
+                    _check(int(event["object"].get("code", 500)))
+                    raise _ListAgain
+                yield event
+
+    @property
+    def _path(self) -> str:
+        return f"/apis/discovery.k8s.io/v1/namespaces/{self._api.namespace}/endpointslices"
+
+    def _query(self) -> dict[str, str]:
+        return {"labelSelector": f"{_SERVICE_LABEL} in ({','.join(self._ports)})"}
+
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._token()}"}
+
+    def _token(self) -> str:
+        return self._api.token_file.read_text(encoding="ascii").strip()
+
+    def _take(self, item: Mapping[str, Any]) -> None:
+        service = item["metadata"]["labels"][_SERVICE_LABEL]
+        numbers = {port.get("name") or "": port.get("port") for port in item.get("ports") or ()}
+        self._slices[item["metadata"]["name"]] = tuple(
+            Endpoint(
+                role,
+                f"{bracket(endpoint['addresses'][0])}:{numbers[port]}",
+                endpoint.get("nodeName") or "",
+            )
+            for role, port in self._ports.get(service, ())
+            if numbers.get(port)
+            for endpoint in item.get("endpoints") or ()
+            if endpoint.get("addresses")
+        )
+
+    def _endpoints(self) -> tuple[Endpoint, ...]:
+        found = {endpoint for endpoints in self._slices.values() for endpoint in endpoints}
+        return tuple(sorted(found, key=lambda endpoint: (endpoint.role, endpoint.address)))
+
+
+def _check(status: int) -> None:
+    """Raises _ListAgain for 410 Gone, and httpx.HTTPError for other failures."""
+    if status == httpx.codes.GONE:
+        raise _ListAgain
+    if status != httpx.codes.OK:
+        hint = " (the service account needs list and watch of endpointslices)"
+        raise httpx.HTTPError(
+            f"the Kubernetes API answered {status}{hint if status in (401, 403) else ''}"
+        )
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,125 @@
+"""Keeps a pool's page index equal to one worker's reports."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import grpc
+from weft.common.rpc.errors import from_rpc_error
+from weft.common.tasks import is_ending
+from weft.gateway.fleet.session import ReconnectBackoff
+from weft.gateway.routing import FleetPageIndex
+from weft.v1 import worker_pb2, worker_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+
+class KvCounters(Protocol):
+    """Receives a follower's counts."""
+
+    def on_kv_changes(self, count: int) -> None:
+        """Counts changes that were applied."""
+
+    def on_kv_snapshot(self) -> None:
+        """Counts a full snapshot that was applied."""
+
+    def on_kv_gap(self) -> None:
+        """Counts a gap in the changes, for which a snapshot is requested."""
+
+
+class _Gap(Exception):
+    """A change is missing from the sequence."""
+
+
+class KvFollower:
+    """Follows one worker's KV events, incarnation after incarnation.
+
+    A broken stream goes on behind the last change taken. A change that is missing, and anything
+    else that does not fit, is healed by a snapshot.
+
+    Args:
+        stub: Stub of the worker.
+        index: Prefix index of its pool.
+        counters: Told what happened.
+    """
+
+    def __init__(
+        self,
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub,
+        index: FleetPageIndex,
+        counters: KvCounters,
+    ) -> None:
+        self._stub = stub
+        self._index = index
+        self._counters = counters
+        self._worker_id = ""
+        self._epoch = 0
+        self._sequence: int | None = None
+        """Sequence number of the last change applied; None: a snapshot is needed."""
+        self._snapshot: list[int] = []
+        self._max_pages = 0
+
+    async def run(self, info: worker_pb2.GetInfoResponse) -> None:
+        """Follows one incarnation until cancelled."""
+        if (info.worker_id, info.epoch) != (self._worker_id, self._epoch):
+            self.forget()
+            self._worker_id, self._epoch = info.worker_id, info.epoch
+        self._max_pages = info.num_pages
+        backoff = ReconnectBackoff()
+        while True:
+            self._snapshot = []
+            request = worker_pb2.WatchKvRequest(after_sequence=self._sequence, epoch=self._epoch)
+            call: Any = self._stub.WatchKv(request)
+            try:
+                async for response in call:
+                    self._take(response)
+                    backoff.reset()
+            except _Gap:
+                self._sequence = None
+                self._counters.on_kv_gap()
+            except grpc.aio.AioRpcError as error:
+                _log.info("the stream of a worker's KV events broke: %s", from_rpc_error(error))
+            except asyncio.CancelledError:
+                if is_ending():
+                    raise
+                _log.info("the stream of a worker's KV events broke with its connection")
+            finally:
+                call.cancel()
+            await backoff.sleep()
+
+    def forget(self) -> None:
+        """Removes the worker, which has gone, from the index."""
+        self._index.forget(self._worker_id)
+        self._sequence = None
+
+    def _take(self, response: worker_pb2.WatchKvResponse) -> None:
+        if response.epoch != self._epoch:
+            raise _Gap
+        if response.HasField("snapshot"):
+            self._take_part(response.snapshot)
+        for change in response.changes:
+            if self._sequence is None or change.sequence != self._sequence + 1:
+                raise _Gap
+            self._sequence = change.sequence
+            self._index.remove(self._worker_id, self._epoch, change.removed_keys)
+            self._index.add(self._worker_id, self._epoch, _keys(change.stored))
+        self._counters.on_kv_changes(len(response.changes))
+
+    def _take_part(self, part: worker_pb2.KvSnapshotPart) -> None:
+        self._snapshot += _keys(part.held)
+        if len(self._snapshot) > self._max_pages:
+            _log.warning("%s says that it holds more pages than it has", self._worker_id)
+            raise _Gap
+        if part.is_last:
+            keys, self._snapshot = self._snapshot, []
+            self._index.replace(self._worker_id, self._epoch, keys)
+            self._sequence = part.as_of_sequence
+            self._counters.on_kv_snapshot()
+
+
+def _keys(runs: Iterable[worker_pb2.KvRun]) -> Iterator[int]:
+    for run in runs:
+        yield from run.page_keys

@@ -1,0 +1,352 @@
+"""One multiplexed Session with one decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, Protocol
+
+import grpc
+from weft.common.rpc.errors import from_error_detail, from_rpc_error
+from weft.common.rpc.streams import WRITE_AFTER_END
+from weft.common.tasks import is_ending, run_together
+from weft.engine.errors import PeerUnavailable, WeftError
+from weft.v1 import decode_pb2, decode_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_WELCOME_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+_RETRY_AFTER_S = 1.0
+_MAX_ASKED = 2000
+"""Most attempts in one ping, which keeps it far below the message limit."""
+
+
+class SessionHandler(Protocol):
+    """Receives the events of one request. Called on the event loop; must not block or raise."""
+
+    attempt: int
+    """Attempt whose events are accepted; others are dropped."""
+
+    def on_accepted(self) -> None:
+        """Called when the worker has queued the request."""
+
+    def on_prompt_logprobs(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> None:
+        """Called with log-probabilities of prompt tokens, before the tokens of the same message."""
+
+    def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
+        """Called with new tokens of one sample; `now` is the event loop's time."""
+
+    def on_finished(self, event: decode_pb2.SessionEvent.Finished) -> None:
+        """Called when a sample has ended."""
+
+    def on_failed(self, error: WeftError) -> None:
+        """Called when the whole request has failed; nothing more comes."""
+
+
+class ReconnectBackoff:
+    """Exponential delays with jitter."""
+
+    def __init__(self, first_s: float = _FIRST_BACKOFF_S, max_s: float = _MAX_BACKOFF_S) -> None:
+        self._first_s, self._max_s = first_s, max_s
+        self._next_s = first_s
+
+    def reset(self) -> None:
+        """Returns to the first delay after a success."""
+        self._next_s = self._first_s
+
+    async def sleep(self) -> None:
+        """Waits for half to all of the current delay and doubles it."""
+        delay_s = self._next_s * random.uniform(0.5, 1.0)
+        self._next_s = min(self._max_s, 2 * self._next_s)
+        await asyncio.sleep(delay_s)
+
+
+class DecodeSession:
+    """Keeps a Session open, reconnects when it breaks, and dispatches events to their requests.
+
+    A break fails every request that is on it (`PeerUnavailable`, retryable); the worker cancels
+    its side. What is queued to be sent is bounded by the requests admitted.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        gateway_id: str,
+        gateway_epoch: int,
+        *,
+        ping_interval_s: float,
+        dead_after_s: float,
+        on_lost: Callable[[], None],
+        expects_constraints: Callable[[], bool],
+        on_silence: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Creates the session; `run` opens it.
+
+        Args:
+            channel: To the worker.
+            gateway_id: Stable id of this gateway.
+            gateway_epoch: Its incarnation.
+            ping_interval_s: Between pings.
+            dead_after_s: A ping unanswered for longer ends the Session; see `stale_after_s`.
+            on_lost: Called after an open Session broke.
+            expects_constraints: Whether the worker is to be ready for constrained requests.
+            on_silence: Called when nothing answers on the channel.
+        """
+        self._on_silence = on_silence
+        self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self._hello = decode_pb2.SessionRequest.Hello(
+            gateway_id=gateway_id, gateway_epoch=gateway_epoch
+        )
+        self._hello.ping_interval.FromNanoseconds(int(ping_interval_s * 1e9))
+        self._ping_interval_s = ping_interval_s
+        self._dead_after_s = dead_after_s
+        self._on_lost = on_lost
+        self._expects_constraints = expects_constraints
+        self.has_constraints = False
+        """Whether it has carried a constrained request."""
+        self._handlers: dict[str, SessionHandler] = {}
+        self._silent: set[str] = set()
+        """Requests without events since the last ping."""
+        self._outgoing: deque[decode_pb2.SessionRequest] = deque()
+        self._outgoing_ready = asyncio.Event()
+        self._oldest_ping: float | None = None
+        self.stale_after_s = 0.0
+        """The worker's own staleness limit; pings wait at least this long. 0: its server is silent
+        too, which no step of its engine explains.
+        """
+        self.worker_id = ""
+        self.worker_epoch = 0
+        self.is_open = False
+        self.problem = "not connected yet"
+        """Why it is not open."""
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers of requests that wait for events, and of messages to be sent."""
+        return {"handlers": len(self._handlers), "unsent_messages": len(self._outgoing)}
+
+    async def run(self) -> None:
+        """Keeps the Session open until cancelled."""
+        backoff = ReconnectBackoff()
+        while True:
+            try:
+                await self._serve(backoff)
+            except grpc.aio.AioRpcError as error:
+                self.problem = f"session broke: {from_rpc_error(error)}"
+            except WRITE_AFTER_END:
+                self.problem = "the worker ended the session"
+            except (PeerUnavailable, TimeoutError) as error:
+                self.problem = str(error) or "the worker did not answer hello"
+            except ConnectionError as error:
+                self.problem = str(error)
+            except asyncio.CancelledError:
+                if is_ending():
+                    self._close(is_loss=False)
+                    raise
+                self.problem = "its connection was closed"
+            except Exception:
+                # A fault of this gateway: the worker is well, and is not to be lost for it.
+                _log.exception("a session failed", extra={"worker_id": self.worker_id})
+                self.problem = "session failed in the gateway"
+            self._close(is_loss=self.is_open)
+            await backoff.sleep()
+
+    async def _serve(self, backoff: ReconnectBackoff) -> None:
+        call: Any = self._stub.Session()
+        try:
+            try:
+                async with asyncio.timeout(_WELCOME_TIMEOUT_S):
+                    await call.write(decode_pb2.SessionRequest(hello=self._hello))
+                    first = await call.read()
+            except TimeoutError:
+                self._on_silence()
+                raise
+            if first is grpc.aio.EOF or not first.HasField("welcome"):
+                raise PeerUnavailable("the worker did not answer hello by welcome")
+            self.worker_id = first.welcome.worker_id
+            self.worker_epoch = first.welcome.worker_epoch
+            self.is_open, self.problem = True, ""
+            self._dispatch(first)
+            await run_together(self._read(call, backoff), self._write(call), self._ping())
+        finally:
+            call.cancel()
+
+    async def _read(self, call: Any, backoff: ReconnectBackoff) -> None:
+        while True:
+            event = await call.read()
+            if event is grpc.aio.EOF:
+                raise PeerUnavailable("the worker ended the session")
+            backoff.reset()  # Not before: a worker may welcome, and end at once, again and again.
+            self._dispatch(event)
+
+    def _dispatch(self, event: decode_pb2.SessionEvent) -> None:
+        handlers = self._handlers
+        for accepted in event.accepted:
+            handler = handlers.get(accepted.request_id)
+            if handler is not None and handler.attempt == accepted.attempt:
+                self._silent.discard(accepted.request_id)
+                handler.on_accepted()
+        for scores in event.prompt_logprobs:
+            handler = handlers.get(scores.request_id)
+            if handler is not None and handler.attempt == scores.attempt:
+                self._silent.discard(scores.request_id)
+                handler.on_prompt_logprobs(scores)
+        if event.tokens:
+            now = asyncio.get_running_loop().time()
+            for tokens in event.tokens:
+                handler = handlers.get(tokens.request_id)
+                if handler is not None and handler.attempt == tokens.attempt:
+                    self._silent.discard(tokens.request_id)
+                    handler.on_tokens(tokens, now)
+        for finished in event.finished:
+            handler = handlers.get(finished.request_id)
+            if handler is not None and handler.attempt == finished.attempt:
+                handler.on_finished(finished)
+        for failed in event.failed:
+            handler = handlers.get(failed.request_id)
+            if handler is not None and handler.attempt == failed.attempt:
+                del handlers[failed.request_id]
+                self._silent.discard(failed.request_id)
+                handler.on_failed(self._typed(failed))
+        if event.HasField("pong"):
+            self._oldest_ping = None
+            for key in event.pong.unknown:
+                self._on_unknown(key)
+
+    def _on_unknown(self, key: decode_pb2.Attempt) -> None:
+        """Handles requests that the worker does not have and whose end was not received."""
+        handler = self._handlers.get(key.request_id)
+        if handler is None or handler.attempt != key.attempt:
+            return
+        self.release(key.request_id)
+        _log.warning(
+            "a message of a session was lost",
+            extra={"worker_id": self.worker_id, "request_id": key.request_id},
+        )
+        handler.on_failed(
+            self._loss(f"a message to or from decode worker {self.worker_id} was lost", key.attempt)
+        )
+
+    def _loss(self, message: str, attempt: int) -> PeerUnavailable:
+        return PeerUnavailable(
+            message,
+            stage="session",
+            worker_id=self.worker_id,
+            attempt=attempt,
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+    def _typed(self, failed: decode_pb2.SessionEvent.Failed) -> WeftError:
+        has_delay = failed.HasField("retry_after")
+        delay_s = failed.retry_after.ToNanoseconds() / 1e9 if has_delay else None
+        error = from_error_detail(failed.error, delay_s)
+        error.worker_id = error.worker_id or self.worker_id
+        error.attempt = failed.attempt
+        return error
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            while self._outgoing:
+                await call.write(self._outgoing.popleft())
+            self._outgoing_ready.clear()
+            await self._outgoing_ready.wait()
+
+    async def _ping(self) -> None:
+        loop = asyncio.get_running_loop()
+        nonce = 0
+        next_ping = due = loop.time()
+        while True:
+            now = loop.time()
+            if self._oldest_ping is not None:
+                # That this process was stopped, or late, is not the worker's silence.
+                self._oldest_ping += max(0.0, now - due)
+            limit_s = max(self._dead_after_s, self.stale_after_s)
+            if self._oldest_ping is not None and now - self._oldest_ping > limit_s:
+                raise PeerUnavailable(f"no answer to a ping for {limit_s:g} s")
+            if now >= next_ping:
+                next_ping = now + self._ping_interval_s
+                nonce += 1
+                if self._oldest_ping is None:
+                    self._oldest_ping = now
+                self._send(decode_pb2.SessionRequest(ping=self._next_ping(nonce)))
+            due = now + self._ping_interval_s / 4
+            await asyncio.sleep(self._ping_interval_s / 4)
+
+    def _next_ping(self, nonce: int) -> decode_pb2.SessionRequest.Ping:
+        """Builds a ping that asks about requests without events: they may be waiting, or a message
+        was lost.
+        """
+        constraints = self._expects_constraints()
+        ping = decode_pb2.SessionRequest.Ping(nonce=nonce, constraints=constraints)
+        for request_id in islice(self._silent, _MAX_ASKED):
+            ping.asked.add(request_id=request_id, attempt=self._handlers[request_id].attempt)
+        self._silent = set(self._handlers)
+        return ping
+
+    def _send(self, message: decode_pb2.SessionRequest) -> None:
+        self._outgoing.append(message)
+        self._outgoing_ready.set()
+
+    def _close(self, is_loss: bool) -> None:
+        """Fails the requests on the Session; a loss is logged and counted."""
+        self.is_open = False
+        self._outgoing.clear()
+        self._oldest_ping = None
+        handlers, self._handlers = self._handlers, {}
+        self._silent.clear()
+        if is_loss:
+            _log.warning(
+                "session lost",
+                extra={
+                    "worker_id": self.worker_id,
+                    "problem": self.problem,
+                    "requests": len(handlers),
+                },
+            )
+            self._on_lost()
+        for handler in handlers.values():
+            message = f"decode worker {self.worker_id} was lost; send the request again"
+            handler.on_failed(self._loss(message, handler.attempt))
+
+    def submit(
+        self, request_id: str, handler: SessionHandler, messages: list[decode_pb2.SessionRequest]
+    ) -> None:
+        """Sends a request; its events go to `handler` until `release` or a failure.
+
+        Raises:
+            PeerUnavailable: The Session is not open.
+        """
+        if not self.is_open:
+            raise PeerUnavailable(
+                f"decode worker {self.worker_id} is not reachable: {self.problem}",
+                stage="session",
+                worker_id=self.worker_id,
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._handlers[request_id] = handler
+        for message in messages:
+            self._send(message)
+            self.has_constraints |= message.submit.sampling.HasField("constraint")
+
+    def cancel(self, request_id: str, attempt: int, sample: int | None = None) -> None:
+        """Asks the worker to end a request, or one of its samples."""
+        if self.is_open:
+            cancel = decode_pb2.Cancel(request_id=request_id, attempt=attempt, sample=sample)
+            self._send(decode_pb2.SessionRequest(cancel=cancel))
+
+    def end_session(self, cache_salt: str, session_id: str) -> bool:
+        """Tells the worker that a session has ended; False: it cannot be told now."""
+        if self.is_open:
+            end = decode_pb2.EndSession(cache_salt=cache_salt, session_id=session_id)
+            self._send(decode_pb2.SessionRequest(end_session=end))
+        return self.is_open
+
+    def release(self, request_id: str) -> None:
+        """Drops the request's handler."""
+        self._handlers.pop(request_id, None)
+        self._silent.discard(request_id)

@@ -1,0 +1,1 @@
+"""One request on its workers: submitted, followed, resumed and rendered as deltas."""

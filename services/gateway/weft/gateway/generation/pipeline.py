@@ -1,0 +1,513 @@
+"""The stages of a request in the gateway: check, admit, prepare, route, run, render."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from weft.common.durations import duration
+from weft.common.telemetry.logging import trace_id as current_trace_id
+from weft.common.telemetry.spans import Tracer
+from weft.engine.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Overloaded,
+    PeerUnavailable,
+    WeftError,
+)
+from weft.gateway.admission.admission import Admission, shutting_down
+from weft.gateway.admission.authenticate import in_tenant_cache
+from weft.gateway.admission.keys import Tenant
+from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, Charge, RateLimits
+from weft.gateway.admission.slo import NO_TARGETS
+from weft.gateway.admission.slo.gated_request import GatedRequest
+from weft.gateway.admission.tenants import Rates, Tenants
+from weft.gateway.catalogue import Catalogue, ResolvedModel, Served
+from weft.gateway.generation.generation import Generation
+from weft.gateway.generation.resume import ResumeLimits
+from weft.gateway.generation.stream import TokenStream
+from weft.gateway.request import (
+    ChatPrompt,
+    GenerateRequest,
+    PreparedPrompt,
+    ResolvedAdapter,
+    Sampling,
+)
+from weft.gateway.routing import RoutingRequest
+from weft.gateway.settings import GatewaySettings
+from weft.gateway.telemetry.metrics import GatewayMetrics
+from weft.gateway.telemetry.request_log import GatewayRequestLog
+from weft.gateway.telemetry.request_trace import RequestTrace
+from weft.gateway.text.answer.demand import blame_constraint
+from weft.gateway.text.answer.formats import END_THINK, THINK
+from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.render import RenderPlan
+from weft.gateway.text.stops import StopAutomaton
+from weft.gateway.validate import check_request, num_prompt_logprobs
+from weft.v1 import gateway_pb2
+
+_log = logging.getLogger(__name__)
+
+_FIND_WORKER_S = 1.0
+_FIND_HOLDER_S = 2.0
+_LOOK_EVERY_S = 0.02
+
+
+@dataclass(slots=True, kw_only=True)
+class _Account:
+    """The state of one request so far."""
+
+    request: GenerateRequest
+    arrival: float
+    """Arrival, event loop time."""
+    trace: RequestTrace
+    gated: GatedRequest
+    model: str = ""
+    """Name of the model; empty: it named none that exists."""
+    charge: Charge | None = None
+    num_scores: int = 0
+    """Log-probabilities of its prompts for which there is room."""
+    stream: TokenStream | None = None
+    """The request's stream; None: it was refused."""
+    outcome: str = "error"
+    failure: BaseException | None = None
+
+
+MAX_SCORES = 1 << 21
+"""Most log-probabilities of prompts, alternatives included, that all requests together may wait
+for: some hundred bytes each.
+"""
+
+
+class RequestPipeline:
+    """Runs requests of both faces."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        models: Catalogue,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        tracer: Tracer,
+        tenants: Tenants,
+        log: GatewayRequestLog | None = None,
+    ) -> None:
+        self._settings = settings
+        self._models = models
+        self._admission = admission
+        self._metrics = metrics
+        self._tracer = tracer
+        self._tenants = tenants
+        self.limits = RateLimits(
+            Rates(
+                requests_per_minute=settings.requests_per_minute,
+                tokens_per_minute=settings.tokens_per_minute,
+            ),
+            settings.replicas,
+            settings.limit_backlog_s,
+            self._backlog_s,
+            lambda scope, kind: metrics.rate_limited.labels(scope, kind).inc(),
+        )
+        """Rates of requests and tokens."""
+        self._log = log
+        self._running: dict[str, tuple[Tenant | None, TokenStream]] = {}
+        self._has_ended = False
+        self._num_scores = 0
+        """Log-probabilities of prompts that requests have room for."""
+
+    def _backlog_s(self) -> float | None:
+        """Backlog of the model whose workers have most to do."""
+        known = [one.router.forecaster.backlog_s() for one in self._models]
+        return max((seconds for seconds in known if seconds is not None), default=None)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused because this gateway shuts down."""
+        return self._admission.is_draining
+
+    def load(self) -> gateway_pb2.GatewayLoad:
+        """The gateway's load, and how it fares with latency targets."""
+        gates, metrics = [one.latency_admission.gate for one in self._models], self._metrics
+        firsts = [seconds for gate in gates if (seconds := gate.first_token_s()) is not None]
+        return gateway_pb2.GatewayLoad(
+            running_prompts=self._admission.num_running,
+            queued_prompts=self._admission.num_queued,
+            held_requests=sum(gate.num_held for gate in gates),
+            first_token=duration(max(firsts)) if firsts else None,
+            requests_with_target=metrics.num_with_target,
+            requests_within_target=metrics.num_within_target,
+            limit_scale=self.limits.scale,
+        )
+
+    @property
+    def running_ids(self) -> list[str]:
+        """Ids of the requests that run, oldest first."""
+        return list(self._running)
+
+    def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
+        """Cancels a request of a tenant; False if the tenant has no such request here."""
+        owner, stream = self._running.get(request_id, (None, None))
+        if stream is None or owner != tenant:
+            return False
+        stream.cancel()
+        return True
+
+    def end_all(self) -> None:
+        """Fails all running and admitted requests because the gateway ends."""
+        self._has_ended = True
+        for _, stream in list(self._running.values()):
+            stream.fail(shutting_down("decode"))
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
+        """Runs a request for the duration of the block; leaving it cancels what is unfinished.
+
+        Args:
+            request: As translated by a face; not checked yet.
+
+        Yields:
+            The stream of its deltas.
+
+        Raises:
+            WeftError: The request was refused.
+        """
+        arrival = asyncio.get_running_loop().time()
+        trace = RequestTrace(self._tracer, request.request_id, request.traceparent)
+        current_trace_id.set(trace.trace_id)
+        account = _Account(
+            request=request,
+            arrival=arrival,
+            trace=trace,
+            gated=GatedRequest(None, NO_TARGETS, arrival),
+        )
+        try:
+            async with self._run(account) as stream:
+                yield stream
+            account.outcome = "ok"
+        except WeftError as error:
+            account.outcome, account.failure = error.reason.lower(), error
+            if error.param == "constraint":
+                blame_constraint(error, request.constraint_param)
+            if error.http_status >= 500:
+                _warn(request, error)
+            raise
+        except BaseException as error:
+            account.failure = error
+            if isinstance(error, asyncio.CancelledError):
+                account.outcome = Cancelled.reason.lower()
+            raise
+        finally:
+            self._close(account)
+
+    @asynccontextmanager
+    async def _run(self, account: _Account) -> AsyncIterator[TokenStream]:
+        """Runs the stages of a request; `account` records its progress."""
+        request = account.request
+        meant = await self._models.find(request.model)
+        account.model = meant.served.model.name
+        request = replace(request, adapter=meant.adapter)
+        with self._models.adapters.using(meant.adapter):
+            async with self._run_meant(account, meant, request) as stream:
+                yield stream
+
+    @asynccontextmanager
+    async def _run_meant(
+        self, account: _Account, meant: ResolvedModel, request: GenerateRequest
+    ) -> AsyncIterator[TokenStream]:
+        """Runs a request whose `model` is resolved."""
+        loop, trace, served = asyncio.get_running_loop(), account.trace, meant.served
+        limit_s = self._settings.request_timeout_s
+        timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
+        deadline = account.arrival + timeout_s
+        texts = await self._models.texts(meant, deadline - loop.time())
+        check_request(request, texts, self._settings.max_prompts)
+        terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
+        request = in_tenant_cache(request)
+        request = replace(request, targets=request.targets.over(terms.targets))
+        account.request = request
+        gated = account.gated = self._gated_request(served, request, account.arrival)
+        charge = account.charge = self.limits.begin(tenant, terms, account.arrival)
+        with trace.stage("queue"):
+            place = await self._admission.admit(
+                len(request.prompts), deadline, tenant, terms.weight
+            )
+        with place:
+            with trace.stage("prepare"):
+                prompts = await self._prepare(served, texts, request, deadline)
+            account.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
+            await self._find_worker(served, request.adapter, deadline)
+            self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
+            routing = _routing(request, prompts)
+            await self._pass_gate(gated, request, prompts, routing, deadline, trace)
+            if self._has_ended:
+                raise shutting_down("admit")
+            stream = account.stream = TokenStream(
+                request.request_id, texts, self._settings.max_unsent_bytes, place.release
+            )
+            stream.trace_id = trace.trace_id
+            stream.model = meant.name
+            stream.headers = self.limits.headers(tenant, loop.time())
+            timer = loop.call_at(deadline, self._expire, stream, timeout_s)
+            try:
+                stream.start(self._generations(served, account, prompts, routing, stream, deadline))
+                gated.began()
+                self._running[request.request_id] = (request.tenant, stream)
+                yield stream
+            finally:
+                timer.cancel()
+                self._running.pop(request.request_id, None)
+                stream.close()
+
+    async def _find_worker(
+        self, served: Served, adapter: ResolvedAdapter | None, deadline: float
+    ) -> None:
+        """Waits briefly for a decode worker, whose Session may be about to open again, and longer
+        for one that holds an adapter, since workers load them when they start.
+        """
+        loop = asyncio.get_running_loop()
+        digest, wait_s = b"", _FIND_WORKER_S
+        if adapter is not None:
+            digest, wait_s = adapter.digest, _FIND_HOLDER_S
+        until = min(deadline, loop.time() + wait_s)
+        while not served.router.has_holder(digest):
+            if loop.time() >= until:
+                if adapter is None:
+                    return  # The router says what is missing.
+                raise PeerUnavailable(
+                    f"no decode worker holds the adapter `{adapter.name}` yet; send the request "
+                    "again",
+                    stage="route",
+                    retry_after_s=_FIND_HOLDER_S,
+                )
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _close(self, account: _Account) -> None:
+        """Records the end of a request."""
+        stream = account.stream
+        duration_s = asyncio.get_running_loop().time() - account.arrival
+        self._num_scores -= account.num_scores
+        self._judge(account.gated, stream, account.failure)
+        if account.charge is not None:
+            self.limits.settle(account.charge, _num_tokens(account))
+        self._count(account.model, stream, account.outcome, duration_s)
+        if self._log is not None and stream is not None:
+            self._log.write(
+                account.request,
+                stream.generations,
+                model=stream.texts,
+                trace_id=account.trace.trace_id,
+                outcome=account.outcome,
+                duration_s=duration_s,
+            )
+        account.trace.end(account.outcome, account.model, account.request, stream)
+
+    async def _prepare(
+        self, served: Served, texts: ServedModel, request: GenerateRequest, deadline: float
+    ) -> list[PreparedPrompt]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await served.preparer.prepare(texts, request.prompts, request.stopping)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the deadline passed while the request was tokenised", stage="prepare"
+            ) from None
+
+    def _take_room(self, num_scores: int) -> int:
+        """Sets room aside for log-probabilities of prompts, which wait for the whole answer."""
+        if self._num_scores + num_scores > MAX_SCORES:
+            raise Overloaded(
+                f"{self._num_scores} log-probabilities of prompts are on their way, at most "
+                f"{MAX_SCORES} may be; send the request again",
+                stage="prepare",
+                retry_after_s=1.0,
+            )
+        self._num_scores += num_scores
+        return num_scores
+
+    def _generations(
+        self,
+        served: Served,
+        account: _Account,
+        prompts: list[PreparedPrompt],
+        routing: list[RoutingRequest],
+        stream: TokenStream,
+        deadline: float,
+    ) -> list[Generation]:
+        request = account.request
+        limits = ResumeLimits(
+            max_attempts=self._settings.max_attempts, timeout_s=self._settings.resume_timeout_s
+        )
+        plan = _plan_maker(stream.texts, request)
+        return [
+            Generation(
+                request,
+                prompt,
+                placing,
+                first_index=number * request.sampling.n,
+                model=served.model.name,
+                seed=_seed(request.sampling),
+                plan=plan(prompt_ids=prompt.ids),
+                router=served.router,
+                metrics=self._metrics,
+                listener=stream,
+                arrival=account.arrival,
+                deadline=deadline,
+                limits=limits,
+                trace=account.trace,
+            )
+            for number, (prompt, placing) in enumerate(zip(prompts, routing, strict=True))
+        ]
+
+    def _gated_request(
+        self, served: Served, request: GenerateRequest, arrival: float
+    ) -> GatedRequest:
+        is_needed = bool(request.targets) or self._tenants.has_targets
+        return GatedRequest(
+            served.latency_admission if is_needed else None, request.targets, arrival
+        )
+
+    async def _pass_gate(
+        self,
+        gated: GatedRequest,
+        request: GenerateRequest,
+        prompts: list[PreparedPrompt],
+        routing: list[RoutingRequest],
+        deadline: float,
+        trace: RequestTrace,
+    ) -> None:
+        if not gated.is_needed:
+            return
+        with trace.stage("admit"):
+            await gated.enter(
+                routing,
+                tenant=_name(request.tenant),
+                weight=self._tenants.of(request.tenant).weight,
+                max_tokens=sum(prompt.max_tokens for prompt in prompts) * request.sampling.n,
+                deadline=deadline,
+            )
+
+    def _judge(
+        self, gated: GatedRequest, stream: TokenStream | None, failure: BaseException | None
+    ) -> None:
+        """Reports a request's outcome to the gate and the metrics."""
+        samples = [] if stream is None else [one.samples for one in stream.generations]
+        outcome = gated.outcome(samples, failure)
+        gated.ended(samples)
+        if outcome is not None:
+            self._metrics.observe_targets(outcome)
+
+    def _expire(self, stream: TokenStream, timeout_s: float) -> None:
+        stream.fail(
+            DeadlineExceeded(f"the request took longer than {timeout_s:g} s", stage="decode")
+        )
+
+    def _count(
+        self, model: str, stream: TokenStream | None, outcome: str, duration_s: float
+    ) -> None:
+        metrics = self._metrics
+        metrics.requests.labels(outcome).inc()
+        if model:
+            metrics.model_requests.labels(model, outcome).inc()
+        if stream is not None:
+            metrics.request_duration.observe(duration_s)
+            usage = stream.usage()
+            metrics.prompt_tokens.inc(usage.prompt_tokens)
+            metrics.cached_prompt_tokens.inc(usage.cached_prompt_tokens)
+            for generation in stream.generations:
+                num_generated = sum(len(sample.ids) for sample in generation.samples)
+                metrics.observe_prompt(
+                    generation.timeline, generation.num_prompt_tokens, num_generated
+                )
+                for sample in generation.samples:
+                    metrics.observe_sample(sample)
+
+
+def _warn(request: GenerateRequest, error: WeftError) -> None:
+    _log.warning(
+        "request failed: %s",
+        error.message,
+        extra={
+            "client_request_id": request.client_request_id,
+            "reason": error.reason,
+            "stage": error.stage,
+            "worker_id": error.worker_id,
+            "attempt": error.attempt,
+        },
+    )
+
+
+def _name(tenant: Tenant | None) -> str:
+    return "" if tenant is None else tenant.name
+
+
+def _seed(sampling: Sampling) -> int:
+    """Draws the seed of one prompt: equal prompts of a request get different answers."""
+    return secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
+
+
+def _plan_maker(model: ServedModel, request: GenerateRequest) -> Callable[..., RenderPlan]:
+    """Makes the plans of a request's prompts, which share what does not depend on them."""
+    stopping = request.stopping
+    eos_ids = () if stopping.ignore_eos else model.eos_ids
+    return partial(
+        RenderPlan,
+        model.vocabulary,
+        stops=StopAutomaton(stopping.stops) if stopping.stops else None,
+        stop_ids=frozenset((*stopping.stop_token_ids, *eos_ids)),
+        min_tokens=stopping.min_tokens,
+        include_stop=stopping.include_stop,
+        skip_special_tokens=request.skip_special_tokens and not _shows_special(model, request),
+        told_ids=frozenset(stopping.stop_token_ids).difference(eos_ids),
+    )
+
+
+def _shows_special(model: ServedModel, request: GenerateRequest) -> bool:
+    """Whether calls of tools or reasoning are told by special tokens."""
+    calls, tools = request.calls, model.tool_format
+    tags = [THINK, END_THINK] if model.has_reasoning else []
+    if calls is not None and not calls.is_demanded:
+        tags += [tag for tag in (tools.opener, tools.hidden_opener) if tag]
+    is_chat = isinstance(request.prompts[0], ChatPrompt)
+    ids = (model.tokenizer.token_to_id(tag) for tag in tags)
+    return is_chat and any(id_ in model.vocabulary.special_ids for id_ in ids)
+
+
+def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:
+    """Most tokens that a request may come to, as far as it says."""
+    given = request.stopping.max_tokens
+    output = [min(prompt.max_tokens, given or ASSUMED_OUTPUT_TOKENS) for prompt in prompts]
+    return sum(len(prompt.ids) for prompt in prompts) + request.sampling.n * sum(output)
+
+
+def _num_tokens(account: _Account) -> int | None:
+    """Tokens that it has come to; None: it was refused for lack of room or workers."""
+    if account.stream is None:
+        is_refused = isinstance(account.failure, WeftError) and account.failure.retryable
+        return None if is_refused else 0
+    usage = account.stream.usage()
+    if not usage.completion_tokens and isinstance(account.failure, (Overloaded, PeerUnavailable)):
+        return None
+    return usage.prompt_tokens + usage.completion_tokens
+
+
+def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[RoutingRequest]:
+    """Each prompt as policies see it, with its name on Sessions."""
+    base = request.request_id
+    return [
+        RoutingRequest(
+            request_id=base if len(prompts) == 1 else f"{base}-{number}",
+            prompt_ids=prompt.ids,
+            context_tokens=len(prompt.ids) + prompt.max_tokens,
+            cache_salt=request.cache_salt,
+            routing_key=request.routing_key,
+            first_token_s=request.targets.first_token_s,
+            adapter=b"" if request.adapter is None else request.adapter.digest,
+            is_computed_anew=request.prompt_logprobs is not None,
+        )
+        for number, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,63 @@
+"""The state of one sample: what was received, and what the client does not have yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.gateway.text.render import SampleRenderer
+from weft.v1 import common_pb2
+
+
+class Sample:
+    """One sample of one prompt. It outlives the attempts: text goes on where it was."""
+
+    __slots__ = (
+        "finish_reason",
+        "first_token_time",
+        "ids",
+        "index",
+        "is_dirty",
+        "last_token_time",
+        "logprobs",
+        "num_ids_taken",
+        "renderer",
+        "text",
+    )
+
+    def __init__(self, index: int, renderer: SampleRenderer) -> None:
+        self.index = index
+        """Index among all samples of the client's request."""
+        self.renderer = renderer
+        self.ids: list[int] = []
+        """All tokens so far; a new owner continues from these."""
+        self.num_ids_taken = 0
+        self.text = ""
+        """Text not yet taken."""
+        self.logprobs: list[common_pb2.TokenLogprob] = []
+        """Log-probabilities not yet taken."""
+        self.finish_reason: common_pb2.FinishReason.ValueType | None = None
+        self.is_dirty = False
+        """Whether there is something to take."""
+        self.first_token_time = 0.0
+        """Event loop time; 0: no token yet."""
+        self.last_token_time = 0.0
+
+    @property
+    def pace_s(self) -> float | None:
+        """Mean seconds between its tokens; None: it has fewer than two."""
+        num_gaps = len(self.ids) - 1
+        return (self.last_token_time - self.first_token_time) / num_gaps if num_gaps > 0 else None
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Takes tokens up to the one that completes a stop string; returns the text to show."""
+        renderer = self.renderer
+        if len(ids) == 1:
+            self.ids.append(ids[0])
+            return renderer.push(ids[0])
+        text = ""
+        for token_id in ids:
+            self.ids.append(token_id)
+            text += renderer.push(token_id)
+            if renderer.is_stopped:
+                break
+        return text

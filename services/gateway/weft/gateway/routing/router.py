@@ -1,0 +1,246 @@
+"""Chooses where a request goes: one decode worker, and prefill workers that may help it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from weft.engine.errors import PeerUnavailable, WeftError
+from weft.gateway.admission.slo.forecast import LatencyForecaster, Side
+from weft.gateway.fleet.discovery import Role
+from weft.gateway.fleet.fleet import FleetWorker, ModelFleet
+from weft.gateway.fleet.session import DecodeSession
+from weft.gateway.request import GenerateRequest
+from weft.gateway.routing import FleetPageIndex, Policy, PoolView, RoutingRequest
+from weft.v1 import common_pb2, decode_pb2
+
+_RETRY_AFTER_S = 5.0
+"""A worker that is restarted loads its model meanwhile."""
+_NOBODY = PoolView(())
+_DEVICE_REQUESTS = 8
+"""Requests by which a worker with the adapter on its device may exceed the least busy holder and
+still be preferred.
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class Placement:
+    """Where one attempt of a request runs, and its weight there."""
+
+    worker: FleetWorker
+    session: DecodeSession
+    candidates: tuple[decode_pb2.PrefillCandidate, ...]
+    """Possible fillers, best first."""
+    filler: FleetWorker | None
+    """The first of those."""
+    num_tokens: int
+    """Number of tokens of the prompt."""
+    to_compute: int
+    """Tokens of these that neither of the two workers holds."""
+    _is_computed: bool = True
+
+    def begin(self) -> None:
+        """Adds the request to the workers' loads, once it was sent."""
+        self._is_computed = False
+        self.worker.breaker.begin()
+        self.worker.load.begin(self.num_tokens, 0 if self.filler else self.to_compute)
+        if self.filler is not None:
+            self.filler.breaker.begin()
+            self.filler.load.begin(self.num_tokens, self.to_compute)
+
+    def computed(self) -> None:
+        """Removes the prompt from the loads, since the request has its first token."""
+        if self._is_computed:
+            return
+        self._is_computed = True
+        if self.filler is None:
+            self.worker.load.computed(self.to_compute)
+        else:
+            # How it went is told later, by `Router.filled`.
+            self.filler.breaker.abandoned()
+            self.filler.load.computed(self.to_compute)
+            self.filler.load.end(self.num_tokens)
+
+    def end(self, error: WeftError | None, *, is_proven: bool) -> None:
+        """The request left its owner; see `FleetWorker.judge_request`."""
+        self.computed()
+        self.worker.load.end(self.num_tokens)
+        self.worker.judge_request(error, is_proven=is_proven)
+
+    @property
+    def incarnation(self) -> tuple[str, int]:
+        """Address and epoch, which later attempts avoid."""
+        return (self.worker.endpoint.address, self.session.worker_epoch)
+
+
+class Router:
+    """Applies each pool's policy to the workers of one model."""
+
+    def __init__(
+        self,
+        fleet: ModelFleet,
+        decode: Policy,
+        prefill: Policy,
+        max_prefill_candidates: int,
+        num_replicas: int = 1,
+    ) -> None:
+        self._fleet = fleet
+        self._decode = decode
+        self._prefill = prefill
+        self._max_prefill_candidates = max_prefill_candidates
+        self.forecaster = LatencyForecaster(
+            partial(self._side, "prefill"), partial(self._side, "decode"), num_replicas
+        )
+        """Forecast of the service that a request would get now."""
+
+    def _side(self, role: Role) -> Side:
+        if role == "prefill" and not self._max_prefill_candidates:
+            return Side(_NOBODY, None)
+        view = self._fleet.pool(role).view(asyncio.get_running_loop().time())
+        return Side(view, self.index(role))
+
+    def place(
+        self, request: RoutingRequest, excluded: Collection[tuple[str, int]] = ()
+    ) -> Placement:
+        """Chooses the workers of one attempt.
+
+        Args:
+            request: What is to be placed.
+            excluded: Incarnations of decode workers that failed this request before.
+
+        Raises:
+            PeerUnavailable: No decode worker with the context that was promised is healthy.
+        """
+        now = asyncio.get_running_loop().time()
+        fillers = [] if request.is_computed_anew else self._choose_prefill(request, now)
+        if fillers and (member := fillers[0][0].member) is not None:
+            request = request.beside(member.host)
+
+        def is_excluded(worker: FleetWorker) -> bool:
+            session = worker.session
+            if session is None or (worker.endpoint.address, session.worker_epoch) in excluded:
+                return True
+            # It may have come when the answer's length was settled, and would cut it.
+            return not worker.has_context(request.context_tokens)
+
+        least = self._fleet.max_context_tokens(request.context_tokens)
+        may_not = is_excluded if excluded or least < request.context_tokens else None
+        owners = self._choose("decode", self._decode, request, 1, now, may_not)
+        if not owners or owners[0][0].session is None:
+            raise PeerUnavailable(
+                "no decode worker is ready; send the request again",
+                stage="route",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        worker, match_tokens = owners[0]
+        num_tokens = len(request.prompt_ids)
+        if fillers:
+            match_tokens = max(match_tokens, fillers[0][1])
+        return Placement(
+            worker=worker,
+            session=owners[0][0].session,
+            candidates=tuple(_candidate(filler, match) for filler, match in fillers),
+            filler=fillers[0][0] if fillers else None,
+            num_tokens=num_tokens,
+            to_compute=num_tokens - match_tokens,
+        )
+
+    def end_session(self, owner: DecodeSession, request: GenerateRequest) -> None:
+        """Tells the workers that a chat session has ended, except the one that its last request,
+        which says so itself, was sent to.
+        """
+        for worker in self._fleet.workers("decode"):
+            if worker.session is not None and worker.session is not owner:
+                worker.session.end_session(request.cache_salt, request.session_id)
+
+    def has_holder(self, digest: bytes) -> bool:
+        """Whether a healthy decode worker can serve requests for an adapter.
+
+        Args:
+            digest: Digest of its content.
+        """
+        now = asyncio.get_running_loop().time()
+        workers = self._fleet.workers("decode")
+        return any(one.holds(digest) and not one.health_problem(now) for one in workers)
+
+    def filled(self, fills: Iterable[common_pb2.FillTimeline]) -> None:
+        """Reports the outcomes of fills, as told by their owner, to prefill workers' breakers."""
+        breakers = {
+            worker.info.worker_id: worker.breaker
+            for worker in self._fleet.workers("prefill")
+            if worker.info is not None
+        }
+        now = asyncio.get_running_loop().time()
+        for fill in fills:
+            breaker = breakers.get(fill.worker_id)
+            if breaker is None:
+                continue
+            if fill.filler_failed:
+                breaker.failed(now, fill.failure)
+            elif not fill.failure:
+                breaker.succeeded()
+
+    def index(self, role: Role) -> FleetPageIndex | None:
+        """Prefix index of a pool's policy; None if the policy needs none."""
+        return (self._decode if role == "decode" else self._prefill).index
+
+    def flush(self) -> int:
+        """Forgets what workers were sent; returns the number of entries."""
+        return self._decode.flush() + self._prefill.flush()
+
+    def _choose_prefill(self, request: RoutingRequest, now: float) -> list[tuple[FleetWorker, int]]:
+        if not self._max_prefill_candidates:
+            return []
+        return self._choose("prefill", self._prefill, request, self._max_prefill_candidates, now)
+
+    def _choose(
+        self,
+        role: Role,
+        policy: Policy,
+        request: RoutingRequest,
+        count: int,
+        now: float,
+        is_excluded: Callable[[FleetWorker], bool] | None = None,
+    ) -> list[tuple[FleetWorker, int]]:
+        """Applies a policy to the workers that hold the request's adapter.
+
+        Those with the adapter on their device come before those that must load it there, unless
+        they are much busier.
+        """
+        pool, digest = self._fleet.pool(role), request.adapter
+        if not digest:
+            return pool.choose(policy, request, count, now, is_excluded)
+        holders = [worker for worker in self._fleet.workers(role) if worker.holds(digest)]
+        if is_excluded is not None:
+            holders = [worker for worker in holders if not is_excluded(worker)]
+        healthy = [worker for worker in holders if not worker.problem(now)]
+        most = min((one.load.num_requests for one in healthy), default=0) + _DEVICE_REQUESTS
+        ready = {
+            worker
+            for worker in healthy
+            if worker.holds(digest, on_device=True) and worker.load.num_requests <= most
+        }
+        chosen: list[tuple[FleetWorker, int]] = []
+        for group in (ready, set(healthy) - ready):
+            left = count - len(chosen)
+            if group and left:
+                chosen += pool.choose(policy, request, left, now, partial(_is_outside, group))
+        return chosen
+
+
+def _is_outside(group: Collection[FleetWorker], worker: FleetWorker) -> bool:
+    return worker not in group
+
+
+def _candidate(worker: FleetWorker, match_tokens: int) -> decode_pb2.PrefillCandidate:
+    assert worker.info is not None
+    return decode_pb2.PrefillCandidate(
+        worker_id=worker.info.worker_id,
+        address=worker.info.advertised_address or worker.endpoint.address,
+        epoch=worker.info.epoch,
+        match_tokens=match_tokens,
+        queued_tokens=worker.load.queued_tokens,
+        tokens_per_second=worker.tokens_per_second,
+    )

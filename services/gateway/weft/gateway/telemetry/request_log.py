@@ -1,0 +1,137 @@
+"""The gateway's log of finished requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from tokenizers import Tokenizer
+from weft.common.telemetry.request_log import LoggedPrompt, LoggedSample, RequestLog, terms
+from weft.gateway.generation.generation import Generation
+from weft.gateway.generation.submit import sampling_to_proto
+from weft.gateway.request import GenerateRequest, Stopping
+from weft.gateway.settings import GatewaySettings
+from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.tokens import decode
+from weft.v1 import common_pb2
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+class GatewayRequestLog:
+    """Converts requests to lines of the log.
+
+    Args:
+        settings: Where they go and what is in them; `request_log` must not be None.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        assert settings.request_log is not None
+        self._has_ids = settings.request_log_content != "none"
+        self._has_texts = settings.request_log_content == "text"
+        self._log = RequestLog(
+            settings.request_log,
+            settings.request_log_bytes,
+            settings.request_log_files,
+        )
+
+    def write(
+        self,
+        request: GenerateRequest,
+        generations: Sequence[Generation],
+        *,
+        model: ServedModel,
+        trace_id: str,
+        outcome: str,
+        duration_s: float,
+    ) -> None:
+        """Logs the prompts of a request that has ended.
+
+        Args:
+            request: The client's.
+            generations: Its prompts.
+            model: The one that served it, with the tokenizer of the adapter.
+            trace_id: 32 hex digits; empty = it was not traced.
+            outcome: ok, or the failure's reason in lower case.
+            duration_s: Duration of the request.
+        """
+        arrived_at = time.time() - duration_s
+        add_texts = partial(_add_texts, model.tokenizer) if self._has_texts else _add_nothing
+        for generation in generations:
+            sampling, stop = terms(
+                sampling_to_proto(request.sampling, generation.seed),
+                _stop(request.stopping, generation.prompt.max_tokens),
+                has_content=self._has_ids,
+            )
+            self._log.write(
+                LoggedPrompt(
+                    time=arrived_at,
+                    request_id=generation.wire_id,
+                    client_request_id=request.client_request_id,
+                    trace_id=trace_id,
+                    model=model.name,
+                    adapter="" if request.adapter is None else request.adapter.name,
+                    sampling=sampling,
+                    stop=stop,
+                    top_logprobs=request.top_logprobs,
+                    num_prompt_tokens=generation.num_prompt_tokens,
+                    prompt_ids=generation.prompt.ids if self._has_ids else None,
+                    outcome=outcome,
+                    duration_s=round(duration_s, 6),
+                    samples=self._samples(generation),
+                ),
+                add_texts,
+            )
+
+    def close(self) -> None:
+        """Writes what is queued."""
+        self._log.close()
+
+    def _samples(self, generation: Generation) -> list[LoggedSample]:
+        return [
+            LoggedSample(
+                finish_reason=_reason(sample.finish_reason),
+                num_tokens=len(sample.ids),
+                ids=list(sample.ids) if self._has_ids else None,
+            )
+            for sample in generation.samples
+        ]
+
+
+def _add_texts(tokenizer: Tokenizer, prompt: LoggedPrompt) -> None:
+    """Adds the texts, in the log's own thread: detokenising takes time."""
+    prompt.prompt_text = _text(tokenizer, prompt.prompt_ids or [])
+    for sample in prompt.samples:
+        sample.text = _text(tokenizer, sample.ids or [])
+
+
+def _add_nothing(prompt: LoggedPrompt) -> None:
+    """Leaves a prompt without texts."""
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    (text,) = decode(tokenizer, [ids])
+    return text
+
+
+def _reason(reason: common_pb2.FinishReason.ValueType | None) -> str:
+    return "" if reason is None else _REASONS.get(reason, "")
+
+
+def _stop(stopping: Stopping, max_tokens: int) -> common_pb2.StopCriteria:
+    return common_pb2.StopCriteria(
+        max_tokens=max_tokens,
+        min_tokens=stopping.min_tokens,
+        stop=stopping.stops,
+        stop_token_ids=stopping.stop_token_ids,
+        ignore_eos=stopping.ignore_eos,
+        include_stop_in_output=stopping.include_stop,
+    )

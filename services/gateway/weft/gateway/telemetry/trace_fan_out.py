@@ -1,0 +1,57 @@
+"""Collects the spans of one request from the workers and KV stores behind a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from weft.common.rpc.channel import open_channel
+from weft.common.rpc.tls import Identity
+from weft.gateway.fleet.fleet import Fleet
+from weft.v1 import trace_pb2, trace_pb2_grpc
+
+_TIMEOUT_S = 2.0
+
+
+class TraceFanOut:
+    """Implements `weft.common.telemetry.tracing.FanOut`. Services that do not answer are named.
+
+    Args:
+        fleet: The workers; they tell which KV stores they use.
+        identity: Identity of this gateway; None: without TLS.
+    """
+
+    def __init__(self, fleet: Fleet, identity: Identity | None) -> None:
+        self._fleet = fleet
+        self._identity = identity
+
+    async def __call__(self, request: trace_pb2.ListSpansRequest) -> trace_pb2.ListSpansResponse:
+        """Collects all spans, within a time limit."""
+        services: dict[str, str] = {}
+        for worker in self._fleet.workers():
+            services[worker.endpoint.address] = worker.endpoint.role
+            if worker.info is not None:
+                services |= dict.fromkeys(worker.info.kvstores, "kvstore")
+        answers = await asyncio.gather(
+            *(self._ask(address, role, request) for address, role in services.items())
+        )
+        response = trace_pb2.ListSpansResponse()
+        for answer in answers:
+            response.spans.extend(answer.spans)
+            response.silent.extend(answer.silent)
+        return response
+
+    async def _ask(
+        self, address: str, role: str, request: trace_pb2.ListSpansRequest
+    ) -> trace_pb2.ListSpansResponse:
+        # Channels of its own: an operator asks now and then, beside the streams of requests.
+        async with open_channel(address, role, self._identity) as channel:
+            stub = trace_pb2_grpc.TraceServiceStub(channel)
+            try:
+                answer: trace_pb2.ListSpansResponse = await stub.ListSpans(
+                    request, timeout=_TIMEOUT_S
+                )
+            except grpc.aio.AioRpcError as error:
+                silent = trace_pb2.SilentService(address=address, problem=error.code().name)
+                return trace_pb2.ListSpansResponse(silent=[silent])
+        return answer

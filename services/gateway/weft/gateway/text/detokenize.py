@@ -1,0 +1,123 @@
+"""Incremental detokenisation that never splits a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.gateway.text.vocabulary import Vocabulary
+
+_REPLACEMENT = "\ufffd"
+_CONTEXT_TOKENS = 5
+"""Number of prompt tokens decoded as context of the first generated one (a leading space)."""
+_MAX_CHARACTER_BYTES = 4
+_MAX_HELD_TOKENS = 16
+"""Most tokens of an incomplete text that are held back: no character has more."""
+
+
+class Detokenizer(Protocol):
+    """Converts the tokens of one sample to text as they arrive.
+
+    The concatenation of all that is returned equals the decoded whole, and text that is valid
+    never shows U+FFFD on the way.
+    """
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text that is certain by now, often empty."""
+        ...
+
+    def finish(self) -> str:
+        """Returns the rest, with U+FFFD for a character that was never completed."""
+        ...
+
+
+def make_detokenizer(
+    vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool
+) -> Detokenizer:
+    """Creates the cheapest detokeniser that is exact for the vocabulary.
+
+    Args:
+        vocabulary: The model's.
+        prompt_ids: Tokens before the first one; only the last few are looked at.
+        skip_special_tokens: Special tokens give no text.
+    """
+    if vocabulary.is_byte_level:
+        return ByteDetokenizer(vocabulary, skip_special_tokens)
+    return WindowDetokenizer(vocabulary, prompt_ids, skip_special_tokens)
+
+
+class ByteDetokenizer:
+    """Detokenizer for byte-level tokenizers: a table lookup and an incremental UTF-8 decoder per
+    token.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+        self._token_bytes = vocabulary.token_bytes
+        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer.push`."""
+        if token_id in self._skipped:
+            return ""
+        return self._decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        """See `Detokenizer.finish`."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """Detokenizer for any tokenizer: decodes a short window with and without the new tokens.
+
+    ```
+    _ids:  | context: text returned already | held: text not certain yet |
+           0                             _split                       len(_ids)
+    ```
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = vocabulary.tokenizer
+        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._ids, self._context = self._context_of(prompt_ids)
+        self._split = len(self._ids)
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer.push`."""
+        if token_id in self._skipped:
+            return ""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        is_open = text.endswith(_REPLACEMENT) or len(text) <= len(self._context)
+        if is_open and len(self._ids) - self._split < _MAX_HELD_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        """See `Detokenizer.finish`."""
+        return self._advance(self._decode(self._ids))
+
+    def _context_of(self, prompt_ids: Sequence[int]) -> tuple[list[int], str]:
+        """The prompt's last tokens, and their text. They begin where a character does, if they can:
+        of a run of bytes that begins within one, some tokenizers decode nothing.
+        """
+        found: list[tuple[list[int], str]] = []
+        for count in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_CHARACTER_BYTES):
+            ids = [one for one in prompt_ids[-count:] if one not in self._skipped]
+            found.append((ids, self._decode(ids)))
+            if _REPLACEMENT not in found[-1][1]:
+                return found[-1]
+        return found[0]
+
+    def _advance(self, text: str) -> str:
+        delta = text[len(self._context) :]
+        self._ids = self._ids[self._split :]
+        self._split = len(self._ids)
+        self._context = self._decode(self._ids)
+        return delta
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""

@@ -1,0 +1,231 @@
+"""The parts of a model that the gateway needs: tokenizer, chat template, limits. No weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from weft.engine.end_tokens import end_token_ids
+from weft.engine.errors import ModelError
+from weft.engine.lora.files import TOKENIZER_FILE
+from weft.engine.tokenizer_files import read_json, read_tokenizer
+from weft.gateway.text.answer.formats import FORMATS, ToolFormat, find_reasoning, find_tool_format
+from weft.gateway.text.template import ChatTemplate
+from weft.gateway.text.vocabulary import Vocabulary
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_CONTEXT_TOKENS = 2048
+_SHOWN_CHARS = 100
+_DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
+AUTO, THINK_TAGS = "auto", "think"
+"""Names of parsers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The facts about a model that do not change while the gateway runs."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary
+    template: ChatTemplate | None
+    """Chat template; None: the model has none, and chat requests are refused."""
+    tool_template: ChatTemplate | None
+    """The same for requests with tools; None: there is none apart."""
+    tool_format: ToolFormat
+    """How it writes calls of tools."""
+    has_reasoning: bool
+    """Whether its answers may begin with reasoning, which is shown apart."""
+    tool_parser: str
+    reasoning_parser: str
+    """Settings by which these two were found."""
+    eos_ids: frozenset[int]
+    vocabulary_size: int
+    """First invalid id; the model's size, which may exceed the tokenizer's."""
+    max_context_tokens: int
+    max_token_bytes: int
+    """Length of the longest token, which bounds the number of tokens of a text from below; 0: no
+    such bound.
+    """
+    created: int
+    """Unix time of the load, in seconds."""
+
+
+def load_model(
+    folder: Path,
+    name: str = "",
+    max_context_tokens: int | None = None,
+    *,
+    tool_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+) -> ServedModel:
+    """Reads a Hugging Face model directory.
+
+    Args:
+        folder: With tokenizer.json and config.json; tokenizer_config.json, chat_template.jinja and
+            generation_config.json are used when there.
+        name: Served name; empty = the folder's.
+        max_context_tokens: Bound below the model's own.
+        tool_parser: Name of a `ToolFormat`; "auto" = what the chat template teaches.
+        reasoning_parser: "think", "none" or "auto" = what the chat template says.
+
+    Raises:
+        ModelError: A file is missing or cannot be understood; the message names it.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such directory; --model-dir takes a Hugging Face model")
+    config = _text_config(read_json(folder / "config.json", required=True))
+    generation_config = read_json(folder / "generation_config.json")
+    context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
+    texts, specials = _read_texts(folder, tool_parser, reasoning_parser)
+    tokenizer: Tokenizer = texts["tokenizer"]
+    return ServedModel(
+        name=name or folder.resolve().name,
+        **texts,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
+        vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),
+        max_context_tokens=min(context, max_context_tokens or context),
+        created=int(time.time()),
+    )
+
+
+def with_own_texts(model: ServedModel, folder: Path) -> ServedModel:
+    """The model as one of its adapters has it that brings a tokenizer of its own.
+
+    The chat template is the adapter's if it brings one. Its end-of-text token is one more.
+
+    Args:
+        model: The base model.
+        folder: With the adapter's tokenizer.json, and what belongs to it.
+
+    Raises:
+        ModelError: A file cannot be understood, or tokens of the model have other ids.
+    """
+    texts, specials = _read_texts(folder, model.tool_parser, model.reasoning_parser)
+    own = texts["tokenizer"].get_vocab()
+    for token, id_ in model.tokenizer.get_vocab().items():
+        if own.get(token) != id_:
+            raise ModelError(
+                f"{folder / TOKENIZER_FILE}: {token[:_SHOWN_CHARS]!r} is token {own.get(token)}, "
+                f"of the model {id_}; an adapter's tokenizer may only add tokens"
+            )
+    if texts["template"] is None:
+        kept = ("template", "tool_template", "tool_format", "has_reasoning")
+        texts |= {name: getattr(model, name) for name in kept}
+    return replace(
+        model,
+        **texts,
+        eos_ids=model.eos_ids | _eos_ids({}, {}, texts["tokenizer"], specials),
+        vocabulary_size=max(model.vocabulary_size, 1 + max(own.values())),
+    )
+
+
+def _read_texts(
+    folder: Path, tool_parser: str, reasoning_parser: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Fields of `ServedModel` that the files of a tokenizer decide, and its special tokens."""
+    tokenizer, tokenizer_config, specials = read_tokenizer(folder)
+    vocabulary = Vocabulary(tokenizer)
+    sources = _template_sources(folder, tokenizer_config)
+    source, for_tools = sources.get(_DEFAULT_TEMPLATE), sources.get(_TOOL_TEMPLATE)
+    has_reasoning = reasoning_parser == THINK_TAGS
+    if reasoning_parser == AUTO:
+        has_reasoning = find_reasoning(source or "")
+    fields = {
+        "tokenizer": tokenizer,
+        "vocabulary": vocabulary,
+        "template": None if source is None else ChatTemplate(source, specials),
+        "tool_template": None if for_tools is None else ChatTemplate(for_tools, specials),
+        "tool_format": FORMATS.get(tool_parser) or find_tool_format(for_tools or source or ""),
+        "has_reasoning": has_reasoning,
+        "max_token_bytes": _max_token_bytes(tokenizer, vocabulary),
+    }
+    return fields, specials
+
+
+def _integer(config: dict[str, Any], name: str, default: int) -> int:
+    value = config.get(name, default)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {name} is {value!r}; a positive integer is expected")
+    return value
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language part of a composite model's config."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _template_sources(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """The sources of the model's chat templates, by name."""
+    path, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
+    found: dict[str, Any] = {}
+    if path.is_file():
+        found = {one.stem: _read_template(one) for one in sorted(more.glob("*.jinja"))}
+        return {**found, _DEFAULT_TEMPLATE: _read_template(path)}
+    source, where = tokenizer_config.get("chat_template"), "tokenizer_config.json"
+    if source is None:
+        where = "chat_template.json"
+        source = read_json(folder / where).get("chat_template")
+    if isinstance(source, list) and all(isinstance(item, dict) for item in source):
+        found = {str(item.get("name")): item.get("template") for item in source}
+        if _DEFAULT_TEMPLATE not in found:
+            _log.warning("no chat template is called `default`, only %s", ", ".join(found))
+    elif source is not None:
+        found = {_DEFAULT_TEMPLATE: source}
+    if not all(isinstance(text, str) for text in found.values()):
+        raise ModelError(
+            f"{folder / where}: chat_template: expected a text, or a list of such with names, got "
+            f"{str(source)[:200]}"
+        )
+    return found
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
+def _eos_ids(
+    config: dict[str, Any],
+    generation_config: dict[str, Any],
+    tokenizer: Tokenizer,
+    specials: dict[str, str],
+) -> frozenset[int]:
+    """End-of-text ids named by the model's files; else the tokenizer's."""
+    ids = end_token_ids(config, generation_config)
+    if ids:
+        return frozenset(ids)
+    eos = tokenizer.token_to_id(specials["eos_token"]) if "eos_token" in specials else None
+    return frozenset() if eos is None else frozenset({eos})
+
+
+def _max_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int:
+    """Largest number of bytes of text that one token stands for; 0 if unknown."""
+    lossless = vocabulary.is_byte_level and tokenizer.normalizer is None
+    trims = any(t.lstrip or t.rstrip for t in tokenizer.get_added_tokens_decoder().values())
+    if not lossless or trims:
+        return 0
+    # A character of the byte-level alphabet is one byte; of an added token, at most four.
+    return max(_upper_bound(token) for token in tokenizer.get_vocab())
+
+
+def _upper_bound(token: str) -> int:
+    return max(len(token), len(token.encode("utf-8", "surrogatepass")))
+
+
+def least_tokens(model: ServedModel, texts: Sequence[str]) -> int:
+    """A lower bound of the number of tokens of a text, without tokenising it; 0: none."""
+    if not model.max_token_bytes:
+        return 0
+    return sum(len(text) for text in texts) // model.max_token_bytes

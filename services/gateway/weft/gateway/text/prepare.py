@@ -1,0 +1,207 @@
+"""Turns prompts as the client wrote them into token ids that fit the context."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from weft.engine.errors import ContextTooLong
+from weft.gateway.admission.admission import Admission
+from weft.gateway.request import ChatPrompt, PreparedPrompt, Prompt, Stopping, TextPrompt
+from weft.gateway.settings import GatewaySettings
+from weft.gateway.text.answer.describe import with_described_tools
+from weft.gateway.text.answer.formats import END_THINK, THINK
+from weft.gateway.text.model_card import ServedModel, least_tokens
+from weft.gateway.text.tokens import decode, encode
+from weft.gateway.validate import invalid
+
+T = TypeVar("T")
+
+
+class _Tokenized(NamedTuple):
+    """A prompt's tokens."""
+
+    ids: list[int]
+    begins_reasoning: bool = False
+    """See `PreparedPrompt`."""
+
+
+class Preparer:
+    """Applies the chat template and tokenises, off the event loop."""
+
+    def __init__(self, settings: GatewaySettings, context_tokens: Callable[[], int]) -> None:
+        """Starts the threads.
+
+        Args:
+            settings: How many threads, and how many may wait.
+            context_tokens: Tells the context length that all owners have now.
+        """
+        self._context_tokens = context_tokens
+        num_threads = settings.tokenizer_threads
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        # Prompts are bounded by their own admission; what is only tokenised leaves them threads.
+        self._bare = Admission(max(1, num_threads // 2), settings.max_queued_tokenizations)
+        self._timeout_s = settings.request_timeout_s
+
+    def close(self) -> None:
+        """Stops the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def prepare(
+        self, model: ServedModel, prompts: Sequence[Prompt], stopping: Stopping
+    ) -> list[PreparedPrompt]:
+        """Prepares the prompts of a checked request.
+
+        Raises:
+            InvalidRequest: A template refuses its messages, or a prompt is empty.
+            ContextTooLong: A prompt and its output do not fit the context.
+        """
+        tokenized = await self._in_thread(lambda: self._tokenize_all(model, tuple(prompts)))
+        return [
+            self._fit(prompt, given, stopping)
+            for prompt, given in zip(prompts, tokenized, strict=True)
+        ]
+
+    async def tokenize(self, model: ServedModel, prompt: Prompt) -> list[int]:
+        """Tokenises one prompt that is not run.
+
+        Raises:
+            InvalidRequest: A template refuses its messages.
+            ContextTooLong: It is many times longer than the context.
+            Overloaded: Too many such calls wait.
+            DeadlineExceeded: No thread came free in time.
+        """
+        (given,) = await self._bounded(lambda: self._tokenize_all(model, (prompt,)))
+        return given.ids
+
+    async def detokenize(self, model: ServedModel, many: Sequence[Sequence[int]]) -> list[str]:
+        """Decodes lists of token ids, special tokens included.
+
+        Raises:
+            Overloaded: Too many such calls wait.
+            DeadlineExceeded: No thread came free in time.
+        """
+        return await self._bounded(lambda: decode(model.tokenizer, many))
+
+    async def _bounded(self, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        place = await self._bare.admit(1, loop.time() + self._timeout_s)
+        job = self._pool.submit(work)
+
+        def release(_: Future[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the gateway has stopped
+                loop.call_soon_threadsafe(place.release)
+
+        # Not when the caller leaves: the thread goes on.
+        job.add_done_callback(release)
+        return await asyncio.wrap_future(job)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _tokenize_all(self, model: ServedModel, prompts: Sequence[Prompt]) -> list[_Tokenized]:
+        for prompt in prompts:
+            self._refuse_hopeless(model, prompt)
+        return [_tokenize(model, prompt) for prompt in prompts]
+
+    def _refuse_hopeless(self, model: ServedModel, prompt: Prompt) -> None:
+        """Refuses a text that is far too long before tokenising megabytes of it."""
+        if isinstance(prompt, TextPrompt):
+            least = least_tokens(model, [prompt.text])
+        elif isinstance(prompt, ChatPrompt):
+            tools = [json.dumps(tool) for tool in prompt.tools]
+            least = least_tokens(model, [*tools, *(_content(m) for m in prompt.messages)])
+        else:
+            least = len(prompt.ids)
+        if least >= self._context_tokens():
+            raise self._too_long(prompt, f"at least {least}; shorten it")
+
+    def _fit(self, prompt: Prompt, given: _Tokenized, stopping: Stopping) -> PreparedPrompt:
+        ids = given.ids
+        if not ids:
+            raise invalid(_param(prompt), "the prompt has no tokens; give at least one")
+        context = self._context_tokens()
+        room = context - len(ids)
+        max_tokens = room if stopping.max_tokens is None else stopping.max_tokens
+        if room < 1 or max_tokens > room:
+            problem = (
+                f"{len(ids)} and the output needs {max(1, max_tokens)}; shorten the prompt or "
+                "lower max_tokens"
+            )
+            raise self._too_long(prompt, problem)
+        if stopping.min_tokens > max_tokens:
+            raise invalid(
+                "min_tokens",
+                f"{stopping.min_tokens}, but only {max_tokens} tokens can be generated",
+            )
+        return PreparedPrompt(
+            ids=ids, max_tokens=max_tokens, begins_reasoning=given.begins_reasoning
+        )
+
+    def _too_long(self, prompt: Prompt, problem: str) -> ContextTooLong:
+        context = self._context_tokens()
+        return ContextTooLong(
+            f"this model's context is {context} tokens, but the prompt has {problem}",
+            stage="validate",
+            param=_param(prompt),
+        )
+
+
+def _tokenize(model: ServedModel, prompt: Prompt) -> _Tokenized:
+    tokenizer = model.tokenizer
+    if isinstance(prompt, TextPrompt):
+        add_special = prompt.add_special_tokens
+        return _Tokenized(encode(tokenizer, prompt.text, add_special_tokens=add_special))
+    if isinstance(prompt, ChatPrompt):
+        text = _render(model, prompt)
+        # The template has written the special tokens itself.
+        ids = encode(tokenizer, text, add_special_tokens=False)
+        return _Tokenized(ids, model.has_reasoning and _begins_reasoning(prompt, text))
+    return _Tokenized(list(prompt.ids))
+
+
+def _render(model: ServedModel, prompt: ChatPrompt) -> str:
+    template, messages = model.template, prompt.messages
+    variables = dict(prompt.template_variables)
+    if template is None:
+        raise invalid("messages", f"the model `{model.name}` has no chat template")
+    if prompt.tools and model.tool_template is not None:
+        template = model.tool_template
+    if not template.knows_developers:
+        messages = tuple(map(_as_system, messages))
+    if not template.takes_tools:
+        messages = tuple(with_described_tools(messages, prompt.tools))
+    elif prompt.tools:
+        variables["tools"] = list(prompt.tools)
+    return template.render(
+        messages,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        variables=variables,
+    )
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A developer's message, as models know it that were made before there were such."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _begins_reasoning(prompt: ChatPrompt, text: str) -> bool:
+    """Whether a rendered conversation ends within the reasoning of the model's turn."""
+    if prompt.continue_final_message:
+        final = _content(prompt.messages[-1])
+        return final.rfind(THINK) > final.rfind(END_THINK)
+    return text.rstrip().endswith(THINK)
+
+
+def _param(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,116 @@
+"""Turns the tokens of one sample into the text that its client may see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from weft.gateway.text.detokenize import make_detokenizer
+from weft.gateway.text.stops import StopAutomaton, StopScanner
+from weft.gateway.text.vocabulary import Vocabulary
+
+
+class RenderPlan:
+    """The part of rendering that all samples of a prompt share."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompt_ids: Sequence[int],
+        *,
+        stops: StopAutomaton | None,
+        stop_ids: Collection[int],
+        min_tokens: int,
+        include_stop: bool,
+        skip_special_tokens: bool,
+        told_ids: Collection[int] = (),
+    ) -> None:
+        """Prepares the rendering.
+
+        Args:
+            vocabulary: The model's.
+            prompt_ids: Tokens of the prompt.
+            stops: Stop strings, which prompts of a request share; None: there are none.
+            stop_ids: Tokens that end a sample; the last one's text is not shown.
+            min_tokens: Stop strings count only if they end after so many tokens.
+            include_stop: Keep the text of the stop string or token.
+            skip_special_tokens: Special tokens give no text.
+            told_ids: Those of `stop_ids` that the client is told of if they end a sample.
+        """
+        self.vocabulary = vocabulary
+        self.prompt_ids = prompt_ids
+        self.automaton = stops
+        self.stop_ids = stop_ids
+        self.min_tokens = min_tokens
+        self.include_stop = include_stop
+        self.skip_special_tokens = skip_special_tokens
+        self.told_ids = told_ids
+
+
+class SampleRenderer:
+    """Detokenises one sample and applies its stop strings."""
+
+    def __init__(self, plan: RenderPlan) -> None:
+        self._detokenizer = make_detokenizer(
+            plan.vocabulary, plan.prompt_ids, plan.skip_special_tokens
+        )
+        self._scanner = (
+            StopScanner(plan.automaton, plan.include_stop) if plan.automaton is not None else None
+        )
+        self._stop_ids = plan.stop_ids
+        self._include_stop = plan.include_stop
+        self._min_tokens = plan.min_tokens
+        self._told_ids = plan.told_ids
+        self._pending_stop: int | None = None
+        self._stop_id: int | None = None
+        self._num_tokens = 0
+        self.is_stopped = False
+        """Whether a stop string was found, after which nothing more is shown."""
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string that was found, or else the stop token that ended the sample."""
+        if self.is_stopped and self._scanner is not None:
+            return self._scanner.found
+        return self._stop_id
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text to show, and sets `is_stopped`."""
+        text = ""
+        if self._pending_stop is not None:  # it did not end the sample: it is text like any other
+            pending, self._pending_stop = self._pending_stop, None
+            text = self._show(pending)
+            if self.is_stopped:
+                return text
+        if token_id in self._stop_ids:
+            self._pending_stop = token_id
+            return text
+        return text + self._show(token_id)
+
+    def _show(self, token_id: int) -> str:
+        self._num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        if self._scanner is None:
+            return text
+        counts = self._num_tokens > self._min_tokens
+        text, self.is_stopped = self._scanner.push(text, counts=counts)
+        return text
+
+    def finish(self, by_stop_token: bool) -> str:
+        """Ends the sample; returns the last text to show.
+
+        Args:
+            by_stop_token: The last token pushed ended it.
+        """
+        text = ""
+        if self._pending_stop is not None and (self._include_stop or not by_stop_token):
+            text = self._show(self._pending_stop)
+        if by_stop_token and self._pending_stop in self._told_ids:
+            self._stop_id = self._pending_stop
+        self._pending_stop = None
+        if self.is_stopped:
+            return text
+        rest = self._detokenizer.finish()
+        if self._scanner is None:
+            return text + rest
+        rest, self.is_stopped = self._scanner.push(rest)
+        return text + rest + ("" if self.is_stopped else self._scanner.finish())

@@ -1,0 +1,440 @@
+"""Constrained output of a whole engine: every answer is of its grammar, and nobody else notices."""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from weft.engine.constraints import masks
+from weft.engine.constraints.grammar import GrammarSource
+from weft.engine.errors import Internal, InvalidRequest, Overloaded
+from weft.engine.llm import LLM
+from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress
+from weft.engine.request import Constraint, StopCriteria
+from weft.engine.scheduler.plan import Plan
+from weft.testing.engine.constrained import Desk, Outcome, check_schemas, check_valid, schema
+from weft.testing.engine.random_schemas import person, varied_schemas
+from weft.testing.models.threads import one_thread
+from weft.testing.models.tiny_models import EOS_TOKEN_ID, make_tiny
+
+pytestmark = pytest.mark.usefixtures("overlap")
+
+VOCAB = 517
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(
+        "llama",
+        tmp_path_factory.mktemp("tiny"),
+        seed=11,
+        tokenizer=True,
+        vocab_size=VOCAB,
+        num_hidden_layers=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def desk(model_dir: Path, overlap: None) -> Iterator[Desk]:
+    with (
+        one_thread(),
+        LLM(model_dir, dtype="float32", num_pages=4096, num_threads=1) as llm,
+    ):
+        yield Desk(llm.engine, model_dir)
+        sizes = llm.engine.sizes()
+        assert all(count == 0 for count in sizes.values()), sizes
+
+
+def prompt(length: int = 5) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+def compilers() -> list[psutil.Process]:
+    """Compiler processes of engines in this one."""
+    name = "weft.engine.constraints.compiler"
+    return [child for child in psutil.Process().children() if name in child.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("has_tokenizer", "is_early"), [(True, True), (False, True), (True, False)]
+)
+def test_the_compiler_starts_before_it_is_needed(
+    tmp_path: Path, has_tokenizer: bool, is_early: bool
+) -> None:
+    """A worker without constrained requests has none, until it hears that some may come."""
+    folder = make_tiny(
+        "llama", tmp_path / "tiny", seed=1, tokenizer=has_tokenizer, vocab_size=VOCAB
+    )
+    expects = Inbox(pings=[Ping(session=1, nonce=1, expects_constraints=True)])
+    before = len(compilers())
+    settings = {"num_pages": 64, "num_threads": 1, "early_compiler": is_early}
+    with LLM(folder, dtype="float32", **settings) as llm:
+        llm.engine.turn(Inbox(pings=[Ping(session=1, nonce=1)]))
+        assert len(compilers()) == before
+        for _ in range(2):
+            llm.engine.turn(expects)
+        deadline = time.monotonic() + 60
+        is_started = has_tokenizer and is_early
+        while len(compilers()) < before + is_started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(compilers()) == before + is_started
+        if has_tokenizer:
+            desk = Desk(llm.engine, folder)
+            outcome = desk.one(desk.submit(schema({"type": "null"}), prompt()))
+            assert outcome.reason == "stop"
+            (compiler,) = compilers()[before:]
+            # It has what it needs, and not a second copy of what only the engine does.
+            assert any("xgrammar" in mapped.path for mapped in compiler.memory_maps())
+            assert not any("torch" in mapped.path for mapped in compiler.memory_maps())
+    assert len(compilers()) == before
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_hundred_answers_are_valid_under_their_schemas(desk: Desk, temperature: float) -> None:
+    """Every other one with steps that overlap, the rest in turn."""
+    schemas = varied_schemas(200)[desk.engine.config.is_overlapped :: 2]
+    for begin in range(0, len(schemas), 50):
+        check_schemas(desk, schemas[begin : begin + 50], temperature)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["[0-9]{3}-[a-f]{2,4}", r"(yes|no|maybe), [A-Z]\w{0,5}\.", "é+🎉?x", r"\d{1,3}(\.\d{1,3}){3}"],
+)
+def test_texts_match_the_whole_expression(desk: Desk, expression: str) -> None:
+    constraint = Constraint(kind="regex", text=expression)
+    submits = [desk.submit(constraint, prompt(), temperature=1.0, seed=seed) for seed in range(8)]
+    for outcome in desk.run(*submits):
+        assert isinstance(outcome, Outcome), outcome
+        assert outcome.reason == "stop"
+        assert re.fullmatch(expression, desk.text(outcome), re.ASCII), desk.text(outcome)
+
+
+def test_texts_are_one_of_the_choices(desk: Desk) -> None:
+    choices = ("yes", "no", 'say "hi"', "back\\slash", "line\none", "\x01f", "été 🎉", "[a-z]")
+    constraint = Constraint(kind="choice", choices=choices)
+    submits = [desk.submit(constraint, prompt(), temperature=1.0, seed=s) for s in range(24)]
+    found = {desk.text(o) if isinstance(o, Outcome) else str(o) for o in desk.run(*submits)}
+    assert found <= set(choices)
+    assert len(found) > 1
+
+
+def test_texts_follow_a_recursive_grammar(desk: Desk) -> None:
+    grammar = 'root ::= "(" (root | [ab]) ")"'
+    submits = [
+        desk.submit(Constraint(kind="ebnf", text=grammar), prompt(), temperature=1.0, seed=seed)
+        for seed in range(4)
+    ]
+    for outcome in desk.run(*submits):
+        assert isinstance(outcome, Outcome), outcome
+        text = desk.text(outcome)
+        depth = text.count("(")
+        assert re.fullmatch(r"\(+[ab]\)+", text)
+        assert text.count(")") == depth
+
+
+@pytest.mark.parametrize(
+    ("constraint", "told"),
+    [
+        (Constraint(kind="json_schema", text='{"type": '), "line 1, column 10"),
+        (Constraint(kind="json_schema", text="[]"), "not a JSON schema"),
+        (schema({"properties": {"a": {"type": "strin"}}}), "$.properties.a.type"),
+        (schema({"properties": {"a": {"$ref": "#/$defs/b"}}}), "$.properties.a.$ref"),
+        (schema({"type": "array", "uniqueItems": True}), "$.uniqueItems"),
+        (schema({"items": {"not": {"type": "null"}}}), "$.items.not"),
+        (schema({"anyOf": [{"type": "null"}, {"pattern": 'a"b'}]}), "$.anyOf[1].pattern"),
+        (schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "$.oneOf"),
+        (schema({"type": "object", "required": ["a"], "additionalProperties": False}), "'a'"),
+        (schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum"),
+        (Constraint(kind="regex", text="(a"), "position"),
+        (Constraint(kind="regex", text="a(?=b)"), "position"),
+        (Constraint(kind="ebnf", text='root ::= "a" b'), "line 1, column 14"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_its_place(
+    desk: Desk, constraint: Constraint, told: str
+) -> None:
+    (error,) = desk.run(desk.submit(constraint, prompt()))
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "constraint"
+    assert told in error.message
+    assert ".cc" not in error.message
+
+
+@pytest.mark.parametrize("min_tokens", [0, 9])
+def test_a_dead_end_is_told_as_one(desk: Desk, min_tokens: int) -> None:
+    constraint = Constraint(kind="regex", text=r"ab[^\s\S]c")
+    stop = StopCriteria(max_tokens=20, min_tokens=min_tokens)
+    (error,) = desk.run(desk.submit(constraint, prompt(), stop=stop))
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "constraint"
+    assert "no text satisfies it that goes on" in error.message
+
+
+def test_a_constraint_ends_the_sample_whatever_the_stop_criteria_are(desk: Desk) -> None:
+    choice = Constraint(kind="choice", choices=("ab", "cd"))
+    for stop in (
+        StopCriteria(max_tokens=50, ignore_eos=True),
+        StopCriteria(max_tokens=50, min_tokens=20),
+        StopCriteria(max_tokens=50, min_tokens=20, ignore_eos=True, stop_token_ids=(7,)),
+    ):
+        outcome = desk.one(desk.submit(choice, prompt(), stop=stop))
+        assert (outcome.reason, desk.text(outcome)) in {("stop", "ab"), ("stop", "cd")}
+
+
+def test_min_tokens_keeps_a_grammar_from_ending_early(desk: Desk) -> None:
+    digits = Constraint(kind="regex", text="[0-9]+")
+    stop = StopCriteria(max_tokens=100, min_tokens=20)
+    bias = {EOS_TOKEN_ID: 30.0}
+    assert len(desk.one(desk.submit(digits, prompt(), logit_bias=bias)).ids) == 2
+    assert len(desk.one(desk.submit(digits, prompt(), logit_bias=bias, stop=stop)).ids) == 21
+
+
+def test_a_limit_cuts_a_constrained_sample(desk: Desk) -> None:
+    stop = StopCriteria(max_tokens=4)
+    constraint = Constraint(kind="regex", text="[a-z]{300}")
+    outcome = desk.one(desk.submit(constraint, prompt(), stop=stop))
+    assert outcome.reason == "length"
+    assert re.fullmatch("[a-z]{4,8}", desk.text(outcome))
+
+
+def test_stop_tokens_may_end_a_text_within_its_grammar(desk: Desk) -> None:
+    comma = desk.tokenizer.token_to_id(",")
+    constraint = Constraint(kind="regex", text="a{3},b{3}")
+    stop = StopCriteria(max_tokens=50, stop_token_ids=(comma,))
+    outcome = desk.one(desk.submit(constraint, prompt(), stop=stop))
+    assert (outcome.reason, desk.text(outcome)) == ("stop", "aaa,")
+
+
+def test_samples_of_one_prompt_follow_the_grammar_each_for_itself(desk: Desk) -> None:
+    submit = desk.submit(schema(person()), prompt(40), temperature=1.0, seed=9, n=4)
+    (samples,) = desk.run_all(submit)
+    assert isinstance(samples, list)
+    for sample in samples:
+        check_valid(desk, sample, person())
+    assert len({tuple(sample.ids) for sample in samples}) > 1
+
+
+def test_log_probabilities_are_the_models_own(desk: Desk) -> None:
+    asked = prompt()
+    free = desk.one(desk.submit(None, asked, top_logprobs=3, stop=StopCriteria(max_tokens=1)))
+    choice = Constraint(kind="choice", choices=("ab", "cd"))
+    held = desk.one(desk.submit(choice, asked, top_logprobs=3))
+    # As without the constraint, though the most likely tokens may be forbidden.
+    assert held.logprobs[0].top == free.logprobs[0].top
+    assert all(entry.logprob < 0 for entry in held.logprobs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_resumed_sample_goes_on_in_its_grammar(desk: Desk, temperature: float) -> None:
+    constraint, asked = schema(person()), prompt()
+    whole = desk.one(desk.submit(constraint, asked, temperature=temperature, seed=3))
+    for cut in (1, len(whole.ids) // 2, len(whole.ids) - 1):
+        progress = [SampleProgress(sample=0, tokens=whole.ids[:cut])]
+        rest = desk.one(
+            desk.submit(constraint, asked, temperature=temperature, seed=3, progress=progress)
+        )
+        assert whole.ids[:cut] + rest.ids == whole.ids
+        assert rest.reason == "stop"
+
+
+def test_a_request_is_cancelled_while_its_grammar_is_compiled(desk: Desk) -> None:
+    submit = desk.submit(schema({"const": "never seen before"}), prompt())
+    cancel = Cancel(session=0, request_id=submit.request_id, attempt=1)
+    desk.engine.turn(Inbox(submits=[submit]))
+    outbox = desk.engine.turn(Inbox(cancels=[cancel]))
+    assert [event.reason for batch in outbox.sessions for event in batch.finished] == ["cancelled"]
+    desk.one(desk.submit(schema({"const": "never seen before"}), prompt()))
+
+
+def test_preempted_samples_go_on_in_their_grammars(model_dir: Path) -> None:
+    text = Constraint(kind="regex", text="([a-z]{9} [0-9]{4}\n){6}")
+    with (
+        one_thread(),
+        LLM(model_dir, dtype="float32", page_size=4, num_pages=60, num_threads=1) as llm,
+    ):
+        desk = Desk(llm.engine, model_dir)
+        submits = [desk.submit(text, prompt(), temperature=1.0, seed=seed) for seed in range(4)]
+        outcomes = desk.run(*submits)
+    assert sum(o.num_preemptions for o in outcomes if isinstance(o, Outcome)) > 0
+    for outcome in outcomes:
+        assert isinstance(outcome, Outcome), outcome
+        assert re.fullmatch("([a-z]{9} [0-9]{4}\n){6}", desk.text(outcome)), desk.text(outcome)
+
+
+def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, other = (Constraint(kind="regex", text=text) for text in ("[ab]{40}", "[cd]{4}"))
+    next_masks, num_masks = masks.ConstraintState.next_masks, 0
+
+    def slow_once(
+        state: masks.ConstraintState, tokens: Sequence[int], drafts: Sequence[int]
+    ) -> masks.Masks:
+        nonlocal num_masks
+        num_masks += 1
+        if num_masks == 5:
+            time.sleep(2.0)
+            raise masks._too_slow()
+        return next_masks(state, tokens, drafts)
+
+    stats = desk.engine.stats
+    with monkeypatch.context() as patch:
+        patch.setattr(stats, "_longest_step_s", 0.0)
+        patch.setattr(masks.ConstraintState, "next_masks", slow_once)
+        patch.setattr(masks.ConstraintState, "is_alone", True)
+        error, beside = desk.run(*(desk.submit(slow, prompt()) for _ in range(2)))
+        # Else the engine would wait so much longer before it counts as stalled.
+        assert 0.0 < stats._longest_step_s < 2.0
+    for failed in (error, beside):  # Who has the same constraint need not be slow as well.
+        assert isinstance(failed, InvalidRequest)
+        assert "too ambiguous" in failed.message
+    assert num_masks < 10
+    again, fine = desk.run(desk.submit(slow, prompt()), desk.submit(other, prompt()))
+    assert isinstance(again, InvalidRequest)
+    assert (again.param, again.message) == ("constraint", error.message)
+    assert isinstance(fine, Outcome)
+    assert fine.reason == "stop"
+
+
+def test_a_compiler_that_cannot_be_started_fails_what_waits_for_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next request tries again."""
+    calls = 0
+
+    def refuse(*_: object, **__: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    letters = Constraint(kind="regex", text="[a-z]{3}")
+    with one_thread(), LLM(model_dir, dtype="float32", num_pages=64, num_threads=1) as llm:
+        desk = Desk(llm.engine, model_dir)
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuse)
+            failed = desk.run(*(desk.submit(letters, prompt()) for _ in range(2)))
+        for error in failed:
+            assert isinstance(error, Internal)
+            assert "try again" in error.message
+        assert calls < 5
+        (outcome,) = desk.run(desk.submit(letters, prompt()))
+        assert isinstance(outcome, Outcome)
+        assert desk.text(outcome).isalpha()
+
+
+def test_what_is_compiled_and_cannot_be_read_fails_alone(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, broken = GrammarSource.read, 1
+
+    def break_first(source: GrammarSource, serialised: bytes) -> Any:
+        nonlocal broken
+        if broken:
+            broken -= 1
+            raise MemoryError
+        return read(source, serialised)
+
+    monkeypatch.setattr(GrammarSource, "read", break_first)
+    letters, digits = (Constraint(kind="regex", text=text) for text in ("[a-z]{3}", "[0-9]{3}"))
+    with one_thread(), LLM(model_dir, dtype="float32", num_pages=64, num_threads=1) as llm:
+        desk = Desk(llm.engine, model_dir)
+        (error,) = desk.run(desk.submit(letters, prompt()))
+        assert isinstance(error, Internal)
+        (outcome,) = desk.run(desk.submit(digits, prompt()))
+        assert isinstance(outcome, Outcome)
+        assert desk.text(outcome).isdigit()
+
+
+def test_grammars_of_unfinished_requests_take_no_more_than_they_may(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"num_pages": 256, "num_threads": 1, "max_running_requests": 1}
+    constraints = [
+        Constraint(
+            kind="regex",
+            text=f"[a-z]{{80,{90 + i}}}-[0-9]{{60,80}}",
+        )
+        for i in range(12)
+    ]
+    stop = StopCriteria(max_tokens=300)
+    with (
+        one_thread(),
+        LLM(model_dir, dtype="float32", constraint_cache_bytes=1 << 20, **settings) as llm,
+    ):
+        desk = Desk(llm.engine, model_dir)
+        grammars, scheduler = llm.engine._constraints._compiled, llm.engine.scheduler
+        plan = scheduler.plan
+        # Nobody ends, and lets go of a grammar, before all are compiled.
+        monkeypatch.setattr(
+            scheduler, "plan", lambda now: Plan() if grammars.num_open else plan(now)
+        )
+        for _ in range(2):
+            submits = [desk.submit(one, prompt(), stop=stop) for one in constraints]
+            outcomes = desk.run(*submits)
+            refused = [one for one in outcomes if not isinstance(one, Outcome)]
+            assert 0 < len(refused) < len(outcomes), "they all fit, or none does"
+            for error in refused:
+                assert isinstance(error, Overloaded)
+            assert grammars._num_bytes <= 1 << 20
+            assert not grammars._num_users
+        # One after the other there is room for each.
+        for one in constraints:
+            (outcome,) = desk.run(desk.submit(one, prompt(), stop=stop))
+            assert isinstance(outcome, Outcome)
+
+
+def test_a_model_without_a_tokenizer_refuses_constraints(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "bare", num_hidden_layers=1)
+    with one_thread(), LLM(folder, dtype="float32", num_pages=64, num_threads=1) as llm:
+        llm.engine.turn(Inbox())
+        desk = Desk.__new__(Desk)
+        desk.engine = llm.engine
+        (error,) = desk.run(desk.submit(Constraint(kind="regex", text="a"), [5, 6]))
+    assert isinstance(error, InvalidRequest)
+    assert "tokenizer.json" in error.message
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_sample_that_is_cancelled_while_its_grammar_compiles_leaves_the_others_theirs(
+    overlap: str, tmp_path: Path
+) -> None:
+    seed = random.randrange(2**31)
+    path = make_tiny("llama", tmp_path, seed, tokenizer=True, vocab_size=517, num_hidden_layers=1)
+    settings = {"dtype": "float32", "num_pages": 2000, "num_threads": 1, "overlap": overlap}
+    with LLM(path, **settings) as llm:
+        desk = Desk(llm.engine, path)
+        # Beside one that is constrained and one that is free.
+        beside = [
+            desk.submit(Constraint(kind="regex", text="[a-z]{100}"), [5, 6, 8]),
+            desk.submit(None, [5, 6, 9], stop=StopCriteria(max_tokens=200, ignore_eos=True)),
+        ]
+        outboxes = [llm.engine.turn(Inbox(submits=beside))]
+        deadline = time.monotonic() + 60
+        while llm.engine.sizes()["held"] and time.monotonic() < deadline:
+            outboxes.append(llm.engine.turn(None))
+        choice = Constraint(kind="choice", choices=("yes", "no"))
+        submit = desk.submit(choice, [5, 6, 7], n=2)
+        cancel = Cancel(session=0, request_id=submit.request_id, attempt=1, sample=0)
+        outboxes.append(llm.engine.turn(Inbox(submits=[submit])))
+        assert llm.engine.sizes()["held"] == 1
+        outboxes.append(llm.engine.turn(Inbox(cancels=[cancel])))
+        while any(llm.engine.sizes().values()) and time.monotonic() < deadline:
+            outboxes.append(llm.engine.turn(None))
+        batches = [batch for outbox in outboxes for batch in outbox.sessions]
+        assert not any(batch.failed for batch in batches)
+        own = [t for b in batches for t in b.all_tokens() if t.request_id == submit.request_id]
+        assert {tokens.sample for tokens in own} == {1}
+        ids = [token for tokens in own for token in tokens.ids if token != EOS_TOKEN_ID]
+        assert desk.tokenizer.decode(ids) in ("yes", "no")
+        ended = {(done.request_id, done.sample) for b in batches for done in b.finished}
+        assert {(one.request_id, 0) for one in beside} | {(submit.request_id, 1)} <= ended

@@ -1,0 +1,71 @@
+"""`weft model`: what it prints and when it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from weft.cli import model as command
+from weft.engine.models import demo
+from weft.engine.models.digest import file_digest
+from weft.engine.models.loader import load_model
+from weft.testing.models.tiny_models import make_tiny
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return make_tiny("llama", tmp_path / "model", shards=2)
+
+
+def fake_conversion(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
+    """Makes `model_dir` the converted demo model, all its files in the manifest."""
+    digests = {path.name: file_digest(path).hex() for path in model_dir.iterdir()}
+    monkeypatch.setattr(demo, "demo_dir", lambda: model_dir)
+    monkeypatch.setattr(demo, "manifest_digests", lambda: digests)
+
+
+def test_list_says_whether_the_demo_model_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
+    assert command.main(["list"]) == 0
+    assert "not converted" in capsys.readouterr().out
+
+
+def test_verify_prints_the_digests_that_a_worker_has(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["verify", str(model_dir), "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert load_model(model_dir, "float32").digest.hex() in out
+    for path in model_dir.glob("*.safetensors"):
+        assert f"{file_digest(path).hex()}  {path.name}" in out
+
+
+def test_verify_of_the_demo_model_names_the_changed_file(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_conversion(monkeypatch, model_dir)
+    assert command.main(["verify"]) == 0
+    with (model_dir / "generation_config.json").open("a") as file:
+        file.write("\n")
+    assert command.main(["verify"]) == 1
+    captured = capsys.readouterr()
+    assert "generation_config.json CHANGED" in captured.out
+    assert "weft model convert --force" in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["verify", "/nowhere"], ["verify"], ["convert"]])
+def test_failures_are_one_line_and_a_status(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(demo, "_PACKAGE", "weft_no_such_package")
+    assert command.main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("weft model: ")
+    assert captured.err.count("\n") == 1

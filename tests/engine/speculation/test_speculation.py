@@ -1,0 +1,341 @@
+"""Speculation never changes the text: right, wrong and random drafts, wherever texts end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from weft.engine.llm import LLM, GeneratedSample
+from weft.engine.memory.keys import PageKeys
+from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.speculative.ngram import NgramDrafter
+from weft.testing.engine.constrained import Desk, Outcome, schema
+from weft.testing.engine.drafters import EndingDrafter, KnownDrafter, NotedRuns, speculate, texts_of
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE = 8
+VOCAB = 517
+NUM_NEW = 21
+DEPTHS = (0, 1, 2, 3, 5, 7)
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=1.0, seed=11),
+    "filtered": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=12),
+    "penalties": SamplingParams(
+        temperature=0.9,
+        repetition_penalty=1.4,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+        logit_bias={5: 3.0, 9: -4.0},
+        seed=13,
+    ),
+    "samples": SamplingParams(temperature=1.0, n=3, seed=14),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+def model_dir(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    return make_tiny(request.param, path, seed, vocab_size=VOCAB, num_hidden_layers=2)
+
+
+def random_prompts(number: int, most: int = 5 * PAGE) -> list[list[int]]:
+    lengths = [random.randint(1, most) for _ in range(number)]
+    return [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def llm(model_dir: Path, **settings: object) -> LLM:
+    return LLM(
+        model_dir, dtype="float32", page_size=PAGE, prefill_chunk_tokens=2 * PAGE, **settings
+    )
+
+
+def same(
+    groups: Sequence[Sequence[GeneratedSample]], expected: Sequence[Sequence[GeneratedSample]]
+) -> None:
+    for group, expected_group in zip(groups, expected, strict=True):
+        for sample, wanted in zip(group, expected_group, strict=True):
+            assert sample.token_ids == wanted.token_ids
+            assert sample.finish_reason == wanted.finish_reason
+            assert [entry.token_id for entry in sample.logprobs] == [
+                entry.token_id for entry in wanted.logprobs
+            ]
+            for entry, other in zip(sample.logprobs, wanted.logprobs, strict=True):
+                assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def check_pages(model: LLM) -> None:
+    memory = model.engine.memory
+    memory.check_integrity()
+    counts = memory.counts()
+    assert counts.free + counts.cached == counts.total
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.0, 0.7], ids=["oracle", "wrong", "random"])
+@pytest.mark.parametrize("kind", PARAMS)
+def test_drafts_change_no_token(model_dir: Path, kind: str, chance: float) -> None:
+    overlap = random.choice(["off", "on"])
+    print(f"overlap {overlap}")
+    params, stop = PARAMS[kind], StopCriteria(max_tokens=NUM_NEW, min_tokens=3)
+    prompts = random_prompts(6)
+    top = None if kind == "greedy" else 2
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, params, stop, top)
+    texts = texts_of(prompts, expected, params.seed)
+    with llm(model_dir, drafter="ngram", overlap=overlap, poison_free_pages=True) as drafting:
+        speculate(drafting.engine, KnownDrafter(texts, VOCAB, chance), DEPTHS)
+        noted = NotedRuns(drafting.engine)
+        same(drafting.generate_all(prompts, params, stop, top), expected)
+        for prompt, wanted in zip(prompts, expected, strict=True):  # Alone, on a warm cache.
+            same(drafting.generate_all([prompt], params, stop, top), [wanted])
+        counters = drafting.engine.counters()
+        check_pages(drafting)
+    assert counters["speculated_steps"] > 0
+    runs = [run for run in noted.runs if run[0] > 0]
+    assert len(runs) == counters["verified_runs"] > 0
+    if chance == 1.0:
+        assert all(drawn == drafts + 1 for drafts, drawn, is_over in runs if not is_over)
+        # What a request's end makes superfluous is not accepted.
+        assert counters["accepted_tokens"] > 0.9 * counters["drafted_tokens"] > 0
+    if chance == 0.0:
+        assert all(drawn == 1 for _, drawn, _ in runs)
+        assert counters["accepted_tokens"] == 0 < counters["drafted_tokens"]
+
+
+def test_greedy_text_is_that_of_transformers(model_dir: Path) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    prompts = random_prompts(3)
+    params, stop = PARAMS["greedy"], StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    texts: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(NUM_NEW):
+                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+        texts[tuple(prompt), params.seed] = tokens
+    with llm(model_dir, drafter="ngram") as drafting:
+        speculate(drafting.engine, KnownDrafter(texts, VOCAB, 1.0), (7,))
+        samples = drafting.generate(prompts, params, stop)
+        for prompt, sample in zip(prompts, samples, strict=True):
+            assert prompt + sample.token_ids == texts[tuple(prompt), params.seed]
+            assert sample.timeline is not None
+            # The first token is the prompt's; all others come eight a step.
+            assert sample.timeline.num_accepted_tokens == sample.timeline.num_drafted_tokens
+            assert sample.timeline.num_accepted_tokens == NUM_NEW - 1 - -(-(NUM_NEW - 1) // 8)
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("end", ["eos", "stop token", "max_tokens", "context"])
+def test_ends_inside_an_accepted_run(model_dir: Path, end: str, place: int) -> None:
+    """Then another request goes on with the text, from what is cached of it."""
+    num_tokens = 1 + place + 1  # The first token is the prompt's.
+    (prompt,) = random_prompts(1)
+    greedy = PARAMS["greedy"]
+    with llm(model_dir) as plain:
+        free = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        for _ in range(50):
+            (sample,) = plain.generate([prompt], greedy, free)
+            last = sample.token_ids[num_tokens - 1]
+            if sample.token_ids.index(last) == num_tokens - 1:
+                break
+            (prompt,) = random_prompts(1)
+        text = sample.token_ids
+        behind = random_prompts(1)[0]
+        longer = [*prompt, *text[:num_tokens], *behind]
+        if end == "context":  # There is room for one more token.
+            longer = [*prompt, *text[: num_tokens - 2], behind[0]]
+            free = replace(free, max_tokens=1)
+        (wanted,) = plain.generate([longer], greedy, free)
+    settings: dict[str, object] = {"drafter": "ngram"}
+    stop = replace(free, max_tokens=NUM_NEW)
+    if end == "max_tokens":
+        stop = replace(free, max_tokens=num_tokens)
+    elif end == "stop token":
+        stop = replace(free, stop_token_ids=(last,))
+    elif end == "context":
+        settings["max_context_tokens"] = len(prompt) + num_tokens
+    with llm(model_dir, **settings) as drafting:
+        engine = drafting.engine
+        if end == "eos":
+            engine._intake._eos = frozenset({last})
+            stop = replace(free, ignore_eos=False)
+        texts = {(tuple(prompt), 0): prompt + text}
+        speculate(engine, KnownDrafter(texts, VOCAB, 1.0), (7,))
+        published: list[bytes] = []
+        engine.memory.on_published.append(lambda page, key, parent: published.append(key))
+        (cut,) = drafting.generate([prompt], greedy, stop)
+        assert cut.token_ids == text[:num_tokens]
+        assert cut.finish_reason == ("length" if end in ("max_tokens", "context") else "stop")
+        # What is cached are keys of the text, and of nothing behind it.
+        tokens = prompt + cut.token_ids
+        known = PageKeys(engine._intake.namespace(""), PAGE)
+        assert set(published) <= set(known.upto(tokens, (len(tokens) - 1) // PAGE))
+        check_pages(drafting)
+        engine._intake._eos = frozenset()
+        engine.pipeline._drafter = KnownDrafter(
+            {(tuple(longer), 0): longer + wanted.token_ids}, VOCAB, 0.5
+        )
+        before = engine.counters()["prefix_hit_tokens"]
+        (again,) = drafting.generate([longer], greedy, free)
+        assert again.token_ids == wanted.token_ids
+        num_shared = len(tokens) - (2 if end == "context" else 1)
+        hits = engine.counters()["prefix_hit_tokens"] - before
+        assert hits >= num_shared // PAGE * PAGE
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_too_few_pages(model_dir: Path, overlap: str) -> None:
+    """Requests are pre-empted and go on; drafts take no page from anybody."""
+    params, stop = PARAMS["sampled"], StopCriteria(max_tokens=4 * PAGE, ignore_eos=True)
+    prompts = random_prompts(8, 2 * PAGE)
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    texts = texts_of(prompts, expected, params.seed)
+    with llm(model_dir, drafter="ngram", num_pages=16, overlap=overlap) as drafting:
+        speculate(drafting.engine, KnownDrafter(texts, VOCAB, 0.7), DEPTHS)
+        same(drafting.generate_all(prompts, params, stop), expected)
+        counters = drafting.engine.counters()
+        check_pages(drafting)
+    assert counters["preemptions"] > 0
+    assert counters["accepted_tokens"] > 0
+
+
+def test_text_that_repeats_itself_is_drafted_from_itself(model_dir: Path) -> None:
+    """N-gram drafts: of two tokens every pair has soon come before."""
+    prompts = random_prompts(4)
+    params = SamplingParams(temperature=0.0, logit_bias={5: 100.0, 6: 100.0})
+    stop = StopCriteria(max_tokens=120, ignore_eos=True)
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    with llm(model_dir, drafter="ngram") as drafting:
+        same(drafting.generate_all(prompts, params, stop), expected)
+        assert drafting.engine.counters()["speculated_steps"] > 0
+        drafter = drafting.engine.drafting.drafter
+        assert isinstance(drafter, NgramDrafter)
+        assert not drafter._texts  # Nothing of who has gone is kept.
+
+
+@pytest.fixture(scope="module")
+def words_dir(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    """A model with a tokenizer."""
+    path = tmp_path_factory.mktemp("words")
+    return make_tiny("llama", path, seed, vocab_size=VOCAB, num_hidden_layers=1, tokenizer=True)
+
+
+def constrained(
+    model: LLM, path: Path, prompts: Sequence[list[int]], items: tuple[int, int]
+) -> list[Outcome]:
+    """Lists of so many items at least and at most."""
+    desk, (least, most) = Desk(model.engine, path), items
+    words = {"type": "array", "items": {"enum": ["ab", "c"]}, "minItems": least, "maxItems": most}
+    submits = [
+        desk.submit(schema(words), prompt, temperature=1.0, seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
+    return [outcome for outcome in desk.run(*submits) if isinstance(outcome, Outcome)]
+
+
+def outcome_texts(
+    prompts: Sequence[list[int]], outcomes: Sequence[Outcome]
+) -> dict[tuple[tuple[int, ...], int], list[int]]:
+    assert len(outcomes) == len(prompts)
+    return {
+        (tuple(prompt), index): prompt + outcome.ids
+        for index, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True))
+    }
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.5])
+def test_constraints_hold_inside_accepted_runs(words_dir: Path, chance: float) -> None:
+    prompts = random_prompts(4)
+    with llm(words_dir) as plain:
+        expected = constrained(plain, words_dir, prompts, (0, 4))
+    texts = outcome_texts(prompts, expected)
+    with llm(words_dir, drafter="ngram") as drafting:
+        speculate(drafting.engine, KnownDrafter(texts, VOCAB, chance), DEPTHS)
+        found = constrained(drafting, words_dir, prompts, (0, 4))
+        assert [outcome.ids for outcome in found] == [outcome.ids for outcome in expected]
+        assert [outcome.reason for outcome in found] == ["stop"] * len(prompts)
+        assert drafting.engine.counters()["accepted_tokens"] > 0
+        check_pages(drafting)
+
+
+def test_a_grammar_ends_at_each_place_of_an_accepted_run(words_dir: Path) -> None:
+    """Then others go on with the texts, from what is cached of them."""
+    prompts = random_prompts(3)
+    with llm(words_dir) as plain:
+        expected = constrained(plain, words_dir, prompts, (6, 8))
+        texts = outcome_texts(prompts, expected)
+        longer = [[*text, *random_prompts(1)[0]] for text in texts.values()]
+        free = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        wanted = plain.generate_all(longer, PARAMS["greedy"], free)
+    after = {
+        (tuple(prompt), 0): [*prompt, *group[0].token_ids]
+        for prompt, group in zip(longer, wanted, strict=True)
+    }
+    with llm(words_dir, drafter="ngram", overlap=random.choice(["off", "on"])) as drafting:
+        engine = drafting.engine
+        noted = NotedRuns(engine)
+        published: set[bytes] = set()
+        engine.memory.on_published.append(lambda page, key, parent: published.add(key))
+        known: set[bytes] = set()
+        for text in texts.values():
+            keys = PageKeys(engine._intake.namespace(""), PAGE)
+            known |= set(keys.upto(text, (len(text) - 1) // PAGE))
+        for place in range(8):
+            engine.memory.flush_cache()
+            noted.runs.clear()
+            published.clear()
+            speculate(engine, EndingDrafter(texts, VOCAB, place), (7,))
+            found = constrained(drafting, words_dir, prompts, (6, 8))
+            assert [outcome.ids for outcome in found] == [outcome.ids for outcome in expected]
+            assert [outcome.reason for outcome in found] == ["stop"] * len(prompts)
+            last_runs = [(drafts, drawn) for drafts, drawn, is_over in noted.runs if is_over]
+            assert last_runs == [(7, place + 1)] * len(prompts)
+            assert published <= known
+            check_pages(drafting)
+            before = engine.counters()["prefix_hit_tokens"]
+            speculate(engine, KnownDrafter(after, VOCAB, 0.5), DEPTHS)
+            same(drafting.generate_all(longer, PARAMS["greedy"], free), wanted)
+            assert engine.counters()["prefix_hit_tokens"] - before >= PAGE * len(known)
+
+
+def test_who_wants_no_drafts_gets_none_beside_others(model_dir: Path) -> None:
+    """In one batch; all texts are what they are without drafts."""
+    prompts = random_prompts(6)
+    stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    with llm(model_dir) as plain:
+        expected = plain.generate_all(prompts, PARAMS["sampled"], stop)
+    known = KnownDrafter(texts_of(prompts, expected, PARAMS["sampled"].seed), VOCAB, 1.0)
+    clock = ManualClock()
+    engine = make_engine(
+        model_dir, "decode", clock, drafter="ngram", overlap=random.choice(["off", "on"])
+    )
+    speculate(engine, known, (3,))
+    pair = EnginePair(engine, [], clock)
+    try:
+        wishes = [index % 2 == 0 for index in range(len(prompts))]
+        ids = [
+            pair.submit(prompt, NUM_NEW, [], replace(PARAMS["sampled"], speculates=wish))
+            for prompt, wish in zip(prompts, wishes, strict=True)
+        ]
+        found = pair.finish(*ids)
+        assert found == [group[0].token_ids for group in expected]
+        for request_id, wish in zip(ids, wishes, strict=True):
+            timeline = pair.answers[request_id].finished[0].timeline
+            assert (timeline.num_drafted_tokens > 0) == wish
+            assert (timeline.num_accepted_tokens > 0) == wish
+        pair.settle()
+    finally:
+        pair.close()

@@ -1,0 +1,385 @@
+"""A whole engine whose steps, drafts and drawing run as a GPU's graphs do, padded and in fixed
+memory: its text is that of one without any."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from weft.engine.drawing import Draw
+from weft.engine.llm import LLM
+from weft.engine.messages import Submit
+from weft.engine.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.runner import graphs
+from weft.engine.runner.runner import Drawable
+from weft.engine.runner.step import StepArrays
+from weft.engine.sampling.sampler import SampleRow, SamplesUnderWay
+from weft.engine.scheduler import running
+from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.state import Request
+from weft.engine.speculative.fixed_gate import FixedGate
+from weft.kernels import cpu
+from weft.testing.engine.captured_drafts import capture_chains
+from weft.testing.engine.captured_steps import RecordedSteps
+from weft.testing.engine.constrained import Desk, Outcome
+from weft.testing.engine.drafters import KnownGraphs, RandomGate, texts_of
+from weft.testing.engine.eagle3_cases import NotedChains, check_chains
+from weft.testing.models.tiny_drafts import make_tiny_draft
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = [
+    pytest.mark.usefixtures("single_thread"),
+    pytest.mark.needs("triton-interpreter"),
+]
+
+PAGE, VOCAB, MAX_REQUESTS, DRAFTS = 4, 517, 4, 5
+
+
+@pytest.mark.parametrize(
+    ("drafter", "temperature"),
+    [("none", 0.0), ("none", 1.0), ("known", 1.0), ("head", 0.0), ("head", 1.0)],
+)
+def test_graphs_change_no_token(
+    drafter: str, temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))] for _ in range(6)]
+    params = SamplingParams(temperature=temperature, seed=5)
+    stop = StopCriteria(
+        max_tokens=12, ignore_eos=True, stop_token_ids=tuple(random.sample(range(3, VOCAB), 3))
+    )
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    if drafter != "none":
+        settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
+        engine = captured.engine
+        steps = RecordedSteps(engine, DRAFTS if drafter != "none" else 0)
+        if drafter == "known":
+            KnownGraphs(engine, texts_of(prompts, expected, 5), VOCAB, 0.7)
+        elif drafter == "head":
+            capture_chains(engine, DRAFTS)
+            plans = engine.scheduler.running_plans
+            plans.drafts_on_device = True
+            engine.drafting.gate = plans.gate = FixedGate(DRAFTS)
+        groups = captured.generate_all(prompts, params, stop)
+        for group, wanted in zip(groups, expected, strict=True):
+            assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+        kinds = {"ragged", "decode" if drafter == "none" else "verify"}
+        assert kinds <= set(steps.num_replays)
+        draws = engine._runner._draws
+        assert draws is not None
+        assert kinds <= {
+            key.bucket.kind for key, (graph, _) in draws._graphs.items() if graph.num_own
+        }
+        counters = engine.counters()
+        assert bool(counters["verified_runs"]) == (drafter != "none")
+        assert bool(counters["accepted_tokens"]) or drafter != "known"
+
+
+def test_prompts_with_nothing_before_them_have_graphs_of_their_own(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where attention gains by that: in no other step, and in each that is one."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    monkeypatch.setattr(graphs, "gains_by_cold_prompts", lambda dtype, dim, tokens: tokens > 16)
+    target_dir = make_tiny("llama", tmp_path, seed, vocab_size=VOCAB)
+    # Some come in chunks, and some share a page that the cache has.
+    prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 40))] for _ in range(9)]
+    prompts += [prompts[0][:6] + prompt for prompt in prompts[:3]]
+    stop = StopCriteria(max_tokens=9, ignore_eos=True)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 32, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, SamplingParams(temperature=0.0), stop)
+    with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
+        steps = RecordedSteps(captured.engine, 0)
+        forward = steps.forward
+
+        def checked(arrays: StepArrays, bucket: graphs.GraphBucket) -> torch.Tensor:
+            pieces = np.split(arrays.positions, arrays.cu_q_lens[1:-1])
+            is_cold = all(len(piece) == 1 or piece[0] == 0 for piece in pieces)
+            if bucket.kind != "decode":
+                assert (bucket.kind == "prompts") == (is_cold and bucket.tokens > 16)
+            return forward(arrays, bucket)
+
+        monkeypatch.setattr(steps, "forward", checked)
+        found = captured.generate(prompts, SamplingParams(temperature=0.0), stop)
+        assert [s.token_ids for s in found] == [s.token_ids for s in expected]
+        assert {"decode", "ragged", "prompts"} <= set(steps.num_replays)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_requests_with_penalties_and_min_tokens_are_drafted_for(
+    temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts and what is drawn count on the device, before the host knows what was accepted; and
+    the device knows up to where tokens that would end a sample are masked.
+    """
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))] for _ in range(6)]
+    # Some tokens alone are likely, so that penalties choose among them.
+    few = dict.fromkeys(random.sample(range(3, VOCAB), 5), 30.0)
+    penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.4, "logit_bias": few}
+    params = [
+        SamplingParams(temperature=temperature, seed=5, **(penalties if index % 3 else {}))
+        for index in range(len(prompts))
+    ]
+    stop = StopCriteria(
+        max_tokens=18, min_tokens=9, ignore_eos=True, stop_token_ids=tuple([*few][:2])
+    )
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, params, stop)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, DRAFTS)
+        texts = texts_of(prompts, [[sample] for sample in expected], 5)
+        known = KnownGraphs(engine, texts, VOCAB, 0.7)
+        found = captured.generate(prompts, params, stop)
+        for sample, wanted in zip(found, expected, strict=True):
+            assert sample.token_ids == wanted.token_ids
+        assert known.num_late > 5
+        num_made = sum(len(sample.token_ids) for sample in expected)
+        assert engine.counters()["accepted_tokens"] > num_made // 5
+    for index, sample in enumerate(expected):
+        assert len(sample.token_ids) >= stop.min_tokens
+        if index % 3:
+            assert 1 < len(set(sample.token_ids)) <= len(few)
+    assert any(len(sample.token_ids) < stop.max_tokens for sample in expected)
+
+
+@pytest.mark.parametrize(("temperature", "has_edits"), [(0.0, False), (1.0, True)])
+def test_constrained_requests_are_drafted_for(
+    temperature: float,
+    has_edits: bool,
+    tmp_path: Path,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their drafts come to the host, which makes a mask for each of their rows. Graphs draw from
+    these, unless there are requests with penalties, or whose ends are masked at first.
+    """
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    model = {"vocab_size": VOCAB, "num_hidden_layers": 4, "tokenizer": True}
+    target_dir = make_tiny("llama", tmp_path / "t", seed, **model)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    digits = Constraint(kind="regex", text="[0-9]{9,14}")
+    words = Constraint(kind="regex", text="(ab|c[de]*f)(,(ab|c[de]*f)){4,9}")
+    kinds: list[tuple[dict[str, Any], int]] = [
+        ({}, 0),
+        ({"constraint": digits}, 0),
+        ({"constraint": words}, 0),
+        ({"constraint": words, "speculates": False}, 0),
+    ]
+    if has_edits:
+        penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.2}
+        kinds += [({"constraint": words, **penalties}, 0), ({"constraint": digits}, 12)]
+    submits = [
+        Submit(
+            session=0,
+            request_id=f"r{number}",
+            attempt=1,
+            prompt=[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))],
+            sampling=SamplingParams(temperature=temperature, seed=5, **params),
+            stop=StopCriteria(max_tokens=18, min_tokens=min_tokens),
+        )
+        for number, (params, min_tokens) in enumerate(2 * kinds)
+    ]
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+
+    def run(llm: LLM) -> list[Outcome]:
+        outcomes = Desk(llm.engine, target_dir).run(*submits)
+        found = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
+        assert len(found) == len(submits), outcomes
+        return found
+
+    with LLM(target_dir, **settings) as plain:
+        expected = run(plain)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, DRAFTS)
+        texts = {
+            (tuple(submit.prompt), 5): [*submit.prompt, *outcome.ids]
+            for submit, outcome in zip(submits, expected, strict=True)
+        }
+        known = KnownGraphs(engine, texts, VOCAB, 0.7)
+        draws = engine._runner._draws
+        assert draws is not None
+        sent = list[bool]()
+        send = draws._send_slots
+
+        def noted(drawn_as: npt.NDArray[np.int64] | None) -> None:
+            sent.append(drawn_as is not None)
+            send(drawn_as)
+
+        monkeypatch.setattr(draws, "_send_slots", noted)
+        found = run(captured)
+        assert known.num_late > 5
+        assert has_edits or {True, False} == {*sent}, "graphs draw from rows with own masks"
+    accepted = [0] * len(kinds)
+    for number, (outcome, wanted) in enumerate(zip(found, expected, strict=True)):
+        params, min_tokens = kinds[number % len(kinds)]
+        assert (outcome.ids, outcome.reason) == (wanted.ids, wanted.reason), (number, params)
+        assert len(wanted.ids) >= min_tokens
+        accepted[number % len(kinds)] += outcome.num_accepted
+    print(accepted)
+    assert [count > 0 for count in accepted] == [p.get("speculates", True) for p, _ in kinds]
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_chains_that_read_a_steps_requests_are_the_heads(
+    overlap: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of other lengths, and such without drafts, lie beside each other's numbers."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(5 * index + 1)] for index in range(9)]
+    params = [SamplingParams(temperature=0.0, speculates=index % 3 > 0) for index in range(9)]
+    stop = StopCriteria(max_tokens=18, ignore_eos=True)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    settings |= {"prefix_cache": False}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, params, stop)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, poison_free_pages=True, overlap=overlap, **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, DRAFTS)
+        graphs = capture_chains(engine, DRAFTS)
+        engine.scheduler.running_plans.drafts_on_device = True
+        noted = NotedChains(engine, RandomGate((0, 1, 3, DRAFTS)))
+        num_begun = [0, 0]
+
+        def count(name: str, way: int) -> None:
+            begin = getattr(graphs, name)
+
+            def counted(*inputs: object) -> torch.Tensor:
+                num_begun[way] += 1
+                drafts: torch.Tensor = begin(*inputs)
+                return drafts
+
+            monkeypatch.setattr(graphs, name, counted)
+
+        count("forward", 0)
+        count("forward_sent", 1)
+        # By chance none of the few steps that bring prompts may have drafts.
+        while not num_begun[0]:
+            found = captured.generate(prompts, params, stop)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert 0 < num_begun[0] < num_begun[1], "few steps bring prompts"
+    check_chains(noted, target_dir, draft_dir)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
+    temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device draws for those that have ended, too, unless they had penalties."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(4 + index)] for index in range(12)]
+    params = [
+        SamplingParams(temperature=temperature, seed=index, frequency_penalty=0.5 * (index == 2))
+        for index in range(12)
+    ]
+    stop = StopCriteria(max_tokens=25, stop_token_ids=tuple(random.sample(range(3, VOCAB), 50)))
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, params, stop)
+    with LLM(target_dir, overlap="on", **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, 0)
+        sampler, edited = engine._drawing._sampler, set[int]()
+        add, begin, draw = sampler.add, sampler.begin, engine._drawing.begin
+
+        def added(slot: int, row: SampleRow, *tokens: Sequence[int]) -> None:
+            add(slot, row, *tokens)
+            (edited.add if row.params.has_penalties else edited.discard)(slot)
+
+        def drawn(plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
+            num_eager[0] += not edited.isdisjoint(drawable.slots.tolist())
+            num_ended[0] += any(request.slot < 0 for request in requests)
+            return draw(plan, requests, drawable)
+
+        def begun(*inputs: Any, **named: Any) -> SamplesUnderWay:
+            num_eager[1] += 1
+            return begin(*inputs, **named)
+
+        num_eager, num_ended = [0, 0], [0]
+        monkeypatch.setattr(sampler, "add", added)
+        monkeypatch.setattr(sampler, "begin", begun)
+        monkeypatch.setattr(engine._drawing, "begin", drawn)
+        found = captured.generate(prompts, params, stop, max_at_once=MAX_REQUESTS)
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    assert num_ended[0] > 2
+    assert num_eager[0] == num_eager[1] > 0
+
+
+@pytest.mark.parametrize("most_beside", [0, MAX_REQUESTS])
+def test_what_is_drawn_beside_short_prompts_is_captured(
+    most_beside: int, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whose pages are there bring one row; beside many requests nothing is drafted."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    monkeypatch.setattr(running, "MAX_DRAFTED_BESIDE", most_beside)
+    target_dir = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, num_hidden_layers=4)
+    draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(8 + index)] for index in range(9)]
+    # They end one after another.
+    ends = tuple(random.sample(range(3, VOCAB), 50))
+    stop = StopCriteria(max_tokens=25, ignore_eos=True, stop_token_ids=ends)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
+    with LLM(target_dir, **settings) as plain:
+        expected = plain.generate(prompts, None, stop)
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
+    with LLM(target_dir, overlap="on", **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, DRAFTS)
+        capture_chains(engine, DRAFTS)
+        plans = engine.scheduler.running_plans
+        plans.drafts_on_device = True
+        engine.drafting.gate = plans.gate = FixedGate(DRAFTS)
+        captured.generate(prompts, None, stop)
+        steps: list[tuple[bool, int]] = []
+        forward = engine._runner.forward
+
+        def noted(plan: Plan) -> Drawable | None:
+            drawable = forward(plan)
+            if plan.chunks and drawable is not None:
+                num_drafts = sum(item.max_drafts for item in plan.verifies)
+                steps.append((drawable.captured is not None, num_drafts))
+            return drawable
+
+        monkeypatch.setattr(engine._runner, "forward", noted)
+        found = captured.generate(prompts, None, stop, max_at_once=MAX_REQUESTS)
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    assert steps
+    assert all(is_captured for is_captured, _ in steps)
+    assert any(num_drafts for _, num_drafts in steps) == (most_beside > 0)

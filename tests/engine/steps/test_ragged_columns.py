@@ -1,0 +1,250 @@
+"""Padded steps against the same steps without padding."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from weft.engine.models.loader import load_model
+from weft.engine.runner import graphs
+from weft.engine.runner.batch import ForwardBatch
+from weft.engine.runner.graphs import (
+    MAX_RAGGED_TOKENS,
+    GraphBucket,
+    GraphBuckets,
+    decode_buckets,
+    ragged_buckets,
+    step_buckets,
+)
+from weft.engine.runner.ragged_columns import RaggedColumns
+from weft.engine.runner.step import ALL_BEFORE, StepArrays
+from weft.engine.speculative.drafted import DraftedModel, load_drafted
+from weft.kernels import cpu
+from weft.kernels.attention import MAX_TREE_ROWS
+from weft.testing.kernels.tree_cases import path_to, random_parents, words_of
+from weft.testing.models.tiny_drafts import make_tiny_draft
+from weft.testing.models.tiny_models import make_tiny
+
+PAGE_SIZE, PAGES_EACH = 4, 10
+VOCAB = 517
+
+
+def make_arrays(table: np.ndarray, q_lens: list[int], kv_lens: list[int]) -> StepArrays:
+    """A step of random tokens; request r has row r of `table`."""
+    starts = np.array(kv_lens) - q_lens
+    positions = np.concatenate([np.arange(b, e) for b, e in zip(starts, kv_lens, strict=True)])
+    owner = np.repeat(np.arange(len(q_lens)), q_lens)
+    slots = table[owner, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE
+    ends = np.cumsum(q_lens)
+    return StepArrays(
+        token_ids=np.array([random.randrange(VOCAB) for _ in owner]),
+        positions=positions,
+        slots=slots + positions % PAGE_SIZE,
+        rows=np.arange(len(q_lens)),
+        cu_q_lens=np.concatenate([[0], ends]).astype(np.int32),
+        kv_lens=np.array(kv_lens, np.int32),
+        logits_rows=np.array(random.sample(list(ends - 1), random.randint(1, len(ends)))),
+        max_q_len=max(q_lens),
+        max_kv_len=max(kv_lens),
+    )
+
+
+def with_trees(arrays: StepArrays, places: list[int]) -> RaggedColumns:
+    """Makes trees of what some requests bring; a layout with room for `places` more."""
+    arrays.ancestors = np.full(len(arrays.token_ids), ALL_BEFORE)
+    for begin, end in zip(arrays.cu_q_lens, arrays.cu_q_lens[1:], strict=False):
+        if end - begin <= MAX_TREE_ROWS and random.random() < 0.8:
+            parents = random_parents(int(end - begin))
+            arrays.ancestors[begin:end] = words_of(parents)
+            depths = [len(path_to(parents, row)) - 1 for row in range(len(parents))]
+            arrays.positions[begin:end] = arrays.positions[begin] + depths
+    tokens, count = len(arrays.token_ids), len(arrays.rows)
+    return RaggedColumns(tokens + places[0], count + places[1], count + places[2], has_trees=True)
+
+
+def batch_of(columns: RaggedColumns, arrays: StepArrays, table: np.ndarray) -> ForwardBatch:
+    """Laid out in memory that holds another step's numbers, then read back."""
+    host = np.random.randint(0, 255, columns.num_bytes).astype(np.uint8)
+    columns.write(host, arrays, len(table) - 1, PAGE_SIZE)
+    flat = torch.from_numpy(host)
+    views = columns.views(flat)
+    return ForwardBatch(
+        token_ids=views.token_ids,
+        positions=views.positions,
+        cu_q_lens=views.cu_q_lens,
+        kv_lens=views.kv_lens,
+        page_table=torch.from_numpy(table).index_select(0, views.rows),
+        slots=views.slots,
+        logits_rows=views.logits_rows,
+        max_q_len=columns.num_tokens,
+        max_kv_len=PAGES_EACH * PAGE_SIZE,
+        request_slots=views.rows,
+        ancestors=views.ancestors,
+    )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("has_draft", "has_trees"), [(False, False), (True, False), (False, True)])
+def test_padding_changes_nothing(
+    has_draft: bool, has_trees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The native operations refuse rows of no request; only a GPU's graphs bring such rows.
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    kind = random.choice(["llama", "qwen3", "qwen3_moe"])
+    path = make_tiny(kind, tmp_path / "model", random.randrange(10**6))
+    loaded = load_model(path, "float32", "cpu")
+    for count in (1, 3, 6):
+        model, kept = loaded.model, torch.zeros(0)
+        if has_draft:
+            model = load_drafted(loaded, make_tiny_draft(tmp_path / "draft", path), count, 512)
+            kept = model.kept.normal_().clone()
+        pages = np.random.permutation(np.arange(1, 1 + count * PAGES_EACH)).astype(np.int32)
+        # The last row is that of no request.
+        table = np.concatenate([pages.reshape(count, -1), np.zeros((1, PAGES_EACH), np.int32)])
+        kv_lens = [random.randint(1, PAGES_EACH * PAGE_SIZE) for _ in range(count)]
+        q_lens = [random.choice([1, random.randint(1, kv_len)]) for kv_len in kv_lens]
+        arrays = make_arrays(table, q_lens, kv_lens)
+        shape = model.kv_layout(PAGE_SIZE).pool_shape(1 + count * PAGES_EACH)
+        pool = torch.randn(shape)
+        padded_pool = pool.clone()
+        tokens = sum(q_lens)
+        columns = RaggedColumns(tokens, count, count)
+        if has_trees:
+            columns = with_trees(arrays, [0, 0, 0])
+        exact = model.forward(batch_of(columns, arrays, table), pool)
+        if isinstance(model, DraftedModel):
+            kept, model.kept = model.kept, kept
+        more = [random.randint(0, 9), random.randint(1, 4), random.randint(0, 5)]
+        columns = RaggedColumns(tokens + more[0], count + more[1], count + more[2], 0, has_trees)
+        padded = model.forward(batch_of(columns, arrays, table), padded_pool)
+        if isinstance(model, DraftedModel):
+            torch.testing.assert_close(model.kept[:-1], kept[:-1])
+        wanted = len(arrays.logits_rows)
+        torch.testing.assert_close(padded[:wanted], exact[:wanted])
+        torch.testing.assert_close(padded_pool[1:], pool[1:])
+
+
+def test_every_step_up_to_the_largest_has_a_bucket() -> None:
+    for max_requests, max_tokens in ((1, 16), (6, 96), (256, 8192), (300, 512)):
+        buckets = ragged_buckets(max_requests, max_tokens)
+        assert len(set(buckets)) == len(buckets)
+        assert max(buckets) == GraphBucket(
+            min(max_tokens, MAX_RAGGED_TOKENS), max_requests, "ragged"
+        )
+        assert decode_buckets(max_requests)[-1] == GraphBucket(max_requests, max_requests, "decode")
+        waste = [b.tokens / a.tokens for a, b in zip(buckets, buckets[2:], strict=False)]
+        assert max(waste, default=1) <= 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "is_cold"),
+    [("mistral", 3072, True), ("mistral", 3071, False), ("qwen2", 3071, True)],
+)
+def test_a_long_cold_prompt_within_windows_has_no_graph_of_its_own(
+    kind: str, window: int, is_cold: bool, tmp_path: Path
+) -> None:
+    """The attention that it would be for knows none; in Qwen2 the first layer has none."""
+    sizes = {"head_dim": 128, "num_attention_heads": 64, "max_position_embeddings": 4096}
+    windows = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 1}
+    config = load_model(make_tiny(kind, tmp_path, 1, **sizes, **windows), "float32", "cpu").config
+    buckets = GraphBuckets(config, step_buckets(config, torch.bfloat16, 8, 4096))
+    arrays = make_arrays(np.zeros((1, 3072 // PAGE_SIZE), np.int32), [3072], [3072])
+    bucket = buckets.of(arrays)
+    assert bucket is not None
+    assert bucket.kind == ("cold" if is_cold else "ragged")
+
+
+def test_prompts_with_adapters_have_no_graph_that_reads_rows_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an adapter makes of its own rows may be infinite, and stays among them."""
+    monkeypatch.setattr(graphs, "gains_by_cold_prompts", lambda dtype, dim, tokens: tokens >= 48)
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    sizes = step_buckets(config, torch.bfloat16, 8, 128, has_lora=True)
+    buckets = GraphBuckets(config, sizes)
+    table = np.zeros((3, PAGES_EACH), np.int32)
+    for q_lens, kv_lens, kind in (
+        ([1, 20, 30], [9, 20, 30], "prompts"),
+        ([1, 20, 30], [9, 20, 31], "ragged"),
+        ([1, 3, 20], [9, 3, 20], "ragged"),
+    ):
+        arrays = make_arrays(table, q_lens, kv_lens)
+        bucket = buckets.of(arrays)
+        assert bucket is not None
+        assert (bucket.kind, bucket.has_lora) == (kind, False)
+        arrays.adapter_slots = np.zeros(sum(q_lens), np.int32)
+        assert buckets.of(arrays) == bucket._replace(kind="ragged", has_lora=True)
+        assert buckets.of(arrays) in sizes
+
+
+@pytest.mark.parametrize("max_requests", [1, 8, 64, 256])
+def test_steps_with_drafts_have_buckets(max_requests: int, tmp_path: Path) -> None:
+    """All rows of a request with drafts want logits, whatever else a step brings."""
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    max_drafts = 5
+    buckets = GraphBuckets(
+        config, step_buckets(config, torch.bfloat16, max_requests, 4096, max_drafts=max_drafts)
+    )
+    table = np.zeros((max_requests, PAGES_EACH), np.int32)
+    for requests in sorted({1, min(8, max_requests), max_requests}):
+        for drafts in range(1, 1 + max_drafts):
+            q_lens = [1 + drafts] * requests
+            arrays = make_arrays(table, q_lens, [20] * requests)
+            arrays.logits_rows = np.arange(sum(q_lens))
+            arrays.verify_rows = arrays.logits_rows.reshape(requests, 1 + drafts)
+            bucket = buckets.of(arrays)
+            assert bucket is not None
+            assert bucket.kind == "verify"
+            assert sum(q_lens) <= bucket.tokens < 2 * sum(q_lens) or requests == 1
+            assert bucket.requests >= requests
+            assert bucket.drafts >= drafts
+            assert bucket.columns.max_logits >= sum(q_lens)
+        for length in (1, 3, 30) if requests > 1 else ():
+            # One of them is a prompt, be it short.
+            prompt = make_arrays(table, [*q_lens[1:], length], [*([20] * (requests - 1)), 40])
+            prompt.logits_rows = np.arange(sum(q_lens[1:]) + 1)
+            prompt.verify_rows = np.arange(sum(q_lens[1:])).reshape(requests - 1, -1)
+            bucket = buckets.of(prompt)
+            assert bucket is not None
+            assert bucket.kind == "ragged"
+            assert bucket.requests >= requests
+            assert bucket.columns.max_logits >= len(prompt.logits_rows)
+    plain = GraphBuckets(config, step_buckets(config, torch.bfloat16, max_requests, 4096))
+    arrays = make_arrays(table, [2] * max_requests, [20] * max_requests)
+    arrays.logits_rows = np.arange(2 * max_requests)
+    arrays.verify_rows = arrays.logits_rows.reshape(max_requests, 2)
+    assert plain.of(arrays) is None
+
+
+@pytest.mark.parametrize("max_requests", [1, 3, 64])
+def test_steps_with_trees_have_buckets_where_they_are_asked_for(
+    max_requests: int, tmp_path: Path
+) -> None:
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    without = step_buckets(config, torch.bfloat16, max_requests, 512, max_drafts=31)
+    buckets = step_buckets(
+        config, torch.bfloat16, max_requests, 512, max_drafts=31, tree_rows=(8, 32)
+    )
+    assert [bucket for bucket in buckets if bucket.kind != "tree"] == without
+    found, table = GraphBuckets(config, buckets), np.zeros((max_requests, PAGES_EACH), np.int32)
+    for requests in (1, 2, 3, 4, 5):
+        for rows in (2, 8, 9, 32):
+            if requests > max_requests:
+                continue
+            arrays = make_arrays(table, [rows] * requests, [40] * requests)
+            arrays.logits_rows = np.arange(rows * requests)
+            chain = found.of(arrays)
+            assert chain is not None
+            assert not chain.columns.has_trees
+            arrays.ancestors = np.full(rows * requests, ALL_BEFORE)
+            bucket = found.of(arrays)
+            assert (bucket is not None) == (requests <= 4)
+            if bucket is not None:
+                assert bucket.columns.has_trees
+                assert bucket.drafts + 1 == (8 if rows <= 8 else 32)
+                assert bucket.requests in (requests, requests + 1)
+                assert bucket.columns.max_logits == bucket.tokens >= rows * requests

@@ -1,0 +1,242 @@
+"""The GPU's mixture of experts at sizes that fill its tiles, against float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from weft.kernels.gpu import moe as gpu_moe
+from weft.kernels.gpu.moe_combine import NormAfter
+from weft.kernels.gpu.moe_route import route
+from weft.kernels.gpu.moe_sort import sort_pairs
+from weft.kernels.moe import Routing, moe, pack_experts
+from weft.kernels.side_stream import rehearsal
+from weft.testing.kernels.gpu_kernels import kernel_module
+from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+from weft.testing.kernels.moe_cases import Adapters, MoECase, make_adapters, moe_case
+
+pytestmark = pytest.mark.needs("cuda")
+
+CUDA = "cuda"
+
+
+class Case(NamedTuple):
+    """A mixture and its input, on the GPU."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    shares: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    residual: torch.Tensor
+
+
+def make_case(
+    rows: int, hidden: int, inner: int, experts: int, top_k: int, dtype: torch.dtype
+) -> Case:
+    """Random; the first experts are asked for more often, the last one by nobody."""
+    crowd = torch.linspace(1, -1, experts, device=CUDA)
+    crowd[-1] = -1e4
+    ids, shares = route(torch.randn(rows, experts, device=CUDA) + crowd, top_k, True)
+    drawn = [(rows, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner), (rows, hidden)]
+    x, w13, w2, residual = (torch.randn(size, device=CUDA) for size in drawn)
+    scaled = (x, w13 / hidden**0.5, w2 / inner**0.5, residual)
+    x, w13, w2, residual = (tensor.to(dtype) for tensor in scaled)
+    return Case(x, ids, shares, w13, w2, residual)
+
+
+def compute(case: Case, dtype: torch.dtype) -> torch.Tensor:
+    """Expert by expert in `dtype`."""
+    x, out = case.x.to(dtype), case.residual.to(dtype, copy=True)
+    for expert, (w13, w2) in enumerate(zip(case.w13.to(dtype), case.w2.to(dtype), strict=True)):
+        rows, places = (case.ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[rows], w13).chunk(2, dim=1)
+        share = case.shares[rows, places, None].to(dtype)
+        out.index_add_(0, rows, F.linear(F.silu(gate) * up, w2) * share)
+    return out
+
+
+def run(case: Case) -> torch.Tensor:
+    """The operation, in memory that held NaN before."""
+    poison = torch.full((8 * case.ids.numel(), case.w2.shape[1]), float("nan"), device=CUDA)
+    del poison
+    out: torch.Tensor = gpu_moe.moe(*case)
+    return out
+
+
+# Rows of weights that the copy engine can fetch, and of a length that it cannot; blocks of few
+# pairs, of 64 and of 128; columns and depths that fill no tile.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [(60, 264, 136, 6, 3), (300, 264, 136, 6, 2), (900, 200, 72, 7, 3), (700, 260, 70, 5, 2)],
+)
+def test_sums_of_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    fresh_seed()
+    case = make_case(*shape, dtype)
+    assert_as_exact(run(case), compute(case, dtype), compute(case, torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("original", "replacement"),
+    [
+        (
+            "K, TILE):\n        at = (start + part)",
+            "K - TILE, TILE):\n        at = (start + part)",
+        ),
+        ("end - begin <= HALF_ROWS", "end - begin <= 2 * HALF_ROWS"),
+    ],
+)
+def test_a_dropped_tile_is_noticed(
+    original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    case = make_case(800, 264, 136, 6, 3, torch.bfloat16)
+    # 480 rows each: the last block has more than half of 128.
+    case.ids.copy_((torch.arange(800, device=CUDA)[:, None] + torch.arange(3, device=CUDA)) % 5)
+    with kernel_module("moe_products", tmp_path, (original, replacement)) as module:
+        monkeypatch.setattr(gpu_moe, "multiply_sorted", module.multiply_sorted)
+        out = run(case)
+    with pytest.raises(AssertionError):
+        assert_as_exact(out, compute(case, torch.bfloat16), compute(case, torch.float64))
+
+
+def compute_adapted(case: MoECase, adapters: Adapters, dtype: torch.dtype) -> torch.Tensor:
+    """Expert by expert and adapter by adapter, in `dtype`."""
+    out = case.residual.to(dtype)
+    (ids, shares), slots = case.routing, torch.tensor(adapters.slots, device=CUDA)
+    for expert, slot in itertools.product(range(len(case.w2)), set(adapters.slots)):
+        rows, places = ((ids == expert) & (slots == slot)[:, None]).nonzero().T
+        values = case.x[rows].to(dtype)
+        for weight, cases in ((case.w13, adapters.w13), (case.w2, adapters.w2)):
+            product = values @ weight[expert].to(dtype).T
+            for added in cases:
+                if (expert, slot) in added.plain:
+                    a, b = (t.to(CUDA, dtype) for t in added.plain[expert, slot])
+                    column = added.weights.column
+                    product[:, column : column + len(b)] += (values @ a.T) @ b.T
+            if weight is case.w13:
+                gate, up = product.chunk(2, -1)
+                values = torch.nn.functional.silu(gate) * up
+        weighed = shares[rows, places].to(dtype)
+        out.index_add_(0, rows, weighed[:, None] * product)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("rows", [5, 40, 100, 1500])
+def test_additions_to_experts(rows: int, is_shared: bool, dtype: torch.dtype) -> None:
+    """Row by row, pair by pair, and in tiles of several sizes."""
+    fresh_seed()
+    case = moe_case(rows, 520, 264, 6, 3, dtype)
+    adapters = make_adapters(case, is_shared, (0, 8, 16, 64, 3))
+    routing = Routing(*(t.to(CUDA) for t in case.routing))
+    moved = {name: getattr(case, name).to(CUDA) for name in ("x", "residual", "w13", "w2")}
+    case = MoECase(routing=routing, **moved)
+    out = gpu_moe.moe(case.x, *routing, case.w13, case.w2, case.residual, adapters.addition(CUDA))
+    peer, exact = (compute_adapted(case, adapters, kind) for kind in (dtype, torch.float64))
+    assert_as_exact(out, peer, exact)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("rows", [16, 64, 200])
+def test_additions_to_layers_in_a_graph(rows: int, is_shared: bool) -> None:
+    """Launches that begin early, and beside others, are the same bits as one after the other."""
+    fresh_seed()
+    hidden, inner, experts, top_k = 1024, 768, 32, 4
+    case = moe_case(rows, hidden, inner, experts, top_k, torch.bfloat16)
+    adapters = make_adapters(case, is_shared, (0, 8, 16, 40)).addition(CUDA)
+    x, w13, w2 = case.x.to(CUDA), case.w13.to(CUDA), case.w2.to(CUDA)
+    router, gain = torch.randn(hidden, experts).bfloat16().to(CUDA), torch.ones(hidden).bfloat16()
+    stream = torch.empty_like(x)
+    after = NormAfter(stream, gain.to(CUDA), 1e-6)
+
+    def run() -> torch.Tensor:
+        stream.zero_()
+        out = x
+        for _ in range(4):
+            ranks = gpu_moe.begin_ranks(out, adapters, experts, inner, is_fixed=False)
+            logits = (out @ router).float()
+            given = (out, logits, top_k, w13, w2, after, adapters, ranks)
+            out = gpu_moe.routed_moe(*given, renormalise=True)
+        return out
+
+    with rehearsal():
+        expected = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 100, 513, 3000, 9000])
+def test_pairs_are_sorted_into_blocks_of_their_experts(rows: int) -> None:
+    fresh_seed()
+    experts, block = 37, 64
+    ids = route(torch.randn(rows, experts, device=CUDA), 4, True)[0]
+    order, expert, begin, end = sort_pairs(ids, experts, block)
+    assert torch.equal(order.long(), ids.flatten().argsort(stable=True))
+    counts = ids.flatten().bincount(minlength=experts)
+    ends = counts.cumsum(0)
+    used = expert < experts
+    assert torch.equal(expert[used].bincount(minlength=experts), (counts + block - 1) // block)
+    assert torch.equal(end[used].long(), ends[expert[used].long()])
+    number = torch.arange(int(used.sum()), device=CUDA)
+    first = torch.searchsorted(expert[used], expert[used])
+    expected = (ends - counts)[expert[used].long()] + (number - first) * block
+    assert torch.equal(begin[used].long(), expected)
+
+
+BIG = (2048, 768, 128, 8)
+"""Hidden size, an expert's, experts, and experts a row of Qwen3-30B-A3B: `moe_tiles.json` has tiles
+chosen for it."""
+
+
+@pytest.fixture(scope="module")
+def big_weights() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of all experts in bfloat16."""
+    hidden, inner, experts, _ = BIG
+    options: dict[str, Any] = {"device": CUDA, "dtype": torch.bfloat16}
+    w13 = torch.randn(experts, 2 * inner, hidden, **options) / hidden**0.5
+    yield w13, torch.randn(experts, hidden, inner, **options) / inner**0.5
+    del w13
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 64, 4096])
+def test_sums_of_experts_with_tiles_chosen_for_a_model(
+    rows: int, big_weights: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    fresh_seed()
+    hidden, _, experts, top_k = BIG
+    crowd = torch.linspace(1, -1, experts, device=CUDA)
+    ids, shares = route(torch.randn(rows, experts, device=CUDA) + crowd, top_k, True)
+    x, residual = torch.randn(2, rows, hidden, device=CUDA).bfloat16()
+    case = Case(x, ids, shares, *big_weights, residual)
+    assert_as_exact(run(case), compute(case, torch.bfloat16), compute(case, torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_and_none(dtype: torch.dtype) -> None:
+    """Of as many rows as are not sorted, and one more, by the operation that models call."""
+    fresh_seed()
+    whole = make_case(9, 264, 136, 6, 3, dtype)
+    experts = list(zip(whole.w13, whole.w2, strict=True))
+    packed = pack_experts(experts, len(experts), None)
+    for rows in range(10):
+        parts = (whole.x, whole.ids, whole.shares)
+        x, ids, shares = (part[:rows].contiguous() for part in parts)
+        case = whole._replace(x=x, ids=ids, shares=shares, residual=whole.residual[:rows].clone())
+        out = moe(x, Routing(ids, shares), packed, case.residual)
+        assert_as_exact(out, compute(case, dtype), compute(case, torch.float64))

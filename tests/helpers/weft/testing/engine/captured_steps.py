@@ -1,0 +1,74 @@
+"""Steps and drawing as a GPU's graphs run them, on a CPU: recorded, replayed in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from weft.engine.engine import Engine
+from weft.engine.runner.device_inputs import DeviceInputs
+from weft.engine.runner.graphs import GraphBucket, GraphBuckets, StepGraphs, step_buckets
+from weft.engine.sampling.sampler import Sampler
+from weft.engine.speculative.eagle import EagleDrafter
+from weft.testing.engine.captured_drafts import capture
+from weft.testing.engine.drafters import KnownGraphs
+
+
+class RecordedSteps(StepGraphs):
+    """Captured steps of a runner on a CPU.
+
+    Args:
+        engine: Its model has no native operations, which refuse rows of padding.
+        max_drafts: Of a request.
+        tree_rows: See `ModelRunner`.
+    """
+
+    def __init__(self, engine: Engine, max_drafts: int, tree_rows: tuple[int, ...] = ()) -> None:
+        runner, config = engine._runner, engine.config
+        runner.page_table._changed = []
+        most, tokens = config.max_running_requests, config.max_step_tokens + config.decodes_beside
+        table, page_size = runner.page_table, config.page_size
+        inputs = DeviceInputs(table, page_size, most, runner.known, runner._lora, tokens)
+        inputs._table = inputs._table.clone()  # Else the host's pages are seen before they come.
+        buckets = step_buckets(
+            runner._model.config,
+            runner.pool.dtype,
+            most,
+            tokens,
+            max_drafts=max_drafts,
+            tree_rows=tree_rows,
+        )
+        self._model, self._pool, self._inputs = runner._model, runner.pool, inputs
+        self.buckets = GraphBuckets(runner._model.config, buckets)
+        self._engine = engine
+        self.num_replays: dict[str, int] = {}
+        """Number of steps run, by kind of bucket."""
+        inputs.keep_ragged(max(bucket.columns.num_bytes for bucket in buckets))
+        self._graphs = {bucket: self._capture(bucket) for bucket in sorted(buckets, reverse=True)}
+        runner._inputs, runner.graphs = inputs, self
+        sampler = Sampler(
+            engine.info.vocab_size,
+            most,
+            device=torch.device("cpu"),
+            max_masked_rows=most * max_drafts,
+        )
+        engine._drawing._sampler = sampler
+        runner.capture_draws(sampler.plain_tables)
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple:  # type: ignore[type-arg]
+        """See `StepGraphs.capture`."""
+        with torch.inference_mode():
+            return capture(run)
+
+    def _replay(self, bucket: GraphBucket) -> torch.Tensor:
+        # Graphs captured later may have their results where a step has its intermediate ones.
+        drafter = self._engine.drafting.drafter
+        if isinstance(drafter, EagleDrafter):
+            graphs = drafter._graphs
+            if isinstance(graphs, KnownGraphs):
+                graphs.last.random_(0, 9)
+            elif graphs is not None:
+                for _, result in graphs._graphs.values():
+                    result.random_(0, 9)
+        self.num_replays[bucket.kind] = self.num_replays.get(bucket.kind, 0) + 1
+        return super()._replay(bucket)

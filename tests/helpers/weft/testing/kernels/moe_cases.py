@@ -1,0 +1,116 @@
+"""Random mixtures of experts and what they compute exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from weft.kernels.lora import ExpertAddition
+from weft.kernels.moe import Routing
+from weft.testing.kernels.lora_cases import LoraCase, Shared, draw_slots, make_expert_lora
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The additions of adapters to the experts."""
+
+    slots: list[int]
+    """Adapter slot of each row."""
+    w13: tuple[LoraCase, ...]
+    w2: tuple[LoraCase, ...]
+
+    def packed(self) -> Adapters:
+        """The adapters for the native CPU operations."""
+        w13, w2 = (tuple(case.packed() for case in cases) for cases in (self.w13, self.w2))
+        return Adapters(self.slots, w13, w2)
+
+    def addition(self, device: str = "cpu") -> ExpertAddition:
+        """The additions in the operation's form."""
+        return ExpertAddition(
+            tuple(case.to(device).weights for case in self.w13),
+            tuple(case.to(device).weights for case in self.w2),
+            0,
+            torch.tensor(self.slots, dtype=torch.int32, device=device),
+        )
+
+
+def make_adapters(
+    case: MoECase, is_shared: bool, ranks: Sequence[int] = (0, 8, 3, 0, 20)
+) -> Adapters:
+    """Creates adapters of gate, up and down, with separate experts, or sharing A of gate and up and
+    B of down.
+    """
+    experts, (hidden, inner), dtype = len(case.w2), case.w2.shape[1:], case.x.dtype
+
+    def make(k: int, n: int, shared: Shared, column: int = 0) -> LoraCase:
+        one = shared if is_shared else None
+        return make_expert_lora(k, n, list(ranks), experts, dtype, shared=one, column=column)
+
+    return Adapters(
+        draw_slots(len(case.x), len(ranks)),
+        (make(hidden, inner, "a"), make(hidden, inner, "a", inner)),
+        (make(inner, hidden, "b"),),
+    )
+
+
+@dataclass(frozen=True)
+class MoECase:
+    """One mixture of experts and its input."""
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    routing: Routing
+    w13: torch.Tensor
+    """[E, 2 * I, H]."""
+    w2: torch.Tensor
+    """[E, H, I]."""
+
+    def experts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The experts in the form for `pack_experts`."""
+        return list(zip(self.w13, self.w2, strict=True))
+
+    def compute(self, dtype: torch.dtype, adapters: Adapters | None = None) -> torch.Tensor:
+        """Row by row and expert by expert in `dtype`."""
+        out = self.residual.to(dtype, copy=True)
+        x, w13, w2 = (t.to(dtype) for t in (self.x, self.w13, self.w2))
+        for row, (ids, shares) in enumerate(zip(*self.routing, strict=True)):
+            for expert, share in zip(ids.tolist(), shares.to(dtype), strict=True):
+                both = w13[expert] @ x[row]
+                if adapters is not None:
+                    slot = adapters.slots[row]
+                    for case in adapters.w13:
+                        both = case.add(both[None], x[row : row + 1], [slot], expert)[0]
+                gate, up = both.chunk(2)
+                inner = F.silu(gate) * up
+                product = w2[expert] @ inner
+                if adapters is not None:
+                    for case in adapters.w2:
+                        product = case.add(product[None], inner[None], [slot], expert)[0]
+                out[row] += share * product
+        return out
+
+
+def moe_case(
+    rows: int,
+    hidden: int,
+    inner: int,
+    experts: int,
+    top_k: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    is_crowded: bool = False,
+) -> MoECase:
+    """Rows that choose experts at random, or all the same ones."""
+    crowd = random.sample(range(experts), top_k)
+    chosen = [crowd if is_crowded else random.sample(range(experts), top_k) for _ in range(rows)]
+    ids = torch.tensor([sorted(row) for row in chosen], dtype=torch.int32).reshape(rows, top_k)
+    return MoECase(
+        torch.randn(rows, hidden).to(dtype),
+        torch.randn(rows, hidden).to(dtype),
+        Routing(ids, torch.rand(rows, top_k) + 0.05),
+        (torch.randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype),
+        (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype),
+    )

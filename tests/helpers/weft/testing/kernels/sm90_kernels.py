@@ -1,0 +1,359 @@
+"""Compiles the GPU's kernels for compute capability 9.0 on a machine without a GPU.
+
+    python -m weft.testing.kernels.sm90_kernels
+
+It prints a line for each group of operations: its name, then its kernels. The operations run on CPU
+tensors, and each launch only compiles: results are not computed. Triton's interpreter, which
+computes them in other tests, takes much that the compiler does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from weft.engine.runner.ragged_columns import RaggedColumns
+from weft.kernels.attention import MAX_TREE_ROWS
+from weft.kernels.decoder_layer import (
+    DecoderLayerWeight,
+    DecoderStep,
+    GatedMlpWeight,
+    SparseMlpWeight,
+    Taps,
+    pack_decoder_layer,
+    prepare_step,
+)
+from weft.kernels.device_sampling import NUM_FIELDS, DraftedRows, SlotTables
+from weft.kernels.draft_head import (
+    DraftChains,
+    DraftRows,
+    draft_chain_reference,
+    draft_entries_reference,
+    pack_draft_head,
+)
+from weft.kernels.gpu import (
+    copied_tiles,
+    decoder_layers,
+    dependent_launch,
+    greedy,
+    page_digest,
+    page_ops,
+    replaced,
+    sampling,
+    sampling_top,
+    slot_rows,
+    step_requests,
+    step_rows,
+    tree_rows,
+)
+from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import LoraStep
+from weft.kernels.moe import ExpertWeights
+from weft.kernels.step_requests import DecodeColumns
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified
+from weft.testing.kernels.lora_cases import Shared, make_expert_lora, make_lora, segments_of
+from weft.testing.kernels.lora_layers import Sizes, make_layers
+
+BF16, PAGE_SIZE, MAX_CONTEXT = torch.bfloat16, 16, 256
+
+
+class NoDevice:
+    """What Triton asks of a device when it only compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        """Compute capability 9.0."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """The only one."""
+        return 0
+
+
+def weight(rows: int, columns: int, *, gated: bool = False, is_fixed: bool = False) -> LinearWeight:
+    data = torch.zeros(rows, columns, dtype=BF16)
+    return LinearWeight(rows, columns, BF16, gated, data, None, is_fixed=is_fixed)
+
+
+def make_layer(
+    hidden: int, inner: int, heads: int, dim: int, *, experts: int = 0, is_fixed: bool = False
+) -> DecoderLayerWeight:
+    """A layer with twice as many heads as KV heads, and a norm of each head."""
+    gain = torch.ones(hidden, dtype=BF16)
+    mlp: GatedMlpWeight | SparseMlpWeight = GatedMlpWeight(
+        weight(2 * inner, hidden, gated=True, is_fixed=is_fixed),
+        weight(hidden, inner, is_fixed=is_fixed),
+    )
+    if experts:
+        stacked = (
+            torch.zeros(experts, 2 * inner, hidden, dtype=BF16),
+            torch.zeros(experts, hidden, inner, dtype=BF16),
+        )
+        packed = ExpertWeights(hidden, inner, BF16, (), (), stacked, None, is_fixed)
+        mlp = SparseMlpWeight(weight(experts, hidden, is_fixed=is_fixed), packed, 4, True)
+    return pack_decoder_layer(
+        input_norm=gain,
+        qkv=weight(2 * heads * dim, hidden, is_fixed=is_fixed),
+        o=weight(hidden, heads * dim, is_fixed=is_fixed),
+        post_norm=gain,
+        mlp=mlp,
+        eps=1e-5,
+        q_norm=torch.ones(dim, dtype=BF16),
+        k_norm=torch.ones(dim, dtype=BF16),
+    )
+
+
+def make_step(
+    w: DecoderLayerWeight, heads: int, dim: int, q_lens: list[int], *, has_trees: bool = False
+) -> DecoderStep:
+    """Requests of so many new rows each."""
+    requests, rows = len(q_lens), sum(q_lens)
+    pages = MAX_CONTEXT // PAGE_SIZE
+    return prepare_step(
+        w,
+        pool=torch.zeros(requests * pages, heads // 2, 2, 2, PAGE_SIZE, dim, dtype=BF16),
+        positions=torch.zeros(rows, dtype=torch.int64),
+        slots=torch.zeros(rows, dtype=torch.int64),
+        cos_sin=torch.zeros(MAX_CONTEXT, dim),
+        page_table=torch.zeros(requests, pages, dtype=torch.int32),
+        cu_q_lens=torch.tensor([0, *q_lens]).cumsum(0).int(),
+        kv_lens=torch.full((requests,), MAX_CONTEXT, dtype=torch.int32),
+        num_heads=heads,
+        scale=1.0,
+        max_q_len=max(q_lens),
+        max_kv_len=MAX_CONTEXT,
+        ancestors=torch.full((rows,), -1) if has_trees else None,
+    )
+
+
+def run_layers(
+    sizes: tuple[int, int, int, int], q_lens: list[int], has_trees: bool = False, **options: Any
+) -> None:
+    """Two layers; what enters the second one is wanted."""
+    hidden, _, heads, dim = sizes
+    w = make_layer(*sizes, **options)
+    step = make_step(w, heads, dim, q_lens, has_trees=has_trees)
+    stream = torch.zeros(sum(q_lens), hidden, dtype=BF16)
+    taps = Taps([1], torch.empty_like(stream))
+    decoder_layers.decoder_layers(stream, [w, w], step, 0, taps)
+
+
+SMALL, WIDE = (576, 1536, 8, 64), (1024, 3072, 16, 128)
+"""Hidden and inner size, heads and their width."""
+
+
+def compile_layers() -> None:
+    """Dense layers: few rows, more, prompts, trees."""
+    for q_lens in ([1], [4, 4]):
+        run_layers(SMALL, q_lens)
+    for q_lens in ([1] * 32, [40, 1]):
+        run_layers(WIDE, q_lens)
+    run_layers(WIDE, [6, 6], has_trees=True)
+
+
+def compile_experts() -> None:
+    """Experts directly, sorted, and for prompts: with blocks of which some are halved, too."""
+    for q_lens in ([1], [1] * 12, [900]):
+        run_layers((1024, 768, 16, 128), q_lens, experts=8)
+
+
+def compile_fixed() -> None:
+    """What computes the same bits for any number of rows."""
+    for q_lens in ([1] * 3, [40, 1]):
+        run_layers(WIDE, q_lens, is_fixed=True)
+    run_layers((1024, 768, 16, 128), [1] * 3, experts=8, is_fixed=True)
+
+
+def compile_adapters() -> None:
+    """Layers with adapters: rows that decode, and prompts; those of small layers and of large.
+
+    And an embedding and an LM head of their own."""
+    small, large = Sizes(256, 512, 4, 2, 64), Sizes(4096, 512, 4, 2, 64)
+    for sizes, rows in ((small, 1), (small, 5), (small, 200), (large, 1)):
+        case = make_layers(sizes, rows, [0, 8, 16, 40], BF16, "cpu")
+        # Kernels for few rows read early what is given before the step.
+        later = replace(case.lora, are_given=False)
+        for lora in (case.lora, later) if rows < 200 else (case.lora,):
+            decoder_layers.decoder_layers(case.hidden, case.stack.layers, case.step(lora), 0)
+    matrices, places = torch.zeros(2, 900, 576, dtype=BF16), torch.tensor([-1, 0, 1]).int()
+    for rows in (3, 30):
+        x, out = torch.zeros(rows, 576, dtype=BF16), torch.zeros(rows, 900)
+        segments = segments_of([number % 3 for number in range(rows)])
+        replaced.replace_products(out, x, matrices, places, segments, is_fixed=False)
+        ids = torch.zeros(rows, dtype=torch.int64)
+        replaced.replace_embeddings(x, ids, matrices, places, segments.token_slots)
+
+
+def compile_expert_adapters() -> None:
+    """Experts and their router with adapters, which share their outer sides or not."""
+    hidden, inner, heads, dim = 1024, 768, 8, 64
+    ranks, experts = [0, 8, 16], 8
+    w = make_layer(hidden, inner, heads, dim, experts=experts)
+    router = make_lora(hidden, experts, ranks, BF16).weights
+    shapes: tuple[tuple[int, int, int, Shared], ...] = (
+        (hidden, inner, 0, "a"),
+        (hidden, inner, inner, "a"),
+        (inner, hidden, 0, "b"),
+    )
+    for rows, is_shared in ((2, False), (300, True)):
+        gate, up, down = (
+            make_expert_lora(
+                k, n, ranks, experts, BF16, shared=side if is_shared else None, column=column
+            ).weights
+            for k, n, column, side in shapes
+        )
+        lora = LoraStep(
+            segments=segments_of([number % len(ranks) for number in range(rows)], len(ranks)),
+            router=(router,),
+            w13=(gate, up),
+            w2=(down,),
+        )
+        step = replace(make_step(w, heads, dim, [1] * rows), lora=lora)
+        decoder_layers.decoder_layers(torch.zeros(rows, hidden, dtype=BF16), [w], step, 0)
+
+
+def compile_drafts() -> None:
+    """A head's entries and chains."""
+    hidden, inner, heads, dim = SMALL
+    vocab, requests = 900, 3
+    qkv, norms = weight(2 * heads * dim, 2 * hidden), torch.ones(4, hidden, dtype=BF16)
+    head = pack_draft_head(
+        fc=weight(hidden, 3 * hidden),
+        qkv=qkv,
+        kv=weight(heads * dim, 2 * hidden),
+        o=weight(hidden, heads * dim),
+        gate_up=weight(2 * inner, hidden, gated=True),
+        down=weight(hidden, inner),
+        lm_head=weight(vocab, hidden),
+        input_norm=norms[0],
+        hidden_norm=norms[1],
+        post_norm=norms[2],
+        norm=norms[3],
+        embedding=torch.zeros(vocab, hidden, dtype=BF16),
+        target_ids=torch.zeros(vocab, dtype=torch.int64),
+        cos_sin=torch.zeros(MAX_CONTEXT, dim),
+        num_heads=heads,
+        eps=1e-5,
+    )
+    numbers, offsets = torch.zeros(requests, dtype=torch.int64), torch.arange(requests + 1).int()
+    pool = torch.zeros(20, heads // 2, 1, 2, PAGE_SIZE, dim, dtype=BF16)
+    states = torch.zeros(requests, hidden, dtype=BF16)
+    rows = DraftRows(
+        token_ids=numbers,
+        positions=numbers,
+        slots=numbers,
+        cu_q_lens=offsets,
+        request_slots=numbers,
+    )
+    draft_entries_reference(states.repeat(1, 3), head, rows, states, pool, 0)
+    chains = DraftChains(
+        positions=numbers.repeat(2, 1),
+        slots=numbers.repeat(2, 1),
+        kv_lens=torch.full((2, requests), 9, dtype=torch.int32),
+        counts=[requests] * 2,
+        page_table=torch.zeros(requests, 16, dtype=torch.int32),
+        one_row_each=offsets,
+        max_kv_len=MAX_CONTEXT,
+    )
+    draft_chain_reference(states, numbers, head, chains, pool, 0)
+
+
+def compile_drawing() -> None:
+    """Drawing tokens, with drafts and without."""
+    slots, vocab = torch.zeros(3, dtype=torch.int64), 9000
+    tables = SlotTables(
+        torch.zeros(3, NUM_FIELDS, dtype=torch.int64),
+        torch.zeros(3, -(-vocab // 32), dtype=torch.int32),
+        torch.zeros(1, vocab),
+        torch.zeros(1, vocab, dtype=torch.int32),
+    )
+    logits = torch.zeros(3, vocab)
+    for drafted in (None, DraftedRows(slots, slots, None), DraftedRows(slots, slots, slots)):
+        sampling.draw_rows(logits, slots, slots, tables, drafted)
+    for size in (5000, vocab):
+        greedy.greedy_rows(torch.zeros(3, size))
+    sampling_top.top_logits(logits, slots, slots, 5)
+
+
+def compile_steps() -> None:
+    """What a step's rows and its pages need beside the layers."""
+    numbers, table = torch.zeros(8, dtype=torch.int64), torch.zeros(3, 16, dtype=torch.int32)
+    offsets, lengths = torch.tensor([0, 4, 8]).int(), torch.tensor([9, 9]).int()
+    known = SlotTokens(
+        torch.zeros(1 + MAX_TREE_ROWS, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64),
+        torch.zeros(1 + MAX_TREE_ROWS, 3, dtype=torch.int64),
+    )  # fmt: skip
+    verified = Verified(torch.zeros(2, 4, dtype=torch.int64), numbers)
+    for ancestors in (None, numbers):
+        step = StepRows(numbers, numbers, numbers, offsets, lengths, ancestors)
+        step_rows.resolve_rows(step, numbers, numbers, known, table, PAGE_SIZE)
+    step_rows.accept_drafts(numbers, step._replace(ancestors=None), verified, known)
+    step_requests.expand_decodes(DecodeColumns(*[numbers] * 4), step, known, table, PAGE_SIZE)
+    for words in (None, numbers):
+        columns = RaggedColumns(8, 2, 8, 3, has_trees=words is not None, has_requests=True)
+        views = columns.views(torch.zeros(columns.num_bytes, dtype=torch.uint8))
+        step_requests.expand_requests(views, table, PAGE_SIZE, 3)
+    *_, paths = tree_rows.accept_trees(numbers, step, verified, known)
+    pool = torch.zeros(4, 2, 2, 2, PAGE_SIZE, 64, dtype=BF16)
+    tree_rows.move_paths(pool, numbers, verified.rows, paths)
+    rows = torch.zeros(4, 4096, dtype=torch.int64)
+    page_digest.row_digests(rows, numbers[:2])
+    page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096))
+    page_ops.scatter_rows(rows[:2], numbers[:2], rows)
+    states = torch.zeros(4, 64, dtype=BF16)
+    slot_rows.take_rows(numbers[:2], table, states, known.tokens[0])
+    slot_rows.put_rows(states, numbers[:2], states.clone(), numbers[:2])
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    "layers": compile_layers,
+    "experts": compile_experts,
+    "fixed": compile_fixed,
+    "adapters": compile_adapters,
+    "adapters of experts": compile_expert_adapters,
+    "drafts": compile_drafts,
+    "drawing": compile_drawing,
+    "steps": compile_steps,
+}
+
+
+def main() -> None:
+    """Compiles each group, and prints the kernels of it."""
+    launch = JITFunction.run
+    compiled: set[str] = set()
+
+    def only_compile(
+        kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any
+    ) -> Any:
+        compiled.add(kernel.fn.__name__)
+        return launch(kernel, *args, grid=grid, warmup=True, **options)
+
+    def product(x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        """`torch.mm`, which has no such argument on a CPU."""
+        return (x @ y).to(out_dtype)
+
+    driver.set_active(NoDevice())
+    with (
+        mock.patch.object(JITFunction, "run", only_compile),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(torch, "mm", product),
+        mock.patch.object(dependent_launch, "is_dependent", return_value=True),
+        mock.patch.object(copied_tiles, "is_dependent", return_value=True),
+    ):
+        for name, compile_group in GROUPS.items():
+            compiled.clear()
+            compile_group()
+            print(name, *sorted(compiled), sep="\t", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""A scheduler around a device that draws random tokens, and fills that come and go at random.
+
+A page of the device holds the tokens whose KV it would hold. The device is late: it may run a step
+when it is waited for, long after later ones were planned. A filler writes into each page that it
+is given at once, and into each page that becomes free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.memory.radix_cache import RadixCache
+from weft.engine.scheduler.limits import SchedulerLimits
+from weft.engine.scheduler.pages import PageCopy, RequestPages
+from weft.engine.scheduler.plan import Plan, PlanItem
+from weft.engine.scheduler.policies import PolicyName, make_queue
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.state import (
+    FillCandidate,
+    Request,
+    RequestKey,
+    State,
+    Timeline,
+)
+from weft.testing.scheduling.adapter_bench import AdapterBench
+from weft.testing.scheduling.bare_request import bare_request
+
+PAGE = 4
+NAMESPACE = bytes(32)
+CANDIDATE = FillCandidate(worker_id="p", address="p", epoch=1)
+POISON = -7
+Content = list[list[int]]
+"""The token whose KV is stored, by page and offset."""
+
+
+@dataclass
+class _Step:
+    """A step that has begun: what the device was told then."""
+
+    number: int
+    plan: Plan
+    items: list[PlanItem]
+    copies: list[PageCopy]
+    pages: list[list[int]]
+    adapters: list[tuple[int, bytes]]
+    """Slot and digest, of those that have one."""
+    is_done: bool = False
+
+    def run(self, content: Content, adapters: AdapterBench | None) -> None:
+        """The device gets to it; tokens of earlier steps have been committed."""
+        if self.is_done:
+            return
+        self.is_done = True
+        for slot, digest in self.adapters:
+            assert adapters is not None
+            adapters.check(slot, digest)
+        for source, destination in self.copies:
+            content[destination] = list(content[source])
+        for item, pages in zip(self.items, self.pages, strict=True):
+            tokens = item.request.tokens
+            for position in range(item.start + item.num_tokens):
+                page, offset = pages[position // PAGE], position % PAGE
+                if position >= item.start:
+                    content[page][offset] = tokens[position]
+                assert content[page][offset] == tokens[position], "a step reads another's KV"
+
+
+class FakeFills:
+    """Accepts a random number of pages a turn; fails at random; keeps the contract of `Fills`."""
+
+    def __init__(self, memory: KvMemory, rng: random.Random, content: Content) -> None:
+        self.memory = memory
+        self.content = content
+        self.rng = rng
+        self.open: dict[int, tuple[Request, list[int]]] = {}
+        self.scheduler: Scheduler | None = None
+
+    def next_state(self, request: Request) -> State:
+        is_remote = bool(request.candidates) and self._end(request) > request.num_computed
+        return State.FILLING if is_remote else State.PREFILLING
+
+    def start(self, request: Request) -> bool:
+        if id(request) not in self.open:
+            count = (self._end(request) - request.num_computed) // PAGE
+            pages = self.memory.allocate(count, promised=True)
+            request.num_promised_pages -= count
+            first = request.num_computed
+            for index, page in enumerate(pages):
+                begin = first + index * PAGE
+                self.content[page] = request.tokens[begin : begin + PAGE]
+            self.open[id(request)] = (request, pages)
+        return True
+
+    def abandon(self, request: Request) -> None:
+        _, pages = self.open.pop(id(request), (request, []))
+        self.memory.release(pages)
+
+    def turn(self) -> None:
+        assert self.scheduler is not None
+        for request, pages in list(self.open.values()):
+            accepted = self.rng.randint(0, len(pages))
+            request.pages += pages[:accepted]
+            del pages[:accepted]
+            request.num_computed += accepted * PAGE
+            self.scheduler.publish(request)
+            if not pages:
+                del self.open[id(request)]
+                self.scheduler.fill_completed(request)
+            elif self.rng.random() < 0.2:
+                del self.open[id(request)]
+                self.memory.release(pages)
+                request.candidates.pop()
+                self.scheduler.fill_failed(request)
+
+    def _end(self, request: Request) -> int:
+        return (request.num_tokens - 1) // PAGE * PAGE
+
+
+class Bench:
+    """A scheduler with a model that emits random tokens."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        num_pages: int,
+        limits: SchedulerLimits,
+        policy: PolicyName = "fcfs",
+        ageing_s: float = 30.0,
+        *,
+        is_overlapped: bool = False,
+        stop_chance: float = 0.0,
+        adapters: AdapterBench | None = None,
+        prompt_budget: Callable[[], int] | None = None,
+    ) -> None:
+        self.rng = rng
+        self.is_overlapped = is_overlapped
+        self.stop_chance = stop_chance
+        """That a drawn token ends its request, which cannot be foreseen."""
+        self.content: Content = [[POISON] * PAGE for _ in range(num_pages)]
+        self.num_surplus = 0
+        """Tokens drawn for requests that had ended."""
+        self._flying: _Step | None = None
+        self.limits = limits
+        self.cache = RadixCache(PAGE)
+        self.memory = KvMemory(num_pages, self.cache, tracks_freed=True)
+        self.fills = FakeFills(self.memory, rng, self.content)
+        self.finished: list[Request] = []
+        self.freed_slots: list[int] = []
+        pages = RequestPages(self.memory, self.cache, PAGE)
+        waiting = make_queue(policy, ageing_s, pages.num_cached_tokens)
+        self.adapters = adapters
+        self.scheduler = Scheduler(
+            limits,
+            pages,
+            waiting,
+            self.fills,
+            self.finished.append,
+            self.freed_slots.append,
+            adapters.manager.residency if adapters is not None else None,
+            prompt_budget=prompt_budget,
+        )
+        if adapters is not None:
+            adapters.attach(self.scheduler)
+        self.fills.scheduler = self.scheduler
+        self.num_added = 0
+        self.now = 0.0
+        self.num_computed = 0
+
+    def add(
+        self,
+        num_prompt: int,
+        max_tokens: int,
+        *,
+        remote: bool = False,
+        prefix: Sequence[int] = (),
+        priority: int = 0,
+        tenant: str = "",
+        adapter: bytes = b"",
+        deadline: float = math.inf,
+        first_token_deadline: float = math.inf,
+    ) -> Request:
+        """Queues a prompt of random tokens behind a prefix."""
+        tokens = ([*prefix] + [self.rng.randrange(100) for _ in range(num_prompt)])[:num_prompt]
+        self.num_added += 1
+        request = bare_request(
+            tokens,
+            PAGE,
+            hashlib.sha256(adapter).digest() if adapter else NAMESPACE,
+            key=RequestKey(0, str(self.num_added), 1),
+            num_prompt_tokens=num_prompt,
+            max_tokens=max_tokens,
+            arrival=self.num_added,
+            timeline=Timeline(submitted_at=self.now),
+            priority=priority,
+            tenant=tenant,
+            candidates=[CANDIDATE, CANDIDATE] if remote else [],
+            adapter=adapter,
+            deadline=deadline,
+            first_token_deadline=first_token_deadline,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[PlanItem]:
+        """One turn, and what the scheduler must keep to in each; a second of its clock."""
+        self.now += 1.0
+        if self.adapters is not None:
+            self.adapters.turn()
+        plan = self.scheduler.plan(self.now)
+        items = list(plan)
+        self._check_plan(items)
+        self.num_computed += plan.num_tokens
+        step = self._launch(plan) if items else None
+        if self._flying is not None:
+            self._end(self._flying)
+        self._flying = step
+        if step is not None and self.rng.random() < 0.5:
+            step.run(self.content, self.adapters)
+        if step is not None and not self.is_overlapped:
+            self._flying = None
+            self._end(step)
+        self.fills.turn()
+        self._poison()
+        self.memory.check_integrity()
+        self.cache.check_integrity()
+        return items
+
+    def _check_plan(self, items: list[PlanItem]) -> None:
+        limits = self.limits
+        most = limits.max_step_tokens + limits.decodes_beside
+        assert sum(item.num_tokens for item in items) <= most
+        assert len({id(item.request) for item in items}) == len(items)
+        assert len({item.request.slot for item in items}) == len(items)
+        for item in items:
+            request = item.request
+            end = item.start + item.num_tokens
+            is_under_way = request.state is State.RUNNING and request.num_launched > 0
+            start = request.num_computed + request.num_launched
+            assert item.start == start, "tokens are computed in order, once"
+            assert len(request.pages) * PAGE >= end, "computed tokens have pages"
+            assert item.num_tokens <= max(limits.chunk_tokens, 1)
+            assert item.samples == (end == request.num_tokens + is_under_way)
+            is_within = end // PAGE == item.start // PAGE
+            assert end % PAGE == 0 or item.samples or is_within, "chunks end at page borders"
+            assert end <= request.num_prompt_tokens + request.max_tokens - 1 or not is_under_way
+
+    def _launch(self, plan: Plan) -> _Step:
+        assert plan.slots.tolist() == [request.slot for request in plan.decodes]
+        number = self.scheduler.launch(plan)
+        copies: list[PageCopy] = []
+        self.scheduler.pages.make_copies(copies.extend)
+        items = list(plan)
+        pages = [list(item.request.pages) for item in items]
+        slots = np.zeros(len(items), np.int64)
+        if plan.adapter_slots is not None:
+            slots[: len(plan.decodes)] = plan.adapter_slots
+        slots[len(plan.decodes) :] = [item.request.adapter_slot for item in plan.chunks]
+        digests = [item.request.adapter for item in items]
+        assert [bool(slot) for slot in slots] == [bool(digest) for digest in digests]
+        adapters = [pair for pair in zip(slots.tolist(), digests, strict=True) if pair[0]]
+        return _Step(number, plan, items, copies, pages, adapters)
+
+    def _end(self, step: _Step) -> None:
+        """The device has done the step: commits it, and draws."""
+        step.run(self.content, self.adapters)
+        self._check_free()
+        self.scheduler.commit(step.number, step.plan)
+        for request in [item.request for item in step.items if item.samples]:
+            if request.state is State.FINISHED:
+                self.num_surplus += 1
+                continue
+            request.tokens.append(self.rng.randrange(100))
+            is_stopped = self.rng.random() < self.stop_chance
+            if is_stopped or request.num_generated >= request.max_tokens:
+                self.scheduler.finish(request)
+
+    def _poison(self) -> None:
+        """A filler that writes into every page as soon as it is free."""
+        for page in self.memory.take_freed():
+            self.content[page] = [POISON] * PAGE
+
+    def _check_free(self) -> None:
+        """No step wrote to a page that it had no right to any more."""
+        fresh = set(self.memory._freed or ())
+        for page in set(self.memory._free) - fresh:
+            assert self.content[page] == [POISON] * PAGE, f"a step wrote to free page {page}"
+
+    def run(self, *requests: Request, max_steps: int = 20_000) -> None:
+        """Steps until these requests have ended."""
+        for _ in range(max_steps):
+            if all(request.state is State.FINISHED for request in requests):
+                self.settle()
+                return
+            self.step()
+        raise AssertionError("a request starved")
+
+    def settle(self) -> None:
+        """Waits for the step under way, if there is one, and commits it."""
+        if self._flying is not None:
+            self.step()

@@ -1,0 +1,62 @@
+"""The GPU's kernels compile for compute capability 9.0, as their operations launch them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from weft.testing.kernels import sm90_kernels
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+KERNELS = {
+    "layers": "_small_linear _sliced_linear _tiled_linear _decode _merge _extend _rms_norm "
+    "_rope_and_cache",
+    "experts": "_direct_inner _direct_out _sorted _route _route_and_sort _combine",
+    "fixed": "_fixed _fixed_linear _sorted",
+    "adapters": "_shrink _expand _expand_silu _small_linear _sliced_linear _product _embedding",
+    "adapters of experts": "_direct_inner _sorted _shrink _expand _weigh",
+    "drafts": "_join _keep _largest _sliced_linear",
+    "drawing": "_scan _bound _collect _decide _search _draw _finish _count _top_of_row _largest "
+    "_largest_of_row",
+    "steps": "_resolve _accept _move _digest _gather _scatter _take _put",
+}
+"""Some that each group must have launched; it prints all."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(scope="module")
+def compiled(cache: Path) -> dict[str, set[str]]:
+    """Names of the kernels that each group launched; all are compiled in one process, and what
+    groups have in common is compiled once.
+    """
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    # That it is set decides what a kernel is when its module is imported.
+    del environment["TRITON_INTERPRET"]
+    done = subprocess.run(
+        [sys.executable, sm90_kernels.__file__],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (line.split("\t") for line in done.stdout.splitlines())
+    return {group: set(names) for group, *names in lines}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("group", sm90_kernels.GROUPS)
+def test_kernels_compile(group: str, compiled: dict[str, set[str]], cache: Path) -> None:
+    names = compiled[group]
+    print(names)
+    assert {f"{name}_kernel" for name in KERNELS[group].split()} <= names
+    # Machine code of each was made, not only Triton's own forms of it.
+    assert {f"{name}.cubin" for name in names} <= {path.name for path in cache.rglob("*.cubin")}

@@ -1,0 +1,115 @@
+"""Page operations against plain indexing on numpy copies."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from weft.kernels import page_ops
+from weft.kernels.page_digest import page_digests
+from weft.kernels.page_ops import copy_pages, gather_pages, scatter_pages
+from weft.testing.kernels.page_cases import expected_digests, page_numbers, poisoned, unsigned
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+everywhere = pytest.mark.parametrize("device", DEVICES)
+NUM_PAGES = 24
+
+
+def make_pool(dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A pool of odd shape with random bits, NaNs among them."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    content = np.random.default_rng().integers(0, 256, (NUM_PAGES, 720 * size), dtype=np.uint8)
+    return torch.from_numpy(content).view(dtype).view(NUM_PAGES, 3, 5, 2, 4, 6).to(device)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """`[pages, bytes]` of a tensor; a copy."""
+    return tensor.cpu().flatten(1).view(torch.uint8).numpy().copy()
+
+
+@everywhere
+@pytest.mark.parametrize("most_alone", [2, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_are_what_plain_indexing_makes(
+    dtype: torch.dtype, most_alone: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_ops, "_MAX_SINGLE_COPIES", most_alone)
+    pool = make_pool(dtype, device)
+    expected = bits(pool)
+    for count in (0, 1, 5):
+        order = random.sample(range(NUM_PAGES), 2 * count)
+        sources, destinations = order[:count], order[count:]
+        if count > 1:
+            sources[-1] = sources[0]
+        copy_pages(pool, sources, destinations)
+        expected[destinations] = expected[sources]
+        assert (bits(pool) == expected).all()
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("sources", "destinations", "problem"),
+    [
+        ([NUM_PAGES], [1], "pool of"),
+        ([0], [-1], "pool of"),
+        ([0, 1 << 40], [1, 2], "pool of"),
+        ([0, 1], [2, 2], "twice"),
+        ([1, 2], [3, 1], "source and destination"),
+        ([1, 2], [3], "2 sources"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    device: str, sources: list[int], destinations: list[int], problem: str
+) -> None:
+    pool = make_pool(torch.float32, device)
+    before = bits(pool)
+    with pytest.raises(ValueError, match=problem):
+        copy_pages(pool, sources, destinations)
+    with pytest.raises(ValueError, match="contiguous"):
+        copy_pages(pool.transpose(1, 2), [0], [1])
+    assert (bits(pool) == before).all()
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 7, NUM_PAGES])
+def test_pages_go_out_and_in_again(dtype: torch.dtype, device: str, count: int) -> None:
+    pool = make_pool(dtype, device)
+    pages, out = page_numbers(NUM_PAGES, count, device), poisoned(count + 2, pool)
+    before = bits(pool)
+    gather_pages(pool, pages, out)
+    numbers = pages.cpu().numpy()
+    assert (bits(out)[:count] == before[numbers]).all()
+    assert (bits(out)[count:] == bits(poisoned(2, pool))).all()
+    assert unsigned(page_digests(pool, pages)) == expected_digests(pool, pages)
+
+    other = make_pool(dtype, device)
+    expected = bits(other)
+    expected[numbers] = before[numbers]
+    scatter_pages(out, pages, other)
+    assert (bits(other) == expected).all()
+
+
+@everywhere
+def test_buffers_and_numbers_that_do_not_fit_are_refused(device: str) -> None:
+    pool = make_pool(torch.float32, device)
+    pages, out = page_numbers(NUM_PAGES, 3, device), poisoned(3, pool)
+    before = bits(pool)
+    wrong = [
+        (pool.transpose(1, 2), pages, out, "contiguous"),
+        (pool, pages.int(), out, "int64"),
+        (pool, pages.view(1, 3), out, "int64"),
+        (pool, pages, out[:2], "3 pages"),
+        (pool, pages, out[:, :-4].contiguous(), "bytes"),
+        (pool, pages, out.view(torch.int8), "uint8"),
+        (torch.zeros(4, 3, dtype=torch.int8, device=device), pages, out, "4-byte"),
+    ]
+    for bad_pool, bad_pages, bad_buffer, problem in wrong:
+        with pytest.raises(ValueError, match=problem):
+            gather_pages(bad_pool, bad_pages, bad_buffer)
+        with pytest.raises(ValueError, match=problem):
+            scatter_pages(bad_buffer, bad_pages, bad_pool)
+    with pytest.raises(ValueError, match="8-byte"):
+        page_digests(torch.zeros(NUM_PAGES, 3, device=device), pages)
+    assert (bits(pool) == before).all()

@@ -1,0 +1,127 @@
+"""The GPU's page kernels by Triton's interpreter: every bit against numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from weft.testing.kernels.gpu_kernels import kernel_module
+from weft.testing.kernels.page_cases import (
+    POISON,
+    bytes_of,
+    expected_digests,
+    page_numbers,
+    poisoned,
+    random_pool,
+    unsigned,
+)
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+SIZES = [
+    (1, 2, 1),
+    (5, 70, 5),
+    (7, 4096, 3),
+    (4, 4098, 2),
+    (3, 9002, 3),
+    (3, 16_384, 2),
+    (2, 32_780, 2),
+    (6, 12, 0),
+]
+"""Pages of the pool, words of a page, pages that move."""
+
+
+def words(pool: torch.Tensor) -> torch.Tensor:
+    return pool.view(pool.shape[0], -1).view(torch.int32)
+
+
+@pytest.mark.parametrize(("num_pages", "num_words", "count"), SIZES)
+def test_gather(num_pages: int, num_words: int, count: int, tmp_path: Path) -> None:
+    pool = random_pool(num_pages, num_words, torch.bfloat16)
+    pages, out = page_numbers(num_pages, count), poisoned(count + 1, pool)
+    before = bytes_of(pool)
+    with kernel_module("page_ops", tmp_path) as module:
+        if count:
+            module.gather_rows(words(pool), pages, out.view(torch.int32))
+    assert (out[:count].numpy() == before[pages.numpy()]).all()
+    assert (out[count:] == POISON).all()
+    assert (bytes_of(pool) == before).all()
+
+
+@pytest.mark.parametrize(("num_pages", "num_words", "count"), SIZES)
+def test_scatter(num_pages: int, num_words: int, count: int, tmp_path: Path) -> None:
+    pool = random_pool(num_pages, num_words, torch.bfloat16)
+    pages, source = page_numbers(num_pages, count), poisoned(count + 1, pool)
+    source[:count] = torch.randint(0, 256, source[:count].shape, dtype=torch.uint8)
+    expected = bytes_of(pool)
+    expected[pages.numpy()] = source[:count].numpy()
+    with kernel_module("page_ops", tmp_path) as module:
+        if count:
+            module.scatter_rows(source.view(torch.int32), pages, words(pool))
+    assert (bytes_of(pool) == expected).all()
+
+
+@pytest.mark.parametrize(("num_pages", "num_words", "count"), [s for s in SIZES if s[2]])
+def test_digest(num_pages: int, num_words: int, count: int, tmp_path: Path) -> None:
+    pool = random_pool(num_pages, num_words, torch.float32)
+    pages = page_numbers(num_pages, count)
+    with kernel_module("page_digest", tmp_path) as module:
+        digests = module.row_digests(words(pool).view(torch.int64), pages)
+    assert unsigned(digests) == expected_digests(pool, pages)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_words", "change"),
+    [
+        ("page_ops", 4110, ("words = tl.load(rows + page", "words = tl.load(rows + row")),
+        ("page_digest", 4110, ("is_word = column < num_words", "is_word = column < num_words - 4")),
+        ("page_digest", 4110, ("static_range(TILES)", "static_range(1)")),
+        ("page_digest", 16_384, ("total += z if IS_WHOLE", "total = z if IS_WHOLE")),
+        ("page_digest", 16_384, ("(z >> 27)", "(z >> 28)")),
+    ],
+)
+def test_the_checks_see_a_changed_kernel(
+    name: str, num_words: int, change: tuple[str, str], tmp_path: Path
+) -> None:
+    pool = random_pool(5, num_words, torch.float32)
+    pages = torch.tensor([3, 0], dtype=torch.int64)
+    with kernel_module(name, tmp_path, change) as module:
+        if name == "page_ops":
+            out = poisoned(2, pool)
+            module.gather_rows(words(pool), pages, out.view(torch.int32))
+            assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()
+        else:
+            digests = module.row_digests(words(pool).view(torch.int64), pages)
+            assert unsigned(digests) != expected_digests(pool, pages)
+
+
+def test_a_dropped_last_tile_is_seen(tmp_path: Path) -> None:
+    pool = random_pool(4, 4110, torch.float32)
+    pages, out = page_numbers(4, 4), poisoned(4, pool)
+    text = "grid = (len(pages) * parts,)\n    _gather"
+    change = (text, text.replace("parts,)", "parts - 1,)"))
+    with kernel_module("page_ops", tmp_path, change) as module:
+        module.gather_rows(words(pool), pages, out.view(torch.int32))
+    assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("tl.store(rows + page * num_words", "tl.store(rows + row * num_words"),
+        (
+            "grid = (len(pages) * parts,)\n    _scatter",
+            "grid = (len(pages) * parts - 1,)\n    _scatter",
+        ),
+    ],
+)
+def test_a_changed_scatter_is_seen(change: tuple[str, str], tmp_path: Path) -> None:
+    pool = random_pool(4, 4110, torch.float32)
+    pages, source = torch.tensor([3, 0, 2]), poisoned(3, pool)
+    source[:] = torch.randint(0, 256, source.shape, dtype=torch.uint8)
+    expected = bytes_of(pool)
+    expected[pages.numpy()] = source.numpy()
+    with kernel_module("page_ops", tmp_path, change) as module:
+        module.scatter_rows(source.view(torch.int32), pages, words(pool))
+    assert (bytes_of(pool) != expected).any()

@@ -1,0 +1,201 @@
+"""`weft status`, `weft chat` and the command itself, against a gateway with scripted workers."""
+
+import asyncio
+import io
+import json
+import secrets
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from weft.cli import main as cli_main
+from weft.cli.status import WorkerStatus, show
+from weft.testing.services.fake_decode import Script
+from weft.testing.services.gateway_harness import MODEL, Harness, gateway
+from weft.v1 import decode_pb2, gateway_pb2
+
+FLEET = gateway_pb2.GetFleetRequest()
+
+
+def weft(*arguments: str) -> "asyncio.Future[Process]":
+    command = [sys.executable, "-m", "weft.cli", *arguments]
+    return asyncio.ensure_future(
+        asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    )
+
+
+async def run(*arguments: str, typed: str = "") -> tuple[int, str, str]:
+    process = await weft(*arguments)
+    keys = typed.encode("utf-8", "surrogateescape")
+    out, err = await asyncio.wait_for(process.communicate(keys), 60)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+def test_the_table_shows_models_whatever_their_names() -> None:
+    workers = [
+        WorkerStatus(worker_id=f"decode-{at}", role="decode", address="a", healthy=True, model=name)
+        for at, name in enumerate(("[/b]odd", "org/plain"))
+    ]
+    out = io.StringIO()
+    show(Console(file=out, width=200), workers)
+    assert "[/b]odd" in out.getvalue()
+    assert "org/plain" in out.getvalue()
+
+
+class Echo:
+    """Answers with a fixed text; remembers the prompts."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.prompts: list[list[int]] = []
+        self.hang_after = 10**9
+        self.harness: Harness | None = None
+
+    def __call__(self, submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        assert self.harness is not None
+        self.prompts.append(prompt)
+        tokens = [*self.harness.ids(self.text), self.harness.end]
+        return Script([tokens], hang_after=self.hang_after)
+
+
+async def test_chat_streams_and_remembers(tmp_path: Path) -> None:
+    echo = Echo("Bonjour [bold]é 你好")
+    async with gateway(tmp_path, echo) as harness:
+        echo.harness = harness
+        address = harness.app.server.address
+        status, out, err = await run(
+            *("chat", "--address", address, "--system", "Be kind."),
+            typed="first\n\nsecond\n/reset\nthird\n/quit\nnever\n",
+        )
+        assert status == 0, err
+        assert out.count(echo.text + "\n") == 3
+        assert MODEL in out
+        said = [harness.tokenizer.decode(prompt) for prompt in echo.prompts]
+    assert ["first" in text for text in said] == [True, True, False]
+    assert ["second" in text for text in said] == [False, True, False]
+    assert [text.count(echo.text) for text in said] == [0, 1, 0]
+    assert all("Be kind." in text for text in said)
+    assert "third" in said[2]
+
+
+async def test_what_is_typed_in_another_encoding_is_asked_as_it_can_be(tmp_path: Path) -> None:
+    echo = Echo("Bonjour")
+    async with gateway(tmp_path, echo) as harness:
+        echo.harness = harness
+        latin = "caf\udce9\n"  # b"caf\xe9"
+        status, out, err = await run("chat", "--address", harness.app.server.address, typed=latin)
+        assert status == 0, err
+        assert echo.text in out
+        assert "caf\ufffd" in harness.tokenizer.decode(echo.prompts[0])
+
+
+async def test_chat_shows_reasoning_before_the_answer(tmp_path: Path) -> None:
+    (tmp_path / MODEL).mkdir()
+    template = "{% for m in messages %}{{ m.content }}|{% endfor %}<think>{# </think> #}"
+    (tmp_path / MODEL / "chat_template.jinja").write_text(template)
+    echo = Echo("one and one [b]\n</think>\n\nTwo.")
+    async with gateway(tmp_path, echo) as echo.harness:
+        typed = "1+1?\nSure?\n"
+        status, out, err = await run(
+            "chat", "--address", echo.harness.app.server.address, typed=typed
+        )
+    assert status == 0, err
+    assert out.count("one and one [b]\n\nTwo.\n") == 2
+    tokenizer = echo.harness.tokenizer
+    assert tokenizer.decode(echo.prompts[1]) == "1+1?|Two.|Sure?|<think>"
+
+
+async def test_ctrl_c_stops_the_answer_not_the_chat(tmp_path: Path) -> None:
+    echo = Echo(secrets.token_hex(20))
+    async with gateway(tmp_path, echo) as harness:
+        echo.harness = harness
+        echo.hang_after = 3
+        process = await weft("chat", "--address", harness.app.server.address)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"hello\n")
+        await process.stdin.drain()
+        text = b""
+        async with asyncio.timeout(30):
+            await process.stdout.readline()  # the head
+            text = await process.stdout.read(1)  # the answer has begun
+            echo.hang_after = 10**9
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate(b"again\n")
+        assert process.returncode == 0, err
+        answer = (text + out).decode()
+        assert "[stopped]" in answer
+        assert echo.text in answer
+        await harness.wait(lambda: harness.workers[0].cancels)
+
+
+async def test_chat_says_what_is_wrong(tmp_path: Path) -> None:
+    echo = Echo("x")
+    async with gateway(tmp_path, echo) as harness:
+        echo.harness = harness
+        address = harness.app.server.address
+        status, out, told = await run(
+            "chat", "--address", address, "--model", "no", typed="hello\n"
+        )
+        refused, _, err = await run("chat", "--address", address, "--temperature", "-1")
+    assert status == 1
+    assert "the model `no` does not exist" in told
+    assert "does not exist" not in out
+    assert refused == 2
+    assert "must be a number from 0 to 100" in err
+
+
+@pytest.mark.parametrize("command", ["chat", "status"])
+async def test_without_a_gateway_it_says_so(command: str) -> None:
+    status, _, err = await run(command, "--address", "127.0.0.1:1")
+    assert status == 1
+    assert "no gateway answers at 127.0.0.1:1" in err
+
+
+async def test_a_gateway_that_stands_still_is_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        status, _, err = await run("status", "--address", address)
+    assert status == 1
+    assert f"the gateway at {address} did not answer in time" in err
+
+
+async def test_status_tells_of_every_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    async with gateway(tmp_path, Echo("x"), num_decode=2, num_prefill=1) as harness:
+        address = harness.app.server.address
+        harness.workers[0].running_requests = 7
+        await harness.workers[1].stop()
+        async with asyncio.timeout(30):
+            while all(w.healthy for w in (await harness.typed.GetFleet(FLEET)).workers):
+                await asyncio.sleep(0.05)
+        status, out, err = await run("status", "--address", address, "--json")
+        assert status == 0, err
+        workers = {worker["worker_id"]: worker for worker in json.loads(out)["workers"]}
+        assert json.loads(out)["gateway"]["running_prompts"] == 0
+        _, table, _ = await run("status", "--address", address)
+    assert workers.keys() == {"decode-0", "decode-1", "prefill-0"}
+    assert [workers[name]["healthy"] for name in sorted(workers)] == [True, False, True]
+    assert workers["decode-1"]["problem"]
+    assert workers["decode-0"]["running_requests"] == 7
+    lines = table.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["decode-0", "decode-1", "prefill-0"]
+    assert [" not ok " in line for line in lines[1:4]] == [False, True, False]
+    assert " 7 " in lines[1]
+
+
+def test_commands_are_dispatched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in cli_main.COMMANDS)
+    assert cli_main.main(["nonsense"]) == 2
+    assert "no command 'nonsense'" in capsys.readouterr().err
+    assert cli_main.main(["serve", "nonsense"]) == 2
+    assert "gateway, prefill, decode, kvstore, rest" in capsys.readouterr().err

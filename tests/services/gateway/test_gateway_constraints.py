@@ -1,0 +1,137 @@
+"""Constraints at the gateway: every client's name for one reaches the worker as the same thing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from weft.common.rpc.errors import from_rpc_error
+from weft.engine.errors import WeftError
+from weft.testing.models.tiny_tokenizers import byte_level_bpe
+from weft.testing.services.fake_decode import Script
+from weft.testing.services.gateway_harness import MODEL, Harness, gateway
+from weft.v1 import common_pb2, decode_pb2, gateway_pb2
+
+USER = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"été": {"type": "integer"}}, "required": ["été"]}
+REFUSED = "at $.properties.a: no"
+
+
+@pytest.fixture
+async def mesh(tmp_path) -> AsyncIterator[Harness]:  # type: ignore[no-untyped-def]
+    tokens = byte_level_bpe().encode("an answer").ids
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        if submit.sampling.constraint.regex != "bad":
+            return Script(tokens=[tokens])
+        error = common_pb2.ErrorDetail(
+            code="INVALID_REQUEST", stage="compile", message=REFUSED, param="constraint"
+        )
+        code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        failed = decode_pb2.SessionEvent.Failed(error=error, grpc_code=code)
+        return Script(tokens=[tokens], fail=failed, fail_after=0)
+
+    async with gateway(tmp_path, script) as harness:
+        yield harness
+
+
+def constraint(**kind: Any) -> common_pb2.Constraint:
+    return common_pb2.Constraint(**kind)
+
+
+CHOICE = common_pb2.Constraint.Choice(choices=["a", "b"])
+OBJECT = {"type": "object", "additionalProperties": True}
+CASES: list[tuple[dict[str, Any], common_pb2.Constraint | None]] = [
+    ({}, None),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, constraint(json_schema=json.dumps(OBJECT))),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "season", "strict": True, "schema": SCHEMA},
+            }
+        },
+        constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
+    ),
+    ({"guided_json": SCHEMA}, constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False))),
+    ({"guided_json": '{"type": "null"}'}, constraint(json_schema='{"type": "null"}')),
+    ({"guided_regex": "a+"}, constraint(regex="a+")),
+    ({"guided_grammar": 'root ::= "a"'}, constraint(ebnf='root ::= "a"')),
+    ({"guided_choice": ["a", "b"]}, constraint(choice=CHOICE)),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, constraint(choice=CHOICE)),
+    ({"structured_outputs": {"regex": "a+"}}, constraint(regex="a+")),
+    ({"structured_outputs": {"grammar": "x"}}, constraint(ebnf="x")),
+    (
+        {"structured_outputs": {"json": '{"type": "null"}'}},
+        constraint(json_schema='{"type": "null"}'),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), CASES)
+async def test_constraints_reach_the_worker(
+    mesh: Harness, fields: dict[str, Any], expected: common_pb2.Constraint | None
+) -> None:
+    await mesh.json("ChatCompletions", {"model": MODEL, "messages": USER, **fields})
+    await mesh.json("Completions", {"model": MODEL, "prompt": "hi", **fields})
+    for submit in mesh.workers[0].submits:
+        sampling = submit.sampling
+        assert (sampling.constraint if sampling.HasField("constraint") else None) == expected
+
+
+async def test_the_typed_face_passes_constraints_on(mesh: Harness) -> None:
+    for given in (constraint(choice=CHOICE), constraint(ebnf="root ::= [a]")):
+        sampling = common_pb2.SamplingParams(constraint=given)
+        request = gateway_pb2.CompleteRequest(text="hi", sampling=sampling)
+        _ = [response async for response in mesh.typed.Complete(request)]
+        assert mesh.workers[0].submits[-1].sampling.constraint == given
+
+
+async def test_all_workers_hear_that_there_are_constraints(tmp_path: Path) -> None:
+    """So that one of them is ready to go on when another is lost."""
+    tokens = byte_level_bpe().encode("an answer").ids
+    async with gateway(tmp_path, lambda *_: Script(tokens=[tokens]), num_decode=2) as mesh:
+        nonces = [worker.num_pings for worker in mesh.workers]
+        await mesh.json("Completions", {"model": MODEL, "prompt": "hi"})
+        await mesh.wait(
+            lambda: all(w.num_pings > n + 1 for w, n in zip(mesh.workers, nonces, strict=True))
+        )
+        assert not any(worker.expects_constraints for worker in mesh.workers)
+        await mesh.json("Completions", {"model": MODEL, "prompt": "hi", "guided_regex": "a+"})
+        assert sum(len(worker.submits) for worker in mesh.workers) == 2
+        await mesh.wait(lambda: all(worker.expects_constraints for worker in mesh.workers))
+
+
+async def refusal(call: Any) -> WeftError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_workers_refusal_names_the_clients_field(mesh: Harness, stream: bool) -> None:
+    body = {"messages": USER, "stream": stream, "structured_outputs": {"regex": "bad"}}
+    error = await refusal(mesh.post("ChatCompletions", body))
+    assert (error.grpc_code, error.http_status) == ("INVALID_ARGUMENT", 400)
+    assert error.param == "structured_outputs.regex"
+    assert error.message == f"structured_outputs.regex: {REFUSED}"
+    assert mesh.workers[0].submits[-1].attempt == 1
+
+
+async def test_the_typed_face_tells_its_own_field(mesh: Harness) -> None:
+    async def ask(given: common_pb2.Constraint) -> None:
+        sampling = common_pb2.SamplingParams(constraint=given)
+        async for _ in mesh.typed.Complete(
+            gateway_pb2.CompleteRequest(text="hi", sampling=sampling)
+        ):
+            pass
+
+    for given in (constraint(regex="bad"), constraint(), constraint(json_schema="")):
+        error = await refusal(ask(given))
+        assert error.grpc_code == "INVALID_ARGUMENT"
+        assert error.param == "sampling.constraint"
