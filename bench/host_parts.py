@@ -36,7 +36,7 @@ from gpu_trace import counted_waits
 from rich.console import Console
 from rich.table import Table
 from serving.setup import describe_lines, describe_setup
-from speculation import ANSWER, DRAFT, PROMPTS, Served, lasting, read_prompts
+from speculation import ANSWER, DRAFT, PROMPTS, ServedModel, lasting, read_prompts
 from weft.engine.llm import LLM
 from weft.engine.models.demo import resolve_model
 from weft.engine.models.dtypes import resolve_dtype
@@ -298,7 +298,7 @@ def main() -> None:
     rows: list[tuple[Case, bool, dict[str, float]]] = []
     with LLM(model_dir, **settings) as llm:
         if arguments.json_answers:
-            texts = lasting([Served(llm, b"", arguments.sampling)], texts, arguments.tokens)
+            texts = lasting([ServedModel(llm, b"", arguments.sampling)], texts, arguments.tokens)
         gc.collect()
         gc.freeze()
         if arguments.turns:

@@ -88,7 +88,7 @@ ANSWER = Constraint(
 """Of each answer with --json-answers."""
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """An engine, and what its requests have."""
 
     llm: LLM
@@ -156,7 +156,7 @@ def main() -> int:
             folder = Path(stack.enter_context(TemporaryDirectory()))
             llm = stack.enter_context(LLM(model_dir, **settings, dtype=dtype))
             adapter = load_adapter(llm, name, arguments.adapter, folder)
-            engines[name] = Served(llm, adapter, arguments.params)
+            engines[name] = ServedModel(llm, adapter, arguments.params)
             progress.advance(loading)
         if arguments.lasting:
             tokens, all_of = arguments.tokens, list(engines.values())
@@ -231,7 +231,7 @@ def read_prompts(path: Path, model_dir: Path, number: int) -> dict[str, list[lis
 
 
 def lasting(
-    engines: Sequence[Served], texts: Sequence[list[int]], num_tokens: int
+    engines: Sequence[ServedModel], texts: Sequence[list[int]], num_tokens: int
 ) -> list[list[int]]:
     """The prompts whose answers by no engine end before so many tokens.
 
@@ -249,7 +249,7 @@ def lasting(
 
 
 def run(
-    served: Served,
+    served: ServedModel,
     chosen: Sequence[list[int]],
     streams: int,
     lengths: Sequence[int],

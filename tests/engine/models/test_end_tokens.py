@@ -14,7 +14,7 @@ from weft.engine.errors import ModelError
 from weft.engine.llm import LLM
 from weft.engine.models.config import ModelConfig
 from weft.engine.request import SamplingParams, StopCriteria
-from weft.gateway.text.model_card import load_model
+from weft.gateway.text.model_card import load_model_card
 from weft.testing.models.tiny_models import make_tiny
 
 LENGTH = 48
@@ -100,7 +100,7 @@ def test_engine_and_gateway_read_the_same(
     ends = set(ModelConfig.load(model_dir).eos_token_ids)
     named_end = config_end if generation_end in (None, "no file") else generation_end
     expected = [named_end] if isinstance(named_end, int) else named_end or []
-    assert ends == load_model(model_dir).eos_ids == {named[i] for i in expected}
+    assert ends == load_model_card(model_dir).eos_ids == {named[i] for i in expected}
 
 
 @pytest.mark.parametrize("end", ["2", [2, "3"], True, -1, {"id": 2}])
@@ -110,6 +110,6 @@ def test_ends_that_are_no_ids_are_refused_by_both(
     write(model_dir, named, 6, 12)
     generation = model_dir / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": end}))
-    for load in (ModelConfig.load, load_model):
+    for load in (ModelConfig.load, load_model_card):
         with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id"):
             load(model_dir)

@@ -18,10 +18,10 @@ from weft.common.adapters.registry import Registry
 from weft.engine.errors import AdapterError
 from weft.engine.tokenizer_files import TokenizerFiles
 from weft.gateway.adapters import cards as adapter_texts
-from weft.gateway.adapters.cards import AdapterTexts, CopyGone
+from weft.gateway.adapters.cards import AdapterCards, CopyGone
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.text import model_card as gateway_model
-from weft.gateway.text.model_card import ServedModel, load_model
+from weft.gateway.text.model_card import ModelCard, load_model_card
 from weft.testing.models.tiny_adapters import PREFIX, write_adapter
 from weft.testing.models.tiny_models import make_tiny
 
@@ -33,10 +33,10 @@ class Root:
 
     def __init__(self, folder: Path) -> None:
         self.model_dir = make_tiny("llama", folder / "model", tokenizer=True, vocab_size=VOCAB)
-        self.model = load_model(self.model_dir, "tiny")
+        self.model = load_model_card(self.model_dir, "tiny")
         (folder / "root").mkdir()
         self.registry = Registry(folder / "root")
-        self.texts = AdapterTexts(AdapterDirectory(self.registry))
+        self.texts = AdapterCards(AdapterDirectory(self.registry))
         self._count = 0
 
     def add(self, tokens: tuple[str, ...] = (), rows: int = VOCAB, **files: str) -> Entry:
@@ -65,7 +65,7 @@ class Root:
     def folder(self, entry: Entry) -> Path:
         return self.registry.directory(entry.digest_bytes)
 
-    async def of(self, entry: Entry) -> ServedModel:
+    async def of(self, entry: Entry) -> ModelCard:
         return await self.texts.of(entry, self.model)
 
 
@@ -174,13 +174,13 @@ async def test_a_disk_that_does_not_answer_keeps_one_thread(
     """Whoever waits leaves at its own time, and threads are there for everybody else."""
     entries, is_back, num_stuck = [root.add() for _ in range(3)], threading.Event(), 0
 
-    def stuck(*_: Any) -> ServedModel:
+    def stuck(*_: Any) -> ModelCard:
         nonlocal num_stuck
         num_stuck += 1
         assert is_back.wait(60)
         return root.model
 
-    monkeypatch.setattr(adapter_texts, "with_own_texts", stuck)
+    monkeypatch.setattr(adapter_texts, "with_own_tokenizer", stuck)
     for number in range(60):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):

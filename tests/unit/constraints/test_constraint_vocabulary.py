@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from weft.engine.constraints.vocabulary import load_vocabulary
-from weft.gateway.text.model_card import load_model
+from weft.gateway.text.model_card import load_model_card
 from weft.gateway.text.vocabulary import Vocabulary
 from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
 
@@ -47,5 +47,5 @@ def test_a_token_that_another_file_makes_special_spells_nothing(tmp_path: Path) 
     assert spelled(folder, size)[token_id] == b"<sep>"
     config = {"eos_token": "<|im_end|>", "sep_token": "<sep>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert token_id in load_model(folder).vocabulary.special_ids
+    assert token_id in load_model_card(folder).vocabulary.special_ids
     assert spelled(folder, size)[token_id] == b""

@@ -17,7 +17,7 @@ from weft.gateway.admission.admission import Admission
 from weft.gateway.api.openai.bodies import ChatBody
 from weft.gateway.api.openai.parse import parse_body
 from weft.gateway.telemetry.metrics import LoopHistogram
-from weft.gateway.text.model_card import least_tokens, load_model
+from weft.gateway.text.model_card import least_tokens, load_model_card
 from weft.gateway.text.template import ChatTemplate
 from weft.testing.models.tiny_tokenizers import (
     CHATML,
@@ -254,14 +254,14 @@ def test_template_that_does_not_compile() -> None:
 
 def test_model_directory_variants(tmp_path: Path) -> None:
     folder = write_model_dir(tmp_path / "m")
-    model = load_model(folder)
+    model = load_model_card(folder)
     assert model.name == "m"
     assert model.template is not None
     assert model.max_context_tokens == 512
     assert model.eos_ids == {model.tokenizer.token_to_id("<|im_end|>")}
     (folder / "chat_template.jinja").write_text("from file")
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.1}')
-    model = load_model(folder, "name", 100)
+    model = load_model_card(folder, "name", 100)
     assert (model.name, model.max_context_tokens) == ("name", 100)
     assert model.template is not None
     assert model.template.render([]) == "from file"
@@ -287,15 +287,15 @@ def test_bad_model_directories(tmp_path: Path, file: str, content: str | None) -
     else:
         (folder / file).write_text(content)
     with pytest.raises(ModelError) as caught:
-        load_model(folder)
+        load_model_card(folder)
     assert file in caught.value.message or "eos_token_id" in caught.value.message
 
 
 def test_least_tokens_is_a_lower_bound(tmp_path: Path) -> None:
     rng = random.Random(9)
     models = [
-        load_model(write_model_dir(tmp_path / "level", byte_level_bpe())),
-        load_model(write_model_dir(tmp_path / "fallback", byte_fallback_bpe())),
+        load_model_card(write_model_dir(tmp_path / "level", byte_level_bpe())),
+        load_model_card(write_model_dir(tmp_path / "fallback", byte_fallback_bpe())),
     ]
     assert models[0].max_token_bytes > 0
     for model in models:

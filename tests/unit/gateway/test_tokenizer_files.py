@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from transformers import AutoTokenizer
 from weft.engine.errors import ModelError
 from weft.gateway.text.detokenize import make_detokenizer
-from weft.gateway.text.model_card import load_model
+from weft.gateway.text.model_card import load_model_card
 from weft.gateway.text.tokens import encode
 from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
 
@@ -61,7 +61,7 @@ def test_all_files_count_as_in_transformers(
     folder = model_dir(tmp_path / "m", tokenizer, config)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    theirs, model = AutoTokenizer.from_pretrained(folder), load_model(folder)
+    theirs, model = AutoTokenizer.from_pretrained(folder), load_model_card(folder)
     for text in ("the [X] fox", "a[X]b", "<|im_end|>[X]"):
         ids = theirs(text)["input_ids"]
         assert encode(model.tokenizer, text, add_special_tokens=True) == ids
@@ -108,7 +108,7 @@ def test_random_files_count_as_in_transformers(tmp_path: Path) -> None:
         else:
             (folder / "special_tokens_map.json").write_text(json.dumps(place))
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        theirs, model = AutoTokenizer.from_pretrained(folder), load_model(folder)
+        theirs, model = AutoTokenizer.from_pretrained(folder), load_model_card(folder)
         for text in ("the [X] fox", "a[X]b", " [X]  [X]"):
             ids = theirs(text)["input_ids"]
             assert encode(model.tokenizer, text, add_special_tokens=True) == ids, (config, written)
@@ -125,7 +125,7 @@ def test_a_template_may_name_a_special_token(tmp_path: Path) -> None:
     }
     folder = model_dir(tmp_path / "m", byte_level_bpe(), {**END, **more})
     messages = [{"role": "user", "content": "hi"}]
-    template = load_model(folder).template
+    template = load_model_card(folder).template
     assert template is not None
     shown = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
     assert template.render(messages) == shown == "<|im_start|>hi<|im_end|>"
@@ -135,7 +135,7 @@ def test_a_decoder_in_a_sequence_of_one_is_byte_level(tmp_path: Path) -> None:
     tokenizer = byte_level_bpe()
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
     ids = tokenizer.encode("日本").ids
-    vocabulary = load_model(model_dir(tmp_path / "m", tokenizer, END)).vocabulary
+    vocabulary = load_model_card(model_dir(tmp_path / "m", tokenizer, END)).vocabulary
     assert b"".join(map(vocabulary.token_bytes, ids)).decode() == "日本"
 
 
@@ -153,24 +153,24 @@ def test_a_token_that_cannot_have_its_id_is_refused(
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     with pytest.raises(ModelError, match=rf"'\[X\]' is token {NEXT + 2}, which tokenizer"):
-        load_model(folder)
+        load_model_card(folder)
 
 
 def test_a_chat_template_that_is_none_is_refused(tmp_path: Path) -> None:
     for content in (["x"], {"default": "y"}, 3):
         folder = model_dir(tmp_path / "m", byte_level_bpe(), {**END, "chat_template": content})
         with pytest.raises(ModelError, match="chat_template"):
-            load_model(folder)
+            load_model_card(folder)
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ModelError, match=r"chat_template\.jinja: cannot be read"):
-        load_model(folder)
+        load_model_card(folder)
 
 
 def test_of_several_chat_templates_the_default_is_taken(tmp_path: Path) -> None:
     several = [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]
     config = {**END, "chat_template": several}
-    template = load_model(model_dir(tmp_path / "m", byte_level_bpe(), config)).template
+    template = load_model_card(model_dir(tmp_path / "m", byte_level_bpe(), config)).template
     assert template is not None
     assert template.render([]) == "b"
     config["chat_template"] = several[:1]
-    assert load_model(model_dir(tmp_path / "m", byte_level_bpe(), config)).template is None
+    assert load_model_card(model_dir(tmp_path / "m", byte_level_bpe(), config)).template is None

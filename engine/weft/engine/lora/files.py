@@ -122,7 +122,7 @@ class AdapterFiles:
         return hashlib.blake2b(data, digest_size=32).digest()
 
     @property
-    def has_texts(self) -> bool:
+    def has_tokenizer(self) -> bool:
         """Whether there is a tokenizer of its own."""
         return os.path.lexists(self.directory / TOKENIZER_FILE)
 
@@ -132,7 +132,7 @@ class AdapterFiles:
         Raises:
             AdapterError: One is too large, or no regular file of the directory.
         """
-        if not self.has_texts:
+        if not self.has_tokenizer:
             return {}
         there = {n: size for n, size in TEXT_FILES.items() if os.path.lexists(self.directory / n)}
         return {name: bytes(_read_file(self.directory, name, size)) for name, size in there.items()}

@@ -14,7 +14,7 @@ from weft.common.rpc.tls import load_identity
 from weft.common.tasks import start_logged
 from weft.common.telemetry.tracing import make_tracer
 from weft.engine.errors import ConfigError
-from weft.gateway.adapters.cards import AdapterTexts
+from weft.gateway.adapters.cards import AdapterCards
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager
 from weft.gateway.admin import GatewayAdmin, add_operators_calls
@@ -25,9 +25,9 @@ from weft.gateway.admission.slo import LatencyGate
 from weft.gateway.admission.slo.admission import LatencyAdmission
 from weft.gateway.admission.tenants import Tenants
 from weft.gateway.api.adapter_calls import AdapterCalls
-from weft.gateway.api.grpc.service import TypedFace
+from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.service import OpenAIFace
-from weft.gateway.catalogue import Catalogue, Served
+from weft.gateway.catalogue import Catalogue, ServedModel
 from weft.gateway.fleet.discovery import Discovery, Endpoint, Role, make_discovery
 from weft.gateway.fleet.fleet import Fleet, FleetWorker
 from weft.gateway.fleet.kv_follow import KvFollower
@@ -40,7 +40,7 @@ from weft.gateway.telemetry.fleet_metrics import FleetCollector
 from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.trace_fan_out import TraceFanOut
-from weft.gateway.text.model_card import ServedModel, load_model
+from weft.gateway.text.model_card import ModelCard, load_model_card
 from weft.gateway.text.prepare import Preparer
 from weft.v1 import gateway_pb2_grpc, openai_pb2_grpc, worker_pb2_grpc
 
@@ -82,10 +82,10 @@ class GatewayApp:
     def __init__(
         self,
         settings: GatewaySettings,
-        models: Sequence[ServedModel] = (),
+        models: Sequence[ModelCard] = (),
         discovery: Discovery | None = None,
     ) -> None:
-        """Loads the model's texts and wires everything; nothing listens yet.
+        """Loads the model's cards and wires everything; nothing listens yet.
 
         Args:
             settings: Checked settings.
@@ -100,7 +100,7 @@ class GatewayApp:
         self._settings = settings
         self._identity = load_identity(settings)
         loaded = models or [
-            load_model(
+            load_model_card(
                 folder,
                 name,
                 settings.max_context_tokens,
@@ -129,16 +129,16 @@ class GatewayApp:
             if settings.routing_record_dir is not None
             else None
         )
-        texts = AdapterTexts(self.adapters)
+        cards = AdapterCards(self.adapters)
         served = [self._serve(model) for model in loaded]
-        self.catalogue = Catalogue(served, self.adapters, texts)
+        self.catalogue = Catalogue(served, self.adapters, cards)
         """The models that requests can name."""
         self._adapter_manager = FleetAdapterManager(
             self.adapters,
             self.fleet,
             self.metrics,
             self._models,
-            texts,
+            cards,
             load_timeout_s=settings.adapter_load_timeout_s,
             linger_s=settings.adapter_linger_s,
             max_bytes=settings.max_adapter_bytes,
@@ -174,11 +174,11 @@ class GatewayApp:
         self._adapter_task: asyncio.Task[None] | None = None
 
     @property
-    def model(self) -> ServedModel:
+    def model(self) -> ModelCard:
         """The model named first."""
         return self.catalogue.first.model
 
-    def _serve(self, model: ServedModel) -> Served:
+    def _serve(self, model: ModelCard) -> ServedModel:
         """Builds the parts that belong to one model."""
         settings, tenants = self._settings, self._tenants
         fleet = self.fleet.of(model.name)
@@ -190,7 +190,7 @@ class GatewayApp:
             settings.replicas,
         )
         gate = LatencyGate(router.forecaster, settings.ahead_s, lambda: tenants.has_targets)
-        return Served(
+        return ServedModel(
             model=model,
             fleet=fleet,
             preparer=Preparer(settings, lambda: fleet.max_context_tokens(model.max_context_tokens)),
@@ -227,7 +227,7 @@ class GatewayApp:
     def _add_faces(self) -> None:
         limit = self._settings.max_body_bytes
         adapters = AdapterCalls(self._adapter_manager, self.catalogue, self._settings.has_api_keys)
-        typed = TypedFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
+        typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(typed, self.server.grpc)
         if (operators := self.server.admin_grpc) is not None:
             add_operators_calls(typed, adapters, operators)

@@ -10,13 +10,13 @@ from typing import NamedTuple, NoReturn
 
 from weft.common.adapters.manifest import Entry
 from weft.engine.errors import DeadlineExceeded, ModelNotFound
-from weft.gateway.adapters.cards import AdapterTexts
+from weft.gateway.adapters.cards import AdapterCards
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.admission.slo.admission import LatencyAdmission
 from weft.gateway.fleet.fleet import ModelFleet
 from weft.gateway.request import ResolvedAdapter
 from weft.gateway.routing.router import Router
-from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.prepare import Preparer
 from weft.gateway.validate import invalid
 
@@ -24,15 +24,15 @@ _SHOWN_CHARS = 100
 _SHOWN_NAMES = 50
 _REFRESH_S = 2.0
 """Seconds to wait for the registry's disk; then the last known state counts."""
-_TEXTS_S = 30.0
+_CARD_S = 30.0
 """Seconds to wait for an adapter's tokenizer, which its first request reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """One served model: its texts, its workers, its policies and its gate."""
+class ServedModel:
+    """One served model: its card, its workers, its policies and its gate."""
 
-    model: ServedModel
+    model: ModelCard
     fleet: ModelFleet
     preparer: Preparer
     router: Router
@@ -59,7 +59,7 @@ class Served:
 class ResolvedModel(NamedTuple):
     """What a client's model name refers to."""
 
-    served: Served
+    served: ServedModel
     entry: Entry | None = None
     """Entry of the registry; None: the base model itself."""
 
@@ -84,25 +84,25 @@ class Catalogue:
     Args:
         served: At least one; the first is that of `weft chat` and of dumps' first lines.
         adapters: What the registry says.
-        texts: Of adapters.
+        cards: Those of adapters.
     """
 
     def __init__(
-        self, served: Sequence[Served], adapters: AdapterDirectory, texts: AdapterTexts
+        self, served: Sequence[ServedModel], adapters: AdapterDirectory, cards: AdapterCards
     ) -> None:
         self._served = {one.model.name: one for one in served}
         self.adapters = adapters
         """Directory of the adapters' names."""
-        self._texts = texts
+        self._cards = cards
 
-    def __iter__(self) -> Iterator[Served]:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._served.values())
 
     def __len__(self) -> int:
         return len(self._served)
 
     @property
-    def first(self) -> Served:
+    def first(self) -> ServedModel:
         """The model named first."""
         return next(iter(self._served.values()))
 
@@ -129,20 +129,20 @@ class Catalogue:
         Raises:
             ModelNotFound: There is no such model or adapter.
         """
-        meant = self._known(name)
-        if meant is None:
+        resolved = self._known(name)
+        if resolved is None:
             # Another gateway may have loaded it a moment ago.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REFRESH_S):
                     await self.adapters.refresh()
-            meant = self._known(name)
-        return meant if meant is not None else self._refuse(name or "(none)")
+            resolved = self._known(name)
+        return resolved if resolved is not None else self._refuse(name or "(none)")
 
-    async def texts(self, meant: ResolvedModel, timeout_s: float = _TEXTS_S) -> ServedModel:
+    async def card(self, resolved: ResolvedModel, timeout_s: float = _CARD_S) -> ModelCard:
         """The tokenizer and chat template of a model, or of an adapter that brings its own.
 
         Args:
-            meant: The model or the adapter.
+            resolved: The model or the adapter.
             timeout_s: Longest wait for a disk.
 
         Raises:
@@ -150,17 +150,18 @@ class Catalogue:
             AdapterError: They have become unreadable.
             DeadlineExceeded: The registry's disk does not answer.
         """
-        if meant.entry is None:
-            return meant.served.model
+        if resolved.entry is None:
+            return resolved.served.model
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._texts.of(meant.entry, meant.served.model)
+                return await self._cards.of(resolved.entry, resolved.served.model)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the tokenizer of the adapter `{meant.name}` was not read in time", stage="prepare"
+                f"the tokenizer of the adapter `{resolved.name}` was not read in time",
+                stage="prepare",
             ) from None
 
-    def base(self, name: str) -> Served:
+    def base(self, name: str) -> ServedModel:
         """Finds a base model by its name.
 
         Args:
@@ -179,7 +180,7 @@ class Catalogue:
             raise invalid("model", f"is missing; this server has {self._names()}")
         return self.first
 
-    def adapters_of(self, served: Served) -> list[ResolvedModel]:
+    def adapters_of(self, served: ServedModel) -> list[ResolvedModel]:
         """The adapters of a model that names refer to now, by name."""
         entries = self.adapters.serving()
         return [

@@ -23,7 +23,7 @@ from weft.gateway.request import (
     Stopping,
     TokenPrompt,
 )
-from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.model_card import ModelCard
 
 MAX_SAMPLES = 128
 MAX_REQUEST_SAMPLES = 1024
@@ -44,7 +44,7 @@ _MAX_DIGITS = 40
 """Most digits shown of a number."""
 
 
-def check_request(request: GenerateRequest, model: ServedModel, max_prompts: int) -> None:
+def check_request(request: GenerateRequest, model: ModelCard, max_prompts: int) -> None:
     """Checks everything that does not depend on tokens.
 
     Args:
@@ -130,7 +130,7 @@ def _check_targets(targets: Targets) -> None:
             check_range(name, target_s * 1e3, MIN_TARGET_S * 1e3, MAX_TARGET_S * 1e3, "ms")
 
 
-def _check_prompts(request: GenerateRequest, model: ServedModel, max_prompts: int) -> None:
+def _check_prompts(request: GenerateRequest, model: ModelCard, max_prompts: int) -> None:
     if not request.prompts:
         raise invalid("prompt", "at least one prompt is needed")
     if len(request.prompts) > max_prompts:

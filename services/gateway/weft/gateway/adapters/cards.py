@@ -14,7 +14,7 @@ from weft.engine.errors import AdapterError, PeerUnavailable, WeftError
 from weft.engine.lora.files import AdapterFiles, open_adapter
 from weft.engine.lora.names import parse_name
 from weft.gateway.adapters.directory import AdapterDirectory
-from weft.gateway.text.model_card import ServedModel, with_own_texts
+from weft.gateway.text.model_card import ModelCard, with_own_tokenizer
 
 _WHOLE = ("weight", "copy", "frozen")
 """Parts of an embedding that have a row for each token."""
@@ -26,12 +26,12 @@ class CopyGone(PeerUnavailable):
 
 
 class _Known(NamedTuple):
-    model: ServedModel
+    model: ModelCard
     tokenizer: bytes
     """Digest of the tokenizer; empty: it is the model's own."""
 
 
-class AdapterTexts:
+class AdapterCards:
     """Reads them once for each content.
 
     One content at a time, in a thread: a disk that never answers keeps one thread and this lock,
@@ -45,10 +45,10 @@ class AdapterTexts:
         self._directory = directory
         self._known: dict[tuple[str, str], _Known] = {}
         """By name of the base model and content digest."""
-        self._reading: dict[tuple[str, str], asyncio.Task[ServedModel]] = {}
+        self._reading: dict[tuple[str, str], asyncio.Task[ModelCard]] = {}
         self._place = asyncio.Lock()
 
-    async def of(self, entry: Entry, model: ServedModel) -> ServedModel:
+    async def of(self, entry: Entry, model: ModelCard) -> ModelCard:
         """The model as an adapter has it: with its tokenizer and chat template, if it brings them.
 
         Args:
@@ -68,12 +68,12 @@ class AdapterTexts:
             reading.add_done_callback(partial(self._was_read, key))
         return await asyncio.shield(reading)
 
-    def _was_read(self, key: tuple[str, str], reading: asyncio.Task[ServedModel]) -> None:
+    def _was_read(self, key: tuple[str, str], reading: asyncio.Task[ModelCard]) -> None:
         del self._reading[key]
         if not reading.cancelled():
             reading.exception()  # Whoever waited has got it; all may have left.
 
-    async def _read(self, entry: Entry, model: ServedModel) -> ServedModel:
+    async def _read(self, entry: Entry, model: ModelCard) -> ModelCard:
         folder = self._directory.registry.directory(entry.digest_bytes)
         async with self._place:
             found = await asyncio.to_thread(self._load, folder, model, entry)
@@ -82,7 +82,7 @@ class AdapterTexts:
         self._known[model.name, entry.digest] = found
         return found.model
 
-    def _load(self, folder: Path, model: ServedModel, entry: Entry) -> _Known:
+    def _load(self, folder: Path, model: ModelCard, entry: Entry) -> _Known:
         """Reads a copy, which is renamed as a whole before it is removed."""
         problem: Exception | None = None
         found = _Known(model, b"")
@@ -104,12 +104,12 @@ class AdapterTexts:
             ) from problem
         return found
 
-    def _load_there(self, folder: Path, model: ServedModel, entry: Entry) -> _Known:
+    def _load_there(self, folder: Path, model: ModelCard, entry: Entry) -> _Known:
         with open_adapter(folder) as files:
-            if not files.has_texts:
+            if not files.has_tokenizer:
                 return _Known(model, b"")
             num_rows = _num_rows(files, model)
-        own = with_own_texts(model, folder)
+        own = with_own_tokenizer(model, folder)
         num_tokens = own.tokenizer.get_vocab_size()
         if entry.is_lenient and num_tokens > model.vocabulary_size:
             return _Known(model, b"")  # Workers have left its tokens out.
@@ -121,7 +121,7 @@ class AdapterTexts:
             )
         return self._shared(own, model)
 
-    def _shared(self, own: ServedModel, model: ServedModel) -> _Known:
+    def _shared(self, own: ModelCard, model: ModelCard) -> _Known:
         """With the tokenizer of the model or of another adapter, if it is the same: large ones take
         much memory.
         """
@@ -136,7 +136,7 @@ class AdapterTexts:
         return _Known(own, digest)
 
 
-def _num_rows(files: AdapterFiles, model: ServedModel) -> int:
+def _num_rows(files: AdapterFiles, model: ModelCard) -> int:
     """Tokens that the adapter's embedding has rows for."""
     named = ((parse_name(name), entry.shape) for name, entry in files.tensors.items())
     rows = [

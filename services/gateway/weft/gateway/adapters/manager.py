@@ -21,12 +21,12 @@ from weft.engine.errors import (
     WeftError,
 )
 from weft.engine.lora.digest import adapter_digest
-from weft.gateway.adapters.cards import AdapterTexts, CopyGone
+from weft.gateway.adapters.cards import AdapterCards, CopyGone
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.holders import HELD, Holder, holders, serving_holders
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.telemetry.metrics import GatewayMetrics
-from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.model_card import ModelCard
 from weft.gateway.validate import invalid
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class FleetAdapterManager:
         fleet: Who must hold what.
         metrics: Where loads are counted.
         models: The base models by name.
-        texts: What adapters bring must fit them.
+        cards: What adapters bring must fit them.
         load_timeout_s: Longest load, and longest wait for an unloaded one's requests.
         linger_s: A retired content stays for so long after its last request.
         max_bytes: A larger adapter is refused.
@@ -82,8 +82,8 @@ class FleetAdapterManager:
         directory: AdapterDirectory,
         fleet: Fleet,
         metrics: GatewayMetrics,
-        models: Mapping[str, ServedModel],
-        texts: AdapterTexts,
+        models: Mapping[str, ModelCard],
+        cards: AdapterCards,
         *,
         load_timeout_s: float,
         linger_s: float,
@@ -93,7 +93,7 @@ class FleetAdapterManager:
         self._fleet = fleet
         self._metrics = metrics
         self._models = models
-        self._texts = texts
+        self._cards = cards
         self._load_timeout_s = load_timeout_s
         self._linger_s = linger_s
         self._max_bytes = max_bytes
@@ -264,7 +264,7 @@ class FleetAdapterManager:
         """Checks the tokenizer that an adapter brings; False: its copy was tidied away."""
         try:
             async with asyncio.timeout_at(deadline):
-                await self._texts.of(wanted, self._models[wanted.model])
+                await self._cards.of(wanted, self._models[wanted.model])
         except CopyGone:
             return False
         except TimeoutError:

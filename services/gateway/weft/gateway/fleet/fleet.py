@@ -25,7 +25,7 @@ from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
 from weft.gateway.fleet.worker_ids import WorkerIds
 from weft.gateway.routing import LoadEstimate, Speed, WorkerView
 from weft.gateway.settings import GatewaySettings
-from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.model_card import ModelCard
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class FleetWorker:
     def __init__(
         self,
         endpoint: Endpoint,
-        models: Mapping[str, ServedModel],
+        models: Mapping[str, ModelCard],
         settings: GatewaySettings,
         gateway_id: str,
         gateway_epoch: int,

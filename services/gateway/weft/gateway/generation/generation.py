@@ -12,7 +12,7 @@ from weft.engine.errors import Internal, Overloaded, PeerUnavailable, WeftError
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_scores import PromptScores
 from weft.gateway.generation.resume import Losses, ResumeLimits
-from weft.gateway.generation.sample_output import Sample
+from weft.gateway.generation.sample_output import SampleOutput
 from weft.gateway.generation.submit import submit_messages
 from weft.gateway.request import GenerateRequest, PreparedPrompt
 from weft.gateway.routing import RoutingRequest
@@ -31,7 +31,7 @@ _LOGPROB_BYTES = 32
 class Listener:
     """Informed by generations when there is something for the client; see `TokenStream`."""
 
-    def on_sample(self, sample: Sample, num_bytes: int) -> None:
+    def on_sample(self, sample: SampleOutput, num_bytes: int) -> None:
         """Called when a sample has text, log-probabilities or its end to take: about `num_bytes`
         more.
         """
@@ -113,7 +113,7 @@ class Generation:
         self._recovery: asyncio.Task[None] | None = None
         self._unsettled: set[int] = set()
         self.samples = [
-            Sample(first_index + i, SampleRenderer(plan)) for i in range(request.sampling.n)
+            SampleOutput(first_index + i, SampleRenderer(plan)) for i in range(request.sampling.n)
         ]
         self.prompt_scores = PromptScores(prompt.ids, is_wanted=request.prompt_logprobs is not None)
         """Log-probabilities of the prompt's tokens."""
@@ -262,7 +262,7 @@ class Generation:
             sample.text += text
             self._listener.on_sample(sample, num_bytes)
 
-    def _observe(self, sample: Sample, count: int, now: float) -> None:
+    def _observe(self, sample: SampleOutput, count: int, now: float) -> None:
         metrics = self._metrics
         if not self._has_proven:
             self._prove(now)

@@ -27,7 +27,7 @@ from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, Charge, RateLim
 from weft.gateway.admission.slo import NO_TARGETS
 from weft.gateway.admission.slo.gated_request import GatedRequest
 from weft.gateway.admission.tenants import Rates, Tenants
-from weft.gateway.catalogue import Catalogue, ResolvedModel, Served
+from weft.gateway.catalogue import Catalogue, ResolvedModel, ServedModel
 from weft.gateway.generation.generation import Generation
 from weft.gateway.generation.resume import ResumeLimits
 from weft.gateway.generation.stream import TokenStream
@@ -45,7 +45,7 @@ from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.request_trace import RequestTrace
 from weft.gateway.text.answer.demand import blame_constraint
 from weft.gateway.text.answer.formats import END_THINK, THINK
-from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.render import RenderPlan
 from weft.gateway.text.stops import StopAutomaton
 from weft.gateway.validate import check_request, num_prompt_logprobs
@@ -208,24 +208,24 @@ class RequestPipeline:
     async def _run(self, account: _Account) -> AsyncIterator[TokenStream]:
         """Runs the stages of a request; `account` records its progress."""
         request = account.request
-        meant = await self._models.find(request.model)
-        account.model = meant.served.model.name
-        request = replace(request, adapter=meant.adapter)
-        with self._models.adapters.using(meant.adapter):
-            async with self._run_meant(account, meant, request) as stream:
+        resolved = await self._models.find(request.model)
+        account.model = resolved.served.model.name
+        request = replace(request, adapter=resolved.adapter)
+        with self._models.adapters.using(resolved.adapter):
+            async with self._run_resolved(account, resolved, request) as stream:
                 yield stream
 
     @asynccontextmanager
-    async def _run_meant(
-        self, account: _Account, meant: ResolvedModel, request: GenerateRequest
+    async def _run_resolved(
+        self, account: _Account, resolved: ResolvedModel, request: GenerateRequest
     ) -> AsyncIterator[TokenStream]:
         """Runs a request whose `model` is resolved."""
-        loop, trace, served = asyncio.get_running_loop(), account.trace, meant.served
+        loop, trace, served = asyncio.get_running_loop(), account.trace, resolved.served
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
         deadline = account.arrival + timeout_s
-        texts = await self._models.texts(meant, deadline - loop.time())
-        check_request(request, texts, self._settings.max_prompts)
+        card = await self._models.card(resolved, deadline - loop.time())
+        check_request(request, card, self._settings.max_prompts)
         terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
         request = in_tenant_cache(request)
         request = replace(request, targets=request.targets.over(terms.targets))
@@ -238,7 +238,7 @@ class RequestPipeline:
             )
         with place:
             with trace.stage("prepare"):
-                prompts = await self._prepare(served, texts, request, deadline)
+                prompts = await self._prepare(served, card, request, deadline)
             account.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
             await self._find_worker(served, request.adapter, deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
@@ -247,10 +247,10 @@ class RequestPipeline:
             if self._has_ended:
                 raise shutting_down("admit")
             stream = account.stream = TokenStream(
-                request.request_id, texts, self._settings.max_unsent_bytes, place.release
+                request.request_id, card, self._settings.max_unsent_bytes, place.release
             )
             stream.trace_id = trace.trace_id
-            stream.model = meant.name
+            stream.model = resolved.name
             stream.headers = self.limits.headers(tenant, loop.time())
             timer = loop.call_at(deadline, self._expire, stream, timeout_s)
             try:
@@ -264,7 +264,7 @@ class RequestPipeline:
                 stream.close()
 
     async def _find_worker(
-        self, served: Served, adapter: ResolvedAdapter | None, deadline: float
+        self, served: ServedModel, adapter: ResolvedAdapter | None, deadline: float
     ) -> None:
         """Waits briefly for a decode worker, whose Session may be about to open again, and longer
         for one that holds an adapter, since workers load them when they start.
@@ -299,7 +299,7 @@ class RequestPipeline:
             self._log.write(
                 account.request,
                 stream.generations,
-                model=stream.texts,
+                model=stream.card,
                 trace_id=account.trace.trace_id,
                 outcome=account.outcome,
                 duration_s=duration_s,
@@ -307,11 +307,11 @@ class RequestPipeline:
         account.trace.end(account.outcome, account.model, account.request, stream)
 
     async def _prepare(
-        self, served: Served, texts: ServedModel, request: GenerateRequest, deadline: float
+        self, served: ServedModel, card: ModelCard, request: GenerateRequest, deadline: float
     ) -> list[PreparedPrompt]:
         try:
             async with asyncio.timeout_at(deadline):
-                return await served.preparer.prepare(texts, request.prompts, request.stopping)
+                return await served.preparer.prepare(card, request.prompts, request.stopping)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the deadline passed while the request was tokenised", stage="prepare"
@@ -331,7 +331,7 @@ class RequestPipeline:
 
     def _generations(
         self,
-        served: Served,
+        served: ServedModel,
         account: _Account,
         prompts: list[PreparedPrompt],
         routing: list[RoutingRequest],
@@ -342,7 +342,7 @@ class RequestPipeline:
         limits = ResumeLimits(
             max_attempts=self._settings.max_attempts, timeout_s=self._settings.resume_timeout_s
         )
-        plan = _plan_maker(stream.texts, request)
+        plan = _plan_maker(stream.card, request)
         return [
             Generation(
                 request,
@@ -364,7 +364,7 @@ class RequestPipeline:
         ]
 
     def _gated_request(
-        self, served: Served, request: GenerateRequest, arrival: float
+        self, served: ServedModel, request: GenerateRequest, arrival: float
     ) -> GatedRequest:
         is_needed = bool(request.targets) or self._tenants.has_targets
         return GatedRequest(
@@ -450,7 +450,7 @@ def _seed(sampling: Sampling) -> int:
     return secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
 
 
-def _plan_maker(model: ServedModel, request: GenerateRequest) -> Callable[..., RenderPlan]:
+def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., RenderPlan]:
     """Makes the plans of a request's prompts, which share what does not depend on them."""
     stopping = request.stopping
     eos_ids = () if stopping.ignore_eos else model.eos_ids
@@ -466,7 +466,7 @@ def _plan_maker(model: ServedModel, request: GenerateRequest) -> Callable[..., R
     )
 
 
-def _shows_special(model: ServedModel, request: GenerateRequest) -> bool:
+def _shows_special(model: ModelCard, request: GenerateRequest) -> bool:
     """Whether calls of tools or reasoning are told by special tokens."""
     calls, tools = request.calls, model.tool_format
     tags = [THINK, END_THINK] if model.has_reasoning else []

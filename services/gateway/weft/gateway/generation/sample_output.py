@@ -8,7 +8,7 @@ from weft.gateway.text.render import SampleRenderer
 from weft.v1 import common_pb2
 
 
-class Sample:
+class SampleOutput:
     """One sample of one prompt. It outlives the attempts: text goes on where it was."""
 
     __slots__ = (

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from weft.engine import faults
 from weft.engine.errors import SlowClient, WeftError
 from weft.gateway.generation.generation import CANCELLED, Generation, Listener
-from weft.gateway.generation.sample_output import Sample
-from weft.gateway.text.model_card import ServedModel
+from weft.gateway.generation.sample_output import SampleOutput
+from weft.gateway.text.model_card import ModelCard
 from weft.v1 import common_pb2
 
 _SETTLE_TIMEOUT_S = 1.0
@@ -41,7 +41,7 @@ class TokenStream(Listener):
     def __init__(
         self,
         request_id: str,
-        texts: ServedModel,
+        card: ModelCard,
         max_unsent_bytes: int,
         on_done: Callable[[], None],
     ) -> None:
@@ -49,14 +49,14 @@ class TokenStream(Listener):
 
         Args:
             request_id: Id of the client's request.
-            texts: The base model, with the tokenizer and the chat template of its adapter.
+            card: The base model, with the tokenizer and the chat template of its adapter.
             max_unsent_bytes: Text that may wait for the client.
             on_done: Called when nobody computes anything for it any more; may be called again.
         """
         self.request_id = request_id
         self.trace_id = ""
         """Trace id, 32 hex digits; empty if nothing is traced."""
-        self.texts = texts
+        self.card = card
         """The base model, with the tokenizer and the chat template of its adapter."""
         self.model = ""
         """Name of the requested model: the base model's, or that of one of its adapters."""
@@ -65,7 +65,7 @@ class TokenStream(Listener):
         self._on_done = on_done
         self._max_unsent_bytes = max_unsent_bytes
         self._unsent_bytes = 0
-        self._dirty: list[Sample] = []
+        self._dirty: list[SampleOutput] = []
         self._failed: Generation | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_open = 0
@@ -142,7 +142,7 @@ class TokenStream(Listener):
                 self._num_open -= 1
         return deltas
 
-    def on_sample(self, sample: Sample, num_bytes: int) -> None:
+    def on_sample(self, sample: SampleOutput, num_bytes: int) -> None:
         """See `Listener`."""
         if not sample.is_dirty:
             sample.is_dirty = True

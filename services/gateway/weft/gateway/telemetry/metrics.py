@@ -9,7 +9,7 @@ from itertools import product
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from weft.gateway.generation.sample_output import Sample
+from weft.gateway.generation.sample_output import SampleOutput
 from weft.v1 import common_pb2
 
 _TTFT_BUCKETS_S = (
@@ -272,7 +272,7 @@ class GatewayMetrics:
         self.prefill_time.observe(max(0.0, first_s - queued_s))
         self.decode_time.observe(max(0.0, finish_s - first_s))
 
-    def observe_sample(self, sample: Sample) -> None:
+    def observe_sample(self, sample: SampleOutput) -> None:
         """Counts a sample that has ended."""
         pace_s = sample.pace_s
         if pace_s is not None:

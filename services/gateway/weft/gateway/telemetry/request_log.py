@@ -12,7 +12,7 @@ from weft.gateway.generation.generation import Generation
 from weft.gateway.generation.submit import sampling_to_proto
 from weft.gateway.request import GenerateRequest, Stopping
 from weft.gateway.settings import GatewaySettings
-from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.tokens import decode
 from weft.v1 import common_pb2
 
@@ -48,7 +48,7 @@ class GatewayRequestLog:
         request: GenerateRequest,
         generations: Sequence[Generation],
         *,
-        model: ServedModel,
+        model: ModelCard,
         trace_id: str,
         outcome: str,
         duration_s: float,

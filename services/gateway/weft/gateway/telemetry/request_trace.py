@@ -135,7 +135,7 @@ class RequestTrace:
 
         Args:
             outcome: ok, or the failure's reason in lower case.
-            model: Served name.
+            model: ServedModel name.
             request: The client's.
             stream: What it got; absent = it was refused before.
         """

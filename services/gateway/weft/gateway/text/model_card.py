@@ -28,7 +28,7 @@ AUTO, THINK_TAGS = "auto", "think"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class ModelCard:
     """The facts about a model that do not change while the gateway runs."""
 
     name: str
@@ -57,20 +57,20 @@ class ServedModel:
     """Unix time of the load, in seconds."""
 
 
-def load_model(
+def load_model_card(
     folder: Path,
     name: str = "",
     max_context_tokens: int | None = None,
     *,
     tool_parser: str = AUTO,
     reasoning_parser: str = AUTO,
-) -> ServedModel:
+) -> ModelCard:
     """Reads a Hugging Face model directory.
 
     Args:
         folder: With tokenizer.json and config.json; tokenizer_config.json, chat_template.jinja and
             generation_config.json are used when there.
-        name: Served name; empty = the folder's.
+        name: ServedModel name; empty = the folder's.
         max_context_tokens: Bound below the model's own.
         tool_parser: Name of a `ToolFormat`; "auto" = what the chat template teaches.
         reasoning_parser: "think", "none" or "auto" = what the chat template says.
@@ -83,11 +83,11 @@ def load_model(
     config = _text_config(read_json(folder / "config.json", required=True))
     generation_config = read_json(folder / "generation_config.json")
     context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
-    texts, specials = _read_texts(folder, tool_parser, reasoning_parser)
-    tokenizer: Tokenizer = texts["tokenizer"]
-    return ServedModel(
+    parts, specials = _read_tokenizer(folder, tool_parser, reasoning_parser)
+    tokenizer: Tokenizer = parts["tokenizer"]
+    return ModelCard(
         name=name or folder.resolve().name,
-        **texts,
+        **parts,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
@@ -97,7 +97,7 @@ def load_model(
     )
 
 
-def with_own_texts(model: ServedModel, folder: Path) -> ServedModel:
+def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
     """The model as one of its adapters has it that brings a tokenizer of its own.
 
     The chat template is the adapter's if it brings one. Its end-of-text token is one more.
@@ -109,29 +109,29 @@ def with_own_texts(model: ServedModel, folder: Path) -> ServedModel:
     Raises:
         ModelError: A file cannot be understood, or tokens of the model have other ids.
     """
-    texts, specials = _read_texts(folder, model.tool_parser, model.reasoning_parser)
-    own = texts["tokenizer"].get_vocab()
+    parts, specials = _read_tokenizer(folder, model.tool_parser, model.reasoning_parser)
+    own = parts["tokenizer"].get_vocab()
     for token, id_ in model.tokenizer.get_vocab().items():
         if own.get(token) != id_:
             raise ModelError(
                 f"{folder / TOKENIZER_FILE}: {token[:_SHOWN_CHARS]!r} is token {own.get(token)}, "
                 f"of the model {id_}; an adapter's tokenizer may only add tokens"
             )
-    if texts["template"] is None:
+    if parts["template"] is None:
         kept = ("template", "tool_template", "tool_format", "has_reasoning")
-        texts |= {name: getattr(model, name) for name in kept}
+        parts |= {name: getattr(model, name) for name in kept}
     return replace(
         model,
-        **texts,
-        eos_ids=model.eos_ids | _eos_ids({}, {}, texts["tokenizer"], specials),
+        **parts,
+        eos_ids=model.eos_ids | _eos_ids({}, {}, parts["tokenizer"], specials),
         vocabulary_size=max(model.vocabulary_size, 1 + max(own.values())),
     )
 
 
-def _read_texts(
+def _read_tokenizer(
     folder: Path, tool_parser: str, reasoning_parser: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Fields of `ServedModel` that the files of a tokenizer decide, and its special tokens."""
+    """Fields of `ModelCard` that the files of a tokenizer decide, and its special tokens."""
     tokenizer, tokenizer_config, specials = read_tokenizer(folder)
     vocabulary = Vocabulary(tokenizer)
     sources = _template_sources(folder, tokenizer_config)
@@ -224,7 +224,7 @@ def _upper_bound(token: str) -> int:
     return max(len(token), len(token.encode("utf-8", "surrogatepass")))
 
 
-def least_tokens(model: ServedModel, texts: Sequence[str]) -> int:
+def least_tokens(model: ModelCard, texts: Sequence[str]) -> int:
     """A lower bound of the number of tokens of a text, without tokenising it; 0: none."""
     if not model.max_token_bytes:
         return 0

@@ -15,7 +15,7 @@ from weft.gateway.request import ChatPrompt, PreparedPrompt, Prompt, Stopping, T
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer.describe import with_described_tools
 from weft.gateway.text.answer.formats import END_THINK, THINK
-from weft.gateway.text.model_card import ServedModel, least_tokens
+from weft.gateway.text.model_card import ModelCard, least_tokens
 from weft.gateway.text.tokens import decode, encode
 from weft.gateway.validate import invalid
 
@@ -52,7 +52,7 @@ class Preparer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(
-        self, model: ServedModel, prompts: Sequence[Prompt], stopping: Stopping
+        self, model: ModelCard, prompts: Sequence[Prompt], stopping: Stopping
     ) -> list[PreparedPrompt]:
         """Prepares the prompts of a checked request.
 
@@ -66,7 +66,7 @@ class Preparer:
             for prompt, given in zip(prompts, tokenized, strict=True)
         ]
 
-    async def tokenize(self, model: ServedModel, prompt: Prompt) -> list[int]:
+    async def tokenize(self, model: ModelCard, prompt: Prompt) -> list[int]:
         """Tokenises one prompt that is not run.
 
         Raises:
@@ -78,7 +78,7 @@ class Preparer:
         (given,) = await self._bounded(lambda: self._tokenize_all(model, (prompt,)))
         return given.ids
 
-    async def detokenize(self, model: ServedModel, many: Sequence[Sequence[int]]) -> list[str]:
+    async def detokenize(self, model: ModelCard, many: Sequence[Sequence[int]]) -> list[str]:
         """Decodes lists of token ids, special tokens included.
 
         Raises:
@@ -103,12 +103,12 @@ class Preparer:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _tokenize_all(self, model: ServedModel, prompts: Sequence[Prompt]) -> list[_Tokenized]:
+    def _tokenize_all(self, model: ModelCard, prompts: Sequence[Prompt]) -> list[_Tokenized]:
         for prompt in prompts:
             self._refuse_hopeless(model, prompt)
         return [_tokenize(model, prompt) for prompt in prompts]
 
-    def _refuse_hopeless(self, model: ServedModel, prompt: Prompt) -> None:
+    def _refuse_hopeless(self, model: ModelCard, prompt: Prompt) -> None:
         """Refuses a text that is far too long before tokenising megabytes of it."""
         if isinstance(prompt, TextPrompt):
             least = least_tokens(model, [prompt.text])
@@ -151,7 +151,7 @@ class Preparer:
         )
 
 
-def _tokenize(model: ServedModel, prompt: Prompt) -> _Tokenized:
+def _tokenize(model: ModelCard, prompt: Prompt) -> _Tokenized:
     tokenizer = model.tokenizer
     if isinstance(prompt, TextPrompt):
         add_special = prompt.add_special_tokens
@@ -164,7 +164,7 @@ def _tokenize(model: ServedModel, prompt: Prompt) -> _Tokenized:
     return _Tokenized(list(prompt.ids))
 
 
-def _render(model: ServedModel, prompt: ChatPrompt) -> str:
+def _render(model: ModelCard, prompt: ChatPrompt) -> str:
     template, messages = model.template, prompt.messages
     variables = dict(prompt.template_variables)
     if template is None:

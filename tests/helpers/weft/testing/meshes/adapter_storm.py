@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import grpc
 import httpx
-from weft.testing.meshes.adapter_texts import AdapterTexts
+from weft.testing.meshes.adapter_texts import AdapterCards
 from weft.testing.meshes.local_mesh import LocalMesh
 from weft.testing.meshes.mesh_adapters import TIMEOUT_S, load, unload
 from weft.testing.meshes.tiny_mesh import MODEL
@@ -92,7 +92,7 @@ class Storm:
     """
 
     mesh: LocalMesh
-    texts: AdapterTexts
+    texts: AdapterCards
     names: Sequence[str]
     seed: int
     num_new: int

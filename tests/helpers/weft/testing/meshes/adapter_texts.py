@@ -24,7 +24,7 @@ MIN_GAP = 3e-4
 RANKS = (3, 16, 20, 32)
 
 
-class AdapterTexts(Greedy):
+class AdapterCards(Greedy):
     """Adapters on disk, in folders of their number, and what they make of prompts.
 
     Args:

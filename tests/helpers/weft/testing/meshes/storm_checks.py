@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from weft.testing.meshes.adapter_storm import Storm
-from weft.testing.meshes.adapter_texts import AdapterTexts
+from weft.testing.meshes.adapter_texts import AdapterCards
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_adapters import copies, held, load, serving, unload, wait_held
 from weft.testing.meshes.tiny_mesh import SHAPE, VOCAB, TinyMesh
@@ -64,11 +64,11 @@ def weather(mesh: TinyMesh, root: Path, scale: Scale) -> None:
     storm_over(mesh, texts, seed, scale, root)
 
 
-def texts_of(model_dir: Path, root: Path, seed: int, scale: Scale) -> AdapterTexts:
+def texts_of(model_dir: Path, root: Path, seed: int, scale: Scale) -> AdapterCards:
     """The contents, some of them compared with PEFT."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(NUM_PROMPT)] for _ in range(NUM_PROMPTS)]
-    texts = AdapterTexts(model_dir, CONFIG, root, seed, prompts=prompts, num_new=NUM_NEW)
+    texts = AdapterCards(model_dir, CONFIG, root, seed, prompts=prompts, num_new=NUM_NEW)
     texts.add(scale.contents)
     told = [text for row in texts.texts for text in row if text]
     assert len(set(told)) > 0.9 * len(texts.texts) * NUM_PROMPTS, "adapters cannot be told apart"
@@ -76,7 +76,7 @@ def texts_of(model_dir: Path, root: Path, seed: int, scale: Scale) -> AdapterTex
     return texts
 
 
-def check_with_peft(model_dir: Path, texts: AdapterTexts, count: int) -> None:
+def check_with_peft(model_dir: Path, texts: AdapterCards, count: int) -> None:
     """Checks that the expected texts are those of PEFT."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -100,7 +100,7 @@ def check_with_peft(model_dir: Path, texts: AdapterTexts, count: int) -> None:
                 assert texts.text(out[prompt, NUM_PROMPT:].tolist()) == right
 
 
-def storm_over(mesh: TinyMesh, texts: AdapterTexts, seed: int, scale: Scale, root: Path) -> None:
+def storm_over(mesh: TinyMesh, texts: AdapterCards, seed: int, scale: Scale, root: Path) -> None:
     """Loads, uses, changes and unloads all names for a while."""
     workers = [*mesh.names("decode"), *mesh.names("prefill")]
     names = [f"name-{number}" for number in range(scale.names)]
@@ -160,7 +160,7 @@ class Holdings:
 
 
 def check_nothing_left(
-    mesh: TinyMesh, workers: Sequence[str], root: Path, before: Holdings, texts: AdapterTexts
+    mesh: TinyMesh, workers: Sequence[str], root: Path, before: Holdings, texts: AdapterCards
 ) -> None:
     """Checks that no content, copy, request, file or memory is left."""
     wait_held(mesh, workers, [])

@@ -32,7 +32,7 @@ class FakeAdapters:
 
     Args:
         root: Adapter root.
-        model: Served name.
+        model: ServedModel name.
         num_using: Tells how many requests use a content.
     """
 

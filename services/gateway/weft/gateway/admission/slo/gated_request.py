@@ -14,7 +14,7 @@ from weft.gateway.routing import RoutingRequest
 
 
 class Answered(Protocol):
-    """The times of a sample; see `Sample`."""
+    """The times of a sample; see `SampleOutput`."""
 
     @property
     def ids(self) -> Sequence[int]:

@@ -25,7 +25,7 @@ from weft.gateway.api.tools import (
     past_call,
     use_tools,
 )
-from weft.gateway.catalogue import Catalogue, ResolvedModel, Served
+from weft.gateway.catalogue import Catalogue, ResolvedModel, ServedModel
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.generation.prompt_scores import PromptScores
@@ -58,7 +58,7 @@ _TOOL_CHOICES = {
 AnyRequest = gateway_pb2.ChatRequest | gateway_pb2.CompleteRequest
 
 
-class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
+class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
     """Converts typed requests, and deltas back. Has no logic of its own."""
 
     def __init__(
@@ -109,7 +109,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         async with self._pipeline.open(request) as stream:
             model, make_parser = stream.model, None
             if isinstance(request.prompts[0], ChatPrompt):
-                make_parser = parser_maker(request, stream.texts, stream.generations[0].prompt)
+                make_parser = parser_maker(request, stream.card, stream.generations[0].prompt)
             choices = _Choices(make_parser)
             scores = stream.generations[0].prompt_scores
             await begin_answer(context, request.request_id, headers=stream.headers)
@@ -146,7 +146,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.TokenizeRequest, context: Context
     ) -> gateway_pb2.TokenizeResponse:
         """See gateway.proto."""
-        meant = await self._models.find(request.model)
+        resolved = await self._models.find(request.model)
         prompt: Prompt
         if request.messages and request.text:
             raise invalid("text", "contradicts messages: give one of text and messages")
@@ -155,19 +155,19 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         else:
             add = request.add_special_tokens if request.HasField("add_special_tokens") else True
             prompt = TextPrompt(text=request.text, add_special_tokens=add)
-        ids = await meant.served.preparer.tokenize(await self._models.texts(meant), prompt)
+        ids = await resolved.served.preparer.tokenize(await self._models.card(resolved), prompt)
         return gateway_pb2.TokenizeResponse(
-            tokens=common_pb2.TokenIds(ids=ids), max_context_tokens=meant.served.context_tokens
+            tokens=common_pb2.TokenIds(ids=ids), max_context_tokens=resolved.served.context_tokens
         )
 
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
         """See gateway.proto."""
-        meant = await self._models.find(request.model)
-        texts = await self._models.texts(meant)
-        check_ids("tokens", request.tokens.ids, texts.vocabulary_size)
-        (text,) = await meant.served.preparer.detokenize(texts, [request.tokens.ids])
+        resolved = await self._models.find(request.model)
+        card = await self._models.card(resolved)
+        check_ids("tokens", request.tokens.ids, card.vocabulary_size)
+        (text,) = await resolved.served.preparer.detokenize(card, [request.tokens.ids])
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
@@ -184,9 +184,9 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.GetModelRequest, context: Context
     ) -> gateway_pb2.GetModelResponse:
         """See gateway.proto."""
-        meant = await self._models.named(request.model)
-        is_base = meant.entry is None
-        model = _describe(meant.served) if is_base else _describe_adapter(meant)
+        resolved = await self._models.named(request.model)
+        is_base = resolved.entry is None
+        model = _describe(resolved.served) if is_base else _describe_adapter(resolved)
         return gateway_pb2.GetModelResponse(model=model)
 
     async def Cancel(
@@ -244,7 +244,7 @@ class TypedFace(gateway_pb2_grpc.GatewayServiceServicer):
         return response
 
 
-def _describe(served: Served) -> gateway_pb2.Model:
+def _describe(served: ServedModel) -> gateway_pb2.Model:
     problem = served.problem()
     return gateway_pb2.Model(
         name=served.model.name,
@@ -255,15 +255,15 @@ def _describe(served: Served) -> gateway_pb2.Model:
     )
 
 
-def _describe_adapter(meant: ResolvedModel) -> gateway_pb2.Model:
-    entry, adapter = meant.entry, meant.adapter
+def _describe_adapter(resolved: ResolvedModel) -> gateway_pb2.Model:
+    entry, adapter = resolved.entry, resolved.adapter
     assert entry is not None
     assert adapter is not None
-    problem = meant.served.adapter_problem(adapter)
+    problem = resolved.served.adapter_problem(adapter)
     return gateway_pb2.Model(
         name=entry.name,
         create_time=Timestamp(seconds=int(entry.created)),
-        max_context_tokens=meant.served.context_tokens,
+        max_context_tokens=resolved.served.context_tokens,
         parent=entry.model,
         ready=not problem,
         problem=problem,

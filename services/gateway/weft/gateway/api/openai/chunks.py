@@ -89,7 +89,7 @@ class AnswerWriter(ABC):
 
         Args:
             request_id: Request id of the answer.
-            model: Served name.
+            model: ServedModel name.
             vocabulary: For log-probabilities.
             include_usage: Every chunk has a `usage` field, null until the last.
         """
@@ -317,7 +317,7 @@ class CompletionWriter(AnswerWriter):
 
         Args:
             request_id: Request id of the answer.
-            model: Served name.
+            model: ServedModel name.
             vocabulary: For log-probabilities.
             include_usage: As in `AnswerWriter`.
             echoes: Text of each prompt, to begin its choices with; empty = no echo.

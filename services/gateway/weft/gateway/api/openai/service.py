@@ -94,9 +94,9 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             return ChatWriter(
                 generate.request_id,
                 stream.model,
-                stream.texts.vocabulary,
+                stream.card.vocabulary,
                 include_usage=_includes_usage(body),
-                make_parser=parser_maker(generate, stream.texts, stream.generations[0].prompt),
+                make_parser=parser_maker(generate, stream.card, stream.generations[0].prompt),
             )
 
         await self._answer(generate, body, write, context)
@@ -113,7 +113,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             return CompletionWriter(
                 generate.request_id,
                 stream.model,
-                stream.texts.vocabulary,
+                stream.card.vocabulary,
                 include_usage=_includes_usage(body),
                 echoes=echoes,
                 samples_per_prompt=generate.sampling.n,
@@ -179,24 +179,24 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return await _build(size, lambda: writer.whole(choices, fields))
 
     async def _echoes(self, request: GenerateRequest) -> list[str]:
-        meant = await self._models.find(request.model)
+        resolved = await self._models.find(request.model)
         given = [prompt.text for prompt in request.prompts if isinstance(prompt, TextPrompt)]
         if given:
             return given
-        texts = await self._models.texts(meant)
+        card = await self._models.card(resolved)
         lists = [prompt.ids for prompt in request.prompts if isinstance(prompt, TokenPrompt)]
         for ids in lists:
-            check_ids("prompt", ids, texts.vocabulary_size)
-        return await meant.served.preparer.detokenize(texts, lists)
+            check_ids("prompt", ids, card.vocabulary_size)
+        return await resolved.served.preparer.detokenize(card, lists)
 
     async def Models(self, request: Empty, context: Context) -> HttpBody:
         """See openai.proto."""
-        meant = [
+        resolved = [
             one
             for served in self._models
             for one in (ResolvedModel(served), *self._models.adapters_of(served))
         ]
-        return _json({"object": "list", "data": [_describe(one) for one in meant]})
+        return _json({"object": "list", "data": [_describe(one) for one in resolved]})
 
     async def RetrieveModel(
         self, request: openai_pb2.RetrieveModelRequest, context: Context
@@ -207,18 +207,18 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def TokenizeText(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         body, prompt = await self._bodies.parse(TokenizeBody, request.data, tokenize_prompt)
-        meant = await self._models.find(body.model or "")
-        texts = await self._models.texts(meant)
-        ids = await meant.served.preparer.tokenize(texts, prompt)
+        resolved = await self._models.find(body.model or "")
+        card = await self._models.card(resolved)
+        ids = await resolved.served.preparer.tokenize(card, prompt)
         answer: dict[str, object] = {
             "count": len(ids),
-            "max_model_len": meant.served.context_tokens,
+            "max_model_len": resolved.served.context_tokens,
             "tokens": ids,
         }
 
         def build() -> bytes:
             if body.return_token_strs:
-                answer["token_strs"] = [texts.tokenizer.id_to_token(i) or "" for i in ids]
+                answer["token_strs"] = [card.tokenizer.id_to_token(i) or "" for i in ids]
             return to_json(answer)
 
         return await _build(len(ids), build)
@@ -226,10 +226,10 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def DetokenizeTokens(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         body, ids = await self._bodies.parse(DetokenizeBody, request.data, lambda body: body.tokens)
-        meant = await self._models.find(body.model or "")
-        texts = await self._models.texts(meant)
-        check_ids("tokens", ids, texts.vocabulary_size)
-        (text,) = await meant.served.preparer.detokenize(texts, [ids])
+        resolved = await self._models.find(body.model or "")
+        card = await self._models.card(resolved)
+        check_ids("tokens", ids, card.vocabulary_size)
+        (text,) = await resolved.served.preparer.detokenize(card, [ids])
         return await _build(len(text), lambda: to_json({"prompt": text}))
 
     async def LoadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
@@ -283,10 +283,10 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return to_json(openapi_document())
 
 
-def _describe(meant: ResolvedModel) -> dict[str, object]:
-    served, entry = meant.served, meant.entry
+def _describe(resolved: ResolvedModel) -> dict[str, object]:
+    served, entry = resolved.served, resolved.entry
     return {
-        "id": meant.name,
+        "id": resolved.name,
         "object": "model",
         "created": served.model.created if entry is None else int(entry.created),
         "owned_by": "weft",
@@ -334,7 +334,7 @@ def _prompt_logprobs(
     if request.prompt_logprobs is None:
         return None
     return PromptLogprobs(
-        stream.texts.vocabulary,
+        stream.card.vocabulary,
         stream.generations,
         num_listed=body.prompt_logprobs,
         num_echoed=body.logprobs if isinstance(body, CompletionBody) and body.echo else None,

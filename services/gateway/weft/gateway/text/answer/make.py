@@ -8,11 +8,11 @@ from dataclasses import replace
 from weft.gateway.request import ChatPrompt, GenerateRequest, PreparedPrompt
 from weft.gateway.text.answer.formats import CALLS_ONLY
 from weft.gateway.text.answer.parser import AnswerParser, NamedCallParser, TextParser
-from weft.gateway.text.model_card import ServedModel
+from weft.gateway.text.model_card import ModelCard
 
 
 def parser_maker(
-    request: GenerateRequest, model: ServedModel, prompt: PreparedPrompt
+    request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt
 ) -> Callable[[], AnswerParser] | None:
     """What makes a parser for each sample of a chat; None: all of its text is content."""
     calls, tools = request.calls, model.tool_format
