@@ -1,7 +1,8 @@
 # Two commands matter: `make serve` starts a mesh on this machine, `make test` checks everything.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup rest protos serve test checked valkey test-full test-gpu test-k8s chaos bench lint format clean
+.PHONY: help setup rest protos serve check check-tests test checked valkey test-full test-unit test-engine \
+	test-services test-mesh test-chaos test-gpu test-k8s chaos bench lint format clean
 
 # The first interpreter that Weft runs on.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
@@ -23,12 +24,9 @@ TURNS := -n 3
 # Some containers set it. Each process would compile all that it imports, torch as well: seconds of
 # each start, and tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
-# Fresh random inputs and a slow machine fail a sound test at times: it may try again, and the summary
-# shows the failure. The fourth that fails fails the run.
-RETRIES := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(SETUP) rest ## Create .venv with everything, and build the REST edge.
 
@@ -56,11 +54,32 @@ serve: IF_BROKEN := --optional
 serve: setup ## Start a mesh whose prompts are all shipped; flags go in ARGS="...".
 	@$(BIN)/weft up --local-prefill-max-tokens 0 $(DRAFT) $(ARGS)
 
-test: checked ## Check style, types, imports; run every test but the long ones.
-	$(BIN)/pytest $(TURNS) $(RETRIES) $(ARGS)
+check: $(SETUP) ## What to run before each commit: style, types, tests/unit, one request through a mesh.
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint check-tests
 
-test-full: checked ## As test, with the long ones.
-	$(BIN)/pytest $(TURNS) $(RETRIES) --full $(ARGS)
+check-tests: rest
+	@$(BIN)/pytest -n 2 -q -m "not slow" tests/unit tests/mesh/test_smoke.py $(ARGS)
+
+test: checked ## Check style, types, imports; run every test but the long ones.
+	$(BIN)/pytest $(TURNS) --durations 20 $(ARGS)
+
+test-full: checked ## As test, with cross products and storms.
+	$(BIN)/pytest $(TURNS) --durations 20 --full $(ARGS)
+
+test-unit: setup ## Only tests that start no process, and those of the sources.
+	$(BIN)/pytest $(TURNS) tests/unit tests/architecture $(ARGS)
+
+test-engine: setup ## Only kernels, models and engines in this process.
+	$(BIN)/pytest $(TURNS) tests/kernels tests/engine $(ARGS)
+
+test-services: checked ## Only single services, and the manifests.
+	$(BIN)/pytest $(TURNS) tests/services tests/k8s $(ARGS)
+
+test-mesh: checked ## Only whole meshes.
+	$(BIN)/pytest $(TURNS) tests/mesh $(ARGS)
+
+test-chaos: setup ## Only meshes with faults.
+	$(BIN)/pytest tests/chaos $(ARGS)
 
 # All that comes before the tests, side by side.
 checked: $(SETUP)

@@ -2,8 +2,9 @@
 
 `WEFT_REQUIRE=cc,go,nixl` makes a run fail when one of these is missing, or when a test is skipped
 for its sake; otherwise tests that need it are skipped, and the summary says so. Mark tests
-`@pytest.mark.needs("go")`, or skip with a reason that begins `go: `; mark long ones
-`@pytest.mark.full`, and those beside which no others run on a GPU `@pytest.mark.whole_device`.
+`@pytest.mark.needs("go")`, or skip with a reason that begins `go: `. Mark cross products and storms
+`@pytest.mark.full`, tests of tests/unit that `make check` leaves out `@pytest.mark.slow`, and tests
+beside which no others run on a GPU `@pytest.mark.whole_device`.
 """
 
 import importlib.util
@@ -96,6 +97,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(*names): needs one of " + ", ".join(CAPABILITIES))
     config.addinivalue_line("markers", "full: long; runs with --full only")
+    config.addinivalue_line("markers", "slow: seconds; `make check` leaves it out")
     config.addinivalue_line("markers", "whole_device: takes a GPU's memory, as much as is free")
     required = _required()
     if unknown := sorted(set(required) - CAPABILITIES.keys()):

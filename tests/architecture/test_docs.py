@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [
     path
-    for pattern in ("*.md", "docs/*.md", "docs/decisions/*.md", "bench/*.md", "services/*/*.md")
+    for pattern in ("*.md", "*/README.md", "docs/*.md", "docs/decisions/*.md", "services/*/*.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 

@@ -7,9 +7,6 @@ import platform
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
-from weft.testing.kernels.layer_cases import DIM, HIDDEN, KV_HEADS, LAYERS, PAGE_SIZE, make_layer, make_step
-from weft.testing.kernels.lora_cases import draw_slots, make_lora, segments_of
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
 from weft.kernels.attention import paged_attention, paged_attention_reference
@@ -19,6 +16,17 @@ from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
 from weft.kernels.lora import LoraAddition
 from weft.kernels.norm import rms_norm, rms_norm_reference
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
+from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
+from weft.testing.kernels.layer_cases import (
+    DIM,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    PAGE_SIZE,
+    make_layer,
+    make_step,
+)
+from weft.testing.kernels.lora_cases import draw_slots, make_lora, segments_of
 
 if platform.machine() != "x86_64":
     pytest.skip("needs an x86-64 CPU", allow_module_level=True)

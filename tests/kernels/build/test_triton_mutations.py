@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from weft.testing.kernels.gpu_kernels import kernel_module
-from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.kernels.moe import route_reference
 from weft.kernels.rope import rope_and_cache_reference
+from weft.testing.kernels.gpu_kernels import kernel_module
+from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 

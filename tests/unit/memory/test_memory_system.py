@@ -23,10 +23,17 @@ def _peace() -> Iterator[None]:
     disarm()
 
 
-SHORT = [("lru", 0, True), ("lfu", 1, False), ("fifo", 0, True), ("slru", 1000, False)]
-OTHERS = [(policy, threshold, not is_overlapped) for policy, threshold, is_overlapped in SHORT]
+SHORT = [("lru", 0, True), ("slru", 1000, False)]
+POLICIES = (("lru", 0), ("lfu", 1), ("fifo", 0), ("slru", 1000))
+OTHERS = [
+    (policy, threshold, is_overlapped)
+    for policy, threshold in POLICIES
+    for is_overlapped in (True, False)
+    if (policy, threshold, is_overlapped) not in SHORT
+]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "threshold", "is_overlapped"),
     [*SHORT, *(pytest.param(*values, marks=pytest.mark.full) for values in OTHERS)],

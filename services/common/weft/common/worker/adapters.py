@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ class _Ordered:
     error: str = ""
     """Why it is not held; or, for one that is held, what of the last order failed."""
     retry_at: float = 0.0
-    retry_s: float = FIRST_RETRY_S
+    retry_s: float = field(default_factory=lambda: FIRST_RETRY_S)
 
 
 class AdapterNews(NamedTuple):
