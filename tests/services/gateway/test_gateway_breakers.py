@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from weft.common.rpc.breaker import BreakerState
 from weft.gateway.fleet.discovery import Role
-from weft.gateway.fleet.fleet import FleetWorker
+from weft.gateway.fleet.worker import FleetWorker
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
 from weft.v1 import common_pb2, decode_pb2, gateway_pb2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from weft.gateway.fleet.discovery import Endpoint
-from weft.gateway.fleet.fleet import FleetWorker
+from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.routing import PoolView
 from weft.testing.services.fake_decode import FakeWorker, Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway

@@ -29,8 +29,9 @@ from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.service import OpenAIFace
 from weft.gateway.catalogue import Catalogue, ServedModel
 from weft.gateway.fleet.discovery import Discovery, Endpoint, Role, make_discovery
-from weft.gateway.fleet.fleet import Fleet, FleetWorker
+from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.kv_follow import KvFollower
+from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.routing import FleetPageIndex, Policy, make_policy
 from weft.gateway.routing.record_file import RoutingRecord

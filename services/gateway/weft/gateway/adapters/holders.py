@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from weft.common.adapters.manifest import Entry
-from weft.gateway.fleet.fleet import Fleet, FleetWorker
+from weft.gateway.fleet.fleet import Fleet
+from weft.gateway.fleet.worker import FleetWorker
 from weft.v1 import worker_pb2
 
 _STATES = {

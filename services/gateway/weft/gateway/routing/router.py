@@ -10,8 +10,9 @@ from functools import partial
 from weft.engine.errors import PeerUnavailable, WeftError
 from weft.gateway.admission.slo.forecast import LatencyForecaster, Side
 from weft.gateway.fleet.discovery import Role
-from weft.gateway.fleet.fleet import FleetWorker, ModelFleet
+from weft.gateway.fleet.fleet import ModelFleet
 from weft.gateway.fleet.session import DecodeSession
+from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.request import GenerateRequest
 from weft.gateway.routing import FleetPageIndex, Policy, PoolView, RoutingRequest
 from weft.v1 import common_pb2, decode_pb2

@@ -1,0 +1,424 @@
+"""One worker as this gateway sees it: reachability, freshness, load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from weft.common.rpc.breaker import Breaker
+from weft.common.rpc.channel import open_channel
+from weft.common.rpc.errors import from_rpc_error
+from weft.common.rpc.tls import Identity
+from weft.common.tasks import is_ending, log_failure, run_together
+from weft.engine.errors import Draining, Internal, PeerUnavailable, WeftError
+from weft.engine.memory.layout import PlaneLayout
+from weft.gateway.fleet.discovery import Endpoint, Role
+from weft.gateway.fleet.kv_follow import KvFollower
+from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
+from weft.gateway.fleet.worker_ids import WorkerIds
+from weft.gateway.routing import LoadEstimate, Speed, WorkerView
+from weft.gateway.settings import GatewaySettings
+from weft.gateway.text.model_card import ModelCard
+from weft.v1 import worker_pb2, worker_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_INFO_TIMEOUT_S = 5.0
+_MAX_SILENCE_S = 5.0
+"""Longest time without a load report: a worker's server sends them whatever its engine does."""
+_ROLES: dict[Role, worker_pb2.WorkerRole.ValueType] = {
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
+_ON_DEVICE = (worker_pb2.ADAPTER_STATE_DEVICE,)
+_HELD = (
+    worker_pb2.ADAPTER_STATE_DEVICE,
+    worker_pb2.ADAPTER_STATE_HOST,
+    worker_pb2.ADAPTER_STATE_DISK,
+)
+
+
+class FleetWorker:
+    """One worker endpoint: follows its load, and keeps the Session of a decode worker.
+
+    Which model it serves is its own word.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        models: Mapping[str, ModelCard],
+        settings: GatewaySettings,
+        gateway_id: str,
+        gateway_epoch: int,
+        on_session_lost: Callable[[], None],
+        expects_constraints: Callable[[], bool],
+        make_follower: Callable[[worker_pb2_grpc.WorkerServiceAsyncStub, str], KvFollower | None],
+        worker_ids: WorkerIds,
+        identity: Identity | None = None,
+    ) -> None:
+        """Stores the settings; opens no connection yet.
+
+        Args:
+            endpoint: Where it is.
+            models: That the gateway serves, by name.
+            settings: Times and bounds.
+            gateway_id: Id of this gateway.
+            gateway_epoch: Identifies its incarnation.
+            on_session_lost: Told when a Session breaks.
+            expects_constraints: Whether constrained requests have come to anybody.
+            make_follower: Follows the KV events of a worker of a model, if a policy needs them.
+            worker_ids: Of all endpoints.
+            identity: Certificate; None = no TLS.
+        """
+        self.endpoint = endpoint
+        self._models = models
+        self._settings = settings
+        self._channel = open_channel(endpoint.address, endpoint.role, identity)
+        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._failure = "not reached yet"
+        self._load: worker_pb2.WatchLoadResponse | None = None
+        self._load_time = 0.0
+        self._adapters: dict[bytes, worker_pb2.AdapterStatus] = {}
+        self.load = LoadEstimate()
+        """Its load, as far as this gateway can tell."""
+        self.member: WorkerView | None = None
+        """The routing view of its incarnation; None: not met yet."""
+        self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s)
+        self._on_session_lost = on_session_lost
+        self._make_follower = make_follower
+        self._follower: tuple[str, KvFollower] | None = None
+        """Follower of its KV events, with the model whose index it updates."""
+        self._following: asyncio.Task[None] | None = None
+        self._worker_ids = worker_ids
+        self._is_followed = False
+        self.info: worker_pb2.GetInfoResponse | None = None
+        self.session: DecodeSession | None = None
+        if endpoint.role == "decode":
+            self.session = DecodeSession(
+                self._channel,
+                gateway_id,
+                gateway_epoch,
+                on_silence=self._channel.renew,
+                ping_interval_s=settings.ping_interval_s,
+                dead_after_s=settings.stale_after_s,
+                on_lost=self._lost,
+                expects_constraints=expects_constraints,
+            )
+
+    async def run(self) -> None:
+        """Follows the worker until cancelled."""
+        try:
+            session = [] if self.session is None else [self.session.run()]
+            await run_together(self._watch(), *session)
+        finally:
+            self._worker_ids.release(self)
+            self._forget()
+            await self._channel.close()
+
+    async def _watch(self) -> None:
+        backoff = ReconnectBackoff()
+        while True:
+            try:
+                await self._follow(backoff)
+            except grpc.aio.AioRpcError as error:
+                self._failure = f"not reachable: {from_rpc_error(error)}"
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._dial_anew()
+            except PeerUnavailable as error:
+                if error.message != self._failure:
+                    what = {"worker": str(self.endpoint), "reason": error.message}
+                    _log.warning("a worker gets no requests", extra=what)
+                self._failure = error.message
+            except asyncio.CancelledError:
+                if is_ending():
+                    raise
+                self._failure = "its connection was closed"
+            except TimeoutError:
+                self._failure = "sends no load reports"
+                self._dial_anew()
+                if self.session is not None:
+                    self.session.stale_after_s = 0.0
+            except Exception:
+                # A fault of this gateway: the worker is well, and is not to be lost for it.
+                _log.exception("following a worker failed", extra={"worker": str(self.endpoint)})
+                self._failure = "could not be followed"
+            self._load = None
+            self._adapters = {}
+            await backoff.sleep()
+
+    def _dial_anew(self) -> None:
+        """Replaces the connection, unless an open Session shows that it is alive."""
+        if self.session is None or not self.session.is_open:
+            self._channel.renew()
+
+    async def _follow(self, backoff: ReconnectBackoff) -> None:
+        info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
+        self._check(info)
+        self._worker_ids.take(self, info)
+        self.info, self.member = info, _member(self.endpoint, info)
+        interval = Duration()
+        interval.FromNanoseconds(int(self._settings.load_interval_s * 1e9))
+        call: Any = self._stub.WatchLoad(
+            worker_pb2.WatchLoadRequest(interval=interval, adapter_changes=True)
+        )
+        try:
+            self._is_followed = True
+            while True:
+                async with asyncio.timeout(self._stale_limit_s()):
+                    report = await call.read()
+                if report is grpc.aio.EOF:
+                    raise PeerUnavailable("stopped sending load reports")
+                if report.epoch != info.epoch:
+                    raise PeerUnavailable("was restarted")
+                if self.info is not info:
+                    raise PeerUnavailable("is draining, and another worker has its id")
+                self._take(report)
+                backoff.reset()
+                self._follow_pages(info)
+        finally:
+            self._is_followed = False
+            call.cancel()
+            self._stop_following_pages()
+
+    def _follow_pages(self, info: worker_pb2.GetInfoResponse) -> None:
+        """Follows its KV events, unless it does already."""
+        follower = self._follower_of(info.model)
+        if self._following is None and follower is not None:
+            self._following = asyncio.create_task(follower.run(info))
+            self._following.add_done_callback(log_failure)
+
+    def _stop_following_pages(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+
+    @property
+    def is_in_service(self) -> bool:
+        """See `weft.gateway.fleet.worker_ids.Holder`."""
+        return self._is_followed and not (self._load is not None and self._load.draining)
+
+    def step_back(self) -> None:
+        """See `weft.gateway.fleet.worker_ids.Holder`."""
+        self._stop_following_pages()
+        self._forget()
+        self.info = self.member = None
+
+    def _follower_of(self, model: str) -> KvFollower | None:
+        """The follower of its KV events; a new one only if it serves another model now."""
+        if self._follower is None or self._follower[0] != model:
+            self._forget()
+            made = self._make_follower(self._stub, model)
+            self._follower = None if made is None else (model, made)
+        return None if self._follower is None else self._follower[1]
+
+    def _forget(self) -> None:
+        if self._follower is not None:
+            self._follower[1].forget()
+            self._follower = None
+
+    @property
+    def model(self) -> str:
+        """Name of the model that it serves; empty: not met yet."""
+        return "" if self.info is None else self.info.model
+
+    def _check(self, info: worker_pb2.GetInfoResponse) -> None:
+        role = _ROLES[self.endpoint.role]
+        if info.role != role:
+            raise PeerUnavailable(
+                f"is a {worker_pb2.WorkerRole.Name(info.role)}, not a {self.endpoint.role} worker; "
+                "correct the gateway's --decode or --prefill"
+            )
+        model = self._models.get(info.model)
+        if model is None:
+            names = " or ".join(repr(name) for name in self._models)
+            raise PeerUnavailable(f"serves model {info.model!r}, not {names}")
+        if info.vocabulary_size != model.vocabulary_size:
+            raise PeerUnavailable(
+                f"has a vocabulary of {info.vocabulary_size} tokens, the gateway's model "
+                f"{model.vocabulary_size}: they were given different model directories"
+            )
+
+    def _take(self, report: worker_pb2.WatchLoadResponse) -> None:
+        self._load = report
+        if not report.adapters_are_changes:
+            self._adapters = {}
+        self._adapters |= {status.adapter.digest: status for status in report.adapters}
+        for digest in report.gone_adapters:
+            self._adapters.pop(digest, None)
+        self._load_time = asyncio.get_running_loop().time()
+        self.load.report(
+            report.running_requests + report.waiting_requests + report.filling_requests,
+            report.queued_tokens,
+            report.request_tokens,
+        )
+        self.load.take_speed(
+            Speed(
+                report.prefill_tokens_per_second,
+                report.decode_step.ToNanoseconds() / 1e9,
+                report.decode_step_requests,
+            )
+        )
+        self._failure = ""
+        if self.session is not None:
+            self.session.stale_after_s = report.stale_after.ToNanoseconds() / 1e9
+
+    def _stale_limit_s(self) -> float:
+        """Silence after which the worker is stale; within bounds, its own limit."""
+        own_s = 0.0 if self._load is None else self._load.stale_after.ToNanoseconds() / 1e9
+        own_s = min(own_s, _MAX_SILENCE_S)
+        return max(self._settings.stale_after_s, own_s, 3 * self._settings.load_interval_s)
+
+    def _lost(self) -> None:
+        self._on_session_lost()
+        if self._load is None or not self._load.draining:
+            now = asyncio.get_running_loop().time()
+            self.breaker.failed(now, "its session broke")
+
+    @property
+    def own_requests(self) -> int:
+        """Number of requests of this gateway on the worker now."""
+        return self.load.own_requests
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Measured prefill rate, tokens per second; 0: unknown."""
+        return 0.0 if self._load is None else self._load.prefill_tokens_per_second
+
+    def adapter(self, digest: bytes) -> worker_pb2.AdapterStatus | None:
+        """The worker's report about a content; None: none."""
+        return self._adapters.get(digest)
+
+    @property
+    def adapter_generation(self) -> int:
+        """Generation of the registry that it has applied; 0: none, or not reported."""
+        return 0 if self._load is None else self._load.adapter_generation
+
+    def holds(self, digest: bytes, *, on_device: bool = False) -> bool:
+        """Whether requests for an adapter can be served there.
+
+        Args:
+            digest: Digest of its content; empty = the base model, which every worker has.
+            on_device: Ask for those that need not load it first.
+        """
+        if not digest:
+            return True
+        status = self._adapters.get(digest)
+        if status is None or status.unloading:
+            return False
+        return status.state in (_ON_DEVICE if on_device else _HELD)
+
+    def has_context(self, num_tokens: int) -> bool:
+        """Whether its context holds so many tokens of a request, as far as it is known."""
+        limit = 0 if self.info is None else self.info.max_context_tokens
+        return not limit or num_tokens <= limit
+
+    def judge_request(self, error: WeftError | None, *, is_proven: bool) -> None:
+        """Records the outcome of a request, for which `breaker.begin` was called.
+
+        Args:
+            error: How the worker failed it, if it did.
+            is_proven: It had brought something.
+        """
+        # The loss of a Session counts once, not for each of its requests; see `_lost`.
+        is_fault = isinstance(error, Internal) or (
+            isinstance(error, PeerUnavailable)
+            and not isinstance(error, Draining)
+            and error.stage != "session"
+        )
+        if error is not None and is_fault:
+            self.breaker.failed(asyncio.get_running_loop().time(), error.message)
+        elif not is_proven:
+            self.breaker.abandoned()
+
+    def problem(self, now: float) -> str:
+        """Why the worker gets no requests; empty if it may.
+
+        Args:
+            now: Event loop time.
+        """
+        return self.health_problem(now) or self.breaker.problem(now)
+
+    def health_problem(self, now: float) -> str:
+        """The same, regardless of the outcome of earlier requests."""
+        load = self._load
+        if load is None:
+            return self._failure
+        if load.draining:
+            return "draining"
+        age_s = load.loop_age.ToNanoseconds() / 1e9
+        if age_s > max(load.stale_after.ToNanoseconds() / 1e9, 0.1):
+            return f"its engine's loop has not turned for {age_s:.1f} s"
+        if now - self._load_time > self._stale_limit_s():
+            return f"no load report for {now - self._load_time:.1f} s"
+        if self.session is not None and not self.session.is_open:
+            return self.session.problem
+        return ""
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """What is known of it, for operators; `now` is event loop time."""
+        known = {
+            "role": self.endpoint.role,
+            "address": self.endpoint.address,
+            "model": self.model,
+            "problem": self.problem(now),
+            "breaker": self.breaker.state(now).value,
+            "own_requests": self.own_requests,
+        }
+        if self.session is not None:
+            known |= {"is_session_open": self.session.is_open, **self.session.sizes()}
+        load, member, info = self._load, self.member, self.info
+        if load is None or member is None or info is None:
+            return known
+        return {
+            **known,
+            "worker_id": member.worker_id,
+            "epoch": member.epoch,
+            "host": member.host,
+            "num_requests": self.load.num_requests,
+            "queued_tokens": self.load.queued_tokens,
+            "num_tokens": self.load.num_tokens,
+            "tokens_per_second": load.prefill_tokens_per_second,
+            "free_pages": load.free_pages + load.cached_pages,
+            "total_pages": member.total_pages,
+            "page_size": member.page_size,
+            "model_digest": member.model_digest.hex(),
+            "kv_layout": member.kv_layout,
+            "fill_address": info.advertised_address,
+            "num_adapters": len(self._adapters),
+            "adapter_generation": self.adapter_generation,
+        }
+
+
+def _member(endpoint: Endpoint, info: worker_pb2.GetInfoResponse) -> WorkerView:
+    return WorkerView(
+        worker_id=info.worker_id,
+        address=endpoint.address,
+        epoch=info.epoch,
+        host=endpoint.node or endpoint.address.rpartition(":")[0],
+        total_pages=info.num_pages,
+        page_size=info.page_size,
+        model_digest=info.model_digest,
+        kv_layout=_layout(info),
+    )
+
+
+def _layout(info: worker_pb2.GetInfoResponse) -> str:
+    """Name of the target plane's layout in namespaces; empty if not reported."""
+    plane = next((plane for plane in info.planes if plane.name == "target"), None)
+    if plane is None or not plane.parts:
+        return ""
+    return PlaneLayout(
+        name=plane.name,
+        layers=plane.layers,
+        heads=plane.heads,
+        dim=plane.parts[0].dim,
+        dtype=plane.parts[0].dtype,
+        page_size=info.page_size,
+        parts=tuple(part.name for part in plane.parts),
+        draft=plane.draft_digest.hex(),
+    ).describe()
