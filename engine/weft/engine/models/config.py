@@ -149,7 +149,7 @@ class ModelConfig:
     def load(cls, model_dir: Path) -> ModelConfig:
         """Reads `config.json` and, if present, `generation_config.json` of a directory.
 
-        An architecture of another distribution may read them itself: see `architectures.config_reader`.
+        An architecture of another distribution may read them itself (`config_reader`).
 
         Raises:
             ModelError: A file is missing or malformed, the architecture is not supported, or a
