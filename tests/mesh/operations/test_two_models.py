@@ -14,6 +14,7 @@ import httpx
 import pytest
 from weft.common.settings import list_text
 from weft.testing.meshes.local_mesh import WEFT, LocalMesh, wait_until
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import Greedy
 from weft.testing.models.tiny_models import make_tiny
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
@@ -39,6 +40,7 @@ class TwoModels(LocalMesh):
             flags += ["--model", list_text([str(path)]), "--model-name", name]
             self.greedy[name] = Greedy(path)
         flags += ["--kvstore", "1", "--dtype", "float32", "--local-prefill-max-tokens", "0"]
+        flags += ["--decode-args", PATIENT]
         super().__init__(folder, *flags)
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
