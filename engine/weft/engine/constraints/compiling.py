@@ -135,8 +135,7 @@ class Compiler:
                 ).start()
             except RuntimeError as error:
                 del self._running[constraint]
-                failure = Internal(f"no thread compiles it: {error}", stage="compile")
-                failure.retryable = True
+                failure = Internal(f"no thread compiles it: {error}; try again", stage="compile")
                 self._finish([Compiled(constraint, failure)])
             finally:
                 threading.stack_size(default)

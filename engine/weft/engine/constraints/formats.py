@@ -51,5 +51,7 @@ BUILT_IN = {
     **{"url": "uri", "ip-address": "ipv4", "host-name": "hostname", "guid": "uuid"},
 }
 """Formats of llguidance, by the names under which they are asked for."""
-FREE = frozenset({"binary", "password", "text", "string", "textarea", "multiline", "markdown"})
+FREE = frozenset(
+    {"binary", "password", "text", "string", "textarea", "multiline", "markdown", "path"}
+)
 """Formats that say how a string is treated, and nothing about what is in it."""

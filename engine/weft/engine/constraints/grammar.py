@@ -118,13 +118,13 @@ def _checked_lark(text: str) -> str:
 
 def _problem(error: str, constraint: Constraint) -> str:
     """What llguidance says is wrong, without the grammar that the client has not written."""
-    error = error.strip()
+    error = _IN_LARK.sub("", error.strip())
     if constraint.kind == "ebnf" and _LARK.search(constraint.text):
         found = re.match(r"at (\d+)\((\d+)\): ", error)
         if found:
             return f"at line {int(found[1]) - 1}, column {found[2]}: {error[found.end() :]}"[:500]
         return error[:500]
-    error = _IN_LARK.sub("", _PLACE.sub("", error))
+    error = _PLACE.sub("", error)
     if not error or "NoExtension" in error or "no error message" in error:
         return "no text satisfies it"
     return error[:500]

@@ -7,20 +7,24 @@ what a dot matches. What llguidance has no equal for is refused with its positio
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _SPACES = (
     r"\t\n\x{b}\x{c}\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 )
 """Characters that both ECMA-262 and Python take for white space."""
+_MORE_SPACES = rf"{_SPACES}\x{{1c}}-\x{{1f}}\x{{85}}\x{{feff}}"
+"""Characters that one of them does."""
 _SETS = {
     "d": "[0-9]",
     "D": "[^0-9]",
     "w": "[0-9A-Za-z_]",
     "W": "[^0-9A-Za-z_]",
     "s": f"[{_SPACES}]",
-    # Neither dialect takes any of these for white space.
-    "S": rf"[^{_SPACES}\x{{1c}}-\x{{1f}}\x{{85}}\x{{feff}}]",
+    "S": f"[^{_MORE_SPACES}]",
 }
+_SETS_NEGATED = {**_SETS, "s": f"[{_MORE_SPACES}]", "S": f"[^{_SPACES}]"}
+"""As members of a class that is negated: what is left is of the class in both dialects."""
 _CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _ANYTHING = r"[\x{0}-\x{10ffff}]"
@@ -148,7 +152,7 @@ class _Converter:
         self._at += 1
         return code
 
-    def _escape(self, *, in_class: bool = False) -> str | int:
+    def _escape(self, sets: Mapping[str, str] = _SETS, *, in_class: bool = False) -> str | int:
         """The class or the character that an escape stands for."""
         code = self._code()
         if code is not None:
@@ -165,7 +169,7 @@ class _Converter:
         self._require(is_known, "this escape is not supported")
         self._at += 2
         if kind in _SETS:
-            return _SETS[kind]
+            return sets[kind]
         if kind == "b":
             return 0x08
         return 0 if is_null else _CONTROLS.get(kind, ord(kind))
@@ -188,16 +192,17 @@ class _Converter:
         self._at += 1
         is_negated = self._text[self._at : self._at + 1] == "^"
         self._at += is_negated
+        sets = _SETS_NEGATED if is_negated else _SETS
         members: list[str] = []
         while self._text[self._at : self._at + 1] != "]":
             self._require(self._at < len(self._text), "unmatched `[`")
-            first = self._member()
+            first = self._member(sets)
             is_range = self._text[self._at : self._at + 1] == "-"
             if not is_range or self._text[self._at + 1 : self._at + 2] in ("]", ""):
                 members.append(first if isinstance(first, str) else _spelled(first))
                 continue
             self._at += 1
-            last = self._member()
+            last = self._member(sets)
             self._require(
                 isinstance(first, int) and isinstance(last, int) and first <= last,
                 "a range of nothing",
@@ -206,13 +211,15 @@ class _Converter:
             assert isinstance(last, int)
             members.append(f"{_spelled(first)}-{_spelled(last)}")
         self._at += 1
+        if any(sets[one] in members and sets[one.upper()] in members for one in "dws"):
+            return _NOTHING if is_negated else _ANYTHING
         if not members:
             return _ANYTHING if is_negated else _NOTHING
         return f"[{'^' if is_negated else ''}{''.join(members)}]"
 
-    def _member(self) -> str | int:
+    def _member(self, sets: Mapping[str, str]) -> str | int:
         if self._text[self._at : self._at + 1] == "\\":
-            return self._escape(in_class=True)
+            return self._escape(sets, in_class=True)
         self._require(self._at < len(self._text), "unmatched `[`")
         return self._character()
 
