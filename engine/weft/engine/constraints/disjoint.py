@@ -148,17 +148,15 @@ def negated(schema: Json, resolve: Resolve) -> Json:
     if not isinstance(schema, dict):
         return None
     found: list[Json] = []
+    is_whole = True
     for name, value in schema.items():
-        if name in _ANNOTATIONS:
-            continue
-        if name == "enum" and "const" in schema:
+        if name in _ANNOTATIONS or (name == "enum" and "const" in schema):
             continue
         opposites = _opposites(name, value, schema, resolve)
-        if opposites is None:
-            return None
-        found += opposites
+        is_whole = is_whole and opposites is not None
+        found += opposites or ()
     if not found:
-        return False
+        return False if is_whole else None
     return found[0] if len(found) == 1 else {"anyOf": found}
 
 
@@ -173,23 +171,22 @@ def _opposites(
     if name == "required" and isinstance(value, list):
         return [{"type": "object", "properties": {each: False}} for each in value]
     if name == "properties" and isinstance(value, dict):
-        found = []
-        for each, part in value.items():
-            opposite = negated(part, resolve)
-            if opposite is None:
-                return None
-            if opposite is not False:
-                found.append({"type": "object", "properties": {each: opposite}, "required": [each]})
-        return found
+        opposites = {each: negated(part, resolve) for each, part in value.items()}
+        found = [
+            {"type": "object", "properties": {each: opposite}, "required": [each]}
+            for each, opposite in opposites.items()
+            if opposite is not None and opposite is not False
+        ]
+        return None if not found and None in opposites.values() else found
     if name in _BELOW or name in _ABOVE:
         return _other_counts(name, value)
     if name in _BEYOND and isinstance(value, int | float) and not isinstance(value, bool):
         return [{"type": "number", _BEYOND[name]: value}]
     if name in ("anyOf", "allOf") and isinstance(value, list):
-        opposites = [negated(part, resolve) for part in value]
-        if any(opposite is None for opposite in opposites):
-            return None
-        return [{"allOf": opposites}] if name == "anyOf" else opposites
+        of_parts = [negated(part, resolve) for part in value]
+        if name == "anyOf":
+            return None if None in of_parts else [{"allOf": of_parts}]
+        return [opposite for opposite in of_parts if opposite is not None] or None
     if name == "not":
         return [value]
     return None

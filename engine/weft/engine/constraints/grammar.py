@@ -18,10 +18,10 @@ MAX_WHITESPACE = 32
 that emits nothing else is stopped.
 """
 LIMITS = LLParserLimits(
-    max_items_in_row=2_000,
+    max_items_in_row=10_000,
     initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=100_000,
-    step_max_items=25_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,

@@ -39,8 +39,8 @@ NUM_ALONE = 16
 MAX_THREADS = 8
 MASKS_OF_A_THREAD = 16
 """Number of masks for which another thread pays."""
-_LIMITS = ("lexer error", "parser error", "too complex", "toocomplex", "limit", "too many")
-"""What messages of llguidance have where a grammar takes too much."""
+_WRONG_TOKEN = ("doesn't satisfy the grammar", "parser stopped in consume_token")
+"""In messages of llguidance about tokens that may not come; all others are about its limits."""
 
 
 class ConstraintState:
@@ -83,7 +83,9 @@ class ConstraintState:
             raise _too_slow()
         for token in tokens:
             if token in self._eos_token_ids or not self._matcher.consume_token(token):
-                self.check()
+                told = self._matcher.get_error()
+                if not any(wrong in told for wrong in _WRONG_TOKEN):
+                    self.check()
                 message = f"token {token} behind {self.num_accepted} is not of the sample's grammar"
                 raise Internal(message, stage="decode")
             self.num_accepted += 1
@@ -92,12 +94,10 @@ class ConstraintState:
         """Raises InvalidRequest if the grammar takes too much, or no text goes on from here."""
         if not self._matcher.is_error():
             return
-        told = self._matcher.get_error().lower()
-        if any(limit in told for limit in _LIMITS):
+        if "NoExtension" not in self._matcher.get_error():
             raise _too_slow()
-        if "noextension" in told:
-            message = "no text satisfies it that goes on from here"
-            raise InvalidRequest(message, stage="decode", param="constraint")
+        message = "no text satisfies it that goes on from here"
+        raise InvalidRequest(message, stage="decode", param="constraint")
 
     def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
         """Follows more tokens of the sample, then returns the masks of what may come behind them.
@@ -133,28 +133,34 @@ class ConstraintState:
         self.check()
 
     def _fill_behind(self, drafts: Sequence[int], words: npt.NDArray[np.uint32]) -> None:
-        """Writes the mask behind each draft into its row: goes back to what it follows first."""
-        path = [0]
-        """Rows that the matcher is behind, from that of the next token on."""
-        depths = [0]
-        is_reached = [True]
+        """Writes the mask behind each draft into its row, from one to the next of them."""
+        paths: list[list[int] | None] = [[]]
+        """Rows that lead to each row, itself included; None: the grammar does not allow them."""
+        behind: list[int] = []
+        """Those that the matcher has followed."""
         for row, (token, parent) in enumerate(zip(drafts, parents_of(drafts), strict=True), 1):
-            depths.append(depths[parent] + 1)
-            allowed = is_reached[parent] and bool(words[parent, token // 32] >> token % 32 & 1)
-            is_reached.append(allowed and token not in self._eos_token_ids)
-            if not is_reached[row]:
+            before = paths[parent]
+            is_allowed = words[parent, token // 32] >> token % 32 & 1
+            if before is None or not is_allowed or token in self._eos_token_ids:
+                paths.append(None)
                 continue
-            self._go_back(path, depths[parent] + 1)
-            self._matcher.consume_token(token)
-            path.append(row)
+            path = [*before, row]
+            paths.append(path)
+            self._go_from(behind, path, drafts)
             self._fill(words[row])
-        self._go_back(path, 1)
+            behind = path
+        self._go_from(behind, [], drafts)
 
-    def _go_back(self, path: list[int], length: int) -> None:
-        if len(path) > length:
-            self._matcher.rollback(len(path) - length)
-            self.check()
-            del path[length:]
+    def _go_from(self, behind: list[int], path: list[int], drafts: Sequence[int]) -> None:
+        """Has the matcher follow a path of drafts instead of the one that it is behind."""
+        same = 0
+        while same < min(len(behind), len(path)) and behind[same] == path[same]:
+            same += 1
+        if len(behind) > same:
+            self._matcher.rollback(len(behind) - same)
+        for row in path[same:]:
+            self._matcher.consume_token(drafts[row - 1])
+        self.check()
 
 
 def _too_slow() -> InvalidRequest:

@@ -41,7 +41,7 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
         *("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
         *("additionalItems", "unevaluatedItems"),
     ),
-    "string": ("minLength", "maxLength", "pattern", "format"),
+    "string": ("minLength", "maxLength", "pattern", "format", "contentEncoding"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -170,6 +170,8 @@ class _Rewriter:
             self._require(
                 is_count and not isinstance(value, bool), f"{at}/{name}", "a count is expected"
             )
+        is_content = self._is_old and "contentMediaType" in schema
+        self._require(not is_content, f"{at}/contentMediaType", "this keyword is not supported")
         if "enum" in schema or "const" in schema:
             return self._listed(schema, at)
         base = {name: schema[name] for name in schema if name in _ASSERTING}
@@ -197,6 +199,8 @@ class _Rewriter:
         return name != "if" or "then" in schema or "else" in schema
 
     def _is_any(self, schema: Mapping[str, Json]) -> bool:
+        if self._is_old and "contentMediaType" in schema:
+            return False
         return not any(
             name in _ASSERTING or name in _COMBINING or name in _NEVER or name in ("enum", "const")
             for name in schema
@@ -386,7 +390,8 @@ class _Rewriter:
         if values and not kept:
             message = "is spelled with control characters, or is a number that is not exact"
             raise ValueError(_at(f"{at}/{keyword}", message))
-        self._require(bool(kept), at, "none of the listed values is allowed by the rest")
+        if not kept:
+            return False
         return {"enum": [_plain(value) for value in kept]}
 
     def _valid(self, values: list[Json], schema: Mapping[str, Json], at: str) -> list[Json]:
@@ -460,6 +465,8 @@ class _Rewriter:
             patterns.append(self._pattern(schema["pattern"], f"{at}/pattern"))
         name = schema.get("format")
         self._require(isinstance(name, str | None), f"{at}/format", "a string is expected")
+        if schema.get("contentEncoding") == "base64":
+            patterns.append(f"^(?:{convert_pattern(formats.PATTERNS['base64'])})$")
         if name in formats.PATTERNS:
             patterns.append(f"^(?:{convert_pattern(formats.PATTERNS[name])})$")
         elif name in formats.BUILT_IN:
@@ -470,7 +477,7 @@ class _Rewriter:
             out["pattern"] = patterns[0]
         if len(patterns) < 2:
             return out
-        return {"allOf": [out, {"type": "string", "pattern": patterns[1]}]}
+        return {"allOf": [out, *({"type": "string", "pattern": more} for more in patterns[1:])]}
 
     def _pattern(self, pattern: Json, at: str) -> str:
         self._require(isinstance(pattern, str), at, "a string is expected")
@@ -547,7 +554,8 @@ class _Rewriter:
         if not isinstance(schema, dict):
             return None
         if "enum" in schema or "const" in schema:
-            return list(self._listed(schema, "#")["enum"])
+            listed = self._listed(schema, "#")
+            return list(listed["enum"]) if listed else []
         if schema.get("type") == "boolean":
             return [True, False]
         return None
@@ -659,7 +667,7 @@ class _Rewriter:
         combined = [name for name in _COMBINING if name in names]
         self._require(not combined, at, "schemas of names that combine others are not supported")
         if "enum" in names or "const" in names:
-            values = self._listed(names, at)["enum"]
+            values = (self._listed(names, at) or {"enum": []})["enum"]
             kept = {value: named.get(value, others) for value in values if isinstance(value, str)}
             return kept, {}
         written = self._string({n: v for n, v in names.items() if n != "type"}, at)
