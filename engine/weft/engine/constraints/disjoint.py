@@ -227,14 +227,13 @@ def _other_values(values: Json, kind: Json) -> list[Json] | None:
         elif each == "string":
             found.append({"type": "string", "pattern": _other_strings(alike)})
         elif each in ("integer", "number"):
-            if not all(isinstance(value, int) for value in alike):
-                return None
-            found += _other_numbers(each, sorted(alike))
+            if all(value == int(value) for value in alike):
+                found += _other_numbers(each, sorted(map(int, alike)))
         elif each == "array" and alike == [[]]:
             found.append({"type": "array", "minItems": 1})
         elif each == "object" and alike == [{}]:
             found.append({"type": "object", "minProperties": 1})
-        # Of other arrays and objects none is allowed.
+        # Of other numbers, arrays and objects none is allowed.
     return found
 
 

@@ -43,7 +43,8 @@ _LARK_REFUSED = {
     "max_tokens": "max_tokens",
     "temperature": "temperature",
     "stop": "stop",
-    "@": "references to other grammars",
+    "@": "`@`, a reference to another grammar,",
+    "<": "`<`, a special token,",
 }
 _PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 _IN_LARK = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
@@ -119,8 +120,10 @@ def _checked_lark(text: str) -> str:
 def _problem(error: str, constraint: Constraint) -> str:
     """What llguidance says is wrong, without the grammar that the client has not written."""
     error = _IN_LARK.sub("", error.strip())
+    if error.startswith("panic"):
+        return "cannot be compiled"
     if constraint.kind == "ebnf" and _LARK.search(constraint.text):
-        found = re.match(r"at (\d+)\((\d+)\): ", error)
+        found = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
         if found:
             return f"at line {int(found[1]) - 1}, column {found[2]}: {error[found.end() :]}"[:500]
         return error[:500]
