@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from weft.engine.constraints.gbnf import convert_gbnf
@@ -29,7 +28,7 @@ LIMITS = LLParserLimits(
 """What compiling a constraint and each of its masks may take: some hundred milliseconds of CPU for
 the first, about 20 for the latter, and 100 MB.
 """
-HEAD = '%llguidance {"no_forcing": true}\n'
+_HEAD = '%llguidance {"no_forcing": true}\n'
 """Masks have every token that may come, also where only one spelling of a text is left."""
 _JSON = {
     # Without codes no name has two spellings, so that none comes twice unnoticed.
@@ -55,10 +54,12 @@ class GrammarSource:
 
     Args:
         tokenizer: What the model's tokens spell.
+        is_closed: Whether objects and arrays have nothing that their schemas do not list.
     """
 
-    def __init__(self, tokenizer: LLTokenizer) -> None:
+    def __init__(self, tokenizer: LLTokenizer, *, is_closed: bool = True) -> None:
         self.tokenizer = tokenizer
+        self._is_closed = is_closed
 
     def compile(self, constraint: Constraint) -> LLMatcher:
         """A matcher at the beginning of a text, to be copied for each sample.
@@ -66,7 +67,7 @@ class GrammarSource:
         Raises:
             ValueError: The constraint cannot be used; the message says why, and where in it.
         """
-        matcher = LLMatcher(self.tokenizer, HEAD + lark_of(constraint), log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self.tokenizer, self._lark(constraint), log_level=0, limits=LIMITS)
         if not matcher.is_error():
             # Whether any text satisfies it is known only then; copies have the first mask ready.
             matcher.compute_bitmask()
@@ -74,34 +75,23 @@ class GrammarSource:
             raise ValueError(_problem(matcher.get_error(), constraint))
         return matcher
 
+    def _lark(self, constraint: Constraint) -> str:
+        """The constraint as a grammar of llguidance."""
+        kind, text = constraint.kind, constraint.text
+        if kind == "json_schema":
+            return f"{_HEAD}start: {self._json_rule(text)}"
+        if kind == "regex":
+            return f"{_HEAD}start: /{convert_regex(text)}/" if text else f'{_HEAD}start: ""'
+        if kind == "structural_tag":
+            return _HEAD + convert_tags(text, self._json_rule)
+        if kind == "choice":
+            return f"{_HEAD}start: " + " | ".join(map(json.dumps, constraint.choices))
+        return _HEAD + (_checked_lark(text) if _LARK.search(text) else convert_gbnf(text))
 
-def lark_of(constraint: Constraint) -> str:
-    """The constraint as a grammar of llguidance.
-
-    Raises:
-        ValueError: It cannot be enforced.
-    """
-    kind, text = constraint.kind, constraint.text
-    if kind == "json_schema":
-        return f"start: {json_rule(text)}"
-    if kind == "regex":
-        return f"start: /{convert_regex(text)}/" if text else 'start: ""'
-    if kind == "structural_tag":
-        return convert_tags(text, json_rule)
-    if kind == "choice":
-        return "start: " + " | ".join(map(quoted, constraint.choices))
-    return _checked_lark(text) if _LARK.search(text) else convert_gbnf(text)
-
-
-def json_rule(schema: str) -> str:
-    """What stands for a value of a JSON schema in a grammar."""
-    prepared: dict[str, Any] = {**prepare_schema(schema), "x-guidance": _JSON}
-    return f"%json {json.dumps(prepared)}"
-
-
-def quoted(text: str) -> str:
-    """A text in a grammar."""
-    return json.dumps(text)
+    def _json_rule(self, schema: str) -> str:
+        """What stands for a value of a JSON schema in a grammar."""
+        prepared = prepare_schema(schema, is_closed=self._is_closed)
+        return f"%json {json.dumps({**prepared, 'x-guidance': _JSON})}"
 
 
 def _checked_lark(text: str) -> str:
