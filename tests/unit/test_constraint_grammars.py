@@ -21,7 +21,7 @@ expr  ::= term ([-+*/] term)*
 term  ::= ident | num | "(" ws expr ")" ws
 ident ::= [a-z] [a-z0-9_]* ws
 num   ::= [0-9]+ ws
-ws    ::= [ \t]*
+ws    ::= [ \t\n]*
 """
 JSON = r"""
 root   ::= object
@@ -51,7 +51,9 @@ ws ::= | " " | "\n" [ \t]{0,20}
         ('root ::= "a"{2,3} [b-]* [\\]]', ["aa]", "aaab-]"], ["a]", "aa"]),
         ('root ::= a-b | aB\na-b ::= "1"\naB ::= "2"', ["1", "2"], ["12"]),
         ('root ::= "" | [] "x"', [""], ["x"]),
-        (ARITHMETIC, ["(a+3)*b = 7\n", "a=1\nb=2\n"], ["a=", "a=1", "a+=1\n"]),
+        # What a rule could also go on with follows it: lines between, and at the end.
+        (ARITHMETIC, ["(a+3)*b = 7\n", "a=1\nb=2 \n\n"], ["a=", "a=1", "a+=1\n"]),
+        ('root ::= "(" root ")" | w "b"\nw ::= [a-c]+', ["(ab)", "bbb", "acbb"], ["b", "(a)"]),
         (
             JSON,
             ['{"a":[1,2.5,{"b":"x\\n"}], "c":null}', "{}"],
