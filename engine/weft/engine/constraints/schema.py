@@ -605,13 +605,13 @@ class _Rewriter:
                 schema["propertyNames"], named, inner(others, others_at), f"{at}/propertyNames"
             )
             others = False
-        if not patterns and others is False:
-            for name in required:
-                self._require(
-                    name in named or bool(free) or is_merged,
-                    f"{at}/required",
-                    f"{name!r} is required, but no such property is described",
-                )
+        for name in required:
+            if name in named or free or is_merged or others is not False:
+                continue
+            is_left_open = not {"additionalProperties", "propertyNames"} & schema.keys()
+            message = f"{name!r} is required, but no such property is described"
+            self._require(is_left_open, f"{at}/required", message)
+            named[name] = inner(True, others_at)
         if named:
             out["properties"] = named
         if free:
